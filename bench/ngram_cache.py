@@ -22,7 +22,7 @@ from forerun.drafts.ngram_table import FILE, read_ngram_table
 from forerun.hub.catalog import shipped_draft
 from forerun.interface.drafter import Drafter
 from forerun.interface.plan import Outcome, Plan
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.options.config import EngineConfig
 
 VOCAB = 49152
@@ -45,7 +45,7 @@ def plan_of(nodes: int, depth: int) -> Plan:
 def play(drafter: Drafter, answer: Answer, nodes: int) -> int:
     """Give one answer; returns the steps it took after its first token."""
     first, steps = answer.output[:1], 0
-    text = np.append(answer.prompt, first).astype(np.int32)
+    text = TokenText(np.append(answer.prompt, first))
     drafter.begin(SlotInit(0, text, len(answer.prompt), answer.sampling))
     left = answer.output[1:]
     while left:
@@ -58,6 +58,7 @@ def play(drafter: Drafter, answer: Answer, nodes: int) -> int:
             np.array([len(draft)], np.int32),
             np.ones(1, np.bool_),
         )
+        text.append(said)
         drafter.observe(plan, None, outcome)  # type: ignore[arg-type]
         left, steps = left[len(said) :], steps + 1
     drafter.end(0)

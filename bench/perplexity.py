@@ -25,7 +25,7 @@ from forerun.executors.torch import TorchExecutor
 from forerun.hub.catalog import open_model
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.options.config import NATIVE_DTYPES
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
@@ -36,7 +36,7 @@ PIECE, PAGE = 512, 16
 
 def surprise(executor: TorchExecutor | CpuExecutor, tokens: Ints) -> float:
     """Sum of negative log-likelihoods, in nats, of all tokens but the first."""
-    executor.open(SlotInit(0, tokens, len(tokens), Sampling(prompt_logprobs=0)))
+    executor.open(SlotInit(0, TokenText(tokens), len(tokens), Sampling(prompt_logprobs=0)))
     try:
         plan = Plan(
             slots=np.zeros(1, np.int32),

@@ -46,7 +46,7 @@ from forerun.engine.step import step_report
 from forerun.hub.catalog import shipped_draft
 from forerun.interface.drafter import Drafter, DrafterTraits
 from forerun.interface.plan import Outcome, Plan
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
@@ -95,6 +95,7 @@ class Stream:
     prompt: list[int]
     output: list[int]
     done: int
+    text: TokenText
 
     @property
     def left(self) -> list[int]:
@@ -156,8 +157,8 @@ class Replay:
         for slot in range(rows):
             if slot not in self.streams and (answer := next(self.answers, None)):
                 prompt, sampling, output = answer
-                self.streams[slot] = Stream(prompt.tolist(), output, 1)
-                text = np.append(prompt, output[0]).astype(np.int32)
+                text = TokenText(np.append(prompt, output[0]))
+                self.streams[slot] = Stream(prompt.tolist(), output, 1, text)
                 self.drafter.begin(SlotInit(slot, text, len(prompt), sampling))
         return bool(self.streams)
 
@@ -204,8 +205,9 @@ class Replay:
         out = [s.left[: accepted(d, s.left) + 1] for s, d in zip(streams, drafts, strict=True)]
         counts = np.array(list(map(len, out)), np.int32)
         tokens = np.full((len(out), counts.max()), -1, np.int32)
-        for row, said in enumerate(out):
+        for row, (said, stream) in enumerate(zip(out, streams, strict=True)):
             tokens[row, : len(said)] = said
+            stream.text.append(said)
         sizes = np.array(list(map(len, drafts)), np.int32)
         outcome = Outcome(counts, tokens, sizes, np.ones(len(out), np.bool_))
         self.drafter.observe(plan, None, outcome)  # type: ignore[arg-type]

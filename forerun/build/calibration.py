@@ -18,7 +18,7 @@ from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModel, Ex
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
@@ -260,9 +260,9 @@ def _run_step(
     """Seconds of one step, opening and closing its slots not counted, and what came of it."""
     plan = replace(step.plan, request=request)
     for slot, cached, known in zip(plan.slots, plan.kv_len, plan.known, strict=True):
-        tokens = np.zeros(int(cached) + len(known), np.int32)
-        greedy, length = Sampling(temperature=0.0), len(tokens)
-        executor.open(SlotInit(int(slot), tokens, length, greedy, cached=int(cached)))
+        text = TokenText(np.zeros(int(cached) + len(known), np.int32))
+        greedy = Sampling(temperature=0.0)
+        executor.open(SlotInit(int(slot), text, text.total, greedy, cached=int(cached)))
     try:
         started = perf_counter()
         trees = batch(plan.known, step.drafts)

@@ -1,6 +1,5 @@
 """A model drafter's state of one sequence."""
 
-from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +7,7 @@ import numpy as np
 from forerun.errors import EngineError
 from forerun.interface.grammars import CandidateTokens, allowed
 from forerun.interface.next_draft import NextDrafts
+from forerun.interface.slot_init import SequenceText
 from forerun.speculative.draft_tree import full_draft
 from forerun.speculative.noise import gumbel_of
 from forerun.speculative.sampling import Sampling
@@ -19,14 +19,14 @@ from forerun.types import Ints
 class DraftState:
     """A model drafter's state of one slot.
 
-    tokens   all that are decided
-    ready    tokens[:ready] have run through target and draft model; candidates follow the last of
-             them
+    text     the sequence's decided tokens
+    ready    this many of its tokens have run through target and draft model; candidates follow the
+             last of them
     next_candidates  None = unknown, or in `drafted`
     drafted  what the last step drafted below the last of `ready`, and its row; None = nothing
     """
 
-    tokens: "array[int]"
+    text: SequenceText
     prompt_len: int
     sampling: Sampling
     ready: int = 0
@@ -35,7 +35,7 @@ class DraftState:
 
     def span(self, begin: int, count: int) -> Ints:
         """Return int32[count+1], tokens from position `begin` on, and the one after them."""
-        return np.frombuffer(self.tokens[begin : begin + count + 1], np.int32)
+        return self.text.tokens[begin : begin + count + 1]
 
     def candidates(self) -> CandidateTokens | None:
         """Return the candidates behind the last token that is ready; None = unknown."""

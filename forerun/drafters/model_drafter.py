@@ -8,7 +8,6 @@ and drafts by itself (`DraftRequest`), and leaves nothing to do; else backlog.py
 at once or later.
 """
 
-from array import array
 from itertools import compress
 from typing import Any
 
@@ -63,9 +62,9 @@ class ModelDrafter:
         self._extended_on_device = False
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Store the decided tokens of a sequence; features come with the steps."""
-        slot, tokens = slot_init.slot, array("i", slot_init.tokens.astype(np.int32).tobytes())
-        self._states[slot] = DraftState(tokens, slot_init.prompt_len, slot_init.sampling)
+        """Bind a sequence to its slot; features come with the steps."""
+        slot = slot_init.slot
+        self._states[slot] = DraftState(slot_init.text, slot_init.prompt_len, slot_init.sampling)
         self._plain_steps[slot], self._backlog.begin[slot] = 0, -1
 
     def end(self, slot: int) -> None:
@@ -83,8 +82,6 @@ class ModelDrafter:
         NaN.
         """
         states = self._states_of(plan)
-        for state, tokens in zip(states, outcome.output_tokens, strict=True):
-            state.tokens.extend(tokens)
         plain = not plan.max_nodes.any()
         if plain and self._backlog.keep_one(plan, trees, outcome):
             return

@@ -13,7 +13,7 @@ from forerun.drafts.ngram_table import NgramTable
 from forerun.errors import EngineError
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Outcome, Plan, Round
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SequenceText, SlotInit
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 
 
@@ -37,8 +37,8 @@ class CpuNgramDrafter:
         self._table, self._min_prob = table, min_prob
         self._core = NgramIndex(slots, min_prob, table, capacity)
         self._library, self._index = self._core.library, self._core.handle
-        # By slot: tokens that the core has not received yet.
-        self._unsent: ngram.OpenSlots[list[int]] = ngram.OpenSlots()
+        # By slot: the text, and how many of its tokens the core has received.
+        self._sent: ngram.OpenSlots[tuple[SequenceText, int]] = ngram.OpenSlots()
         self._out = np.empty(0, np.int32)
         self._out_at = 0
 
@@ -59,7 +59,7 @@ class CpuNgramDrafter:
             self._index, slot_init.slot, *text, *noise, slot_init.tenant
         ):
             raise EngineError(self._core.error())
-        self._unsent[slot_init.slot] = []
+        self._sent[slot_init.slot] = slot_init.text, slot_init.text.total
 
     def propose(self, plan: Plan) -> list[Draft]:
         """Return one draft per row, empty if nothing is probable enough or worth its price. With
@@ -73,10 +73,9 @@ class CpuNgramDrafter:
         most = 0
         for row, nodes in enumerate(plan.max_nodes.tolist()):
             if nodes and (depth := depths[row]):
-                news = self._unsent[slots[row]]
-                message += (slots[row], nodes, depth, len(news))
-                message += news
-                news.clear()
+                unsent = self._unsent(slots[row])
+                message += (slots[row], nodes, depth, len(unsent))
+                message += unsent
                 drafting.append(row)
                 most += nodes
         if not drafting:
@@ -121,19 +120,25 @@ class CpuNgramDrafter:
         return not plan.max_nodes.any()
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Store emitted tokens until the row may draft. Raises EngineError if a slot is not
-        open.
+        """Do nothing: emitted tokens are read in the text once the row may draft."""
+
+    def _unsent(self, slot: int) -> list[int]:
+        """Return the tokens that the core has not received; from now on it has. Raises EngineError
+        if the slot is not open.
         """
-        for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
-            self._unsent[slot] += tokens
+        text, sent = self._sent[slot]
+        self._sent[slot] = text, text.total
+        unsent: list[int] = text.tokens[sent:].tolist()
+        return unsent
 
     def end(self, slot: int) -> None:
         """Discard the sequence, here and in the core, after the cache has counted its answer. Does
         nothing for a slot that is not open.
         """
-        if (news := self._unsent.pop(slot, None)) is not None:
+        if slot in self._sent:
             # The array lives until the call is over, because `numbers` names it.
-            numbers = array("i", news)
+            numbers = array("i", self._unsent(slot))
+            del self._sent[slot]
             self._library.forerun_ngram_end(self._index, slot, *numbers.buffer_info())
 
     def describe(self) -> dict[str, Any]:

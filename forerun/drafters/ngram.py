@@ -26,7 +26,7 @@ from forerun.drafts.ngram_table import NgramTable, interpolated
 from forerun.errors import EngineError
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Outcome, Plan, Round
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SequenceText, SlotInit
 from forerun.speculative.draft_tree import Offer, best_first
 from forerun.speculative.noise import gumbel_of
 from forerun.speculative.sampling import Sampling
@@ -157,7 +157,7 @@ def indexed(slot_init: SlotInit) -> tuple[Ints, int]:
     Before it stand the LONGEST last tokens of the prompt (padded with GAP), the prediction, and a
     GAP: so the prediction looks like an earlier continuation of the prompt's end.
     """
-    tokens, prediction = slot_init.tokens, slot_init.prediction
+    tokens, prediction = slot_init.text.tokens, slot_init.prediction
     if not len(prediction):
         return tokens, 0
     end = tokens[: slot_init.prompt_len][-LONGEST:]
@@ -168,11 +168,13 @@ def indexed(slot_init: SlotInit) -> tuple[Ints, int]:
 
 @dataclass(slots=True)
 class _Text:
-    """One sequence: its tokens, `predicted` others before them, and the links between equal runs.
+    """The index of one sequence: its tokens, `predicted` others before them, and the links between
+    equal runs.
 
-    The links are updated when the sequence may draft, not before: a sequence that does not draft
-    should cost nothing.
+    It is updated when the sequence may draft, not before: a sequence that does not draft should
+    cost nothing.
 
+    source     the sequence's decided tokens
     chains     one per length of ORDERS
     begun      number of tokens when it began
     drafts     number of calls that drafted for it since then
@@ -181,6 +183,7 @@ class _Text:
     tenant     as of SlotInit
     """
 
+    source: SequenceText
     tokens: list[int]
     chains: list[_Chains]
     begun: int
@@ -189,6 +192,10 @@ class _Text:
     noise: Coupling
     tenant: int
     drafts: int = 0
+
+    def update(self) -> None:
+        """Append the tokens that were decided since the last call."""
+        self.tokens += self.source.tokens[len(self.tokens) - self.predicted :].tolist()
 
     def places(self) -> Voters:
         """Return earlier positions whose past agrees with the end of the text, and in how many
@@ -337,13 +344,14 @@ class NgramDrafter:
         tokens, predicted = indexed(slot_init)
         chains = [_Chains(order, tokens) for order in ORDERS]
         self._texts[slot_init.slot] = _Text(
-            tokens.tolist(),
-            chains,
-            len(tokens),
-            predicted,
-            slot_init.prompt_len,
-            coupling(slot_init.sampling),
-            slot_init.tenant,
+            source=slot_init.text,
+            tokens=tokens.tolist(),
+            chains=chains,
+            begun=len(tokens),
+            predicted=predicted,
+            prompt_len=slot_init.prompt_len,
+            noise=coupling(slot_init.sampling),
+            tenant=slot_init.tenant,
         )
 
     def propose(self, plan: Plan) -> list[Draft]:
@@ -360,6 +368,7 @@ class NgramDrafter:
         ):
             text = self._texts[slot]
             if nodes and depth:
+                text.update()
                 text.drafts += 1
                 least = max(self._min_prob, plan.min_prob)
                 paths = _Paths(text, least, depth, self._usual(text))
@@ -389,11 +398,7 @@ class NgramDrafter:
         return not plan.max_nodes.any()
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Append each row's emitted tokens to its text. Raises EngineError for a slot that is not
-        open.
-        """
-        for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
-            self._texts[slot].tokens.extend(tokens)
+        """Do nothing: emitted tokens are read in the text once the row may draft."""
 
     def end(self, slot: int) -> None:
         """Discard the sequence, after the cache has counted the end of its answer (COUNTED). A slot
@@ -401,6 +406,7 @@ class NgramDrafter:
         """
         text = self._texts.pop(slot, None)
         if text is not None:
+            text.update()
             first = max(text.begun, len(text.tokens) - COUNTED * text.drafts)
             answer = text.tokens[text.predicted :]
             self._cache.learn(answer, first - text.predicted, text.tenant)

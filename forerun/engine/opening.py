@@ -57,7 +57,7 @@ def open_slot(sequence: Sequence, parts: Parts) -> None:
     assert sequence.slot is not None
     slot_init = SlotInit(
         slot=sequence.slot,
-        tokens=sequence.tokens.copy(),
+        text=sequence,
         prompt_len=sequence.prompt_len,
         sampling=sequence.sampling,
         prediction=sequence.request.prediction,

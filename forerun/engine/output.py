@@ -168,7 +168,6 @@ class OutputProcessor:
                 continue
             if outcome.prompt_logprobs and outcome.prompt_logprobs[row]:
                 echo(sequence, outcome.prompt_logprobs[row])
-            sequence.append(tokens[row])
             sequence.table.commit(counts[row], sequence.tokens)
             if not samples[row]:
                 continue

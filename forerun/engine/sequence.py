@@ -48,7 +48,8 @@ class SpeculationCounts:
 
 
 class Sequence:
-    """State of one choice, from submission to its last token.
+    """State of one choice, from submission to its last token. Its tokens stand nowhere else:
+    executors and drafters read them here (interface.slot_init.SequenceText).
 
     The independent numbers and their order, which check.py asserts:
 
@@ -83,8 +84,9 @@ class Sequence:
         self.table: PageTable
         self.prompt_len = self.total = len(request.prompt)
         self.limit = self.prompt_len + request.stopping.max_tokens
-        # Room for one more, because a step emits a token even if max_tokens is 0.
-        self.buffer = np.zeros(max(self.limit, self.total + 1), np.int32)
+        # Room for one more: a step emits a token even if max_tokens is 0, and where rounds overlap
+        # a sequence that has reached its limit runs once more.
+        self.buffer = np.zeros(self.limit + 1, np.int32)
         self.buffer[: self.total] = request.prompt
         self.reported = self.shared = 0
         self.cached_tokens: int | None = None

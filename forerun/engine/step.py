@@ -99,13 +99,15 @@ def propose(plan: Plan, parts: Parts) -> list[Draft]:
 
 
 def finish(step: Step, parts: Parts) -> Outcome:
-    """Accept; waits for the device."""
+    """Accept, and extend the sequences by what was emitted; waits for the device."""
     round, timer, masks = step.round, step.timer, None
     timer.resume()
     if round.plan.some_constrained and not parts.executor.capabilities.masks_first:
         masks = parts.grammars.masks(round.plan.slots, round.trees)
         timer.lap("mask")
     outcome = parts.executor.finish(round, masks)
+    for sequence, tokens in zip(step.rows, outcome.output_tokens, strict=True):
+        sequence.append(tokens)
     timer.lap("accept")
     plan, trees = round.plan, round.trees  # Complete from here on.
     parts.drafter.observe(plan, trees, outcome)

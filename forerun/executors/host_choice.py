@@ -2,7 +2,6 @@
 (forerun/speculative), and the log-probabilities that a request wants.
 """
 
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import isnan
@@ -10,6 +9,7 @@ from math import isnan
 import numpy as np
 
 from forerun.interface.plan import Plan, Reports, TokenLogprobs
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.accept import NOTHING, Path, accept_row, choose, choose_among
 from forerun.speculative.sampling import (
     History,
@@ -48,21 +48,9 @@ class Choices:
     prompt_logprobs: tuple[Reports, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SlotState:
-    """The sampler's state of one sequence.
-
-    tokens  int32, all that are decided; grows
-    """
-
-    sampling: Sampling
-    tokens: "array[int]"
-    prompt_len: int
-
-    @property
-    def history(self) -> History:
-        """A copy of its tokens as a History: an array cannot grow while NumPy has a view of it."""
-        return History(np.array(self.tokens, np.int32), self.prompt_len)
+def history_of(slot_init: SlotInit) -> History:
+    """Return what penalties count: the sequence's decided tokens, as a view."""
+    return History(slot_init.text.tokens, slot_init.prompt_len)
 
 
 def path_of(
@@ -104,7 +92,7 @@ def path_of(
 def complete(
     plan: Plan,
     trees: TreeBatch,
-    rows: list[tuple[int, SlotState]],
+    rows: list[tuple[int, SlotInit]],
     logits: Logits,
     masks: NodeMasks | None,
     reports: ReportsOf,
@@ -113,7 +101,7 @@ def complete(
     """Decide the given rows of a step if `made` has no choice at their root, and make their
     reports.
 
-    rows    numbers of rows, with their slots' states
+    rows    numbers of rows, with their slots' sequences
     logits  of flat nodes
     reports  makes the reports
 
@@ -133,7 +121,7 @@ def complete(
         if not plan.samples[row]:
             continue
         if choice[root] < 0:
-            path = path_of(trees, row, slot.sampling, slot.history, logits, masks)
+            path = path_of(trees, row, slot.sampling, history_of(slot), logits, masks)
             put_path(choice, root, path)
         if slot.sampling.logprobs is not None:
             chosen = [node for node in nodes if choice[node] >= 0]
@@ -151,14 +139,14 @@ def put_path(choice: Ints, root: int, path: Path) -> None:
         choice[node] = token
 
 
-def _echo(plan: Plan, row: int, trees: TreeBatch, slot: SlotState, reports: ReportsOf) -> Reports:
+def _echo(plan: Plan, row: int, trees: TreeBatch, slot: SlotInit, reports: ReportsOf) -> Reports:
     """Return reports of the decided tokens that follow the known ones, if the request wants
     them.
     """
     top = slot.sampling.prompt_logprobs
     if top is None:
         return ()
-    following = slot.tokens[int(plan.kv_len[row]) + 1 :]
+    following = slot.text.tokens[int(plan.kv_len[row]) + 1 :].tolist()
     nodes = range(int(trees.start[row]), trees.root(row) + 1)
     return reports(top, list(zip(nodes, following, strict=False)))
 

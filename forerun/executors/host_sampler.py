@@ -3,7 +3,6 @@
 host_choice.py decides the rows that the executor has not decided itself.
 """
 
-from array import array
 from functools import partial
 from itertools import zip_longest
 
@@ -15,7 +14,6 @@ from forerun.executors.host_choice import (
     Choices,
     Logits,
     ReportsOf,
-    SlotState,
     complete,
     reports_of,
 )
@@ -34,7 +32,7 @@ class HostSampler:
     """The sampler's state per slot, and acceptance by forerun.speculative."""
 
     def __init__(self, slots: int, vocab: int) -> None:
-        self._open: list[SlotState | None] = [None] * slots
+        self._open: list[SlotInit | None] = [None] * slots
         self._vocab = vocab
         self.choosing = Choosing(
             temperature=np.full(slots, ON_HOST, np.float32),
@@ -52,10 +50,10 @@ class HostSampler:
         slot, sampling = slot_init.slot, slot_init.sampling
         if self._open[slot] is not None:
             raise EngineError(f"slot {slot} is already open; close it first")
-        if not np.all((slot_init.tokens >= 0) & (slot_init.tokens < self._vocab)):
+        tokens = slot_init.text.tokens
+        if not np.all((tokens >= 0) & (tokens < self._vocab)):
             raise EngineError(f"slot {slot}: a token is outside 0..{self._vocab - 1}")
-        tokens = array("i", np.ascontiguousarray(slot_init.tokens, np.int32).tobytes())
-        self._open[slot] = SlotState(sampling, tokens, slot_init.prompt_len)
+        self._open[slot] = slot_init
         self.choosing.temperature[slot] = (
             sampling.temperature if sampling.temperature_only else ON_HOST
         )
@@ -72,12 +70,6 @@ class HostSampler:
         self.choosing.temperature[slot] = ON_HOST
         self._reports.discard(slot)
         self._echoes.discard(slot)
-
-    def text(self, slot: int) -> "array[int]":
-        """Return all decided tokens of an open slot's sequence, read-only."""
-        state = self._open[slot]
-        assert state is not None, "the slot is open"
-        return state.tokens
 
     def reports(self, slots: Ints) -> bool:
         """Return whether one of the slots int32[n] wants log-probabilities."""
@@ -117,7 +109,7 @@ class HostSampler:
             choice = np.full(len(trees.tokens), NOTHING, np.int32)
         # Lists: a call of NumPy takes ten times as long right after a forward pass.
         chosen, samples, slots = choice.tolist(), plan.samples.tolist(), plan.slots.tolist()
-        finite, pending = [True] * plan.rows, list[tuple[int, SlotState]]()
+        finite, pending = [True] * plan.rows, list[tuple[int, SlotInit]]()
         for row, root in enumerate(trees.roots.tolist()):
             finite[row] = not samples[row] or chosen[root] >= 0
             if not finite[row] or slots[row] in self._reports:
@@ -139,17 +131,17 @@ class HostSampler:
         features: StepFeatures | None = None,
         drafts: NextDrafts | None = None,
     ) -> Outcome:
-        """Decide every row as `accept` does, append the emitted tokens to the slots' histories and
-        return the outcome of the round, whose plan and trees are complete.
+        """Decide every row as `accept` does and return the outcome of the round, whose plan and
+        trees are complete.
 
         choice int32[M] as in `accept`; features, drafts as in Outcome
 
-        Raises EngineError if a row's known tokens do not end at the end of its history.
+        Raises EngineError if the known tokens of a row that samples do not end where its text does.
         """
         plan, trees = round.plan, round.trees
+        self._check_ends(plan, trees)
         choices = self.accept(plan, trees, logits, masks, choice, reports)
         emitted, accepted = _paths(trees, choices.choice)
-        self._append(plan, trees, emitted)
         counts = list(map(len, emitted))
         padded = zip(*zip_longest(*emitted, fillvalue=NOTHING), strict=True)
         tokens = list(padded) if min(counts) < max(counts) else emitted
@@ -166,29 +158,28 @@ class HostSampler:
         )
         return round.outcome
 
-    def _append(self, plan: Plan, trees: TreeBatch, emitted: list[list[int]]) -> None:
-        """Append emitted tokens to the histories of their rows. Raises EngineError, and changes
-        nothing, if the known tokens of a row that samples do not end at the end of its history.
+    def _check_ends(self, plan: Plan, trees: TreeBatch) -> None:
+        """Raise EngineError if the known tokens of a row that samples do not end where its text
+        does.
         """
-        histories, samples = list["array[int]"](), plan.samples.tolist()
+        samples = plan.samples.tolist()
         decided = zip(plan.kv_len.tolist(), trees.known.tolist(), strict=True)
         for row, (kv_len, known) in enumerate(decided):
-            history = self.of_row(plan, row).tokens
-            if samples[row] and kv_len + known != len(history):
+            total = self.of_row(plan, row).text.total
+            if samples[row] and kv_len + known != total:
                 raise EngineError(
                     f"row {row} samples after {kv_len + known} tokens, but slot "
-                    f"{plan.slots[row]} holds {len(history)}"
+                    f"{plan.slots[row]} holds {total}"
                 )
-            histories.append(history)
-        for history, tokens in zip(histories, emitted, strict=True):
-            history.extend(tokens)
 
-    def of_row(self, plan: Plan, row: int) -> SlotState:
-        """Return the state of plan row `row`'s slot. Raises EngineError if the slot is not open."""
-        state: SlotState | None = self._open[plan.slots[row]]
-        if state is None:
+    def of_row(self, plan: Plan, row: int) -> SlotInit:
+        """Return the sequence in plan row `row`'s slot. Raises EngineError if the slot is not
+        open.
+        """
+        slot_init: SlotInit | None = self._open[plan.slots[row]]
+        if slot_init is None:
             raise EngineError(f"row {row} plans slot {plan.slots[row]}, which is not open")
-        return state
+        return slot_init
 
 
 def _paths(trees: TreeBatch, choice: Ints) -> tuple[list[list[int]], Ints]:

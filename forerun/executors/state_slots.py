@@ -15,15 +15,15 @@ beyond the last checkpoint, their end gets one too: two texts share it, so a thi
 prompt of many requests).
 """
 
-from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from forerun.errors import EngineError
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SequenceText, SlotInit
 from forerun.types import Ints
 
 Key = tuple[bytes, bytes]
@@ -70,6 +70,7 @@ class _Open:
     salt     of its text
     """
 
+    text: SequenceText
     length: int
     prompt: int
     shared: int
@@ -100,7 +101,7 @@ class StateSlots:
         """
         checkpoint, slot, salt = None, slot_init.slot, slot_init.salt
         if slot_init.cached:
-            checkpoint = self._longest(slot_init.tokens[: slot_init.cached], salt)
+            checkpoint = self._longest(slot_init.text.tokens[: slot_init.cached], salt)
             if checkpoint is None or checkpoint.length != slot_init.cached:
                 raise EngineError(
                     f"slot {slot} shall continue behind {slot_init.cached} tokens, which have no "
@@ -108,7 +109,14 @@ class StateSlots:
                 )
             checkpoint.used = True
             self._checkpoints.move_to_end(checkpoint.key)
-        self._open[slot] = _Open(slot_init.cached, slot_init.prompt_len, slot_init.shared, {}, salt)
+        self._open[slot] = _Open(
+            text=slot_init.text,
+            length=slot_init.cached,
+            prompt=slot_init.prompt_len,
+            shared=slot_init.shared,
+            own={},
+            salt=salt,
+        )
         return None if checkpoint is None else checkpoint.row
 
     def close(self, slot: int) -> None:
@@ -133,14 +141,16 @@ class StateSlots:
         """
         self._open[slot].length = length
 
-    def claims(self, slot: int, text: "array[int]", begin: int, end: int) -> list[Claim]:
-        """Return the checkpoints to make of a slot's sequence between its tokens `begin` and `end`;
-        its text starts with `text`. Their rows are reserved, and hold nothing until `keep` or
-        `drop`.
+    def claims(self, slot: int, begin: int, end: int, emitted: Sequence[int] = ()) -> list[Claim]:
+        """Return the checkpoints to make of a slot's sequence between its tokens `begin` and `end`.
+        Their rows are reserved, and hold nothing until `keep` or `drop`.
+
+        emitted  tokens that the running step decided, which follow those of the text
         """
         made: list[Claim] = []
         for length, kind in self._places(self._open[slot], begin, end):
-            key = self._open[slot].salt, memoryview(text)[:length].tobytes()
+            tokens = np.append(self._open[slot].text.tokens, np.array(emitted, np.int32))
+            key = self._open[slot].salt, tokens[:length].tobytes()
             known = self._checkpoints.get(key)
             if known is not None:
                 self._checkpoints.move_to_end(key)

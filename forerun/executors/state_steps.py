@@ -3,8 +3,6 @@ state, and how slots go on along accepted paths. The arrays are the executor's.
 """
 
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +13,6 @@ from forerun.interface.plan import Outcome, Plan
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import TreeBatch
 from forerun.types import Ints
-
-TextOf = Callable[[int], "array[int]"]
-"""The decided tokens of a slot's sequence, all that a step runs at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +51,7 @@ class StateSteps(ABC):
         """
         self.copy(self.book.open(slot_init), slot_init.slot)
 
-    def prepare(self, plan: Plan, trees: TreeBatch, text_of: TextOf) -> StateStep:
+    def prepare(self, plan: Plan, trees: TreeBatch) -> StateStep:
         """Return what a step does with states. Raises EngineError if a slot's state does not stand
         for the plan's kv_len tokens.
         """
@@ -67,7 +62,7 @@ class StateSteps(ABC):
             self.book.begin(slot, length)
         for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
             root = trees.root(row)
-            found = self.book.claims(slot, text_of(slot), length, length + known[row])
+            found = self.book.claims(slot, length, length + known[row])
             claims[slot] = found
             # A row that was claimed twice in a step has the state of the later claim.
             ends |= {c.row: root - (length + known[row] - c.length) for c in found}
@@ -89,7 +84,7 @@ class StateSteps(ABC):
             self.book.drop(claims)
         step.claims.clear()
 
-    def accept(self, step: StateStep, outcome: Outcome, text_of: TextOf) -> None:
+    def accept(self, step: StateStep, outcome: Outcome) -> None:
         """Advance the slots' states along the accepted paths, all rows at once, token by token."""
         paths = [(row, path) for row, path in enumerate(outcome.paths) if len(path)]
         paths.sort(key=lambda pair: -len(pair[1]))
@@ -99,13 +94,13 @@ class StateSteps(ABC):
             slots = step.plan.slots[rows]
             self.follow(step, slots, np.array(nodes, np.int32))
             for row, slot in zip(rows, slots.tolist(), strict=True):
-                self._passed(step, row, slot, depth, text_of)
+                self._passed(step, row, slot, depth, outcome.output_tokens[row])
 
-    def _passed(self, step: StateStep, row: int, slot: int, depth: int, text_of: TextOf) -> None:
+    def _passed(self, step: StateStep, row: int, slot: int, depth: int, emitted: list[int]) -> None:
         """The slot's state is one accepted token further: see whether it is to be kept."""
         length = int(step.plan.kv_len[row]) + int(step.trees.known[row]) + depth
         self.book.begin(slot, length)
-        for claim in (claims := self.book.claims(slot, text_of(slot), length, length + 1)):
+        for claim in (claims := self.book.claims(slot, length, length + 1, emitted)):
             self.copy(slot, claim.row)
         self.book.keep(slot, claims)
         self.book.end(slot, length + 1)

@@ -46,8 +46,8 @@ class Drafter(Protocol):
     traits: DrafterTraits
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Start a sequence in slot `slot_init.slot`; `slot_init.tokens` int32[T] are its decided
-        tokens.
+        """Start a sequence in slot `slot_init.slot`; read its decided tokens in
+        `slot_init.text`.
 
         Called once before the slot's first plan; replaces all state of the slot. An exception of
         any method but `describe` ends speculation for the whole engine, and fails no request

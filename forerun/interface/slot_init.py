@@ -1,6 +1,8 @@
 """What executors and drafters get to know of a sequence that takes a slot."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -8,12 +10,47 @@ from forerun.speculative.sampling import Sampling
 from forerun.types import Ints
 
 
+class SequenceText(Protocol):
+    """The decided tokens of a sequence, prompt and output, in the one place where they stand.
+
+    The engine extends it once per step, between `Executor.finish` and `Drafter.observe`. All others
+    read it there and copy nothing.
+    """
+
+    @property
+    def tokens(self) -> Ints:
+        """int32[total], a view: what is decided now. Not to be written."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """The number of tokens."""
+        ...
+
+
+class TokenText:
+    """A SequenceText without an engine: to time steps, and to replay answers."""
+
+    def __init__(self, tokens: Sequence[int] | Ints) -> None:
+        self.tokens: Ints = np.array(tokens, np.int32)
+
+    @property
+    def total(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Append decided tokens."""
+        self.tokens = np.append(self.tokens, np.array(tokens, np.int32))
+
+
 @dataclass(frozen=True, slots=True)
 class SlotInit:
     """What an executor must know of a sequence when it takes a slot.
 
-    tokens      int32[T] all tokens decided so far (prompt, and output after a preemption); the
-                sampler's history, since a plan omits tokens found in the prefix cache
+    text        all its decided tokens, now and later: the sampler's history, since a plan omits
+                tokens that are in the prefix cache. It begins with the prompt, and with output
+                after a preemption
     prompt_len  how many of them are the prompt: output position n = index - prompt_len
     prediction  int32[.] the text that the client expects as output, for drafters; often empty
     cached      how many of them are in pages already, from Executor.resumable
@@ -24,7 +61,7 @@ class SlotInit:
     """
 
     slot: int
-    tokens: Ints
+    text: SequenceText
     prompt_len: int
     sampling: Sampling
     prediction: Ints = field(default_factory=lambda: np.zeros(0, np.int32))

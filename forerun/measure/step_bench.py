@@ -12,7 +12,7 @@ from forerun.interface.draft_model import DraftLevel, DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Plan, Round
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.networks.arch import Architecture
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, TreeBatch, batch
@@ -166,8 +166,8 @@ class StepBench:
     def _reopen(self, row: int, cached: int) -> None:
         """The slot's sequence, whose prompt are the cached tokens, behind `cached` of them."""
         self.executor.close(row)
-        tokens = self._tokens[: self._context + 1]
-        self.executor.open(SlotInit(row, tokens, self._context, self._sampling, cached=cached))
+        text = TokenText(self._tokens[: self._context + 1])
+        self.executor.open(SlotInit(row, text, self._context, self._sampling, cached=cached))
 
     def _finish(self) -> None:
         if self._begun is not None:

@@ -6,7 +6,7 @@ of device and host, else their sum; a size that was not declared is captured whe
 Nothing reads a clock; everything random is seeded.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, count, islice, repeat
 from operator import lt
 
@@ -25,7 +25,7 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import HostFeatures
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Outcome, Plan, Round
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.networks.cache_layer import CacheLayer
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, batch
@@ -102,8 +102,7 @@ class Left:
 class Row:
     kv_len: int
     end: int
-    fresh: bool = True
-    text: list[int] = field(default_factory=list)
+    text: TokenText
 
 
 class Device:
@@ -152,6 +151,8 @@ class Device:
         device = self._round(len(slots), deepest, levels) + PROMPT_TOKEN * PROMPT * len(new)
         own = self.host_ms + ROW_HOST * len(slots)
         begun = self._passes()
+        for slot, tokens in zip(slots, said, strict=True):
+            self.running[slot].text.append(tokens)
         self.drafter.observe(plan, self._trees(plan, drafts), outcome)
         drafting = host + self._passes() - begun
         host = own + drafting
@@ -166,7 +167,6 @@ class Device:
         for slot, known, tokens in zip(slots, plan.known_counts, said, strict=True):
             row = self.running[slot]
             row.kv_len += known + len(tokens) - 1
-            row.text += tokens
             if row.kv_len >= row.end:
                 del self.running[slot]
                 self.drafter.end(slot)
@@ -178,8 +178,9 @@ class Device:
         for slot in free:
             length = int(self.random.integers(self.length // 2, 3 * self.length // 2))
             known = self._prompt()
-            self.running[slot] = Row(0, PROMPT + length, text=known.tolist())
-            self.drafter.begin(SlotInit(slot, known, len(known), Sampling(temperature=0.0)))
+            text = TokenText(known)
+            self.running[slot] = Row(0, PROMPT + length, text)
+            self.drafter.begin(SlotInit(slot, text, len(known), Sampling(temperature=0.0)))
         return free
 
     def _plan(self, slots, old):
@@ -195,8 +196,8 @@ class Device:
         if any(budget.nodes for budget in given):
             allowed = [(budget.nodes, budget.depth, budget.model_depth) for budget in given]
             nodes[:old], depth[:old], model[:old] = zip(*allowed, strict=True)
-        last = np.array([row.text[-1:] for row in rows[:old]], np.int32)
-        known = [*last, *(np.array(row.text[-PROMPT:], np.int32) for row in rows[old:])]
+        last = np.array([row.text.tokens[-1:] for row in rows[:old]], np.int32)
+        known = [*last, *(row.text.tokens[-PROMPT:] for row in rows[old:])]
         plan = Plan(
             slots=array,
             kv_len=kv_len,
@@ -357,13 +358,13 @@ class TextDevice(Device):
         return [self._said_of(*each, repeats) for each in zip(slots, drafts, strict=True)]
 
     def _said_of(self, slot, draft, repeats):
-        text, luck = self.running[slot].text, self.luck
+        text, luck = self.running[slot].text.tokens, self.luck
         place, said, node = len(text), [], -1
         nodes = zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)
         below = dict(zip(nodes, range(len(draft)), strict=True))
         while node is not None:
             right = next(luck) < repeats
-            token = text[place % 12] if right else 256 + int(256 * next(luck))
+            token = int(text[place % 12]) if right else 256 + int(256 * next(luck))
             said.append(token)
             place, node = place + 1, below.get((node, token))
         return said

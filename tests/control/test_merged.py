@@ -14,7 +14,7 @@ from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Outcome
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource
 from tests.control.steps import plan_of, report_of, slots_of
@@ -99,7 +99,7 @@ class World:
         for step in range(steps):
             for slot in range(self.rows):
                 if step == 0 or (step + 7 * slot) % length == 0:
-                    self.drafter.begin(SlotInit(slot, np.zeros(1, np.int32), 1, Sampling()))
+                    self.drafter.begin(SlotInit(slot, TokenText([0]), 1, Sampling()))
             done = self.step()
             if step >= steps // 4:
                 tokens, ms, asked, verified = np.add((tokens, ms, asked, verified), done)

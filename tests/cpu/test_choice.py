@@ -11,7 +11,7 @@ from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.cpu.step_buffers import StepBuffers
 from forerun.executors.host_sampler import HostSampler
 from forerun.interface.plan import Plan
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.accept import choose
 from forerun.speculative.noise import gumbel
 from forerun.speculative.sampling import History, Sampling, process
@@ -54,7 +54,7 @@ def case(rows: list[tuple[int, Draft, Sampling]], logits, samples=None) -> Case:
     known = [np.arange(length, dtype=np.int32) for length, _, _ in rows]
     sampler = HostSampler(len(rows), logits.shape[1])
     for slot, (chain, (_, _, sampling)) in enumerate(zip(known, rows, strict=True)):
-        sampler.open(SlotInit(slot, chain, 1, sampling))
+        sampler.open(SlotInit(slot, TokenText(chain), 1, sampling))
     count = len(rows)
     zeros = np.zeros(count, np.int32)
     plan = Plan(

@@ -18,7 +18,7 @@ from forerun.checkpoints.mapped import Packed
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
 from forerun.interface.plan import Outcome
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.e2e.processes import wait_for
@@ -237,7 +237,7 @@ def test_shutdown(executor):
     made = executor(threads=3)
     made.shutdown()
     made.shutdown()
-    made.open(SlotInit(0, np.zeros(1, np.int32), 1, EVERYTHING))
+    made.open(SlotInit(0, TokenText([0]), 1, EVERYTHING))
     with pytest.raises(EngineError, match="shut down"), Driver(made) as driver:
         driver.open(1, [1, 2])
         driver.step([Row(1)])

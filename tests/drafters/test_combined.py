@@ -14,7 +14,7 @@ from forerun.engine.thread import Engine, EngineOptions
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.grammars import NoGrammars
 from forerun.interface.plan import Outcome, Prices
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, DraftSource, batch
 from tests.control.steps import plan_of
@@ -89,7 +89,7 @@ class Said:
 
 def replayed(drafter, sources, steps=600, nodes=3):
     """Accepted draft tokens a step, and of the last half how many nodes each source got."""
-    drafter.begin(SlotInit(0, np.zeros(1, np.int32), 1, Sampling()))
+    drafter.begin(SlotInit(0, TokenText([0]), 1, Sampling()))
     random, accepted, got = np.random.default_rng(1), 0, {}
     for step in range(steps):
         truth = random.integers(0, 1000, 8).tolist()
@@ -162,7 +162,7 @@ def test_paths_that_two_propose_are_one_node():
     good, bad = Said("good", 1.0, 0.5, GOOD), Said("bad", 1.0, 0.9, BAD)
     drafter = CombinedDrafter(bad, good)
     good.truth = bad.truth = [3, 4, 5, 6]
-    drafter.begin(SlotInit(0, np.zeros(1, np.int32), 1, Sampling()))
+    drafter.begin(SlotInit(0, TokenText([0]), 1, Sampling()))
     (draft,) = drafter.propose(plan_of(1, [6]))
     assert draft.tokens.tolist() == [3, 4, 5, 6] and draft.parents.tolist() == [-1, 0, 1, 2]
     assert set(draft.sources()) == {BAD}, "whoever is surer of it"
@@ -174,7 +174,7 @@ def test_where_only_free_drafters_are_asked_the_head_is_not():
     drafter = CombinedDrafter(bad, good)
     good.truth = bad.truth = [3, 4, 5, 6]
     for slot in (0, 1):
-        drafter.begin(SlotInit(slot, np.zeros(1, np.int32), 1, Sampling()))
+        drafter.begin(SlotInit(slot, TokenText([0]), 1, Sampling()))
     seen = []
     propose, observe = good.propose, good.observe
     good.propose = lambda plan: seen.append(plan.max_nodes.tolist()) or propose(plan)

@@ -131,7 +131,7 @@ class Watched(ModelDrafter):
     """Tells the toy head the texts, as the contract lets a drafter know them."""
 
     def begin(self, slot_init):
-        self._model.texts[slot_init.slot] = slot_init.tokens.tolist()
+        self._model.texts[slot_init.slot] = slot_init.text.tokens.tolist()
         super().begin(slot_init)
 
     def observe(self, plan, trees, outcome):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from forerun.drafters import ngram
 from forerun.drafters.ngram import NgramDrafter, coupled, coupling
 from forerun.interface.plan import Outcome, Plan
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.noise import gumbel
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import DraftSource, batch
@@ -23,8 +23,14 @@ def ints(*values):
 
 def begun(tokens, min_prob=0.0):
     drafter = NgramDrafter(2, min_prob)
-    drafter.begin(SlotInit(1, np.array(tokens, np.int32), len(tokens), GREEDY))
+    begin(drafter, SlotInit(1, TokenText(tokens), len(tokens), GREEDY))
     return drafter
+
+
+def begin(drafter, slot_init):
+    """Begin, and keep the text for `emit`."""
+    drafter.begin(slot_init)
+    drafter.text = slot_init.text
 
 
 def plan(nodes, depth):
@@ -44,7 +50,9 @@ def emit(drafter, tokens):
     """The target said `tokens`."""
     step = plan(0, 0)
     outcome = Outcome(ints(len(tokens)), ints(*tokens).reshape(1, -1), ints(0), np.array([True]))
-    drafter.observe(step, batch(list(step.known), drafter.propose(step)), outcome)
+    trees = batch(list(step.known), drafter.propose(step))
+    drafter.text.append(tokens)
+    drafter.observe(step, trees, outcome)
 
 
 def paths(draft):
@@ -137,9 +145,9 @@ def test_weak_guesses_are_left_out():
 
 def test_slots_are_independent_and_end():
     drafter = begun([1, 2, 1, 2])
-    drafter.begin(SlotInit(0, ints(5), 1, GREEDY))
+    drafter.begin(SlotInit(0, TokenText([5]), 1, GREEDY))
     drafter.end(1)
-    drafter.begin(SlotInit(1, ints(7, 8, 9), 3, GREEDY))
+    begin(drafter, SlotInit(1, TokenText([7, 8, 9]), 3, GREEDY))
     assert len(propose(drafter)) == 0
     emit(drafter, [7])
     assert paths(propose(drafter))[0] == (8,)
@@ -147,8 +155,7 @@ def test_slots_are_independent_and_end():
 
 def predicted(prediction, tokens):
     drafter = NgramDrafter(2, 0.0)
-    asked = SlotInit(1, np.array(tokens, np.int32), len(tokens), GREEDY, ints(*prediction))
-    drafter.begin(asked)
+    begin(drafter, SlotInit(1, TokenText(tokens), len(tokens), GREEDY, ints(*prediction)))
     return drafter
 
 
@@ -204,7 +211,7 @@ def test_noise_is_of_the_output_position(output):
     made = {}
     for heat in (GREEDY, sampling):
         drafter = NgramDrafter(2, 0.0)
-        drafter.begin(SlotInit(1, np.array(tokens, np.int32), len(tokens) - output, heat))
+        drafter.begin(SlotInit(1, TokenText(tokens), len(tokens) - output, heat))
         made[heat] = propose(drafter, 64, 2)
     plain, warm = (
         dict(zip(paths(made[heat]), made[heat].score.tolist(), strict=True)) for heat in made

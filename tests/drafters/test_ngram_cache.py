@@ -105,19 +105,28 @@ def test_nothing_is_kept_without_capacity():
 
 def answered(drafter, prompt, answer, steps=True):
     """Serve one answer; returns the draft tokens of its first step."""
-    drafter.begin(slot_init(0, prompt))
+    opened = slot_init(0, prompt)
+    drafter.begin(opened)
     plan = plan_of([0], [8], [8])
     (draft,) = drafter.propose(plan)
     if steps:
+        opened.text.append(answer)
         drafter.observe(plan, None, outcome_of([answer]))
     drafter.end(0)
     return draft
 
 
-def say(drafter, tokens):
+def begun(drafter, opened):
+    """Begin, and return the text, which grows."""
+    drafter.begin(opened)
+    return opened.text
+
+
+def say(drafter, text, tokens):
     """What the target said in a step that might have had a draft token."""
     plan = plan_of([0], [1], [1])
     drafter.propose(plan)
+    text.append(tokens)
     drafter.observe(plan, None, outcome_of([tokens]))
 
 
@@ -127,11 +136,12 @@ def test_counting_costs_a_part_of_looking(kind):
     drafter, resting = kind(1, 0.0, None, 1000), plan_of([0], [0], [0])
     text = [*range(100, 140)]
     for looks, known in ((0, 0), (1, 4 * COUNTED)):
-        drafter.begin(slot_init(0, [1, 2, 3, 4]))
+        said = begun(drafter, slot_init(0, [1, 2, 3, 4]))
         for _ in range(looks):
             drafter.propose(plan_of([0], [1], [1]))
         for token in text:
             drafter.propose(resting)
+            said.append([token])
             drafter.observe(resting, None, outcome_of([[token]]))
         drafter.end(0)
         assert drafter.describe()["cache"] == known
@@ -151,8 +161,8 @@ def test_the_next_sequence_profits(kind):
 def test_an_answer_that_is_interrupted_is_counted_once(kind):
     """A preempted sequence ends, and begins again with what it has said so far."""
     drafter = kind(1, 0.0, None, 1000)
-    drafter.begin(slot_init(0, [1]))
-    say(drafter, [2, 3])
+    text = begun(drafter, slot_init(0, [1]))
+    say(drafter, text, [2, 3])
     drafter.end(0)
     before = drafter.describe()["cache"]
     drafter.begin(slot_init(0, [1, 2, 3], output=2))
@@ -174,14 +184,14 @@ def test_answers_of_one_tenant_draft_for_no_other(kind, other):
         drafter.end(0)
         return draft.tokens.tolist()
 
-    drafter.begin(replace(slot_init(0, [1]), tenant=1))
-    say(drafter, [2, 3])
+    text = begun(drafter, replace(slot_init(0, [1]), tenant=1))
+    say(drafter, text, [2, 3])
     drafter.end(0)
     assert drafter.describe()["cache"] == 3
     assert first_draft(other, [1]) == [] and first_draft(1, [1]) == [2, 3]
     # The same tokens of two tenants are counted apart.
-    drafter.begin(replace(slot_init(0, [1]), tenant=other))
-    say(drafter, [7, 8])
+    text = begun(drafter, replace(slot_init(0, [1]), tenant=other))
+    say(drafter, text, [7, 8])
     drafter.end(0)
     assert drafter.describe()["cache"] == 6
     assert first_draft(other, [1]) == [7, 8] and first_draft(1, [1]) == [2, 3]
@@ -190,8 +200,8 @@ def test_answers_of_one_tenant_draft_for_no_other(kind, other):
 @BOTH
 def test_a_prediction_is_no_answer(kind):
     drafter = kind(1, 0.0, None, 1000)
-    drafter.begin(slot_init(0, [1, 2], [3, 4, 5, 6]))
-    say(drafter, [7, 8])
+    text = begun(drafter, slot_init(0, [1, 2], [3, 4, 5, 6]))
+    say(drafter, text, [7, 8])
     drafter.end(0)
     # After 2 and 1, 2; after 7, 2 7 and 1 2 7.
     assert drafter.describe()["cache"] == 5
@@ -235,7 +245,7 @@ def test_a_language_is_learned():
         return text
 
     def tokens_per_step(drafter, text):
-        drafter.begin(slot_init(0, text[:2]))
+        known = begun(drafter, slot_init(0, text[:2]))
         at, steps = 2, 0
         plan = plan_of([0], [8], [8])
         while at < len(text):
@@ -252,6 +262,7 @@ def test_a_language_is_learned():
                 taken += 1
                 if node is None:
                     break
+            known.append(text[at : at + taken])
             drafter.observe(plan, None, outcome_of([text[at : at + taken]]))
             at, steps = at + taken, steps + 1
         drafter.end(0)

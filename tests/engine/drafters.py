@@ -31,7 +31,7 @@ class _Informed:
         """Keep the text. Raises ValueError where the slot is taken."""
         if slot_init.slot in self._open:
             raise ValueError(f"slot {slot_init.slot} was never ended")
-        self._open[slot_init.slot] = (slot_init, slot_init.tokens.tolist())
+        self._open[slot_init.slot] = (slot_init, slot_init.text.tokens.tolist())
 
     def propose(self, plan: Plan) -> list[Draft]:
         """One draft per row, made of the future."""

@@ -417,10 +417,10 @@ class Fragile(ToyExecutor):
         self.bad = set()
 
     def open(self, slot_init):
-        if self.how == "open" and slot_init.tokens[0] == ord("!"):
+        if self.how == "open" and slot_init.text.tokens[0] == ord("!"):
             raise RuntimeError("no room on the device")
         super().open(slot_init)
-        if slot_init.tokens[0] == ord("!"):
+        if slot_init.text.tokens[0] == ord("!"):
             self.bad.add(slot_init.slot)
 
     def close(self, slot):

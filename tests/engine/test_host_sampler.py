@@ -8,7 +8,7 @@ import pytest
 from forerun.errors import EngineError
 from forerun.executors.host_sampler import HostSampler
 from forerun.interface.plan import Round
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.accept import choose
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import NodeMasks, batch
@@ -20,7 +20,7 @@ GREEDY = Sampling(temperature=0.0)
 def slot_init(
     slot: int, tokens: list[int], prompt_len: int, sampling: Sampling = GREEDY
 ) -> SlotInit:
-    return SlotInit(slot, np.array(tokens, np.int32), prompt_len, sampling)
+    return SlotInit(slot, TokenText(tokens), prompt_len, sampling)
 
 
 def next_is(*tokens: int):
@@ -39,6 +39,8 @@ def run(sampler, plan, drafts, table, masks=None):
         return table[node]
 
     outcome = sampler.finish(Round(plan, trees), logits, masks)
+    for row, tokens in enumerate(outcome.output_tokens):
+        sampler.of_row(plan, row).text.append(tokens)
     assert asked <= set(sampler.scored(plan, trees).tolist())
     return [outcome.permanent(trees, row) for row in range(plan.rows)], outcome
 
@@ -79,8 +81,8 @@ def test_only_what_is_needed_is_scored():
     assert sampler.scored(plan, trees).tolist() == [3, 4, 5, 6, 7, 8, 9]
 
 
-def test_accept_changes_nothing_until_the_end():
-    """Penalties of the next step see a step's tokens once, however often it was tried."""
+def test_accept_changes_nothing():
+    """Penalties of the next step see what was appended to the text, however often it was tried."""
     sampler = HostSampler(1, V)
     sampler.open(slot_init(0, [1], 1, Sampling(temperature=0.0, presence_penalty=9.0)))
     table = next_is(4)
@@ -90,7 +92,7 @@ def test_accept_changes_nothing_until_the_end():
         for _ in range(3):
             accepted = sampler.accept(plan, trees, lambda node: table[node], None)
             assert accepted.choice.tolist() == [expected]
-        sampler.finish(Round(plan, trees), lambda node: table[node], None)
+        run(sampler, plan, [NO_DRAFT], table)
 
 
 def test_a_resumed_sequence_goes_on_as_if_never_interrupted():

@@ -6,7 +6,7 @@ import pytest
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.plan import Plan
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
 from tests.engine.toys import GREEDY, best, following, limits, logits
@@ -26,12 +26,15 @@ def plan(tokens, kv_len, pages, depth=0, samples=True):
 
 def step(toy, step_plan, draft=None):
     trees = batch(list(step_plan.known), [draft or Draft()])
-    return toy.finish(toy.begin(step_plan, trees))
+    outcome = toy.finish(toy.begin(step_plan, trees))
+    toy.text.append(outcome.output_tokens[0])
+    return outcome
 
 
 def opened(tokens, sampling=GREEDY):
     toy = ToyExecutor(limits())
-    toy.open(SlotInit(0, ints(*tokens), len(tokens), sampling))
+    toy.text = TokenText(list(tokens))
+    toy.open(SlotInit(0, toy.text, len(tokens), sampling))
     return toy
 
 

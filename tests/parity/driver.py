@@ -17,7 +17,7 @@ import torch
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Round
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch
 
@@ -65,6 +65,9 @@ class Row:
 
 @dataclass
 class Sequence:
+    """text: as the executor reads it."""
+
+    text: TokenText
     tokens: list[int]
     kv_len: int
     pages: list[int]
@@ -120,8 +123,9 @@ class Driver:
     def open(self, slot: int, tokens, sampling: Sampling = EVERYTHING, prompt_len=None) -> None:
         tokens = np.asarray(tokens, np.int32)
         prompt_len = len(tokens) if prompt_len is None else prompt_len
-        self.executor.open(SlotInit(slot, tokens, prompt_len, sampling))
-        self.sequences[slot] = Sequence(tokens.tolist(), 0, [])
+        text = TokenText(tokens)
+        self.executor.open(SlotInit(slot, text, prompt_len, sampling))
+        self.sequences[slot] = Sequence(text, tokens.tolist(), 0, [])
 
     def close(self, slot: int) -> None:
         self.executor.close(slot)
@@ -171,6 +175,7 @@ class Driver:
             sequence = self.sequences[row.slot]
             sequence.kv_len += outcome.committed(plan)[index]
             sequence.tokens += result.emitted(index)
+            sequence.text.append(result.emitted(index))
         return result
 
 

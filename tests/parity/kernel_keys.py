@@ -32,7 +32,7 @@ from forerun.executors.torch.drafts.eagle import TorchEagleModel
 from forerun.executors.torch.triton import compile_ahead
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from tests.parity.driver import SHAPED
 from tests.parity.launches import kernels
@@ -84,7 +84,7 @@ def load(made, steps):
     asked += [Sampling(temperature=0.0, logprobs=count) for count in (0, 3, 20)]
     for slot in range(LIMITS.slots):
         sampling = asked[slot % len(asked)] if slot % 2 else Sampling(temperature=0.0)
-        made.open(SlotInit(slot, np.zeros(3, np.int32), 3, sampling))
+        made.open(SlotInit(slot, TokenText([0, 0, 0]), 3, sampling))
     for _ in range(steps):
         slots = random.permutation(LIMITS.slots)[: random.integers(1, LIMITS.slots + 1)]
         if random.random() < 0.5:

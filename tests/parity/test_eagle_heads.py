@@ -179,7 +179,7 @@ def test_chunks_and_company_change_no_bit(dense, made, tmp_path):
         drafter = ModelDrafter(model, made.limits, DraftShape(width=3, depth=3))
         with Driver(made) as driver:
             driver.open(1, tokens, Sampling(temperature=0.0))
-            drafter.begin(SlotInit(1, tokens, 13, Sampling(temperature=0.0)))
+            drafter.begin(SlotInit(1, driver.sequences[1].text, 13, Sampling(temperature=0.0)))
             for count in chunks:
                 done = driver.step([Row(1, known=count)])
                 drafter.observe(done.plan, done.trees, done.outcome)

@@ -16,7 +16,7 @@ from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner
 from forerun.interface.draft_model import Extension
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import HostFeatures
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import batch
@@ -69,7 +69,7 @@ def large(monkeypatch, **changes):
 def test_a_chunk_of_8k_holds_no_logits_but_those_that_choose(monkeypatch, behind, sampling):
     made = large(monkeypatch)
     tokens = np.zeros(behind + CHUNK, np.int32)
-    made.open(SlotInit(0, tokens, len(tokens), sampling))
+    made.open(SlotInit(0, TokenText(tokens), len(tokens), sampling))
     plan = plan_of([0], [behind], [tokens[behind:]], [True])
     table = np.arange(len(tokens) // 16 + 1, dtype=np.int32)[None]
     plan = replace(plan, page_table=table)

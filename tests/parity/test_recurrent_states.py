@@ -1,6 +1,5 @@
 """Recurrent states on torch: the oracle's numbers, and the same bits on every way to a text."""
 
-from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -20,12 +19,12 @@ from forerun.executors.torch.attention.states import States
 from forerun.executors.torch.captured import executor as capturing
 from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, softplus, summed
 from forerun.interface.plan import Outcome, Plan
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.networks.config_json import architecture_from
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import batch
 from tests.models import tiny
-from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
+from tests.parity.driver import EVERYTHING, Driver, Row, Sequence, as_draft, chain_draft, limits
 from tests.twins.gated_delta import Recurrence
 
 GREEDY = Sampling(temperature=0.0)
@@ -69,7 +68,7 @@ class Way:
         return mixed, decay, beta
 
     def open(self, slot):
-        init = SlotInit(slot, np.zeros(0, np.int32), 0, GREEDY)
+        init = SlotInit(slot, TokenText([]), 0, GREEDY)
         self.states.open(init)
         self.texts[slot] = ()
 
@@ -85,7 +84,7 @@ class Way:
                 above = int(trees.parents[node])
                 before = self.texts[slot] if above < 0 else paths[above]
                 paths.append((*before, int(trees.tokens[node])))
-        step = self.states.begin(plan, trees, lambda slot: None)
+        step = self.states.begin(plan, trees)
         found = [self.states.layer(step, n, self.inputs(n, paths)) for n in range(self.layers)]
         self.states.known(step)
         accepted = [
@@ -94,7 +93,7 @@ class Way:
         outcome = outcome_of(accepted)
         for row, (slot, _, _, path) in enumerate(rows):
             self.texts[slot] = paths[accepted[row][-1]] if path else paths[trees.root(row)]
-        self.states.accept(step, outcome, lambda slot: None)
+        self.states.accept(step, outcome)
         return found, paths
 
     def inputs(self, layer, paths):
@@ -286,10 +285,9 @@ def test_going_on_from_a_checkpoint_is_running_the_text(checkpoint, executor, ra
         assert fresh.resumable(tokens[:28]) == 20
         assert fresh.resumable(tokens[:19]) == 0, "of the prompt the last alone is kept"
         assert fresh.resumable(tokens[1:28]) == 0
-        fresh.open(SlotInit(1, tokens, len(tokens), EVERYTHING, cached=20, shared=20))
-        driver.sequences[1] = replace(
-            driver.sequences[0], tokens=tokens.tolist(), kv_len=20, pages=pages[:5]
-        )
+        text = TokenText(tokens)
+        fresh.open(SlotInit(1, text, len(tokens), EVERYTHING, cached=20, shared=20))
+        driver.sequences[1] = Sequence(text, tokens.tolist(), 20, pages[:5])
         found = driver.step([Row(1)]).every()
         driver.sequences[1].pages = driver.sequences[1].pages[5:]
     assert torch.equal(found, expected[20:])
@@ -299,7 +297,7 @@ def test_going_on_from_a_checkpoint_is_running_the_text(checkpoint, executor, ra
 def test_a_state_that_is_not_kept_is_refused(executor):
     tokens = np.random.default_rng(8).integers(0, tiny.VOCAB, 30).astype(np.int32)
     with pytest.raises(EngineError, match="no checkpoint of the recurrent state"):
-        executor.open(SlotInit(0, tokens, 30, GREEDY, cached=8, shared=8))
+        executor.open(SlotInit(0, TokenText(tokens), 30, GREEDY, cached=8, shared=8))
     executor.close(0)
     with Driver(executor) as driver:
         driver.open(0, tokens)
@@ -353,12 +351,12 @@ class Book:
         self.book = StateSlots(bounds(checkpoints=checkpoints, page_size=size, slots=3))
 
     def run(self, slot, text, prompt, chunks, cached=0, shared=0, salt=b""):
-        tokens, about = np.array(text, np.int32), {"cached": cached, "shared": shared, "salt": salt}
-        self.book.open(SlotInit(slot, tokens, prompt, GREEDY, **about))
+        about = {"cached": cached, "shared": shared, "salt": salt}
+        self.book.open(SlotInit(slot, TokenText(text), prompt, GREEDY, **about))
         made, begin = [], cached
         for count in chunks:
             self.book.begin(slot, begin)
-            claims = self.book.claims(slot, array("i", text), begin, begin + count)
+            claims = self.book.claims(slot, begin, begin + count)
             self.book.keep(slot, claims)
             begin += count
             self.book.end(slot, begin)
@@ -396,7 +394,7 @@ def test_the_least_recently_used_goes():
     made, texts = Book(checkpoints=2), [[n] * 9 for n in range(3)]
     made.run(0, texts[0], 9, [9])
     made.run(1, texts[1], 9, [9])
-    made.book.open(SlotInit(2, np.array(texts[0], np.int32), 9, GREEDY, cached=8, shared=8))
+    made.book.open(SlotInit(2, TokenText(texts[0]), 9, GREEDY, cached=8, shared=8))
     made.run(1, texts[2], 9, [9])
     assert [made.known(text) for text in texts] == [8, 0, 8]
 

@@ -26,7 +26,7 @@ from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.shaping import RULES, reported
 from forerun.executors.torch.triton.record import Size
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.accept import choose as chosen_by_rule
 from forerun.speculative.sampling import History, Sampling, _keep_largest, process
@@ -57,7 +57,7 @@ def made(samplings):
     choosing = Choosing(none.astype(np.float32), none.astype(np.uint64), none)
     rows = ShapedRows(ROWS, VOCAB, torch.device("cpu"), choosing)
     for slot, sampling in enumerate(samplings):
-        rows.open(SlotInit(slot, none, len(none), sampling))
+        rows.open(SlotInit(slot, TokenText(none), len(none), sampling))
     return rows
 
 
@@ -239,7 +239,7 @@ def test_rounds_count_what_they_emit():
     assert torch.equal(rows._history[:ROWS], anew._history[:ROWS])
     assert torch.equal(rows._bias, anew._bias) and rows._bias[0, 3] == 2.0
     # A slot that is taken again knows nothing of before.
-    rows.open(SlotInit(1, slots, 4, Sampling(repetition_penalty=1.3)))
+    rows.open(SlotInit(1, TokenText(slots), 4, Sampling(repetition_penalty=1.3)))
     rows.stale(slots, lambda slot: (Sampling(repetition_penalty=1.3), histories[slot]))()
     assert not rows._bias[1].any()
 

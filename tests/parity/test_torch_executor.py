@@ -10,7 +10,7 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
 from forerun.executors.torch import TorchExecutor
 from forerun.interface.plan import Outcome
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
@@ -226,7 +226,7 @@ def test_what_it_refuses(checkpoint, executor, prompt):
 
 def test_shutdown_is_final_and_idempotent(checkpoint, prompt):
     gone = TorchExecutor(checkpoint("qwen2"), limits(tiny.VOCAB))
-    gone.open(SlotInit(0, np.array(prompt, np.int32), 30, EVERYTHING))
+    gone.open(SlotInit(0, TokenText(prompt), 30, EVERYTHING))
     gone.shutdown()
     gone.shutdown()
     driver = Driver(gone)

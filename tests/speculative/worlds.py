@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forerun.executors.host_sampler import HostSampler
 from forerun.interface.plan import Outcome, Plan, Round
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.accept import NOTHING, choose
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch
@@ -88,7 +88,8 @@ def speculate(
     """
     sampler = HostSampler(1, V)
     tokens = list(PROMPT)
-    sampler.open(SlotInit(0, np.array(tokens, np.int32), len(tokens), sampling))
+    text = TokenText(tokens)
+    sampler.open(SlotInit(0, text, len(tokens), sampling))
     outcomes: list[Outcome] = []
     while len(tokens) < len(PROMPT) + count:
         plan = plan_of([0], [len(tokens) - 1], [tokens[-1:]], [True])
@@ -102,7 +103,8 @@ def speculate(
         outcomes.append(outcome)
         if not outcome.finite[0]:
             break
-        tokens = tokens + outcome.tokens[0, : outcome.n_tokens[0]].tolist()
+        tokens = tokens + outcome.output_tokens[0]
+        text.append(outcome.output_tokens[0])
     return tokens[len(PROMPT) : len(PROMPT) + count], outcomes
 
 

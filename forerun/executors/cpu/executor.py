@@ -106,7 +106,7 @@ class CpuExecutor(Executor):
         if len(scored) > len(self._logits):
             self._logits = np.empty((len(scored), self.limits.vocab), np.float32)
         buffers.fill(plan, trees, scored, self._logits)
-        step = None if self.states is None else self.states.prepare(plan, trees, self._sampler.text)
+        step = None if self.states is None else self.states.prepare(plan, trees)
         if step is not None:
             buffers.put_states(step)
         if self._library.forerun_forward(self.native_model(), buffers.step, buffers.walk):
@@ -138,7 +138,7 @@ class CpuExecutor(Executor):
             if library.forerun_commit_paths(self.native_model(), *arguments):
                 raise EngineError(f"commit was refused: {library.forerun_error().decode()}")
             if self.states is not None and round.states is not None:
-                self.states.accept(round.states, outcome, self._sampler.text)
+                self.states.accept(round.states, outcome)
         return outcome
 
     def _logits_of(self, node: int) -> Floats:

@@ -17,7 +17,7 @@ from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
 from forerun.interface.plan import Outcome, Plan, Round
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, NodeMasks, TreeBatch, batch
@@ -78,7 +78,7 @@ class TorchExecutor(ModelRunner, Executor):
         nodes = self.nodes_of(plan, trees)
         if self.states is None:
             return self.run(plan, trees, nodes, masks)
-        step = self.states.begin(plan, trees, self.sampler.text)
+        step = self.states.begin(plan, trees)
         try:
             round = self.run(plan, trees, nodes, masks, step)
         except BaseException:
@@ -126,7 +126,7 @@ class TorchExecutor(ModelRunner, Executor):
             position = positions(trees, plan.kv_len)[nodes]
             self.move(round.places[nodes], cache.slots_of(plan.page_table, row, position))
             if self.states is not None and round.states is not None:
-                self.states.accept(round.states, outcome, self.sampler.text)
+                self.states.accept(round.states, outcome)
         return outcome
 
     def _chosen(self, round: TorchRound) -> Ints:
@@ -175,7 +175,7 @@ class TorchExecutor(ModelRunner, Executor):
         pages = np.arange(-(-nodes // self.limits.page_size), dtype=np.int32)[None]
         no, yes = np.zeros(1, np.bool_), np.ones(1, np.bool_)
         plan = Plan(one, one, (tokens,), yes, one, one, pages, no)
-        self.open(SlotInit(0, tokens, nodes, Sampling(temperature=0.0)))
+        self.open(SlotInit(0, TokenText(tokens), nodes, Sampling(temperature=0.0)))
         natively, self.prompts_natively = self.prompts_natively, False
         try:
             self.begin(plan, batch([tokens], [NO_DRAFT]))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from forerun.executors.host_choice import reports_of
+from forerun.executors.host_choice import history_of, reports_of
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.jax.drafts.draft_passes import FEW
 from forerun.executors.jax.program.drafted import Drafted
@@ -61,7 +61,7 @@ def asked_of(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
         )
         if slot.sampling.lossy or not shaped:
             continue
-        edits = edits_of(slot.sampling, slot.history)
+        edits = edits_of(slot.sampling, history_of(slot))
         if len(edits) <= room:
             found[row] = slot.sampling, edits
     return found

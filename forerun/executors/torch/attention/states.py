@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forerun.executors.cpu import native
 from forerun.executors.state_slots import rows_of
-from forerun.executors.state_steps import StateStep, StateSteps, TextOf
+from forerun.executors.state_steps import StateStep, StateSteps
 from forerun.executors.torch.attention.delta_levels import ByLevels, DeltaWalk
 from forerun.executors.torch.attention.delta_native import NativeDelta
 from forerun.executors.torch.attention.kv import indices
@@ -105,9 +105,9 @@ class States(StateSteps):
         for table in (self.windows, self.matrices):
             table[:, to] = 0.0 if row is None else table[:, row]
 
-    def begin(self, plan: Plan, trees: TreeBatch, text_of: TextOf) -> TorchStateStep:
+    def begin(self, plan: Plan, trees: TreeBatch) -> TorchStateStep:
         """Begin a step; return it with the paths of its nodes. Raises EngineError as `prepare`."""
-        step = self.prepare(plan, trees, text_of)
+        step = self.prepare(plan, trees)
         paths = self._paths(plan, trees, step.ends)
         return TorchStateStep(plan, trees, step.claims, step.ends, paths)
 

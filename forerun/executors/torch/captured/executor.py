@@ -23,6 +23,7 @@ import torch
 from forerun.draft_shape import DraftShape
 from forerun.errors import EngineError
 from forerun.executors.device_choice import plain_nodes
+from forerun.executors.host_choice import history_of
 from forerun.executors.host_choice import report as report_of
 from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.buffers import StagingBuffer
@@ -295,13 +296,14 @@ class CapturedExecutor(Executor):
         if left:
             self.eager.keep(round, outcome, left, round.place)
         if size.shaping:
+            total = plan.kv_len + round.trees.known + outcome.n_tokens
             for row in np.flatnonzero(round.decided).tolist():
-                self._shaped.set_counted(int(plan.slots[row]), len(self._text(plan, row)[1].tokens))
+                self._shaped.set_counted(int(plan.slots[row]), int(total[row]))
         return outcome
 
     def _text(self, plan: Plan, row: int) -> tuple[Sampling, History]:
-        state = self._sampler.of_row(plan, row)
-        return state.sampling, state.history
+        slot_init = self._sampler.of_row(plan, row)
+        return slot_init.sampling, history_of(slot_init)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: the eager executor's, and of the rounds."""
