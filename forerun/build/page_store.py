@@ -47,8 +47,10 @@ def keep_pages(
         )
     folder, content = Path(config.kv_store).expanduser(), executor.pages.page_bytes
     tokens = 4 * (config.page_size + engine.lookahead)
-    facts = [__version__, model, config.executor, config.dtype, config.kv_dtype]
-    facts += [config.page_size, tokens, content]
+    facts: list[str | int] = [
+        *(__version__, model, config.executor, config.dtype, config.kv_dtype),
+        *(config.page_size, tokens, content),
+    ]
     if config.executor in EXECUTORS:
         facts.append(EXECUTORS[config.executor].arithmetic())
     facts += _hashes([one for path in files for one in _files(path)])

@@ -2,13 +2,16 @@
 
 import argparse
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
+from math import inf
 from pathlib import Path
 from time import strftime
 from typing import Any
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from forerun.cli.console import bars, emit_json, out, say
 from forerun.errors import ConfigError
@@ -17,9 +20,19 @@ from forerun.measure import report
 from forerun.measure.client import Endpoint, body_of, find_model, load_level
 from forerun.measure.files import check_folder, write
 from forerun.measure.launch import launched
+from forerun.measure.paired import Interval
 from forerun.measure.pictures import draw_load
 from forerun.measure.report import Level
-from forerun.measure.workload import Prompt, labelled, read_prompts, spread
+from forerun.measure.workload import (
+    LEVELS,
+    Lengths,
+    MadePrompts,
+    Prompt,
+    labelled,
+    read_prompts,
+    spread,
+    words_of,
+)
 from forerun.options.config import AskConfig, EngineConfig
 from forerun.options.flags import command_line, configured
 
@@ -36,17 +49,30 @@ FIELDS: dict[str, dict[str, Any] | None] = {
 }
 WARM_UP = 2
 """Requests per side before anything is timed."""
+RATED = 64
+"""Requests of a level if they come at a rate and no number was given."""
+LABEL_TOKENS = 10
+"""About what a label takes that makes a prompt differ from all others."""
+COUNTED = 50, 200
+"""Words of the prompts by which a server shows how many tokens a word has."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSweep:
-    """The measurements to make: sides alternate within a repeat, so that drift hits them alike."""
+    """The measurements to make: sides alternate within a repeat, so that drift hits them alike.
+
+    rate         requests a second, or inf
+    completions  of /completions instead of chats
+    """
 
     prompts: tuple[Prompt, ...]
     levels: tuple[int, ...]
     sides: tuple[str, ...]
     repeats: int
     requests: int | None
+    lengths: Lengths
+    rate: float
+    completions: bool
 
     def count(self, at_once: int) -> int:
         """Return how many requests a level of so many at once makes."""
@@ -78,6 +104,8 @@ def main(arguments: argparse.Namespace) -> int:
         emit_json(result)
     else:
         out.print(report.table(levels, title))
+        for at_once, ratio in facts["on_over_off"].items():
+            out.print(f"on over off, {at_once} at once: {report.worded(ratio)}")
     if arguments.out:
         written = write(
             Path(arguments.out), "report", result, lambda path: draw_load(path, levels, title)
@@ -106,13 +134,20 @@ def _sweep(arguments: argparse.Namespace) -> LoadSweep:
     path = Path(arguments.prompts) if arguments.prompts else None
     if arguments.repeats < 1 or (arguments.requests is not None and arguments.requests < 1):
         raise ConfigError("repeats and requests must be 1 or more.")
+    if path and arguments.input_len:
+        raise ConfigError("--input-len makes prompts of its own; leave --prompts out.")
     kind = arguments.speculative or ("both" if arguments.launch else "as-is")
+    # Requests that come at a rate wait for nothing.
+    alone = (arguments.requests or RATED,) if arguments.rate < inf else LEVELS
     return LoadSweep(
         prompts=tuple(read_prompts(path)),
-        levels=arguments.concurrency,
+        levels=arguments.concurrency or alone,
         sides=SIDES[kind],
         repeats=arguments.repeats,
-        requests=arguments.requests,
+        requests=arguments.requests or (RATED if arguments.rate < inf else None),
+        lengths=Lengths(arguments.input_len, arguments.output_len, arguments.range_ratio),
+        rate=arguments.rate,
+        completions=arguments.completions,
     )
 
 
@@ -129,30 +164,33 @@ def _measure(
         "repeats": sweep.repeats,
     }
     with bars() as progress:
-        return asyncio.run(_all_levels(endpoint, sweep, ask, progress)), facts
+        levels, ratios = asyncio.run(_all_levels(endpoint, sweep, ask, progress))
+    return levels, facts | {"on_over_off": ratios}
 
 
 async def _all_levels(
     endpoint: Endpoint, sweep: LoadSweep, ask: AskConfig, progress: Callable[[str, int, int], None]
-) -> list[Level]:
+) -> tuple[list[Level], dict[int, Interval]]:
+    """Return the medians of every level and side, and by level the ratio of on and off."""
     levels: list[Level] = []
-    for side in sweep.sides:
-        warm = _bodies(endpoint, sweep.prompts, side, ask, WARM_UP, "warm-up")
-        await load_level(endpoint, warm, 1)
+    ratios: dict[int, Interval] = {}
+    requests = Requests(endpoint, sweep, ask)
+    await requests.prepare()
     for at_once in sweep.levels:
         results: dict[str, list[Level]] = {side: [] for side in sweep.sides}
         for repeat in range(sweep.repeats):
             # The other order every other time: the first of a pair finds a colder machine.
             for side in sweep.sides[:: -1 if repeat % 2 else 1]:
-                count = sweep.count(at_once)
-                bodies = _bodies(endpoint, sweep.prompts, side, ask, count, f"{repeat}-{at_once}")
+                bodies = requests.bodies(side, sweep.count(at_once), f"{repeat}-{at_once}")
                 name = f"{at_once} at once, speculation {side}, repeat {repeat + 1}"
                 timings, seconds = await load_level(
-                    endpoint, bodies, at_once, _reporter(progress, name, count)
+                    endpoint, bodies, at_once, _reporter(progress, name, len(bodies)), sweep.rate
                 )
                 results[side].append(report.one_repeat(side, at_once, timings, seconds))
         levels += [report.median_of(repeats) for repeats in results.values()]
-    return levels
+        if len(results) == 2 and (ratio := report.ratio_of(results["on"], results["off"])):
+            ratios[at_once] = ratio
+    return levels, ratios
 
 
 def _reporter(
@@ -161,18 +199,53 @@ def _reporter(
     return lambda done: progress(name, done, total)
 
 
-def _bodies(
-    endpoint: Endpoint, prompts: Sequence[Prompt], side: str, ask: AskConfig, count: int, tag: str
-) -> list[dict[str, Any]]:
-    """`count` requests over evenly spread prompts.
-
-    Each prompt begins with a label of its own, or a server's prefix cache would answer for the
-    prompt of every repeat but the first.
+class Requests:
+    """The bodies of a sweep's requests. No prompt is sent twice, not even its beginning, or a
+    server's prefix cache would answer for the prompts of every repeat but the first.
     """
-    chosen = spread(prompts, min(count, len(prompts)))
-    return [
-        body_of(
-            labelled(prompt, f"Request {side}-{tag}-{index}. "), endpoint.model, ask, FIELDS[side]
-        )
-        for index, prompt in enumerate(islice(cycle(chosen), count))
-    ]
+
+    def __init__(self, endpoint: Endpoint, sweep: LoadSweep, ask: AskConfig) -> None:
+        self._endpoint, self._sweep, self._ask = endpoint, sweep, ask
+        self._made: MadePrompts | None = None
+
+    async def prepare(self) -> None:
+        """Warm up, and learn how many tokens a word has if prompts are to be made. Raises
+        ConfigError if the server does not count.
+        """
+        if self._sweep.lengths.prompt is not None:
+            counts: dict[int, int] = {}
+            for words in COUNTED:
+                prompt = words_of(words, np.random.default_rng(words))
+                body = self._body(prompt, "as-is", replace(self._ask, max_tokens=8))
+                (timing,), _ = await load_level(self._endpoint, [body], 1)
+                counts[words] = timing.prompt_tokens
+                if not timing.prompt_tokens:
+                    why = timing.error or "its usage has no prompt_tokens"
+                    raise ConfigError(
+                        f"--input-len needs a server that counts prompt tokens: {why}."
+                    )
+            self._made = MadePrompts(counts)
+        for side in self._sweep.sides:
+            await load_level(self._endpoint, self.bodies(side, WARM_UP, "warm-up"), 1)
+
+    def bodies(self, side: str, count: int, tag: str) -> list[dict[str, Any]]:
+        """Return `count` requests over evenly spread prompts, or made ones."""
+        sweep, label = self._sweep, f"Request {side}-{tag}-"
+        # Both sides of a repeat get requests of the same lengths.
+        random = np.random.default_rng(list(tag.encode()))
+        prompts: Iterable[Prompt] = cycle(spread(sweep.prompts, min(count, len(sweep.prompts))))
+        if (made := self._made) is not None and (longest := sweep.lengths.prompt) is not None:
+            lengths = [sweep.lengths.draw(longest, random) for _ in range(count)]
+            prompts = [made.make(length - LABEL_TOKENS, random) for length in lengths]
+        bodies: list[dict[str, Any]] = []
+        for index, prompt in enumerate(islice(prompts, count)):
+            ask = self._ask
+            if sweep.lengths.answer is not None:
+                most = sweep.lengths.draw(sweep.lengths.answer, random)
+                ask = replace(ask, max_tokens=most, ignore_eos=True)
+            bodies.append(self._body(labelled(prompt, f"{label}{index}. "), side, ask))
+        return bodies
+
+    def _body(self, prompt: Prompt, side: str, ask: AskConfig) -> dict[str, Any]:
+        completions = self._sweep.completions
+        return body_of(prompt, self._endpoint.model, ask, FIELDS[side], completions)

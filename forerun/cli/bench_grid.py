@@ -17,7 +17,7 @@ from forerun.measure.files import check_folder, write
 from forerun.measure.pictures import draw_frontier
 from forerun.measure.report import columns
 from forerun.measure.sweep import Cell, Sweep, as_dict, best, combinations, every
-from forerun.measure.workload import read_prompts
+from forerun.measure.workload import LEVELS, read_prompts
 from forerun.options.config import AskConfig, EngineConfig
 from forerun.options.flags import configured
 
@@ -33,7 +33,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not config.speculates:
         raise ConfigError("there is nothing to measure with speculation off; choose a method.")
     ask = configured(AskConfig, arguments)
-    config = replace(config, max_sequences=max(arguments.concurrency), policy="fixed")
+    config = replace(config, max_sequences=max(arguments.concurrency or LEVELS), policy="fixed")
     target = open_shown(config)
     cells: list[Cell] = []
     interrupted = False
@@ -86,7 +86,7 @@ def _sweep(target: Target, arguments: argparse.Namespace, ask: AskConfig) -> Swe
     return Sweep(
         prompts=tuple(read_prompts(path)),
         settings=tuple(settings),
-        batches=arguments.concurrency,
+        batches=arguments.concurrency or LEVELS,
         tokens=ask.max_tokens,
         repeats=arguments.repeats,
         temperature=ask.temperature or 0.0,

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import fields
+from math import inf
 from typing import Any
 
 from forerun.cli import verbs
@@ -252,14 +253,21 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--api-key", metavar="KEY", default="", help="key for --url")
     parser.add_argument(
-        "--concurrency",
+        *("--concurrency", "--max-concurrency"),
         type=_numbers,
-        default=(1, 4, 16),
         metavar="N,N,...",
-        help="requests in flight at once, one level after the other (default: 1,4,16)",
+        help="requests in flight at once, one level after the other (default: 1,4,16; with --rate "
+        "as many as come)",
     )
     parser.add_argument(
-        "--requests",
+        *("--rate", "--request-rate"),
+        type=_rate,
+        default=inf,
+        metavar="N",
+        help="requests a second that come at random times (Poisson), or inf (default: inf)",
+    )
+    parser.add_argument(
+        *("--requests", "--num-prompts"),
         type=_positive,
         metavar="N",
         help="requests per level (default: 2 x level, min. 8)",
@@ -267,7 +275,35 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=_positive, default=3, metavar="N", help="median over repeats (default: 3)"
     )
-    parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
+    parser.add_argument(
+        *("--prompts", "--dataset-path"),
+        metavar="FILE",
+        help="jsonl of messages or prompt (default: built in)",
+    )
+    parser.add_argument(
+        *("--input-len", "--random-input-len"),
+        type=_positive,
+        metavar="N",
+        help="make prompts of random words, of so many tokens as the server counts them",
+    )
+    parser.add_argument(
+        *("--output-len", "--random-output-len"),
+        type=_positive,
+        metavar="N",
+        help="answers of exactly so many tokens (--max-tokens N --ignore-eos)",
+    )
+    parser.add_argument(
+        *("--range-ratio", "--random-range-ratio"),
+        type=_share,
+        default=1.0,
+        metavar="R",
+        help="draw each length evenly from R x N to N (default: 1)",
+    )
+    parser.add_argument(
+        "--completions",
+        action="store_true",
+        help="ask /v1/completions, as base models need it, instead of chats",
+    )
     parser.add_argument(
         "--speculative",
         choices=("as-is", "on", "off", "both"),
@@ -418,6 +454,22 @@ def _positive(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, or inf")
+    return value
+
+
+def _share(text: str) -> float:
+    if (value := _rate(text)) > 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is above 1")
+    return value
 
 
 def _numbers(text: str) -> tuple[int, ...]:

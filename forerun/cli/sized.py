@@ -11,6 +11,7 @@ from forerun.errors import ConfigError
 from forerun.machine import stamp
 from forerun.measure.files import check_folder, write
 from forerun.measure.sized import StepSweep, lines, measure
+from forerun.measure.workload import LEVELS
 from forerun.options.config import NATIVE_DTYPES, EngineConfig
 from forerun.options.flags import configured
 
@@ -31,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
     on_cuda = device != "cpu"
     if dtype in ("auto", *NATIVE_DTYPES):
         dtype = "bfloat16" if on_cuda else "float32"
-    wanted = StepSweep(batches=tuple(sorted(arguments.concurrency)))
+    wanted = StepSweep(batches=tuple(sorted(arguments.concurrency or LEVELS)))
     if not on_cuda:  # A rehearsal: what it prints is the CPU's.
         wanted = replace(wanted, context=64, rounds=2, copy_bytes=1 << 24)
     shape = arguments.random_weights

@@ -1,13 +1,15 @@
-"""A load generator for any server that speaks the OpenAI chat API, with streaming."""
+"""A load generator for any server that speaks OpenAI's chat or completions API, with streaming."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from time import perf_counter
 from typing import Any
 
 import httpx
+import numpy as np
 
 from forerun.errors import ConfigError
 from forerun.measure.workload import Prompt
@@ -42,11 +44,13 @@ class Timing:
 
     arrivals  when each piece of text came (several tokens may share a piece)
     tokens    output tokens, by the server's own count where it gives one
+    prompt_tokens  by the server's own count; 0 without one
     error     what went wrong, or None
     """
 
     arrivals: list[float] = field(default_factory=list)
     tokens: int = 0
+    prompt_tokens: int = 0
     total: float = 0.0
     error: str | None = None
 
@@ -74,18 +78,23 @@ class Timing:
 
 
 def body_of(
-    prompt: Prompt, model: str, ask: AskConfig, speculative: dict[str, Any] | None
+    prompt: Prompt,
+    model: str,
+    ask: AskConfig,
+    speculative: dict[str, Any] | None,
+    completions: bool = False,
 ) -> dict[str, Any]:
-    """The JSON of one streaming chat request, greedy unless `ask` says otherwise, with usage
+    """Return the JSON of one streaming request, greedy unless `ask` says otherwise, with usage
     wanted.
 
     ask          sampling options; those that OpenAI does not know are sent only where they change
                  anything
     speculative  Forerun's own field; None leaves it out
+    completions  for /completions, as base models need it: the text of the last message
     """
     body: dict[str, Any] = {
         "model": model,
-        "messages": list(prompt.messages),
+        **({"prompt": prompt.text} if completions else {"messages": list(prompt.messages)}),
         "max_tokens": ask.max_tokens,
         "temperature": ask.temperature or 0.0,
         "top_p": 1.0 if ask.top_p is None else ask.top_p,
@@ -107,7 +116,8 @@ def body_of(
 async def _ask_once(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any]) -> Timing:
     """Send one request and read its stream to the end. Errors are recorded, not raised."""
     timing, started, pieces, finish = Timing(), perf_counter(), 0, ""
-    url = f"{endpoint.url.rstrip('/')}/chat/completions"
+    route = "completions" if "prompt" in body else "chat/completions"
+    url = f"{endpoint.url.rstrip('/')}/{route}"
     try:
         async with client.stream("POST", url, json=body, headers=endpoint.headers) as response:
             if response.status_code != httpx.codes.OK:
@@ -117,13 +127,14 @@ async def _ask_once(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[st
             async for event in _events(response):
                 if event.get("error"):
                     timing.error = str(event["error"])[:200]
-                if any((choice.get("delta") or {}).get("content") for choice in _choices(event)):
+                if any(map(_text, _choices(event))):
                     timing.arrivals.append(perf_counter() - started)
                     pieces += 1
                 finish = next((str(c["finish_reason"]) for c in _choices(event)
                                if c.get("finish_reason")), finish)  # fmt: skip
                 if event.get("usage"):
                     timing.tokens = int(event["usage"]["completion_tokens"])
+                    timing.prompt_tokens = int(event["usage"].get("prompt_tokens") or 0)
     except (httpx.HTTPError, ValueError, KeyError) as error:
         timing.error = f"{type(error).__name__}: {error}"[:200]
     timing.total = perf_counter() - started
@@ -138,6 +149,10 @@ def _without_text(tokens: int, finish: str) -> str:
     ended = f"{tokens} token{'s' * (tokens != 1)} without text, finish_reason {finish or 'missing'}"
     advice = "--ignore-eos goes on where a model stops at once" if finish == "stop" else ""
     return f"the answer was empty ({ended})" + (f"; {advice}" if advice else "")
+
+
+def _text(choice: dict[str, Any]) -> str:
+    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
 
 
 def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:
@@ -157,22 +172,27 @@ async def load_level(
     bodies: Sequence[dict[str, Any]],
     at_once: int,
     finished: Callable[[int], None] = lambda _: None,
+    rate: float = inf,
 ) -> tuple[list[Timing], float]:
-    """Keep `at_once` requests in flight until all bodies are answered.
+    """Keep `at_once` requests in flight until all bodies are answered; fewer if they come one by
+    one, `rate` a second.
 
     bodies    the JSON of each request
     finished  called with the number of answers so far
+    rate      of a Poisson process, the same one for the same number of bodies
 
     Returns timings in the order of completion, failed ones included, and wall time in seconds.
     Raises nothing for a failed request: its Timing has the error.
     """
-    waiting = iter(bodies)
+    gaps = np.random.default_rng(len(bodies)).exponential(1.0 / rate, len(bodies))
+    waiting = iter(list(zip(np.cumsum(gaps).tolist(), bodies, strict=True)))
     done: list[Timing] = []
     limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, trust_env=False) as client:
 
         async def worker() -> None:
-            for body in waiting:
+            for arrives, body in waiting:
+                await asyncio.sleep(max(0.0, started + arrives - perf_counter()))
                 done.append(await _ask_once(client, endpoint, body))
                 finished(len(done))
 

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from forerun.measure.client import Timing
+from forerun.measure.paired import Interval, median_interval
 
 PERCENTILES = (50, 90, 99)
 
@@ -22,6 +23,7 @@ class Level:
     per_token_ms  mean time per token after the first text, over requests
     gap_ms        time between pieces of text
     throughput    output tokens per second, all requests together
+    answers_per_second, prompt_tokens  of answered requests; the latter as the server counts, in all
     """
 
     side: str
@@ -29,7 +31,9 @@ class Level:
     requests: int
     errors: int
     throughput: float
+    answers_per_second: float
     tokens: int
+    prompt_tokens: int
     first_ms: dict[str, float]
     per_token_ms: dict[str, float]
     gap_ms: dict[str, float]
@@ -49,7 +53,9 @@ def one_repeat(side: str, at_once: int, timings: Sequence[Timing], seconds: floa
         requests=len(timings),
         errors=len(timings) - len(good),
         throughput=tokens / seconds if seconds > 0 else 0.0,
+        answers_per_second=len(good) / seconds if seconds > 0 else 0.0,
         tokens=tokens,
+        prompt_tokens=sum(timing.prompt_tokens for timing in good),
         first_ms=percentiles([timing.first for timing in good]),
         per_token_ms=percentiles([t.per_token for t in good if t.per_token is not None]),
         gap_ms=percentiles([gap for timing in good for gap in timing.gaps]),
@@ -85,13 +91,32 @@ def median_of(repeats: Sequence[Level]) -> Level:
         requests=sum(level.requests for level in repeats),
         errors=sum(level.errors for level in repeats),
         throughput=statistics.median(level.throughput for level in repeats),
+        answers_per_second=statistics.median(level.answers_per_second for level in repeats),
         tokens=sum(level.tokens for level in repeats),
+        prompt_tokens=sum(level.prompt_tokens for level in repeats),
         first_ms=middle("first_ms"),
         per_token_ms=middle("per_token_ms"),
         gap_ms=middle("gap_ms"),
         total_ms=middle("total_ms"),
         first_error=next((level.first_error for level in repeats if level.first_error), None),
     )
+
+
+def ratio_of(on: Sequence[Level], off: Sequence[Level]) -> Interval | None:
+    """Return the throughput of one side over that of the other, repeat by repeat; None if one was
+    zero.
+    """
+    pairs = list(zip(on, off, strict=True))
+    if any(not (one.throughput and other.throughput) for one, other in pairs):
+        return None
+    return median_interval([one.throughput / other.throughput for one, other in pairs])
+
+
+def worded(ratio: Interval) -> str:
+    """Return a ratio in words; without an interval if there was one pair only."""
+    if not ratio.confidence:
+        return f"{ratio.middle:.2f}, of one pair"
+    return f"{ratio.middle:.2f} ({ratio.low:.2f} to {ratio.high:.2f}, {ratio.confidence:.0%} sure)"
 
 
 def columns(title: str, names: Sequence[str], left: int = 1, caption: str | None = None) -> Table:
@@ -113,24 +138,24 @@ def table(levels: Sequence[Level], title: str) -> Table:
     names = (
         "speculation",
         "at once",
+        "req/s",
         "tokens/s",
         "first text",
         "per token",
         "between texts",
-        "requests",
-        "errors",
+        "failed",
     )
     drawn = columns(title, names, caption=caption)
     for level in levels:
         drawn.add_row(
             level.side,
             str(level.at_once),
+            f"{level.answers_per_second:.2f}",
             f"{level.throughput:.1f}",
             _pair(level.first_ms),
             _pair(level.per_token_ms),
             _pair(level.gap_ms),
-            str(level.requests),
-            str(level.errors),
+            f"{level.errors} of {level.requests}",
         )
     return drawn
 

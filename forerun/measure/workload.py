@@ -6,11 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from forerun.errors import ConfigError
 
 BUILT_IN = Path(__file__).with_name("prompts.jsonl")
 """Written for Forerun: explaining, code, JSON, repetition, reading, sums, other languages,
 stories, lists, and conversations of several turns."""
+LEVELS = 1, 4, 16
+"""Requests, or sequences, at once that are measured unless others are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,46 @@ def labelled(prompt: Prompt, label: str) -> Prompt:
     """A copy of the prompt with `label` before its first message, so that no prefix is shared."""
     first, *rest = prompt.messages
     return replace(prompt, messages=(first | {"content": label + first["content"]}, *rest))
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths of made requests in tokens, each drawn evenly from `ratio` of it to all of it.
+
+    prompt  None: prompts of a file
+    answer  None: as asked
+    """
+
+    prompt: int | None = None
+    answer: int | None = None
+    ratio: float = 1.0
+
+    def draw(self, most: int, random: np.random.Generator) -> int:
+        """Return one length."""
+        return int(random.integers(max(1, round(self.ratio * most)), most + 1))
+
+
+class MadePrompts:
+    """Prompts of random words of the built-in ones, as long as wished by a server's own count.
+
+    counts  {words: tokens} that a server counted in prompts of so many words, two at least
+    """
+
+    def __init__(self, counts: dict[int, int]) -> None:
+        (few, least), *_, (many, most) = sorted(counts.items())
+        self._per_word = (most - least) / (many - few)
+        self._around = least - few * self._per_word
+
+    def make(self, tokens: int, random: np.random.Generator) -> Prompt:
+        """Return a prompt of about so many tokens."""
+        return words_of(round((tokens - self._around) / self._per_word), random)
+
+
+def words_of(count: int, random: np.random.Generator) -> Prompt:
+    """Return a prompt of so many random words of the built-in prompts, one at least."""
+    words = " ".join(prompt.text for prompt in read_prompts()).split()
+    text = " ".join(random.choice(words, max(1, count)).tolist())
+    return Prompt("made", "made", ({"role": "user", "content": text},))
 
 
 def _prompt(line: str, where: str, number: int) -> Prompt:

@@ -6,6 +6,7 @@ import threading
 from contextlib import contextmanager
 
 import httpx
+import numpy as np
 import pytest
 
 from forerun.cli.main import main
@@ -26,6 +27,7 @@ class Script:
 
     def __init__(self):
         self.bodies, self.flying, self.most, self.headers = [], 0, 0, []
+        self.routes, self.pause = [], PAUSE
 
     async def handle(self, reader, writer):
         try:
@@ -46,7 +48,8 @@ class Script:
             writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
             return True
         self.bodies.append(body)
-        text = body["messages"][0]["content"]
+        text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+        self.routes.append(self.headers[-1].split()[1])
         if text.startswith("FAIL"):
             writer.write(b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nbusy")
             return True
@@ -55,8 +58,9 @@ class Script:
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n: keep-alive\n\n")
         silent = text.startswith("SILENT")
         for piece in ("",) if silent else ("", "one", " two three", " four"):
-            await asyncio.sleep(PAUSE)
-            self.event(writer, {"choices": [{"index": 0, "delta": {"content": piece}}]})
+            await asyncio.sleep(self.pause)
+            said = {"text": piece} if "prompt" in body else {"delta": {"content": piece}}
+            self.event(writer, {"choices": [{"index": 0} | said]})
             await writer.drain()
         self.flying -= 1
         if silent:
@@ -64,10 +68,15 @@ class Script:
             self.event(writer, {"choices": [ended]})
             self.event(writer, {"choices": [], "usage": {"completion_tokens": 1}})
         elif not text.startswith("CUT"):
-            self.event(writer, {"choices": [], "usage": {"completion_tokens": 4}})
+            usage = {"completion_tokens": 4, "prompt_tokens": self.count(text)}
+            self.event(writer, {"choices": [], "usage": usage})
             writer.write(b"data: [DONE]\n\n")
         await writer.drain()
         return False
+
+    def count(self, text):
+        """Two tokens a word, and seven of a template."""
+        return 7 + 2 * len(text.split())
 
     def event(self, writer, value):
         writer.write(b"data: " + json.dumps(value).encode() + b"\n\n")
@@ -218,3 +227,67 @@ def test_failures_are_said_and_are_exit_code_one(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert "8 of 8 requests failed, first: HTTP 503" in err
     assert "m at http://127.0.0.1" in out
+
+
+def test_made_requests_have_the_lengths_that_were_wished_for(capsys):
+    line = ["--input-len", "300", "--output-len", "50", "--range-ratio", "0.5", "--requests", "12"]
+    line += ["--concurrency", "4", "--repeats", "1", "--completions", "--json"]
+    with scripted() as (script, url):
+        script.pause = 0.0
+        assert main(["bench", "--url", url, *line]) == 0
+    (level,) = json.loads(capsys.readouterr().out)["levels"]
+    assert set(script.routes) == {"/v1/completions"}
+    bodies = script.bodies[-12:]
+    prompts = [script.count(body["prompt"]) for body in bodies]
+    answers = [body["max_tokens"] for body in bodies]
+    assert all(150 - 20 <= tokens <= 300 for tokens in prompts) and max(prompts) > 200
+    assert all(25 <= tokens <= 50 for tokens in answers) and len(set(answers)) > 5
+    assert all(body["ignore_eos"] for body in bodies)
+    assert (level["requests"], level["prompt_tokens"]) == (12, sum(prompts))
+    assert level["answers_per_second"] > 0
+    assert len({body["prompt"][:30] for body in script.bodies}) == len(script.bodies)
+
+
+def test_requests_come_at_the_rate_that_was_wished_for(capsys):
+    """Whatever the answers take: each begins at its time, or later on a busy machine."""
+    line = ["--rate", "100", "--requests", "10", "--repeats", "1", "--json"]
+    with scripted() as (script, url):
+        script.pause = 0.05
+        assert main(["bench", "--url", url, *line]) == 0
+    (level,) = json.loads(capsys.readouterr().out)["levels"]
+    assert (level["at_once"], level["requests"]) == (10, 10)
+    assert script.most > 1
+    gaps = np.random.default_rng(10).exponential(1 / 100, 10)
+    assert 10 / level["answers_per_second"] >= gaps.sum() + 4 * 0.05
+
+
+def test_a_server_that_counts_no_prompt_tokens_gets_no_made_prompts(capsys):
+    with scripted() as (script, url):
+        script.count = lambda text: 0
+        assert main(["bench", "--url", url, "--input-len", "100"]) == 2
+    assert "--input-len needs a server that counts prompt tokens" in capsys.readouterr().err
+
+
+def test_both_sides_are_compared_pair_by_pair(capsys):
+    line = ["--speculative", "both", "--requests", "2", "--concurrency", "2", "--repeats", "2"]
+    with scripted() as (script, url):
+        script.pause = 0.0
+        assert main(["bench", "--url", url, *line]) == 0
+        assert main(["bench", "--url", url, *line, "--repeats", "1"]) == 0
+    several, one = capsys.readouterr().out.split("on over off, 2 at once: ")[1:]
+    assert "50% sure" in several.splitlines()[0]
+    assert "of one pair" in one
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--rate", "0"], "is not a number above 0, or inf"),
+        (["--rate", "nan"], "is not a number above 0, or inf"),
+        (["--range-ratio", "1.5"], "is above 1"),
+        (["--input-len", "0"], "is not a positive whole number"),
+    ],
+)
+def test_lengths_and_rates_that_cannot_be(flags, why, capsys):
+    assert main(["bench", "--url", "http://127.0.0.1:9", *flags]) == 2
+    assert why in capsys.readouterr().err

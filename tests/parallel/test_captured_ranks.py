@@ -145,7 +145,7 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize(
     ("algorithm", "draft", "width"),
     [
-        ("EAGLE3", "eagle3", 1),
+        pytest.param("EAGLE3", "eagle3", 1, marks=pytest.mark.slow),
         pytest.param("EAGLE3", "eagle3", 2, marks=pytest.mark.slow),
         pytest.param("STANDALONE", "small", 1, marks=pytest.mark.slow),
         pytest.param("DFLASH", "block", 1, marks=pytest.mark.slow),
