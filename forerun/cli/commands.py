@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from forerun.cli import verbs
+from forerun.cli.argument_types import numbers, positive, rate, share, temperatures
 from forerun.options.config import AskConfig, EngineConfig, ServeSettings
 from forerun.options.flags import flags_of
 from forerun.train.presets import PRESETS, TrainConfig
@@ -143,7 +144,7 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--replicas",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="number of engines behind one address, by Ray Serve (pip install 'forerun[ray]')",
@@ -203,22 +204,22 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
         help="jsonl of chats; may be repeated (default: the built-in prompts)",
     )
     parser.add_argument(
-        "--count", type=_positive, metavar="N", help="prompts per set (default: all)"
+        "--count", type=positive, metavar="N", help="prompts per set (default: all)"
     )
     parser.add_argument(
         "--tokens",
         "--max-tokens",
-        type=_positive,
+        type=positive,
         default=128,
         metavar="N",
         help="tokens per answer (default: 128)",
     )
     parser.add_argument(
-        "--group", type=_positive, default=1, metavar="N", help="sequences at once (default: 1)"
+        "--group", type=positive, default=1, metavar="N", help="sequences at once (default: 1)"
     )
     parser.add_argument(
         "--temperatures",
-        type=_temperatures,
+        type=temperatures,
         default=(0.0, 0.8, 1.0),
         metavar="X,X,...",
         help="one pass for each (default: 0,0.8,1)",
@@ -254,26 +255,26 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", default="", help="key for --url")
     parser.add_argument(
         *("--concurrency", "--max-concurrency"),
-        type=_numbers,
+        type=numbers,
         metavar="N,N,...",
         help="requests in flight at once, one level after the other (default: 1,4,16; with --rate "
         "as many as come)",
     )
     parser.add_argument(
         *("--rate", "--request-rate"),
-        type=_rate,
+        type=rate,
         default=inf,
         metavar="N",
         help="requests a second that come at random times (Poisson), or inf (default: inf)",
     )
     parser.add_argument(
         *("--requests", "--num-prompts"),
-        type=_positive,
+        type=positive,
         metavar="N",
         help="requests per level (default: 2 x level, min. 8)",
     )
     parser.add_argument(
-        "--repeats", type=_positive, default=3, metavar="N", help="median over repeats (default: 3)"
+        "--repeats", type=positive, default=3, metavar="N", help="median over repeats (default: 3)"
     )
     parser.add_argument(
         *("--prompts", "--dataset-path"),
@@ -282,19 +283,19 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         *("--input-len", "--random-input-len"),
-        type=_positive,
+        type=positive,
         metavar="N",
         help="make prompts of random words, of so many tokens as the server counts them",
     )
     parser.add_argument(
         *("--output-len", "--random-output-len"),
-        type=_positive,
+        type=positive,
         metavar="N",
         help="answers of exactly so many tokens (--max-tokens N --ignore-eos)",
     )
     parser.add_argument(
         *("--range-ratio", "--random-range-ratio"),
-        type=_share,
+        type=share,
         default=1.0,
         metavar="R",
         help="draw each length evenly from R x N to N (default: 1)",
@@ -326,8 +327,8 @@ def _grid_flags(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(
             f"--grid-{name}",
-            type=_numbers,
-            default=None if name == "topk" else _numbers(usual),
+            type=numbers,
+            default=None if name == "topk" else numbers(usual),
             metavar="N,N,...",
             help=f"{what} (default: {usual})",
         )
@@ -347,7 +348,7 @@ def _fuzz_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--minutes", type=float, metavar="N", help="time to search, in minutes (default: 2)"
     )
-    group.add_argument("--cases", type=_positive, metavar="N", help="stop after so many cases")
+    group.add_argument("--cases", type=positive, metavar="N", help="stop after so many cases")
     group.add_argument(
         "--reproduction",
         default="forerun-fuzz.json",
@@ -361,20 +362,18 @@ def _prove_flags(parser: argparse.ArgumentParser) -> None:
     _model_word(parser)
     parser.add_argument("--quick", action="store_true", help="8 prompts x 32 tokens, groups of 4")
     parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
-    parser.add_argument(
-        "--count", type=_positive, metavar="N", help="prompts to use (default: all)"
-    )
-    parser.add_argument("--tokens", type=_positive, metavar="N", help="tokens each (default: 128)")
+    parser.add_argument("--count", type=positive, metavar="N", help="prompts to use (default: all)")
+    parser.add_argument("--tokens", type=positive, metavar="N", help="tokens each (default: 128)")
     parser.add_argument(
         "--temperatures",
-        type=_temperatures,
+        type=temperatures,
         default=(0.0, 0.8),
         metavar="X,X,...",
         help="one pass for each (default: 0,0.8)",
     )
     parser.add_argument(
         "--group",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="sequences at once in the batched runs (default: 16)",
     )
@@ -396,13 +395,13 @@ def _tune_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
     parser.add_argument(
         "--batches",
-        type=_numbers,
+        type=numbers,
         default=(1, 4, 16),
         metavar="N,N,...",
         help="sequences at once, one after the other (default: 1,4,16)",
     )
     parser.add_argument(
-        "--tokens", type=_positive, default=48, metavar="N", help="tokens per prompt (default: 48)"
+        "--tokens", type=positive, default=48, metavar="N", help="tokens per prompt (default: 48)"
     )
     parser.add_argument("--out", metavar="FILE", help="draw the frontier there, as PNG")
     parser.add_argument(
@@ -448,42 +447,6 @@ def _completion_flags(parser: argparse.ArgumentParser) -> None:
 
 def _fetch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="built-in name or hub id")
-
-
-def _positive(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, or inf")
-    return value
-
-
-def _share(text: str) -> float:
-    if (value := _rate(text)) > 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is above 1")
-    return value
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(_positive, text.split(",")))
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        values = tuple(map(float, text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 0,0.8") from None
-    if not all(0 <= value <= 100 for value in values):  # False for NaN.
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 100")
-    return values
 
 
 COMMANDS: dict[str, tuple[str, Flags]] = {

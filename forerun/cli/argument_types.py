@@ -1,0 +1,44 @@
+"""Values of flags, read from text. All raise ArgumentTypeError, which argparse shows with the flag."""
+
+import argparse
+
+
+def positive(text: str) -> int:
+    """Read a whole number from 1 on."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """Read a number above 0, inf included."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, or inf")
+    return value
+
+
+def share(text: str) -> float:
+    """Read a number above 0, 1 at most."""
+    if (value := rate(text)) > 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is above 1")
+    return value
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Read whole numbers from 1 on, with commas between them."""
+    return tuple(map(positive, text.split(",")))
+
+
+def temperatures(text: str) -> tuple[float, ...]:
+    """Read temperatures, with commas between them."""
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 0,0.8") from None
+    if not all(0 <= value <= 100 for value in values):  # False for NaN.
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 100")
+    return values
