@@ -1,4 +1,4 @@
-"""Values of flags, read from text. All raise ArgumentTypeError, which argparse shows with the flag."""
+"""Values of flags, read from text. All raise ArgumentTypeError: argparse shows it with the flag."""
 
 import argparse
 
