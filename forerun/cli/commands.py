@@ -253,6 +253,21 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
         "decoding, and count identical answers; --concurrency sets the batch sizes",
     )
     parser.add_argument("--api-key", metavar="KEY", default="", help="key for --url")
+    _load_flags(parser)
+    parser.add_argument(
+        "--speculative",
+        choices=("as-is", "on", "off", "both"),
+        help="speculation of the requests; 'both' alternates on and off (default: both with "
+        "--launch, else as-is, which sends only OpenAI's fields)",
+    )
+    parser.add_argument("--out", metavar="FOLDER", help="write report.json and report.png there")
+    _grid_flags(parser)
+    flags_of(AskConfig, parser, "requests", max_tokens=128, temperature=0.0)
+    title = "model and engine (--launch; --model also with --url)"
+    flags_of(EngineConfig, parser, title, draft_on_error="stop")
+
+
+def _load_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         *("--concurrency", "--max-concurrency"),
         type=numbers,
@@ -305,17 +320,6 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="ask /v1/completions, as base models need it, instead of chats",
     )
-    parser.add_argument(
-        "--speculative",
-        choices=("as-is", "on", "off", "both"),
-        help="speculation of the requests; 'both' alternates on and off (default: both with "
-        "--launch, else as-is, which sends only OpenAI's fields)",
-    )
-    parser.add_argument("--out", metavar="FOLDER", help="write report.json and report.png there")
-    _grid_flags(parser)
-    flags_of(AskConfig, parser, "requests", max_tokens=128, temperature=0.0)
-    title = "model and engine (--launch; --model also with --url)"
-    flags_of(EngineConfig, parser, title, draft_on_error="stop")
 
 
 def _grid_flags(parser: argparse.ArgumentParser) -> None:
