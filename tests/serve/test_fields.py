@@ -233,3 +233,12 @@ def _finite(value):
     except ValueError:
         return False
     return True
+
+
+def test_an_error_repeats_no_more_than_a_few_lines_of_what_was_sent():
+    """`{"type": "a" * 70_000}` as a schema came back whole."""
+    error = ApiError(400, "begin " + "a" * 1_000_000 + " end", param="b" * 1_000_000)
+    message, param = str(error), str(error.param)
+    assert len(message) <= 4000 and message.startswith("begin ") and message.endswith(" end")
+    assert len(param) <= 400
+    assert str(ApiError(400, "short", param="x")) == "short"

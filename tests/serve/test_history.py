@@ -57,6 +57,8 @@ CHATS = [
     ([*CALLED[:2], {**RESULT, "content": [{"type": "text", "text": "Oslo"}, PNG]}], CALLED[:3],
      "messages[2].content[1]"),
     ([*CALLED[:2], {**RESULT, "id": 5}], CALLED[:3], "messages[2].id"),
+    ([*CALLED[:2], {**RESULT, "content": [{"type": "text", "text": "Oslo"}, 1, None, "x"]}],
+     CALLED[:3], "messages[2].content[1], messages[2].content[2], messages[2].content[3]"),
 ]  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def ignored_in_messages(body: dict[str, Any]) -> tuple[str, ...]:
     """Fields that a checked body has in messages or in parts of them and that change nothing."""
     messages = [one for one in body.get("messages") or [] if isinstance(one, dict)]
     contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
-    parts = [part for content in contents for part in content]
+    parts = [part for content in contents for part in content if isinstance(part, dict)]
     given = {name for one in (*messages, *parts) for name in one if one[name] is not None}
     return tuple(f"messages.{name}" for name in IGNORED if name in given)
 

@@ -15,6 +15,8 @@ from forerun.errors import (
 
 LONGEST_NAME = 80
 """Characters of a name from a client that a message repeats."""
+LONGEST_MESSAGE, LONGEST_PARAM = 4000, 400
+"""Characters of an error's message and of its field: either may quote what a client sent."""
 
 
 class ApiError(Exception):
@@ -31,16 +33,20 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
         lengths: tuple[int, int, int] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(_cut(message, LONGEST_MESSAGE))
         self.lengths = lengths
         self.status = status
         self.code = code
-        self.param = param
+        self.param = None if param is None else _cut(param, LONGEST_PARAM)
         self.headers = dict(headers or {})
 
 
 class ClientGoneError(Exception):
     """The client closed its connection, or reads too slowly; the answer has no receiver."""
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 203]}...{text[-200:]}"
 
 
 def unavailable(message: str, code: str, retry_after: float = 1.0) -> ApiError:
