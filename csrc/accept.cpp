@@ -25,8 +25,7 @@ std::string Model::check_slots(const Step& step, const Walk& walk) {
 bool Model::decides(const Step& step, const Walk& walk, int row) {
     const int root = step.root_of(row), end = step.start[row + 1];
     const int last = step.index_of(root) + end - 1 - root;
-    return walk.samples[row] && walk.temperature[walk.slots[row]] >= 0 && last < step.scored &&
-           step.scored_nodes[last] == end - 1;
+    return walk.samples[row] && last < step.scored && step.scored_nodes[last] == end - 1;
 }
 
 std::string Model::accept(const Step& step, const Walk& walk) {

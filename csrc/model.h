@@ -68,11 +68,11 @@ struct Step {
 
 // How the rows of a step choose, and what they chose.
 struct Walk {
-    const float* temperature;   // [all_slots] 0 = greedy; below 0: not decided here
+    const float* temperature;   // [all_slots] 0 = greedy
     const uint64_t* seed;       // [all_slots]
     const int32_t* prompt_len;  // [all_slots] output positions count from here
     const int32_t* slots;       // [rows] the row's, of all_slots
-    const uint8_t* samples;     // [rows] 0: nothing is chosen
+    const uint8_t* samples;     // [rows] 0: nothing is chosen here
     const int32_t* mask_row;    // [nodes] which of `masks` limits a node's choice, -1: none; null: none's
     const uint32_t* masks;      // [.][mask_words] token t is allowed where bit t % 32 of word t / 32 is
     int32_t* choice;           // [nodes] out: at nodes of the accepted path; -1 elsewhere, and in

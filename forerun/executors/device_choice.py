@@ -6,22 +6,21 @@ import numpy as np
 
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
-from forerun.types import AnyArray, Floats, Ints
-
-ON_HOST = -1.0
-"""In place of a temperature: the host decides the slot's rows, or the slot is closed."""
+from forerun.types import AnyArray, Bools, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Choosing:
-    """Sampling state by slot, for rows with temperature as only parameter; a device may decide
-    these.
+    """Sampling state by slot, for devices that decide rows.
 
-    temperature  float32[S]; 0 = greedy, or ON_HOST
+    on_device    bool[S] whether a device may decide the slot's rows: its sequence has no parameter
+                 that the device does not know; False for a closed slot
+    temperature  float32[S]; 0 = greedy
     seed         uint64[S] of their requests
     prompt_len   int32[S] tokens before output position 0
     """
 
+    on_device: Bools
     temperature: Floats
     seed: AnyArray
     prompt_len: Ints
@@ -44,11 +43,11 @@ class PlainNodes:
 
 
 def plain_nodes(choosing: Choosing, plan: Plan, trees: TreeBatch) -> PlainNodes:
-    """Return the nodes, from the roots down, of sampling rows without grammar or other
-    parameters.
+    """Return the nodes, from the roots down, of the sampling rows without a grammar that a device
+    may decide.
     """
-    temperatures = choosing.temperature[plan.slots]
-    rows = np.flatnonzero((temperatures >= 0) & plan.samples & ~plan.constrained)
+    on_device = choosing.on_device[plan.slots]
+    rows = np.flatnonzero(on_device & plan.samples & ~plan.constrained)
     first, stop = trees.roots[rows], trees.start[1:][rows]
     nodes, counts = _ranges(first, stop), stop - first
     depth = trees.depth[nodes] - np.repeat(trees.depth[first], counts)
@@ -58,7 +57,7 @@ def plain_nodes(choosing: Choosing, plan: Plan, trees: TreeBatch) -> PlainNodes:
         nodes=nodes,
         seeds=np.repeat(choosing.seed[slots], counts),
         positions=np.repeat(positions, counts) + depth,
-        temperatures=np.repeat(temperatures[rows], counts),
+        temperatures=np.repeat(choosing.temperature[slots], counts),
     )
 
 

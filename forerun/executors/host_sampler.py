@@ -9,7 +9,7 @@ from itertools import zip_longest
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.executors.device_choice import ON_HOST, Choosing
+from forerun.executors.device_choice import Choosing
 from forerun.executors.host_choice import (
     Choices,
     Logits,
@@ -35,7 +35,8 @@ class HostSampler:
         self._open: list[SlotInit | None] = [None] * slots
         self._vocab = vocab
         self.choosing = Choosing(
-            temperature=np.full(slots, ON_HOST, np.float32),
+            on_device=np.zeros(slots, np.bool_),
+            temperature=np.zeros(slots, np.float32),
             seed=np.zeros(slots, np.uint64),
             prompt_len=np.zeros(slots, np.int32),
         )
@@ -54,9 +55,8 @@ class HostSampler:
         if not np.all((tokens >= 0) & (tokens < self._vocab)):
             raise EngineError(f"slot {slot}: a token is outside 0..{self._vocab - 1}")
         self._open[slot] = slot_init
-        self.choosing.temperature[slot] = (
-            sampling.temperature if sampling.temperature_only else ON_HOST
-        )
+        self.choosing.on_device[slot] = sampling.temperature_only
+        self.choosing.temperature[slot] = sampling.temperature
         self.choosing.seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
         self.choosing.prompt_len[slot] = slot_init.prompt_len
         if sampling.prompt_logprobs is not None:
@@ -67,7 +67,7 @@ class HostSampler:
     def close(self, slot: int) -> None:
         """Discard the slot's sequence, if it has one."""
         self._open[slot] = None
-        self.choosing.temperature[slot] = ON_HOST
+        self.choosing.on_device[slot] = False
         self._reports.discard(slot)
         self._echoes.discard(slot)
 

@@ -236,7 +236,7 @@ def test_whole_paths(executor, checkpoint, random):
         assert same(completed, alone)
         # An echo that is not finite fails a row that the core decided.
         assert np.all((choice == -1) | (choice == completed.choice) | (completed.choice == -1))
-        plain = one.sampler.choosing.temperature[one.plan.slots] >= 0
+        plain = one.sampler.choosing.on_device[one.plan.slots]
         plain &= one.plan.samples
         if masks is not None:
             plain &= np.array([(masks.row[r.start : r.stop] < 2).all() for r in nodes_of(one)])

@@ -54,7 +54,7 @@ def bits_of(allowed):
 def made(samplings):
     """ShapedRows in which slot n asks for samplings[n]."""
     none = np.zeros(ROWS, np.int32)
-    choosing = Choosing(none.astype(np.float32), none.astype(np.uint64), none)
+    choosing = Choosing(none.astype(bool), none.astype(np.float32), none.astype(np.uint64), none)
     rows = ShapedRows(ROWS, VOCAB, torch.device("cpu"), choosing)
     for slot, sampling in enumerate(samplings):
         rows.open(SlotInit(slot, TokenText(none), len(none), sampling))

@@ -94,7 +94,9 @@ def entered(carry, size, slots, bounds):
     buffers = staging.buffers
     many = len(slots)
     most, deep, ends = np.array(bounds, np.int32).T
-    choosing = Choosing(*(np.zeros(SLOTS, kind) for kind in (np.float32, np.uint64, np.int32)))
+    choosing = Choosing(
+        *(np.zeros(SLOTS, kind) for kind in (bool, np.float32, np.uint64, np.int32))
+    )
     nothing = np.zeros(many, np.int32)
     no, known = np.zeros(many, np.bool_), (np.zeros(1, np.int32),) * many
     plan = Plan(np.array(slots), nothing, known, ~no, most, deep, nothing[:, None], no)

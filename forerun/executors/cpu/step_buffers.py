@@ -24,7 +24,7 @@ class StepBuffers:
     """
 
     def __init__(self, max_nodes: int, choosing: Choosing) -> None:
-        self._choosing = choosing  # The core reads it in place.
+        self._choosing = choosing  # The core reads all but `on_device` in place.
         self._max_nodes = max_nodes
         self._arrays: dict[str, AnyArray] = {
             **{name: np.zeros(max_nodes + 1, np.int32) for name in _STEP},
@@ -68,7 +68,7 @@ class StepBuffers:
         self._put("kv_len", plan.kv_len)
         self._put("scored_nodes", scored)
         self._put("slots", plan.slots)
-        self._put("samples", plan.samples)
+        self._put("samples", plan.samples & self._choosing.on_device[plan.slots])
         step = self.step
         step.rows, step.nodes, step.scored = plan.rows, count, len(scored)
         self._put_pages(plan)

@@ -219,7 +219,7 @@ class JaxExecutor(Executor):
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
         self._check_pages(plan, trees)
         asked = asked_of(plan, self._sampler, self._edits)
-        decided = (self._sampler.choosing.temperature[plan.slots] >= 0) & plan.samples
+        decided = self._sampler.choosing.on_device[plan.slots] & plan.samples
         decided &= ~plan.constrained
         decided[list(asked)] = True
         drafted = self._drafting(plan, decided)
@@ -276,7 +276,8 @@ class JaxExecutor(Executor):
 
     def _temperatures(self, slots: Ints, asked: EditsByRow) -> Floats:
         """float32[B] at which programs choose."""
-        found: Floats = np.maximum(self._sampler.choosing.temperature[slots], 0)
+        choosing = self._sampler.choosing
+        found: Floats = np.where(choosing.on_device[slots], choosing.temperature[slots], 0)
         for row, (sampling, _) in asked.items():
             found[row] = sampling.temperature
         return found

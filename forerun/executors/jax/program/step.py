@@ -52,7 +52,7 @@ def asked_of(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
     reported alternatives than a program finds.
     """
     found: EditsByRow = {}
-    more = (sampler.choosing.temperature[plan.slots] < 0) | plan.constrained
+    more = ~sampler.choosing.on_device[plan.slots] | plan.constrained
     more |= sampler.reports(plan.slots)
     for row in np.flatnonzero(plan.samples & more).tolist():
         slot = sampler.of_row(plan, row)

@@ -153,7 +153,7 @@ class CapturedExecutor(Executor):
         """The declared size for rows, in these slots, of so many nodes."""
         runner, drafting = self.runner, self.runner.drafting
         size = Size(len(slots), nodes)
-        more = (self._sampler.choosing.temperature[slots] < 0).any() or masked
+        more = masked or not self._sampler.choosing.on_device[slots].all()
         more = more or self._sampler.reports(slots)
         if nodes > MOST_NODES or size.total > self._scored or (more and self.eager.group):
             return None

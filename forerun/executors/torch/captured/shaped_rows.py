@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.device_choice import ON_HOST, Choosing
+from forerun.executors.device_choice import Choosing
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.shaping import COUNT, RULES, SEEN, STOP, Shaping, chosen
 from forerun.executors.torch.triton.kernels import Kernels
@@ -36,13 +36,13 @@ REPORTS = (1, 5, 20)
 class ShapedRows:
     """The parameters and histories of slots.
 
-    choosing  as of the sampler, of every slot that a round decides
+    choosing  of the sampler; here a device may decide more slots
     """
 
     def __init__(self, slots: int, vocab: int, device: torch.device, choosing: Choosing) -> None:
         self._history = torch.zeros(slots + 1, vocab, dtype=torch.int32, device=device)
         self._bias = torch.zeros(slots + 1, vocab, device=device)
-        self.choosing = replace(choosing, temperature=np.zeros(slots, np.float32))
+        self.choosing = replace(choosing, on_device=np.zeros(slots, np.bool_))
         self._rules: dict[str, Ints] = {name: np.zeros(slots, np.int32) for name in RULES}
         self._kind, self._top = np.zeros(slots, np.int32), np.full(slots, -1, np.int32)
         # Of slots that ask for more than a temperature: tokens that their history counts; and
@@ -59,7 +59,7 @@ class ShapedRows:
         slot, sampling = slot_init.slot, slot_init.sampling
         self._counted.pop(slot, None)
         # What accept thresholds let pass is decided on the host.
-        self.choosing.temperature[slot] = ON_HOST if sampling.lossy else sampling.temperature
+        self.choosing.on_device[slot] = not sampling.lossy
         self._kind[slot] = _kind(sampling)
         self._top[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         for name, bits in _rules(sampling, self._history.shape[1]).items():
