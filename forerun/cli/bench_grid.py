@@ -14,9 +14,10 @@ from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.errors import ConfigError
 from forerun.machine import stamp
 from forerun.measure.files import check_folder, write
+from forerun.measure.paired import Interval
 from forerun.measure.pictures import draw_frontier
-from forerun.measure.report import columns
-from forerun.measure.sweep import Cell, Sweep, as_dict, best, combinations, every
+from forerun.measure.report import columns, worded
+from forerun.measure.sweep import Cell, Sweep, as_dict, combinations, every, verdict
 from forerun.measure.workload import LEVELS, read_prompts
 from forerun.options.config import AskConfig, EngineConfig
 from forerun.options.flags import configured
@@ -62,9 +63,10 @@ def main(arguments: argparse.Namespace) -> int:
         draw = partial(draw_frontier, cells=cells, title=target.name)
         say(f"wrote {write(Path(arguments.out), 'grid', result, draw)[0]}")
     if arguments.keep and not interrupted:
-        setting = best(cells)
-        say(f"best: {setting.name}; serve, run and chat use it from now on")
-        save(target.config, setting, result)
+        setting, found = verdict(cells)
+        say(found)
+        if setting:
+            save(target.config, setting, result)
     if interrupted:
         raise KeyboardInterrupt
     return int(any(cell.identical < cell.answers for cell in cells))
@@ -106,7 +108,7 @@ def table(cells: list[Cell], title: str) -> Table:
             str(setting.speculative_eagle_topk or "-"),
             str(setting.speculative_num_draft_tokens),
             f"{cell.speed:.0f}",
-            f"{cell.ratio:.2f} ({cell.low:.2f} to {cell.high:.2f})",
+            f"{cell.ratio:.2f}" + f" ({cell.low:.2f} to {cell.high:.2f})" * (cell.confidence > 0.0),
             f"{cell.ms_per_step:.1f}",
             f"{cell.acceptance_length:.2f}",
             f"{cell.accept_rate:.0%}",

@@ -16,7 +16,7 @@ from forerun.hub.catalog import open_model
 from forerun.machine import stamp
 from forerun.measure.pictures import draw_ratios
 from forerun.measure.report import columns
-from forerun.measure.sweep import OFF, Cell, Sweep, as_dict, best, halving, usual
+from forerun.measure.sweep import OFF, Cell, Sweep, as_dict, halving, usual, verdict
 from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
@@ -44,18 +44,17 @@ def main(arguments: argparse.Namespace) -> int:
             cells = halving(target, sweep, progress)
     finally:
         target.close()
-    fastest = best(cells)
-    facts = {"best": asdict(fastest), "cells": as_dict(cells), "model": target.name}
+    fastest, found = verdict(cells)
+    facts = {"best": fastest and asdict(fastest), "cells": as_dict(cells), "model": target.name}
     facts |= {"machine": stamp(), "time": strftime("%Y-%m-%d %H:%M:%S")}
     if arguments.json:
         emit_json(facts)
     else:
         out.print(table(cells, fastest, target.name))
-    written = save(target.config, fastest, facts)
     different = sum(cell.answers - cell.identical for cell in cells)
     if different:
         say(f"{different} answers differed from plain decoding: run `forerun prove` before serving")
-    say(f"best: {fastest.name}; serve, run and chat use it from now on ({written})")
+    say(f"{found} ({save(target.config, fastest, facts)})" if fastest else found)
     if arguments.out:
         _draw(Path(arguments.out), cells, fastest, target.name)
     return 0
@@ -68,7 +67,7 @@ def _forget(config: EngineConfig) -> int:
     return 0
 
 
-def table(cells: Sequence[Cell], fastest: Setting, title: str) -> Table:
+def table(cells: Sequence[Cell], fastest: Setting | None, title: str) -> Table:
     """One row per setting, one column per batch size; dropped settings show when."""
     batches = list(dict.fromkeys(cell.batch for cell in cells))
     names = ("setting", *(f"{batch} at once" for batch in batches))
@@ -93,7 +92,7 @@ def _check_picture(path: Path) -> None:
         raise ConfigError(f"--out {path}: the picture is a PNG; let its name end in .png.")
 
 
-def _draw(path: Path, cells: Sequence[Cell], fastest: Setting, title: str) -> None:
+def _draw(path: Path, cells: Sequence[Cell], fastest: Setting | None, title: str) -> None:
     """The ratios as PNG, where matplotlib is installed."""
     if find_spec("matplotlib") is None:
         say("no picture: matplotlib is not installed (pip install 'forerun[plots]')")

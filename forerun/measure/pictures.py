@@ -38,7 +38,7 @@ def draw_load(path: Path, levels: Sequence[Level], title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_ratios(path: Path, cells: Sequence[Cell], best: Setting, title: str) -> None:
+def draw_ratios(path: Path, cells: Sequence[Cell], best: Setting | None, title: str) -> None:
     """Write a PNG for `forerun tune`: speed over plain decoding by sequences at once, a line per
     setting, `best` thick. Raises ImportError without matplotlib, OSError for the file.
     """

@@ -33,6 +33,9 @@ Pair = tuple[Completions, Completions]
 OFF = Setting("OFF", 1, 0, "fixed")
 SHAPES = ((2, 2), (4, 4), (8, 4), (8, 8), (16, 8), (16, 16))
 """(nodes, depth) that are tried, as a ceiling for the adaptive policy and as they are."""
+BUSY = 0.15
+"""Noise, as a share of the speed, beyond which nothing is decided. (The default model on two cores of
+a Xeon with AMX, beside a load of ten: .20 at 4 sequences, .26 at 1.)"""
 TOPKS = (1, 4)
 """Widths that are tried where a draft model drafts alone and nobody said one."""
 
@@ -72,6 +75,7 @@ class Cell:
     acceptance_length   tokens per sequence and step; 1.0 = nothing was accepted
     accept_rate         accepted draft tokens over verified ones; 0.0 where none was made
     identical, answers  answers equal to plain decoding's, of so many
+    spread              90th over 10th percentile of the speed of the plain runs beside it
     """
 
     setting: Setting
@@ -87,6 +91,12 @@ class Cell:
     accept_rate: float
     identical: int
     answers: int
+    spread: float = 1.0
+
+    @property
+    def gain(self) -> float:
+        """The ratio, as far as tokens per step explain it: no step is faster than a plain one."""
+        return self.ratio if self.setting == OFF else min(self.ratio, self.acceptance_length)
 
 
 def combinations(
@@ -104,11 +114,16 @@ def combinations(
     found: list[Setting] = []
     refused: list[str] = []
     method = config.algorithm
-    for deep, wide, most in product(steps, topks or (None,), tokens):
+    for deep, wide, most in product(sorted(steps), topks or (None,), tokens):
         try:
             if most < 2:
                 raise ConfigError(f"{most} draft tokens are the last accepted one: none is drafted")
             check_shape(method, deep, wide, most)
+            shallow = [each for each in steps if most - 1 <= each < deep]
+            if shallow:
+                raise ConfigError(
+                    f"{deep} steps with {most} draft tokens are {min(shallow)} steps with {most}"
+                )
             setting = Setting(method.name, most, deep, "fixed", wide)
             setting.on(config)
             found.append(setting)
@@ -203,9 +218,9 @@ def halving(target: Target, sweep: Sweep, progress: Progress = lambda *_: None) 
     return cells
 
 
-def best(cells: Sequence[Cell]) -> Setting:
-    """The setting with the highest geometric mean, over batches, of its speed over plain decoding;
-    OFF where none is above 1.
+def best(cells: Sequence[Cell]) -> tuple[Setting, float]:
+    """Return the setting with the highest geometric mean, over batches, of its speed over plain
+    decoding, and that mean; OFF if none is above 1.
 
     Only settings that won at some batch are candidates. One that was dropped early at another batch
     counts there with its last ratio, but no more than the winner's: it lost against it.
@@ -213,16 +228,40 @@ def best(cells: Sequence[Cell]) -> Setting:
     winners = {
         batch: max(
             (cell for cell in cells if cell.batch == batch and cell.setting != OFF),
-            key=lambda cell: (cell.rounds, cell.ratio),
+            key=lambda cell: (cell.rounds, cell.gain),
         )
         for batch in {cell.batch for cell in cells}
     }
     mean = {OFF: 1.0}
     for setting in {winner.setting for winner in winners.values()}:
         mine = [cell for cell in cells if cell.setting == setting]
-        logs = [log(min(cell.ratio, winners[cell.batch].ratio)) for cell in mine]
+        logs = [log(min(cell.gain, winners[cell.batch].gain)) for cell in mine]
         mean[setting] = exp(sum(logs) / len(logs))
-    return max(mean, key=lambda setting: mean[setting])
+    fastest = max(mean, key=lambda setting: mean[setting])
+    return fastest, mean[fastest]
+
+
+def noise(cells: Sequence[Cell]) -> float:
+    """Return how far one run may be from another of the same kind, as a share of its speed: half of
+    what the plain runs differ by, at the batch where they differ most.
+    """
+    return max(cell.spread - 1.0 for cell in cells) / 2.0
+
+
+def verdict(cells: Sequence[Cell]) -> tuple[Setting | None, str]:
+    """Return the setting worth keeping, None if the best is not beyond the noise; and what was
+    found, as a sentence.
+    """
+    (fastest, gain), about = best(cells), noise(cells)
+    if about > BUSY:
+        busy = f"the machine was busy, plain decoding's own speed varied by {2 * about:.0%}"
+        return None, f"{busy}: nothing is kept; measure again when it is quiet"
+    if fastest != OFF and gain < 1.0 + about:
+        return None, (
+            f"best: {fastest.name} at {gain:.2f} of plain decoding, whose own speed varied by "
+            f"{2 * about:.0%}: nothing is kept"
+        )
+    return fastest, f"best: {fastest.name}; serve, run and chat use it from now on"
 
 
 def as_dict(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -278,6 +317,7 @@ def _cell(
     done = [item for _, found in runs for item in found.done]
     expected = [item for plain, _ in runs for item in (reference or plain).done]
     stats = [item.stats for item in done if item.stats]
+    slow, fast = np.percentile([plain.speed for plain, _ in runs], (10, 90)).tolist()
     drafted = sum(item.draft_tokens for item in stats)
     ratio = median_interval([found.speed / plain.speed for plain, found in runs])
     return Cell(
@@ -297,6 +337,7 @@ def _cell(
             for a, b in zip(expected, done, strict=True)
         ),
         answers=len(done),
+        spread=fast / slow,
     )
 
 

@@ -39,7 +39,8 @@ def test_every_combination_is_measured_and_equal(capsys, tmp_path):
     found = cells(capsys, *asked)
     keys = ("speculative_num_steps", "speculative_num_draft_tokens")
     seen = {(cell["batch"], *(cell["setting"][key] for key in keys)) for cell in found}
-    assert seen == {(b, s, t) for b in (1, 2) for s in (2, 8) for t in (3, 9)}
+    settings = (2, 3), (2, 9), (8, 9)  # 8 steps with 3 draft tokens are 2 steps with 3.
+    assert seen == {(b, *setting) for b in (1, 2) for setting in settings}
     for cell in found:
         assert cell["identical"] == cell["answers"] == 8
         assert 1.0 < cell["acceptance_length"] <= 1 + cell["setting"][keys[0]]
@@ -72,6 +73,16 @@ def test_what_a_method_has_not_is_refused(capsys):
 def test_a_setting_that_drafts_nothing_is_none(capsys):
     assert main([*FLAGS, "--grid-tokens", "1"]) == 2
     assert "none is drafted" in capsys.readouterr().err
+
+
+def test_settings_that_are_one_are_measured_once(capsys):
+    shape = ("--grid-steps", "2,5,3", "--grid-tokens", "3", "--concurrency", "1")
+    (cell,) = cells(capsys, *shape, "--max-tokens", "4", "--repeats", "1")
+    assert cell["setting"]["speculative_num_steps"] == 2
+    assert main([*FLAGS, *shape, "--max-tokens", "4", "--repeats", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "left out: 5 steps with 3 draft tokens are 2 steps with 3" in err
+    assert " to " not in out, "no interval of one run"
 
 
 def test_the_best_is_kept(capsys, monkeypatch):

@@ -9,7 +9,7 @@ from forerun.build.tuned import Setting
 from forerun.cli.main import main
 from forerun.executors.toy import ToyExecutor
 from forerun.measure import prove
-from forerun.measure.sweep import OFF, Cell, Sweep, best, halving
+from forerun.measure.sweep import OFF, Cell, Sweep, best, halving, verdict
 from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
 
@@ -40,7 +40,7 @@ def test_free_guesses_win_and_off_is_always_there(monkeypatch):
     sweep = Sweep(tuple(read_prompts()), settings=(FOUR,), batches=(1, 2), tokens=80)
     cells = halving(target, sweep)
     target.close()
-    assert best(cells) == FOUR
+    assert best(cells)[0] == FOUR == verdict(cells)[0]
     assert {(cell.setting, cell.batch) for cell in cells} == {
         (setting, batch) for setting in (OFF, FOUR) for batch in (1, 2)
     }
@@ -49,15 +49,39 @@ def test_free_guesses_win_and_off_is_always_there(monkeypatch):
     assert all(cell.identical == cell.answers > 0 for cell in cells)
 
 
+def cell(batch, ratio, spread=1.0, length=1.6):
+    return Cell(
+        FOUR, batch, 1, 50.0, 20.0, ratio, ratio, ratio, 0.5, length, 0.4, 4, 4, spread=spread
+    )
+
+
 def test_off_wins_where_nothing_beats_it():
-    def cell(batch, ratio):
-        return Cell(FOUR, batch, 1, 50.0, 20.0, ratio, ratio, ratio, 0.5, 1.4, 0.4, 4, 4)
-
-    assert best([cell(1, 0.98)]) == OFF
-    assert best([cell(1, 0.98), cell(4, 1.5)]) == FOUR
+    assert best([cell(1, 0.98)])[0] == OFF
+    assert best([cell(1, 0.98), cell(4, 1.5)])[0] == FOUR
 
 
-def test_the_command_keeps_a_profile_that_is_used_from_then_on(capsys):
+def test_what_the_noise_explains_is_not_kept():
+    assert verdict([cell(1, 1.05, spread=1.04)])[0] == FOUR
+    assert verdict([cell(1, 1.05, spread=1.2)]) == (
+        None,
+        "best: fixed 4 draft tokens, 4 deep at 1.05 of plain decoding, whose own speed varied by "
+        "20%: nothing is kept",
+    )
+    kept, found = verdict([cell(1, 1.5, spread=2.0)])
+    assert kept is None and found.startswith("the machine was busy, plain decoding's own speed")
+    assert verdict([cell(1, 0.9, spread=1.04)])[0] == OFF
+
+
+def test_no_speed_beyond_the_tokens_of_a_step_is_believed():
+    """A busy machine showed 1.97 of plain decoding at 1.00 tokens a step."""
+    assert best([cell(1, 1.97, length=1.0)])[0] == OFF
+    assert best([cell(1, 1.97, length=1.3)])[1] == pytest.approx(1.3)
+
+
+def test_the_command_keeps_a_profile_that_is_used_from_then_on(capsys, monkeypatch):
+    steps, begin = [], ToyExecutor.begin  # Steps are the clock: each takes a second.
+    monkeypatch.setattr(ToyExecutor, "begin", lambda *args: (steps.append(1), begin(*args))[1])
+    monkeypatch.setattr(prove, "perf_counter", lambda: float(len(steps)))
     flags = ["--model", "toy", "--kv-tokens", "4096", "--context", "512"]
     assert main(["tune", *flags, "--batches", "1", "--tokens", "8", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
