@@ -14,9 +14,8 @@ from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.errors import ConfigError
 from forerun.machine import stamp
 from forerun.measure.files import check_folder, write
-from forerun.measure.paired import Interval
 from forerun.measure.pictures import draw_frontier
-from forerun.measure.report import columns, worded
+from forerun.measure.report import columns
 from forerun.measure.sweep import Cell, Sweep, as_dict, combinations, every, verdict
 from forerun.measure.workload import LEVELS, read_prompts
 from forerun.options.config import AskConfig, EngineConfig

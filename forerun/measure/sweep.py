@@ -34,8 +34,8 @@ OFF = Setting("OFF", 1, 0, "fixed")
 SHAPES = ((2, 2), (4, 4), (8, 4), (8, 8), (16, 8), (16, 16))
 """(nodes, depth) that are tried, as a ceiling for the adaptive policy and as they are."""
 BUSY = 0.15
-"""Noise, as a share of the speed, beyond which nothing is decided. (The default model on two cores of
-a Xeon with AMX, beside a load of ten: .20 at 4 sequences, .26 at 1.)"""
+"""Noise, as a share of the speed, beyond which nothing is decided. (The default model on two cores
+of a Xeon with AMX, beside a load of ten: .20 at 4 sequences, .26 at 1.)"""
 TOPKS = (1, 4)
 """Widths that are tried where a draft model drafts alone and nobody said one."""
 
