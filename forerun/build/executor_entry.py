@@ -111,5 +111,5 @@ class ExecutorEntry:
     dtype: str | None = None
     shards: bool = False
     keeps: bool = False
-    arithmetic: Callable[[], str] = lambda: ""
+    arithmetic: Callable[[EngineConfig], str] = lambda config: ""
     prefill_chunk: Callable[[EngineConfig, int | None], int] = lambda config, memory: CHUNK

@@ -43,7 +43,7 @@ def keep_pages(
     if executor.pages is None:
         return (
             f"not used: the {config.executor} executor cannot copy the pages of this model "
-            "(recurrent layers, or an executor other than the native core)"
+            "(recurrent layers, jax, or several devices)"
         )
     folder, content = Path(config.kv_store).expanduser(), executor.pages.page_bytes
     tokens = 4 * (config.page_size + engine.lookahead)
@@ -52,7 +52,7 @@ def keep_pages(
         *(config.page_size, tokens, content),
     ]
     if config.executor in EXECUTORS:
-        facts.append(EXECUTORS[config.executor].arithmetic())
+        facts.append(EXECUTORS[config.executor].arithmetic(config))
     facts += _hashes([one for path in files for one in _files(path)])
     fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     store = PageStore(folder, fingerprint, tokens, content, config.kv_store_size)

@@ -97,7 +97,7 @@ def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers)
     return CpuPredictionModel(executor, draft)
 
 
-def _arithmetic() -> str:
+def _arithmetic(config: EngineConfig) -> str:
     """Return the core's hash. Which of its kernels run does not matter: all give the same bits."""
     from forerun.executors.cpu.native import LIBRARY
 

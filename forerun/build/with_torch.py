@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import CHUNK, Needs, dense_needs, item_bytes
@@ -154,7 +155,7 @@ def _build(
     config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, progress: Progress
 ) -> Executor:
     try:
-        from forerun.executors.torch import TorchExecutor, with_captures
+        from forerun.executors.torch import TorchExecutor, TorchPages, with_captures
     except ImportError as error:
         raise ConfigError(
             f"The torch executor needs torch, which cannot be imported ({error}). "
@@ -176,13 +177,17 @@ def _build(
         kv_dtype=config.kv_dtype,
         prompts=config.prefill_attention_backend,
     )
+    if eager.states is None:
+        eager.pages = TorchPages(eager)
     if config.disable_cuda_graph:
         return eager
     if eager.states is not None and config.device != "cpu":
         log.warning(NOT_CAPTURED)
     # With captured rounds steps overlap by default (decision 0022).
     cuda = config.device.startswith("cuda")
-    return with_captures(eager, cuda if config.overlap is None else config.overlap)
+    executor = with_captures(eager, cuda if config.overlap is None else config.overlap)
+    executor.pages = eager.pages
+    return executor
 
 
 def _threads(config: EngineConfig) -> int | None:
@@ -212,13 +217,33 @@ def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits
     return with_shared_captures(eager, cuda if config.overlap is None else config.overlap)
 
 
+def _joined(executor: Any, model: Any) -> DraftModel:
+    """Have an executor draft with a model of its own, whose entries lie in its pages."""
+    executor.draft_with(model)
+    if executor.pages is not None:
+        executor.pages.add(model)
+    return cast(DraftModel, model)
+
+
+def _arithmetic(config: EngineConfig) -> str:
+    """Return what decides the order of additions, too: the bits of torch on a CPU are not promised
+    to be the same elsewhere.
+    """
+    import torch
+
+    device = config.device.partition(":")[0]
+    where = torch.cuda.get_device_name(config.device) if device == "cuda" else ""
+    how = config.threads, config.prefill_attention_backend, config.enable_torch_compile
+    cpu = torch.backends.cpu.get_cpu_capability()
+    return f"{torch.__version__} {where} {cpu} {how} {config.disable_cuda_graph}"
+
+
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
     from forerun.executors.torch import CapturedExecutor, TorchEagleModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
     model = TorchEagleModel(executor.draft_target, checkpoint, draft)
-    executor.draft_with(model)
-    return model
+    return _joined(executor, model)
 
 
 def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
@@ -226,8 +251,7 @@ def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> Draf
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
     model = TorchBlockModel(executor.draft_target, checkpoint, draft)
-    executor.draft_with(model)
-    return model
+    return _joined(executor, model)
 
 
 def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
@@ -235,8 +259,7 @@ def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> Dra
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
     model = TorchDecoderModel(executor.draft_target, draft)
-    executor.draft_with(model)
-    return model
+    return _joined(executor, model)
 
 
 def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers) -> DraftModel:
@@ -244,8 +267,7 @@ def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers)
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
     model = TorchPredictionModel(executor.draft_target, draft)
-    executor.draft_with(model)
-    return model
+    return _joined(executor, model)
 
 
 ENTRY = ExecutorEntry(
@@ -267,4 +289,5 @@ ENTRY = ExecutorEntry(
     shards=True,
     keeps=True,
     prefill_chunk=_prefill_chunk,
+    arithmetic=_arithmetic,
 )

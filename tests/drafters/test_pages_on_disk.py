@@ -42,20 +42,30 @@ def answers(cell, store, temperature, times, **changes):
         engine.shutdown()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("name", "page_size"),
+    ("executor", "name", "page_size", "temperature"),
     [
-        ("EAGLE", 8),
-        ("EAGLE", 1),
-        ("STANDALONE, first layers", 16),
-        ("NEXTN, mimo", 16),
-        ("NEXTN by depth, deepseek", 4),
+        ("cpu", "EAGLE", 8, 0.0),
+        ("cpu", "EAGLE", 1, 0.8),
+        ("cpu", "STANDALONE, first layers", 16, 0.8),
+        ("cpu", "NEXTN, mimo", 16, 0.8),
+        ("cpu", "NEXTN by depth, deepseek", 4, 0.8),
+        ("torch", "STANDALONE, first layers", 16, 0.0),
+        ("torch", "NEXTN by depth, deepseek", 4, 0.8),
+        pytest.param("torch", "EAGLE", 1, 0.8, marks=SLOW),
+        pytest.param("torch", "DFLASH, both ways", 8, 0.8, marks=SLOW),
+        pytest.param("rounds", "EAGLE", 8, 0.8, marks=SLOW),
+        pytest.param("rounds", "NEXTN by depth, deepseek", 4, 0.8, marks=SLOW),
     ],
 )
-def test_the_same_in_as_many_steps(cells, tmp_path, monkeypatch, name, page_size, temperature):
+def test_the_same_in_as_many_steps(
+    cells, tmp_path, monkeypatch, executor, name, page_size, temperature
+):
     monkeypatch.setattr(kept_pages, "LEAST_SECONDS", 10.0)
-    cell = cells("cpu", name, page_size=page_size)
+    cell = cells(executor, name, page_size=page_size)
     new, known = answers(cell, tmp_path, temperature, 2, shape=(3, 3, 1))
     (after,) = answers(cell, tmp_path, temperature, 1, shape=(3, 3, 1))
     assert after == known and after[0] >= len(PROMPT) - 1 - page_size and new[0] == 0

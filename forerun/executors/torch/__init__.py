@@ -10,6 +10,7 @@ from forerun.executors.torch.drafts.eagle import TorchEagleModel
 from forerun.executors.torch.drafts.prediction_model import TorchPredictionModel
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.executor import TorchExecutor
+from forerun.executors.torch.page_contents import TorchPages
 
 __all__ = [
     "CapturedExecutor",
@@ -17,6 +18,7 @@ __all__ = [
     "TorchDecoderModel",
     "TorchEagleModel",
     "TorchExecutor",
+    "TorchPages",
     "TorchPredictionModel",
     "TorchTarget",
     "with_captures",

@@ -1,0 +1,78 @@
+"""What pages hold, in the target's cache and in those of draft models: as bytes."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import EngineError
+from forerun.executors.layer_states import LayerStates
+from forerun.executors.torch.attention.kv import PagedCache
+from forerun.executors.torch.drafts.draft_cache import DraftCache
+from forerun.executors.torch.model_runner import ModelRunner
+
+
+class HasPages(Protocol):
+    """A draft model of this executor. One whose layers read each other has `states`, which say
+    which rows of `outputs` belong to pages.
+    """
+
+    cache: DraftCache
+
+
+class TorchPages:
+    """PageContents of an executor in one process, and of the draft models that were added."""
+
+    def __init__(self, executor: ModelRunner) -> None:
+        self._executor = executor
+        self._drafts: list[HasPages] = []
+
+    def add(self, model: HasPages) -> None:
+        """Count a draft model's entries among what pages hold."""
+        self._drafts.append(model)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return sum(part.numel() * part.element_size() for part in self._parts(0))
+
+    @torch.inference_mode()
+    def read_page(self, page: int) -> bytes:
+        """Return what a page holds. Raises EngineError if it does not exist."""
+        parts = [part.contiguous().view(torch.uint8).flatten() for part in self._parts(page)]
+        return bytes(torch.cat(parts).cpu().numpy().tobytes())
+
+    @torch.inference_mode()
+    def write_page(self, page: int, content: bytes) -> None:
+        """Make a page hold what `read_page` returned. Raises EngineError if it cannot."""
+        if len(content) != self.page_bytes:
+            raise EngineError(f"{len(content)} bytes are not a page of {self.page_bytes}")
+        left = torch.from_numpy(np.frombuffer(content, np.uint8).copy()).to(self._executor.device)
+        for part in self._parts(page):
+            own, left = left.tensor_split([part.numel() * part.element_size()])
+            # Parts begin where those before them end, which is no multiple of every number's size.
+            part.copy_(own.clone().view(part.dtype).view(part.shape))
+
+    def _parts(self, page: int) -> Iterator[Tensor]:
+        """Yield views of what belongs to a page, in the same order for every page."""
+        size, pages = self._executor.limits.page_size, self._executor.limits.pages
+        if not 0 <= page < pages:
+            raise EngineError(f"there is no page {page} of {pages}")
+        caches = [self._executor.cache]
+        for model in self._drafts:
+            caches += model.cache.parts
+        for cache in caches:
+            yield from _of_cache(cache, page * size, size)
+        for model in self._drafts:
+            states = getattr(model, "states", None)
+            if isinstance(states, LayerStates):
+                outputs: Tensor = model.outputs  # type: ignore[attr-defined]
+                yield outputs.narrow(0, states.pages + page, 1)
+
+
+def _of_cache(cache: PagedCache, begin: int, count: int) -> Iterator[Tensor]:
+    yield cache.numbers.narrow(3, begin, count)
+    if cache.scales is not None:
+        yield cache.scales.narrow(3, begin, count)
