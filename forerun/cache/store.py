@@ -63,7 +63,7 @@ class PageStore:
     tokens       of a record, in bytes
     content      of a record, in bytes
     limit        most bytes of all files of the folder; None: DEFAULT_BYTES, or a quarter of what is
-                 free on the disk
+                 free on the disk without them
     corrupt      damaged records that were met
     deleted      segments that were deleted to keep within the limit
 
@@ -83,7 +83,8 @@ class PageStore:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked():
                 self._secret = _secret(folder)
-                self.limit = limit or min(DEFAULT_BYTES, shutil.disk_usage(folder).free // 4)
+                free = shutil.disk_usage(folder).free + self.size()
+                self.limit = limit or min(DEFAULT_BYTES, free // 4)
                 slot = ENTRY.size + self._record
                 most = min(SEGMENT_BYTES, self.limit // 4) - HEADER.size
                 self._capacity = max(most // slot, 1)

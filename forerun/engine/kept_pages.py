@@ -36,8 +36,8 @@ READ_BYTES, WRITE_BYTES = 16 << 20, 4 << 20
 """What is copied into pages, and out of them, before one step, if a page is not more."""
 LEAST_TOKENS = 1024
 """Prompts that are worth writing when they are new; of others the part that was found before."""
-LEAST_PAGES = 2
-"""Pages that are worth reading."""
+LEAST_FOUND = 32
+"""Tokens that are worth reading from disk, and two pages."""
 QUEUED = 64
 """Ended sequences whose pages wait to be written; more push out the oldest."""
 LEAST_SECONDS, FIRST_SECONDS = 0.1, 10.0
@@ -231,7 +231,8 @@ class KeptPages:
         known = index.acquire(tokens, salt)
         for entry in reversed(known):
             index.release(entry.page)
-        if most - len(known) < LEAST_PAGES:
+        least = len(known) + max(-(-LEAST_FOUND // size), 2)
+        if most < least:
             return None
         data, digest = tokens.tobytes(), b""
         digests, keys = list[bytes](), list[bytes]()
@@ -242,7 +243,7 @@ class KeptPages:
                 break
             digests.append(digest)
             keys.append(key)
-        if len(keys) - len(known) < LEAST_PAGES:
+        if len(keys) < least:
             self._misses["absent"] += 1
             return None
         rate = 1000.0 * self._pace.tokens_per_ms

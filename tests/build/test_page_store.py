@@ -11,6 +11,7 @@ from forerun.build import page_store
 from forerun.build.engine import load
 from forerun.cli.start_log import model_facts
 from forerun.client.completion import complete, make_request
+from forerun.constrain.grammar import Grammar
 from forerun.engine import kept_pages
 from forerun.errors import ConfigError
 from forerun.executors import cpu
@@ -50,6 +51,22 @@ def test_a_restart_finds_what_was_read(tmp_path):
     assert start["kv-store"].endswith("1,088 tokens of this model") and "ready" in [*start][-1]
     assert served(replace(config, page_size=8))[0] == 0
     assert served(TOY)[2] is None
+
+
+def test_a_grammar_goes_on_behind_pages_from_disk(tmp_path):
+    config = replace(TOY, kv_store=str(tmp_path / "kv"))
+    texts = []
+    for cached in (0, 1088):
+        loaded = load(config)
+        try:
+            grammar = loaded.target.compile(Grammar("regex", "(abc|de){2,4}!"))
+            request = make_request(PROMPT, max_tokens=20, grammar=grammar)
+            ((done,),) = complete(loaded.engine, [request])
+        finally:
+            loaded.close()
+        assert done.cached_tokens == cached
+        texts.append(done.text)
+    assert texts[0] == texts[1] and texts[0].endswith("!")
 
 
 @native

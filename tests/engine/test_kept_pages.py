@@ -21,6 +21,7 @@ SIZE = 1 << 20
 def engines(tmp_path, monkeypatch):
     """Makes engines on the toy that keep pages in one folder; they are shut down at the end."""
     monkeypatch.setattr(kept_pages, "LEAST_SECONDS", 10.0)  # The toy reads faster than any disk.
+    monkeypatch.setattr(kept_pages, "LEAST_FOUND", 1)
     made = []
 
     def build(name="none", least=40, folder=tmp_path / "kv", limit=SIZE, executor=None, **shape):
@@ -208,7 +209,7 @@ def test_a_full_disk_ends_writing_only(engines, monkeypatch, failing):
     assert first.stats().store.dropped > 0
     answer(first, ask(prompt=LONG[::-1]))
     written(first)
-    monkeypatch.undo()
+    monkeypatch.setattr(stores, "_write", write)
     second = restarted(engines, first)
     assert cached(answer(second, ask(prompt=LONG))) == max(failing - 1, 0) // 2 * 4
 

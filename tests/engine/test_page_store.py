@@ -261,5 +261,8 @@ def test_the_default_limit_is_a_quarter_of_the_disk_or_less(tmp_path, monkeypatc
     free = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: free._replace(free=8_000_000))
     assert opened(tmp_path, limit=None).limit == 2_000_000
+    filled(tmp_path)[0].close()
+    own = size(tmp_path)
+    assert own and opened(tmp_path, limit=None).limit == (8_000_000 + own) // 4
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: free._replace(free=10**12))
     assert opened(tmp_path, limit=None).limit == 10**10
