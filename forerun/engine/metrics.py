@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections import deque
-from itertools import compress
 from time import monotonic
 
 from forerun.control.report import STAGES, StepReport
@@ -63,10 +62,10 @@ class EngineMetrics:
         acceptance.
         """
         drafted = outcome.n_draft_tokens.tolist()
-        self.recent.extend(map(outcome.n_tokens.tolist().__getitem__, rows))
-        drafting = list(compress(rows, map(drafted.__getitem__, rows)))
-        if not drafting:
+        self.recent.extend(outcome.n_tokens[rows].tolist())
+        if not any(drafted):
             return
+        drafting = [row for row in rows if drafted[row]]
         self.drafts += len(drafting)
         roots, depth, nodes = trees.roots.tolist(), trees.depth.tolist(), trees.start.tolist()
         accepted = set(outcome.accepted.tolist())

@@ -113,10 +113,9 @@ class Sequence:
         buffer, total = self.buffer, self.total
         if total + len(tokens) > len(buffer):
             raise ValueError(f"{total + len(tokens)} tokens decided, room for {len(buffer)}")
-        for token in tokens:
-            buffer[total] = token
-            total += 1
-        self.total = total
+        for place, token in enumerate(tokens, total):
+            buffer[place] = token
+        self.total = total + len(tokens)
 
     def upcoming(self, count: int) -> Ints:
         """Return int32[count], the first decided tokens that have not run through the target; a

@@ -126,7 +126,7 @@ def step_report(plan: Plan, outcome: Outcome, stages: dict[str, float], total: f
         allowed=plan.max_nodes.tolist(),
         nodes=sum(nodes),
         cached=sum(map(mul, nodes, plan.kv_len.tolist())),
-        prompt_tokens=sum(filter((1).__lt__, known)),
+        prompt_tokens=sum(known) - known.count(1),
         constrained=plan.some_constrained,
         ms=stages | {"host": max(total - sum(stages.values()), 0.0)},
         modelled=plan.model_depth is None or any(plan.model_depth.tolist()),

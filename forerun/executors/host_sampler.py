@@ -162,14 +162,14 @@ class HostSampler:
         """Raise EngineError if the known tokens of a row that samples do not end where its text
         does.
         """
-        samples = plan.samples.tolist()
-        decided = zip(plan.kv_len.tolist(), trees.known.tolist(), strict=True)
-        for row, (kv_len, known) in enumerate(decided):
-            total = self.of_row(plan, row).text.total
-            if samples[row] and kv_len + known != total:
+        arrays = plan.slots, plan.samples, plan.kv_len, trees.known
+        rows = zip(*(array.tolist() for array in arrays), strict=True)
+        for row, (slot, samples, kv_len, known) in enumerate(rows):
+            slot_init = self._open[slot] or self.of_row(plan, row)
+            if samples and kv_len + known != slot_init.text.total:
                 raise EngineError(
-                    f"row {row} samples after {kv_len + known} tokens, but slot "
-                    f"{plan.slots[row]} holds {total}"
+                    f"row {row} samples after {kv_len + known} tokens, but slot {slot} holds "
+                    f"{slot_init.text.total}"
                 )
 
     def of_row(self, plan: Plan, row: int) -> SlotInit:

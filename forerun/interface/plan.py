@@ -5,8 +5,6 @@ runs, one packed copy out.
 from array import array
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import repeat
-from operator import add, getitem
 
 import numpy as np
 
@@ -134,12 +132,13 @@ class Outcome:
     @cached_property
     def output_tokens(self) -> list[list[int]]:
         """B lists of target ids: what each row emitted, unpadded."""
-        return list(map(getitem, self.tokens.tolist(), map(slice, self.n_tokens.tolist())))
+        rows = zip(self.tokens.tolist(), self.n_tokens.tolist(), strict=True)
+        return [tokens[:count] for tokens, count in rows]
 
     def committed(self, plan: Plan) -> list[int]:
         """Return B counts of positions that became permanent: known plus accepted tokens."""
-        accepted = map(max, map((-1).__add__, self.n_tokens.tolist()), repeat(0))
-        return list(map(add, plan.known_counts, accepted))
+        rows = zip(plan.known_counts, self.n_tokens.tolist(), strict=True)
+        return [known + emitted - 1 if emitted else known for known, emitted in rows]
 
     @cached_property
     def paths(self) -> list[Ints]:

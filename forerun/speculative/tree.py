@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from operator import add, sub
 
 import numpy as np
 
@@ -113,14 +112,19 @@ class TreeBatch:
     @cached_property
     def roots(self) -> Ints:
         """int32[B]: flat index of every row's root, its last known node."""
-        first_draft_tokens = map(add, self.start.tolist(), self.known.tolist())
-        return np.array(list(map((-1).__add__, first_draft_tokens)), np.int32)
+        if self.decode_only:
+            return self.start[:-1]
+        rows = zip(self.start.tolist(), self.known.tolist(), strict=False)
+        return np.array([first + known - 1 for first, known in rows], np.int32)
 
     @property
     def n_draft_tokens(self) -> Ints:
         """int32[B]: how many draft tokens every root has."""
-        nodes = map(sub, self.start[1:].tolist(), self.start.tolist())
-        return np.array(list(map(sub, nodes, self.known.tolist())), np.int32)
+        if self.decode_only:
+            return np.zeros(self.rows, np.int32)
+        start = self.start.tolist()
+        rows = zip(start[1:], start, self.known.tolist(), strict=False)
+        return np.array([end - first - known for end, first, known in rows], np.int32)
 
     def root(self, row: int) -> int:
         """Return the flat index of the root of `row`, its last known node."""
