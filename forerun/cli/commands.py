@@ -168,6 +168,9 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompts", metavar="FILE", help="jsonl of chats (default: the target's)")
     parser.add_argument(
+        "--raw", action="store_true", help="for base models: texts that go on, without a template"
+    )
+    parser.add_argument(
         "--token-map",
         metavar="FILE",
         help="only count the tokens of this text file, into DIR/token_map.json",

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from forerun.build import text_table
+from forerun.build.chat_template import template_source
 from forerun.build.engine import load
 from forerun.build.registry import choose_executor
 from forerun.cli.console import bars, emit_json, err, plain_warnings, say
@@ -22,7 +23,7 @@ from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
 from forerun.text.chat import ChatTemplate
-from forerun.train.answers import Author
+from forerun.train.answers import Author, PlainText, Template
 from forerun.train.corpus import Corpus, open_corpus
 from forerun.train.init import check_trainable
 from forerun.train.ngrams import make_table
@@ -54,6 +55,8 @@ def main(arguments: argparse.Namespace) -> int:
     )
     if config.start_from and changes["draft_vocab"]:
         raise ConfigError("--start-from brings its own vocabulary; leave --draft-vocab out")
+    if arguments.raw and engine.chat_template:
+        raise ConfigError("--raw uses no chat template; leave --chat-template out")
     if engine.toy:
         raise ConfigError("the toy has no weights to make a draft for; give --model another target")
     with plain_warnings(), bars() as report:
@@ -68,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
             return _count_text(model, arguments.text, out)
         if config.method == "mtp":  # What cannot be trained is refused before answers are written.
             PredictionSpec(model.architecture, config.draft_vocab)
-        chat = ChatTemplate(model.chat_template, model.tokenizer)
+        chat = _template(engine, model, arguments.raw)
         core = choose_executor(engine, model.architecture).executor == "cpu"
         source = TrainingTarget(
             model.checkpoint, model.tokenizer, chat, model.name, core, engine.threads
@@ -104,6 +107,19 @@ def _count_text(model: Model, files: list[str], out: Path) -> int:
     draft = out / "draft"
     say(f"{table.contexts:,} n-grams are in {draft}: --speculative-draft-model-path takes it")
     return 0
+
+
+def _template(engine: EngineConfig, model: Model, raw: bool) -> Template:
+    """Return what writes chats for the model. Raises ConfigError if it has no template."""
+    if raw:
+        return PlainText(model.tokenizer)
+    source = template_source(engine, model.chat_template)
+    if source is None:
+        raise ConfigError(
+            f"{model.name} has no chat template; --raw trains on plain text, as base models need "
+            "it, --chat-template gives one"
+        )
+    return ChatTemplate(source, model.tokenizer)
 
 
 def _start(config: TrainConfig, target: Architecture) -> DraftFile | None:

@@ -12,18 +12,17 @@ turn writes a user's turn.
     AnswerStore  chats written so far, in parts on disk: an interrupted run loses the last few only
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from forerun.errors import ModelError, RequestError
-from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.prompts import Messages, Problems
 from forerun.types import Ints
@@ -79,6 +78,30 @@ class Ask:
     useless: Callable[[Ints], bool] | None = None
 
 
+class Template(Protocol):
+    """Writes chats as a model reads them."""
+
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> Ints:
+        """Return int32[T], the ids of a conversation. Raises RequestError for a bad one."""
+        ...
+
+
+class PlainText:
+    """What base models read instead of chats: texts, one behind the other."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> Ints:
+        """Implement Template.encode."""
+        text = "".join(str(message["content"]) for message in messages)
+        return self._tokenizer.encode(text, bos=True)
+
+
 class Author(Protocol):
     """Continues prompts, many at once."""
 
@@ -107,7 +130,7 @@ class Writer:
     def __init__(
         self,
         author: Author,
-        chat: ChatTemplate,
+        chat: Template,
         tokenizer: Tokenizer,
         recipe: Recipe,
         width: int,
@@ -264,8 +287,8 @@ class Session:
         return self._asked
 
     def take(self, ids: Ints, extra_turn: bool) -> None:
-        """Use the output int32[.] of what `next` asked for. An answer that loops or is empty ends
-        the chat.
+        """Use the output int32[.] of what `next` asked for. An answer that loops, which is cut
+        there, or is empty ends the chat.
 
         extra_turn  False: no second turn is begun any more
         """
@@ -290,12 +313,13 @@ class Session:
         self._messages.append({"role": "user", "content": words})
 
     def _take_answer(self, ids: Ints, extra_turn: bool) -> None:
-        if not len(ids) or repeats(ids):
-            self._writer.problems.loops += bool(len(ids))
-            self._writer.problems.empty += not len(ids)
+        whole, ids = len(ids), before_loop(ids)
+        if not len(ids):
+            self._writer.problems.loops += whole > 0
+            self._writer.problems.empty += not whole
             self._over = True
             return
-        self._over = not (extra_turn and self._follow) or self.answered
+        self._over = not (extra_turn and self._follow) or self.answered or len(ids) < whole
         assert self._asked is not None
         tokens = np.concatenate([self._asked.prompt, ids]).astype(np.int32)
         wanted = np.arange(len(tokens)) >= len(self._asked.prompt)
@@ -315,7 +339,24 @@ def repeats(ids: Ints) -> bool:
     return bool(counts.max() > 3)
 
 
-PART = 100
+LEAST = 16
+"""Tokens before a loop that are worth keeping."""
+
+
+def before_loop(ids: Ints) -> Ints:
+    """Return the ids int32[.] up to where a run of eight tokens that `repeats` comes for the third
+    time; none if there are fewer than LEAST before.
+    """
+    if not repeats(ids):
+        return ids
+    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(ids, np.int32), 8)
+    _, which, counts = np.unique(windows, axis=0, return_inverse=True, return_counts=True)
+    which = which.reshape(-1)
+    third = min(int(np.flatnonzero(which == run)[2]) for run in np.flatnonzero(counts > 3))
+    return ids[:third] if third >= LEAST else ids[:0]
+
+
+PART = 10
 """Chats in a part."""
 
 

@@ -36,7 +36,7 @@ def stored_reader(corpus: Corpus) -> Callable[[list[ChatPiece]], TrainingBatch]:
         return TrainingBatch(
             tokens=_padded(corpus.tokens, pieces).long(),
             wanted=_padded(corpus.wanted, pieces),
-            features=got["features"].float(),
+            features=got["features"].view(torch.bfloat16).float(),
             choice=got["choice"].long(),
             teacher=LikeliestTargets(
                 got["likely"].flatten(0, 1).long(), got["chance"].flatten(0, 1).float()

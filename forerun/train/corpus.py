@@ -4,7 +4,8 @@ tokens.npy   int32[T]     all chats, one after the other
 wanted.npy   bool[T]      token belongs to an answer
 starts.npy   int64[C+1]   chat c owns tokens starts[c]:starts[c+1]; the last `held_out` are
                           for choosing a checkpoint
-features.npy float16[T,F*H]  as in forerun.train.loss.Batch; and where the next token belongs
+features.npy uint16[T,F*H]  bits of bfloat16: some states are beyond float16 (Gemma's reach
+                          103,789); as in forerun.train.loss.Batch; and where the next token belongs
                           to an answer (elsewhere 0):
 choice.npy   int32[T]     the target's argmax for the token after, over the full vocabulary
 likely.npy   int32[T,K]   the K likeliest draft ids
@@ -151,13 +152,17 @@ def write_features(
     total, width = len(corpus.tokens), head.target_hidden * len(head.features)
     likely = min(LIKELY, len(ids))
     shapes = {
-        "features": (np.float16, (total, width)),
+        "features": (np.uint16, (total, width)),
         "choice": (np.int32, (total,)),
         "likely": (np.int32, (total, likely)),
         "chance": (np.float16, (total, likely)),
     }
     note = corpus.folder / "progress.json"
-    facts = {"features": list(head.features), "vocabulary": zlib.crc32(ids.tobytes())}
+    facts = {
+        "features": list(head.features),
+        "numbers": "bfloat16",
+        "vocabulary": zlib.crc32(ids.tobytes()),
+    }
     done = _chats_done(note, facts)
     if not done:
         _check_space(corpus.folder, shapes.values())
@@ -171,7 +176,8 @@ def write_features(
         span = corpus.span(chat)
         scored = corpus.scored(chat)
         features, logits = teacher(np.asarray(corpus.tokens[span]), scored)
-        arrays["features"][span] = features
+        narrow = torch.from_numpy(features).bfloat16()
+        arrays["features"][span] = narrow.view(torch.uint16).numpy()
         for name, values in zip(
             ("choice", "likely", "chance"), distil(logits, ids, likely), strict=True
         ):

@@ -19,9 +19,8 @@ import torch
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError, ModelError
-from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
-from forerun.train.answers import AnswerStore, Author, Chat, Recipe, Writer
+from forerun.train.answers import AnswerStore, Author, Chat, Recipe, Template, Writer
 from forerun.train.batches import online_reader, stored_reader
 from forerun.train.corpus import (
     Corpus,
@@ -58,7 +57,7 @@ class TrainingTarget:
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
-    chat: ChatTemplate
+    chat: Template
     name: str
     core: bool = False
     threads: int | None = None

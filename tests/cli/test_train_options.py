@@ -1,10 +1,15 @@
 """`forerun train` refuses what another method would do with an option."""
 
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
 from forerun.cli.main import main
+from forerun.cli.train import _template
+from forerun.errors import ConfigError
+from forerun.options.config import EngineConfig
+from forerun.text.tokenizer import Tokenizer
 from forerun.train.presets import METHODS, TrainConfig, resolve
 
 OPTIONS = {item.name: item for item in fields(TrainConfig)}
@@ -69,3 +74,20 @@ def test_prompts_without_a_chat_are_refused_before_a_model_is_loaded(
     assert main([*line, "--model", "nosuchmodel"]) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert f"--prompts {prompts}" in told and problem in told and not out.exists()
+
+
+def test_plain_text_has_no_template(tmp_path, capsys):
+    line = ["train", "--out", str(tmp_path / "out"), "--raw", "--chat-template", "chatml"]
+    assert main(line) == 2
+    assert "--raw uses no chat template" in capsys.readouterr().err
+
+
+def test_a_template_is_that_of_the_options_before_the_models():
+    model = SimpleNamespace(tokenizer=Tokenizer.byte_level(), chat_template=None, name="base")
+    with pytest.raises(ConfigError, match="base has no chat template; --raw trains on plain text"):
+        _template(EngineConfig(), model, raw=False)
+    chat = [{"role": "user", "content": "Hi"}]
+    told = _template(EngineConfig(chat_template="chatml"), model, raw=False)
+    assert model.tokenizer.decode(told.encode(chat)) == "user\nHi\nassistant\n"
+    plain = _template(EngineConfig(), model, raw=True).encode(chat)
+    assert model.tokenizer.decode(plain) == "Hi"

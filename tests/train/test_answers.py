@@ -11,7 +11,7 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
 from forerun.train import answers
-from forerun.train.answers import PART, AnswerStore, Chat, Recipe, Writer
+from forerun.train.answers import PART, AnswerStore, Chat, PlainText, Recipe, Writer
 from forerun.train.corpus import write_chats
 from forerun.train.presets import TrainConfig
 from forerun.train.prompts import Problems, read_prompts
@@ -120,6 +120,27 @@ def test_no_chat_is_begun_after_time_is_up(monkeypatch):
     author = Scripted(says)
     _, chats = write(author, answers=10_000, minutes=2)
     assert 20 < len(chats) < 200
+
+
+def test_a_base_model_goes_on_with_plain_text(tmp_path):
+    texts = ["Once upon a time", "The sky"]
+    prompts = iter([[{"role": "user", "content": text}] for text in texts])
+    author, chats = Scripted(lambda prompt: " there was a small town."), []
+    recipe = Recipe(answers=2, follow_up=0)
+    writer = Writer(author, PlainText(TOKENIZER), TOKENIZER, recipe, 3)
+    writer.write(prompts, lambda _, chat: chats.append(chat))
+    assert sorted(map(text_of, chats)) == [f"{text} there was a small town." for text in texts]
+    writer.write(None, lambda _, chat: chats.append(chat))
+    assert text_of(chats[-1]) == "there was a small town. there was a small town."
+
+
+def test_an_answer_is_kept_up_to_its_loop():
+    looping = ANSWER + "and so on " * 40
+    author = Scripted(lambda prompt: looping if prompt.endswith("assistant\n") else says(prompt))
+    writer, chats = write(author, follow_up=1)
+    assert {wanted_of(chat) for chat in chats} == {ANSWER + "and so on " * 2}
+    assert all(text_of(chat).count("Why is the sky blue?") == 1 for chat in chats)
+    assert writer.problems.loops == 0
 
 
 def test_a_model_that_only_loops_is_named():

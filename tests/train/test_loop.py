@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from forerun.drafts.eagle_config import DraftHead
 from forerun.errors import ModelError
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.networks.rope import Rope
-from forerun.train.answers import Chat, repeats
+from forerun.train.answers import Chat, before_loop, repeats
 from forerun.train.batches import stored_reader
 from forerun.train.corpus import (
     batches,
@@ -309,6 +310,30 @@ def test_vocabulary_has_the_forced_and_the_frequent(corpus):
 def test_an_unfinished_corpus_is_refused(tmp_path):
     with pytest.raises(ModelError, match="generate it again"):
         open_corpus(tmp_path)
+
+
+def test_an_answer_is_cut_where_it_loops():
+    before, loop = np.arange(100, 140, dtype=np.int32), np.arange(9, dtype=np.int32)
+    cut = before_loop(np.concatenate([before, *[loop] * 6]))
+    assert cut.tolist() == [*before, *loop, *loop], "what comes twice is no loop yet"
+    assert len(before_loop(np.tile(loop[:2], 100))) == 0, "nothing but a loop"
+    assert before_loop(before) is before
+
+
+def test_features_beyond_float16_are_kept(tmp_path):
+    """Some of Gemma's reach 103,789: as float16 they were inf, and the loss nan."""
+
+    class Reads:
+        features, target_hidden = (1,), 4
+
+    chat = Chat(np.arange(6, dtype=np.int32), np.arange(6) >= 2)
+    corpus = write_chats(tmp_path, [chat, replace(chat, number=1)], 1)
+    values = np.full((6, 4), 103_789.0, np.float32)
+    teacher = lambda tokens, scored: (values, np.zeros((len(scored), 8), np.float32))  # noqa: E731
+    write_features(corpus, Reads(), np.arange(8, dtype=np.int32), teacher, lambda *_: None)
+    (batch,) = [stored_reader(corpus)(each) for each in batches(corpus, range(1), 9, 99, 0)]
+    assert batch.features.shape == (1, 6, 4)
+    assert (batch.features / 103_789.0 - 1.0).abs().max() < 0.005
 
 
 def test_loops_are_seen():
