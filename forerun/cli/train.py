@@ -23,7 +23,7 @@ from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
 from forerun.text.chat import ChatTemplate
-from forerun.train.answers import Author, PlainText, Template
+from forerun.train.answers import Author, ChatEncoder, PlainText
 from forerun.train.corpus import Corpus, open_corpus
 from forerun.train.init import check_trainable
 from forerun.train.ngrams import make_table
@@ -109,7 +109,7 @@ def _count_text(model: Model, files: list[str], out: Path) -> int:
     return 0
 
 
-def _template(engine: EngineConfig, model: Model, raw: bool) -> Template:
+def _template(engine: EngineConfig, model: Model, raw: bool) -> ChatEncoder:
     """Return what writes chats for the model. Raises ConfigError if it has no template."""
     if raw:
         return PlainText(model.tokenizer)

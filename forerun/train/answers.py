@@ -78,7 +78,7 @@ class Ask:
     useless: Callable[[Ints], bool] | None = None
 
 
-class Template(Protocol):
+class ChatEncoder(Protocol):
     """Writes chats as a model reads them."""
 
     def encode(
@@ -97,7 +97,7 @@ class PlainText:
     def encode(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
     ) -> Ints:
-        """Implement Template.encode."""
+        """Implement ChatEncoder.encode."""
         text = "".join(str(message["content"]) for message in messages)
         return self._tokenizer.encode(text, bos=True)
 
@@ -130,7 +130,7 @@ class Writer:
     def __init__(
         self,
         author: Author,
-        chat: Template,
+        chat: ChatEncoder,
         tokenizer: Tokenizer,
         recipe: Recipe,
         width: int,

@@ -20,7 +20,7 @@ from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError, ModelError
 from forerun.text.tokenizer import Tokenizer
-from forerun.train.answers import AnswerStore, Author, Chat, Recipe, Template, Writer
+from forerun.train.answers import AnswerStore, Author, Chat, ChatEncoder, Recipe, Writer
 from forerun.train.batches import online_reader, stored_reader
 from forerun.train.corpus import (
     Corpus,
@@ -57,7 +57,7 @@ class TrainingTarget:
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
-    chat: Template
+    chat: ChatEncoder
     name: str
     core: bool = False
     threads: int | None = None
