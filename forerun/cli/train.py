@@ -28,11 +28,11 @@ from forerun.train.corpus import Corpus, open_corpus
 from forerun.train.init import check_trainable
 from forerun.train.ngrams import make_table
 from forerun.train.pipeline import Report, TrainingTarget, dense_author, make_draft, write_corpus
-from forerun.train.prediction import PredictionSpec
 from forerun.train.presets import TrainConfig, resolve
 from forerun.train.progress import Progress
 from forerun.train.prompts import Problems, read_prompts
 from forerun.train.served import ServedAuthor
+from forerun.train.student import check_target
 from forerun.train.token_map import token_map
 
 MAP_FILE = "token_map.json"
@@ -69,8 +69,6 @@ def main(arguments: argparse.Namespace) -> int:
             return 0
         if arguments.text:
             return _count_text(model, arguments.text, out)
-        if config.method == "mtp":  # What cannot be trained is refused before answers are written.
-            PredictionSpec(model.architecture, config.draft_vocab)
         chat = _template(engine, model, arguments.raw)
         core = choose_executor(engine, model.architecture).executor == "cpu"
         source = TrainingTarget(
@@ -79,6 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
         if engine.threads:
             torch.set_num_threads(engine.threads)
         start = _start(config, model.architecture)
+        check_target(model.architecture, config, start)
         try:
             corpus = _corpus(engine, source, config, prompts, out, report)
             known = make_table(corpus, model.architecture.vocab, out / "draft")

@@ -47,6 +47,18 @@ class Student:
     loss_of: LossOf
 
 
+def check_target(target: Architecture, config: TrainConfig, start: DraftFile | None) -> None:
+    """Raise ModelError if no draft of config.method can be trained for `target`, before hours of
+    answers are written for it.
+    """
+    if config.method == "mtp":
+        PredictionSpec(target, config.draft_vocab)
+    elif config.method == "block":
+        block_for(target, config.draft_vocab, config).check_against(target, "train")
+    elif config.method == "eagle3" and start is None:
+        head_for(target, config.draft_vocab)
+
+
 def eagle_student(
     checkpoint: Checkpoint, ids: Ints, config: TrainConfig, start: DraftFile | None
 ) -> Student:

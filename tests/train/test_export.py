@@ -15,6 +15,8 @@ from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.networks.arch import Architecture, plain_layers
 from forerun.networks.rope import Llama3, Rope
 from forerun.train.export import export_head
+from forerun.train.presets import TrainConfig
+from forerun.train.student import check_target
 
 TARGET = Architecture(
     family="llama",
@@ -230,6 +232,11 @@ def test_traps_are_warned_of_by_name(good):
         assert key in warnings
 
 
-def test_a_target_of_too_few_layers_is_refused():
+def test_a_target_of_too_few_layers_is_refused_before_answers_are_written():
+    small = replace(TARGET, layer_specs=TARGET.layer_specs[:3])
     with pytest.raises(ModelError, match="3 layers, at least 6"):
-        head_for(replace(TARGET, layer_specs=TARGET.layer_specs[:3]), 10)
+        head_for(small, 10)
+    with pytest.raises(ModelError, match="3 layers, at least 6"):
+        check_target(small, TrainConfig(), None)
+    check_target(TARGET, TrainConfig(), None)
+    check_target(small, TrainConfig(method="table"), None)
