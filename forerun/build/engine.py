@@ -229,7 +229,14 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     lookup = _lookup(target.config, target)
     engine = _engine_on(target, target.config, lookup)
     table = _text_table(config, target, engine, lookup)
-    kept = keep_pages(target.config, target.executor, engine, target.network, list(target.files))
+    kept = keep_pages(
+        target.config,
+        target.executor,
+        engine,
+        target.network,
+        list(target.files),
+        progress or (lambda *_: None),
+    )
     engine.start()
     counted = target.table is not None and target.table.answers
     drafting = drafting_sentence(

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from forerun.build.executor_entry import Progress
 from forerun.build.memory import human
 from forerun.build.registry import EXECUTORS
 from forerun.cache.store import PageStore
@@ -23,18 +24,25 @@ from forerun.version import __version__
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json")
 OTHER = ("generation_config.json", "chat_template.json")
 """Files of a model that change no key and no value."""
+BLOCK = 16 << 20
 HASHES = "hashes.json"
 """In the cache directory: the hashes of files, which are read for them once."""
 
 
 def keep_pages(
-    config: EngineConfig, executor: Executor, engine: Engine, model: str, files: list[Path]
+    config: EngineConfig,
+    executor: Executor,
+    engine: Engine,
+    model: str,
+    files: list[Path],
+    progress: Progress = lambda *_: None,
 ) -> str | None:
     """Have an engine that was not started keep pages as `config` says. Returns what it keeps, in
     half a sentence; None if the user wants no store.
 
     model  what the network and its draft are, in words that change when they do
     files  files or folders of their weights
+    progress  called with (what, bytes done, bytes in all) while they are read for the first time
 
     Raises ConfigError if the folder cannot be used.
     """
@@ -53,7 +61,7 @@ def keep_pages(
     ]
     if config.executor in EXECUTORS:
         facts.append(EXECUTORS[config.executor].arithmetic(config))
-    facts += _hashes([one for path in files for one in _files(path)])
+    facts += _hashes([one for path in files for one in _files(path)], progress)
     fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     store = PageStore(folder, fingerprint, tokens, content, config.kv_store_size)
     engine.keep_pages(store)
@@ -73,14 +81,14 @@ def _files(path: Path) -> Iterator[Path]:
         yield from parts_of(path)
 
 
-def _hashes(files: list[Path]) -> list[str]:
+def _hashes(files: list[Path], progress: Progress) -> list[str]:
     """Return the hash of each file; those that were read before are not read again."""
     known: dict[str, list[Any]] = {}
     place = cache_dir() / HASHES
     with suppress(OSError, ValueError):
         known = json.loads(place.read_text())
     now = {str(path.resolve()): path for path in files}
-    hashes = {name: _hash(known, name, path) for name, path in now.items()}
+    hashes = {name: _hash(known, name, path, progress) for name, path in now.items()}
     if any(known.get(name) != entry for name, entry in hashes.items()):
         with suppress(OSError):
             new = place.with_name(f"{HASHES}.{os.getpid()}")
@@ -90,12 +98,17 @@ def _hashes(files: list[Path]) -> list[str]:
     return [entry[-1] for entry in hashes.values()]
 
 
-def _hash(known: Mapping[str, list[Any]], name: str, path: Path) -> list[Any]:
+def _hash(known: Mapping[str, list[Any]], name: str, path: Path, progress: Progress) -> list[Any]:
     """Return what tells a file from another at its place, and its hash."""
     about = path.stat()
     state = [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
     entry = known.get(name, [])
     if entry[:-1] == state:
         return entry
+    digest, done = hashlib.sha256(), 0
     with path.open("rb") as file:
-        return [*state, hashlib.file_digest(file, "sha256").hexdigest()]
+        while block := file.read(BLOCK):
+            digest.update(block)
+            done += len(block)
+            progress(f"hashing {path.name} for kv-store, once", done, about.st_size)
+    return [*state, digest.hexdigest()]

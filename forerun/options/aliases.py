@@ -150,6 +150,7 @@ ALIASES: tuple[Alias, ...] = (
           why="weights are read once, and what has to be compiled is, before the first request"),
     Alias("--numa --threads-http --api-server-count --distributed-executor-backend", (LLAMA, VLLM),
           IGNORED, why="processes and threads are arranged by this server"),
+    Alias("--slot-save-path", _L, SETS, "kv_store"),
     Alias("--cache-reuse", _L, IGNORED, why=_PREFIX),
     Alias("--swap-space", _V, IGNORED, why="a sequence that loses its pages is computed again"),
     Alias("--cpu-offload-gb", _V, ONLY, allowed=("0",), why="a model is not parted between a GPU "

@@ -79,7 +79,7 @@ def test_other_weights_of_the_same_name_share_nothing(tmp_path):
     models = [tiny.model("llama", max_position_embeddings=2048) for _ in range(2)]
     for value in models[1].parameters():
         value.data += 0.01
-    texts = []
+    texts, hashed = [], []
     for hf in models:
         shutil.rmtree(folder, ignore_errors=True)
         tiny.save_folder(hf, folder)
@@ -90,6 +90,8 @@ def test_other_weights_of_the_same_name_share_nothing(tmp_path):
     os.utime(folder / "model.safetensors", ns=(1, 1))  # Hashed again, found equal.
     assert served(config)[:2] == (1088, texts[1])
     assert served(replace(config, dtype="q8_0"))[0] == 0
+    load(config, lambda what, *_: hashed.append(what)).close()
+    assert not [what for what in hashed if "kv-store" in what]  # No file is read for it twice.
     assert len(list((tmp_path / "kv").glob("*/"))) == 3
 
 

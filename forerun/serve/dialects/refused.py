@@ -39,8 +39,9 @@ async def embeddings(request: Request) -> Response:
 
 
 OF_LLAMA = {
-    "/slots/{id}": "Caches of sequences are neither saved nor restored; prefixes are cached "
-    "automatically, and /flush_cache drops them.",
+    "/slots/{id}": "Caches of sequences are not saved or restored one by one: with --kv-store "
+    "the server keeps those of prompts on disk and finds them by itself; prefixes in memory are "
+    "cached automatically, and /flush_cache drops them.",
     "/lora-adapters": "There is one set of weights, and no adapters.",
     "/props": "Properties are those that the server was started with.",
 }
