@@ -365,12 +365,12 @@ class KeptPages:
         self._current = reading
         first, miss = self._on_engine(partial(self._begin, reading)), ""
         most = max(READ_BYTES // self._contents.page_bytes, 1)
-        part: list[bytes] = []
+        part, damaged = list[bytes](), self.store.corrupt
         try:
             for digest, key in zip(reading.digests[first:], reading.keys[first:], strict=True):
                 content = None if reading.over else self.store.read(digest, key)
                 if content is None:
-                    miss = "corrupt"
+                    miss = "corrupt" if self.store.corrupt > damaged else "absent"
                     break
                 part.append(content)
                 self._read_bytes += len(content)

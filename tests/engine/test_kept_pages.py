@@ -11,6 +11,7 @@ from forerun.cache.store import PageStore
 from forerun.engine import kept_pages
 from forerun.errors import EngineError
 from forerun.executors.toy import ToyExecutor, ToyPages
+from tests.engine.carrying import CarryingToy
 from tests.engine.toys import Ear, ask, finish, limits, make
 
 LONG = "".join(chr(97 + (7 * i + i // 5) % 26) for i in range(96))
@@ -103,6 +104,26 @@ def test_at_any_temperature_with_several_choices_and_a_longer_text(engines):
     assert second.stats().store.hits == 1  # The others found its pages in memory.
 
 
+@pytest.mark.parametrize("name", ["none", "ngram", "oracle", "erratic"])
+def test_rounds_that_overlap(engines, name):
+    """Pages come and go while a round runs."""
+
+    def overlapping():
+        return {"name": name, "executor": CarryingToy(limits(pages=128)), "overlap": True}
+
+    first = engines(**overlapping())
+    answer(first, ask("1", LONG), ask("2", LONG[::-1]))
+    second = restarted(engines, first, **overlapping())
+    ear, short = Ear(), ask("0", "short", max_tokens=60, stop_tokens=())
+    second.submit(short, ear)
+    for _ in range(4):
+        second.step_once()
+    late = answer(second, ask("1", LONG), ask("2", LONG[::-1]))
+    ear.expect(short)
+    assert cached(late, "1") == cached(late, "2") == 92
+    assert second.stats().store.hits == 2
+
+
 def test_salts_do_not_share(engines):
     first = engines()
     answer(first, ask(prompt=LONG, cache_salt="mine"))
@@ -190,6 +211,16 @@ def test_a_record_damaged_while_serving(engines, tmp_path):
     ear = answer(second, ask(prompt=LONG))
     stats = second.stats().store
     assert 0 < cached(ear) < 92 and stats.misses == {"corrupt": 1} and stats.hits == 1
+
+
+def test_segments_that_another_server_deleted(engines, tmp_path):
+    first = engines()
+    answer(first, ask(prompt=LONG))
+    second = restarted(engines, first)
+    for path in (tmp_path / "kv").glob("*/*.pages"):
+        path.unlink()
+    assert cached(answer(second, ask(prompt=LONG))) == 0
+    assert second.stats().store.misses == {"absent": 1}
 
 
 @pytest.mark.parametrize("failing", [0, 1, 7, 20])
