@@ -23,7 +23,7 @@ FUEL = 5_000_000
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 _APPEND = re.compile(r"\{%(-?)\s*set\s+\w+\s*=\s*([\w.]+)\.append\(([\w.]+)\)\s*(-?)%\}")
 _POP = re.compile(r"\{%(-?)\s*set\s+(\w+)\s*=\s*([\w.]+)\.pop\(0\)\s*(-?)%\}")
-_WIDTH = re.compile(r"%[^a-zA-Z%]*(\*|\d{4,})")
+_WIDTH = re.compile(r"%(?:\([^()]*+\))?+[^a-zA-Z%]*(\*|\d{4,})")
 _ASCII = re.compile("[^\x00-\x7f\ue000-\uf8ff]")
 
 

@@ -84,9 +84,10 @@ def test_what_cannot_be_formatted_is_named(source):
         Template(source).render(NAMES)
 
 
-def test_an_absurd_width_is_refused_here_too():
+@pytest.mark.parametrize("source", ["{{ '%99999d' % n }}", "{{ '%(n)99999d' % {'n': n} }}"])
+def test_an_absurd_width_is_refused_here_too(source):
     with pytest.raises(RequestError, match="absurd width"):
-        Template("{{ '%99999d' % n }}").render(NAMES)
+        Template(source).render(NAMES)
 
 
 def test_a_tag_that_does_not_end_is_left_to_the_parser():
