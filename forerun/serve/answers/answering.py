@@ -1,13 +1,15 @@
 """From a body to its answer, in every dialect: receive, parse, submit to the engine, write."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from forerun.serve.answers.contract import Dialect, Ready
+from forerun.serve.answers.contract import Dialect, ParsedRequest, Ready
+from forerun.serve.answers.record import RequestRecord
 from forerun.serve.answers.service import Served, Service
 from forerun.serve.answers.session import GenerationSession
 from forerun.serve.answers.sse import EventStream
@@ -37,17 +39,17 @@ class Json(Response):
 class Generated(Response):
     """An answer that the engine writes: in one piece or as a stream, with its client in view."""
 
-    def __init__(self, service: Service, dialect: Dialect, generation: Generation) -> None:
+    def __init__(self, service: Service, dialect: Dialect, parsed: ParsedRequest) -> None:
         super().__init__()
         self._service = service
         self._dialect = dialect
-        self._generation = generation
+        self._parsed = parsed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit, and answer as the news comes."""
-        dialect, generation, settings = self._dialect, self._generation, self._service.settings
+        dialect, settings = self._dialect, self._service.settings
         self._service.enter()  # The server may have begun to drain while the body came.
-        served = dialect.served
+        generation, served = self._parsed.generation, self._parsed.served
         events, engine = served.events(), served.engine
         with (
             self._service.busy(),
@@ -84,23 +86,24 @@ async def generated(request: Request, dialect: Dialect) -> Response:
     """
     service = service_of(request)
     value, data = await received(request)
-    generation = await rendered(service, len(data), dialect.parse, value, service)
-    request.scope["state"]["record"].ignored += dialect.ignored
-    if isinstance(generation, Ready):
-        return Json(generation.body)
-    record = request.scope["state"]["record"]
+    parsed = await rendered(service, len(data), dialect.parse, value, service)
+    record: RequestRecord = request.scope["state"]["record"]
+    record.ignored += parsed.ignored
+    if isinstance(parsed, Ready):
+        return Json(parsed.body)
+    generation, served = parsed.generation, parsed.served
     if service.settings.fit_max_tokens or request.headers.get(FIT_HEADER) == "true":
-        generation, cut = fitted(generation, dialect.served.loaded.context)
+        generation, cut = fitted(generation, served.loaded.context)
         record.ignored += cut
     record.ignored += generation.ignored
-    record.lossy = dialect.lossy = generation.lossy
+    record.lossy = generation.lossy
     client = request.client.host if request.client is not None else ""
     generation = generation.sent_by(client, request.scope["state"].get("tenant", ""))
     if generation.rules is not None:
-        compiled = await service.compiled(dialect.served, generation.rules, client)
+        compiled = await service.compiled(served, generation.rules, client)
         generation = generation.under(compiled)
-        dialect.unenforced = record.unenforced = compiled.unenforced
-    return Generated(service, dialect, generation)
+        record.unenforced = generation.unenforced
+    return Generated(service, dialect, replace(parsed, generation=generation))
 
 
 def fitted(generation: Generation, context: int) -> tuple[Generation, tuple[str, ...]]:

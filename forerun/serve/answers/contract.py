@@ -15,10 +15,25 @@ from forerun.serve.http.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A checked body.
+
+    generation  what it asks of the engine
+    served      the model that it names
+    ignored     fields of it that change nothing
+    """
+
+    generation: Generation
+    served: Served
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
-    """An answer that needs no engine: its JSON."""
+    """An answer that needs no engine: its JSON, and fields of the body that change nothing."""
 
     body: Any
+    ignored: tuple[str, ...] = ()
 
 
 REPORT, STEP = 40, 400
@@ -29,30 +44,20 @@ News = Sequence[tuple[int, Delta]]
 
 
 class Dialect(ABC):
-    """The request and answer format of one route. An object belongs to one request and may count
-    along it.
+    """The request and answer format of one route. An object belongs to one request: `parse` reads
+    its body, the others write its answer and may count along it.
 
     media_type  of an answer in pieces
     ping        written after a silence, so that proxies keep the connection open
-    served      the request, set by `parse`
-    ignored     fields of the request that change nothing, set by `parse`
-    unenforced  keywords of its schemas that are not enforced, set before the first answer
-    lossy       the accept thresholds, if they may change the answer, set by `parse`
     """
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
     ping: ClassVar[bytes] = b": ping\n\n"
-    served: Served
-
-    def __init__(self) -> None:
-        self.ignored: tuple[str, ...] = ()
-        self.unenforced: tuple[str, ...] = ()
-        self.lossy: dict[str, float] | None = None
+    _served: Served
 
     @abstractmethod
-    def parse(self, value: Any, service: Service) -> Generation | Ready:
-        """Return the generation for the JSON of a body, and set `served` and `ignored`. May run on
-        any thread.
+    def parse(self, value: Any, service: Service) -> ParsedRequest | Ready:
+        """Check the JSON of a body. May run on any thread.
 
         Raises RequestError naming the field, ApiError.
         """

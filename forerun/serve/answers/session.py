@@ -25,15 +25,21 @@ from forerun.types import RequestId
 class Tally:
     """Counts over all choices of one generation, as far as it has come.
 
+    generation    what was submitted
     began, first  when it was submitted and when the first tokens came, on the monotonic clock
     """
 
-    prompt_tokens: int
+    generation: Generation
     began: float = field(default_factory=monotonic)
     first: float | None = None
     output_tokens: int = 0
     cached_tokens: int = 0
     stats: tuple[SpeculationStats, ...] = ()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens all prompts of the generation have together."""
+        return self.generation.prompt_tokens
 
     def add(self, delta: Delta) -> None:
         """Count one delta: its tokens, when the first came, and the statistics of a choice that
@@ -66,7 +72,7 @@ class GenerationSession:
         receive: Receive,
     ) -> None:
         self.generation = generation
-        self.tally = Tally(generation.prompt_tokens)
+        self.tally = Tally(generation)
         self.events = events
         self._engine = engine
         self._settings = settings

@@ -56,6 +56,7 @@ class Generation:
     ignored     fields that have no effect beside others
     given       the client's own name for it: it can be aborted by that and by its id
     cut         makes what may end the one text before the engine does
+    unenforced  keywords of its schemas that its compiled rules do not enforce
     """
 
     id: str
@@ -70,13 +71,14 @@ class Generation:
     ignored: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     cut: Callable[[], Cut] | None = None
+    unenforced: tuple[str, ...] = ()
 
     def under(self, grammar: Constraint) -> "Generation":
         """The same generation with its rules compiled to `grammar`, which holds for all its
         requests.
         """
         requests = tuple(replace(request, grammar=grammar) for request in self.requests)
-        return replace(self, requests=requests, rules=None)
+        return replace(self, requests=requests, rules=None, unenforced=grammar.unenforced)
 
     def sent_by(self, client: str, tenant: str) -> "Generation":
         """Return the same generation with the client and tenant of its HTTP request

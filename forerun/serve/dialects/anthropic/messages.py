@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.engine.request import Finish
-from forerun.serve.answers.contract import Dialect, News
+from forerun.serve.answers.contract import Dialect, News, ParsedRequest
 from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import dialogue, ignored_fields
 from forerun.serve.bodies.fields import read
-from forerun.serve.bodies.prepare import Generation, chat_generation
+from forerun.serve.bodies.prepare import chat_generation
 from forerun.serve.bodies.wire import event
 from forerun.serve.dialects.anthropic.blocks import Blocks, Event
 from forerun.serve.dialects.anthropic.conversation import chat_body, ignored
@@ -34,17 +34,17 @@ class MessagesDialect(Dialect):
         super().__init__()
         self._started = False
 
-    def parse(self, value: Any, service: Service) -> Generation:
+    def parse(self, value: Any, service: Service) -> ParsedRequest:
         """As Dialect.parse, of the body of /v1/messages. Raises RequestError naming the field,
         ApiError.
         """
         body = read(MessagesBody, value)
-        self.served = service.named(body.model)
-        chat, loaded = chat_body(body), self.served.loaded
+        self._served = service.named(body.model)
+        chat, loaded = chat_body(body), self._served.loaded
         made = chat_generation(chat, loaded, service.settings)
         told = ignored_fields(chat, loaded)
         kept = made.rules is not None and made.rules.grammar.budget is not None
-        self.ignored = (
+        left = (
             *ignored(body),
             *(("thinking.budget_tokens",) if chat.thinking_token_budget and not kept else ()),
             *("thinking" for name in told if name == "reasoning_effort"),
@@ -54,7 +54,7 @@ class MessagesDialect(Dialect):
         self._blocks = Blocks(thinking is not None and thinking.display == "omitted")
         self._stats = body.speculative.stats
         self._id = f"msg_{uuid.uuid4().hex}"
-        return replace(made, id=self._id)
+        return ParsedRequest(replace(made, id=self._id), self._served, left)
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
         """As Dialect.events: message_start at first, content blocks, and with `last` the
@@ -103,7 +103,7 @@ class MessagesDialect(Dialect):
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self.served.name,
+            "model": self._served.name,
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,

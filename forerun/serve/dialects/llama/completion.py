@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from forerun.engine.request import Delta, Finish, Request, choice_seed
 from forerun.errors import RequestError
 from forerun.interface.plan import TokenLogprobs
-from forerun.serve.answers.contract import Dialect, News
+from forerun.serve.answers.contract import Dialect, News, ParsedRequest
 from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.fields import ignored_in, read
@@ -59,26 +59,25 @@ class CompletionsDialect(Dialect):
         super().__init__()
         self._written: dict[int, Written] = {}
 
-    def parse(self, value: Any, service: Service) -> Generation:
+    def parse(self, value: Any, service: Service) -> ParsedRequest:
         """As Dialect.parse, of the body of /completion. Raises RequestError naming the field,
         ApiError.
         """
         body = self._body = read(self._kind, value)
-        self.served = service.named(body.model)
-        self.ignored = ignored_in(body)
+        self._served = service.named(body.model)
         if body.n_probs > (most := service.settings.max_logprobs):
             message = f"n_probs is {body.n_probs}, but this server allows {most}."
             raise RequestError(message, "n_probs")
-        loaded = self.served.loaded
+        loaded = self._served.loaded
         made = completion_generation(self._plain(body), loaded, service.settings)
         made = within(made, loaded.context)
         counted = tuple(map(_counted, made.requests))
         self._generation = replace(made, requests=counted, cut=_cut(body, len(counted) * made.n))
-        return self._generation
+        return ParsedRequest(self._generation, self._served, ignored_in(body))
 
     def _plain(self, body: NativeBody) -> CompletionBody:
         """The request in the server's own words. Raises RequestError, ApiError."""
-        tokenizer = self.served.loaded.tokenizer
+        tokenizer = self._served.loaded.tokenizer
         return body.plain(tuple(_prompt(parts, tokenizer) for parts in body.prompt))
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
@@ -136,7 +135,7 @@ class CompletionsDialect(Dialect):
         probabilities: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         written, request = self._written[index], self._request(index)
-        loaded = self.served.loaded
+        loaded = self._served.loaded
         kind, word = _stop(written)
         held = len(request.prompt) + len(written.tokens)
         found = {
@@ -145,7 +144,7 @@ class CompletionsDialect(Dialect):
             "tokens": tokens,
             "id_slot": NO_SLOT,
             "stop": True,
-            "model": self.served.name,
+            "model": self._served.name,
             "tokens_predicted": len(written.tokens),
             "tokens_evaluated": len(request.prompt),
             "generation_settings": self._settings(index),
@@ -158,8 +157,8 @@ class CompletionsDialect(Dialect):
             "timings": self._timings(index, tally),
             **(probabilities or {}),
         }
-        if self.lossy:
-            found["lossy"] = self.lossy
+        if lossy := tally.generation.lossy:
+            found["lossy"] = lossy
         asked = self._body.response_fields
         return _chosen(found, asked) if asked else found
 
@@ -186,11 +185,11 @@ class CompletionsDialect(Dialect):
 
     def _settings(self, index: int) -> dict[str, Any]:
         """Return the settings of the generation, under llama.cpp's names."""
-        body, request, loaded = self._body, self._request(index), self.served.loaded
+        body, request, loaded = self._body, self._request(index), self._served.loaded
         used, limit = request.sampling, request.stopping.max_tokens
         return {
             "n_ctx": loaded.context,
-            "model": self.served.name,
+            "model": self._served.name,
             "seed": choice_seed(used.seed, index % self._generation.n),
             "temperature": used.temperature,
             "top_k": used.top_k,
@@ -214,7 +213,7 @@ class CompletionsDialect(Dialect):
     def _probabilities(self, delta: Delta) -> dict[str, Any]:
         if not delta.logprobs:
             return {}
-        tokenizer = self.served.loaded.tokenizer
+        tokenizer = self._served.loaded.tokenizer
         shown = [_entry(entry, tokenizer) for entry in visible(delta, self._generation.unseen)]
         return {"completion_probabilities": shown}
 
@@ -226,7 +225,7 @@ class InfillDialect(CompletionsDialect):
 
     def _plain(self, body: NativeBody) -> CompletionBody:
         assert isinstance(body, InfillBody)
-        loaded = self.served.loaded
+        loaded = self._served.loaded
         ids = infill_prompt(body, loaded.tokenizer, loaded.context)
         marks = marks_of(loaded.tokenizer).all
         return replace(body.plain((ids,)), stop_token_ids=(*body.stop_token_ids, *marks))

@@ -10,7 +10,7 @@ from typing import Any
 
 from forerun.engine.request import Finish
 from forerun.errors import RequestError
-from forerun.serve.answers.contract import Dialect, News, Ready
+from forerun.serve.answers.contract import Dialect, News, ParsedRequest, Ready
 from forerun.serve.answers.service import Served, Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import ignored_fields
@@ -39,27 +39,30 @@ class OllamaDialect(Dialect):
     _body: OllamaBody
     _generation: Generation
     _hearing: Hearing
+    _ignored: tuple[str, ...]
 
     def __init__(self) -> None:
         super().__init__()
         self._calls = Calls()
 
-    def parse(self, value: Any, service: Service) -> Generation | Ready:
+    def parse(self, value: Any, service: Service) -> ParsedRequest | Ready:
         """As Dialect.parse; Ready for a request that has nothing to write, which only loads. Raises
         RequestError naming the field, ApiError.
         """
         asked = self._read(value)
-        self.served = named(service, asked.model)
+        self._served = named(service, asked.model)
         self._body = asked
         idle = asked.options.without_effect(value.get("options") or {})
         inner = tuple(f"options.{name}" for name in idle)
-        self.ignored = (*ignored_in(asked), *inner)
+        self._ignored = (*ignored_in(asked), *inner)
         if self._empty(asked):
             reason = "unload" if asked.keep_alive in (0, "0") else "load"
-            return Ready({**self._line(Heard(), []), "done": True, "done_reason": reason})
-        self._generation = within(self._asked(asked, service), self.served.loaded.context)
+            return Ready(
+                {**self._line(Heard(), []), "done": True, "done_reason": reason}, self._ignored
+            )
+        self._generation = within(self._asked(asked, service), self._served.loaded.context)
         self._hearing = Hearing(self._generation)
-        return self._generation
+        return ParsedRequest(self._generation, self._served, self._ignored)
 
     @abstractmethod
     def _read(self, value: Any) -> OllamaBody:
@@ -112,12 +115,12 @@ class OllamaDialect(Dialect):
         self, heard: Heard, calls: list[dict[str, Any]], logprobs: Sequence[Any] = ()
     ) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        name = self._body.model or self.served.name
+        name = self._body.model or self._served.name
         found = {"model": name, "created_at": now, **self._text_fields(heard, calls)}
         return found | ({"logprobs": [*logprobs]} if logprobs else {})
 
     def _logprobs(self, news: News) -> list[dict[str, Any]]:
-        tokenizer, unseen = self.served.loaded.tokenizer, self._generation.unseen
+        tokenizer, unseen = self._served.loaded.tokenizer, self._generation.unseen
         return [entry for _, delta in news if delta.logprobs
                 for entry in logprob_entries(delta, unseen, tokenizer)]  # fmt: skip
 
@@ -153,13 +156,13 @@ class OllamaChat(OllamaDialect):
     def _asked(self, body: OllamaBody, service: Service) -> Generation:
         assert isinstance(body, OllamaChatBody)
         chat = conversation(body, body.messages)
-        self.ignored += left_out(body.messages)
+        self._ignored += left_out(body.messages)
         return self._chat(replace(chat, tools=body.tools), service)
 
     def _chat(self, chat: ChatBody, service: Service) -> Generation:
-        told = ignored_fields(chat, self.served.loaded)
-        self.ignored += tuple("think" for name in told if name == "reasoning_effort")
-        return chat_generation(chat, self.served.loaded, service.settings)
+        told = ignored_fields(chat, self._served.loaded)
+        self._ignored += tuple("think" for name in told if name == "reasoning_effort")
+        return chat_generation(chat, self._served.loaded, service.settings)
 
     def _text_fields(self, heard: Heard, calls: list[dict[str, Any]]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": heard.content}
@@ -187,7 +190,7 @@ class OllamaGenerate(OllamaChat):
     def _asked(self, body: OllamaBody, service: Service) -> Generation:
         assert isinstance(body, OllamaGenerateBody)
         if body.raw:
-            return completion_generation(plain(body), self.served.loaded, service.settings)
+            return completion_generation(plain(body), self._served.loaded, service.settings)
         messages = [{"role": "user", "content": body.prompt}]
         if body.system is not None:
             messages.insert(0, {"role": "system", "content": body.system})

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from time import monotonic
 from typing import Any, ClassVar
 
-from forerun.serve.answers.contract import Dialect, News
+from forerun.serve.answers.contract import Dialect, News, ParsedRequest
 from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import ignored_fields
@@ -51,13 +51,12 @@ class OpenAIDialect(Dialect):
     _prompt_top: int | None
     _envelope: dict[str, Any]
 
-    def parse(self, value: Any, service: Service) -> Generation:
+    def parse(self, value: Any, service: Service) -> ParsedRequest:
         """As Dialect.parse, of a body of /v1/completions or /v1/chat/completions. Raises
         RequestError naming the field, ApiError.
         """
         body, generation = self._parsed(value, service)
-        self.ignored += ignored_fields(body, self.served.loaded)
-        self.ignored += ignored_in_messages(value)
+        ignored = *ignored_fields(body, self._served.loaded), *ignored_in_messages(value)
         self._options = body.stream_options or StreamOptions()
         self._stats, self._timed = body.speculative.stats, body.timings_per_token
         self._predicts = body.prediction is not None
@@ -67,14 +66,14 @@ class OpenAIDialect(Dialect):
             "id": generation.id,
             "object": self.chunk_kind if generation.stream else self.whole_kind,
             "created": generation.created,
-            "model": self.served.name,
-            "system_fingerprint": self.served.fingerprint,
+            "model": self._served.name,
+            "system_fingerprint": self._served.fingerprint,
         }
-        return generation
+        return ParsedRequest(generation, self._served, ignored)
 
     @abstractmethod
     def _parsed(self, value: Any, service: Service) -> tuple[SampledBody, Generation]:
-        """Return the checked body and its generation; sets `served` and `_format`."""
+        """Return the checked body and its generation; sets `_served` and `_format`."""
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
         """Return one chunk per choice and kind of news; the last one has the usage and other
@@ -90,7 +89,7 @@ class OpenAIDialect(Dialect):
             chunks = [{**chunk, "usage": self._running(chunk, tally)} for chunk in chunks]
         if last and options.include_usage:
             chunks.append({**self._envelope, "choices": [], "usage": self._usage(tally)})
-        metadata = self._metadata()
+        metadata = _metadata(tally.generation)
         if chunks and metadata and not self._named:
             chunks[0]["metadata"] = metadata
             self._named = True
@@ -108,9 +107,9 @@ class OpenAIDialect(Dialect):
         worded = [self._format.choice(index, delta) for index, delta in choices]
         answer = {**self._envelope, "choices": worded, "usage": self._usage(tally)}
         if self._prompt_top is not None and self.whole_kind == ChatDialect.whole_kind:
-            tokenizer = self.served.loaded.tokenizer
+            tokenizer = self._served.loaded.tokenizer
             answer["prompt_logprobs"] = prompt_entries(choices[0][1], self._prompt_top, tokenizer)
-        metadata = self._metadata()
+        metadata = _metadata(tally.generation)
         if metadata:
             answer["metadata"] = metadata
         if self._stats:
@@ -146,11 +145,6 @@ class OpenAIDialect(Dialect):
         ids = self._prompt_ids or []
         return {"prompt_token_ids": ids[0] if len(ids) == 1 else ids}
 
-    def _metadata(self) -> dict[str, Any]:
-        """Return facts about what the answer is not: lossy, unenforced."""
-        found: dict[str, Any] = {"unenforced": list(self.unenforced)} if self.unenforced else {}
-        return found | ({"lossy": self.lossy} if self.lossy else {})
-
     def end(self, error: ApiError | None) -> bytes:
         """As Dialect.end: [DONE], after an event with the error if there is one."""
         return DONE if error is None else event(error_body(error)) + DONE
@@ -168,8 +162,8 @@ class ChatDialect(OpenAIDialect):
 
     def _parsed(self, value: Any, service: Service) -> tuple[SampledBody, Generation]:
         body = read(ChatBody, value)
-        self.served = service.named(body.model)
-        loaded = self.served.loaded
+        self._served = service.named(body.model)
+        loaded = self._served.loaded
         generation = chat_generation(body, loaded, service.settings)
         self._format = ChatFormat(
             loaded.tokenizer, generation.unseen, generation.parser, self._shown(body)
@@ -184,8 +178,8 @@ class CompletionDialect(OpenAIDialect):
 
     def _parsed(self, value: Any, service: Service) -> tuple[SampledBody, Generation]:
         body = read(CompletionBody, value)
-        self.served = service.named(body.model)
-        loaded = self.served.loaded
+        self._served = service.named(body.model)
+        loaded = self._served.loaded
         generation, tokenizer = (
             completion_generation(body, loaded, service.settings),
             loaded.tokenizer,
@@ -196,6 +190,16 @@ class CompletionDialect(OpenAIDialect):
             tokenizer, generation.unseen, silent, echoes, body.n, self._shown(body, body.logprobs)
         )
         return body, generation
+
+
+def _metadata(generation: Generation) -> dict[str, Any]:
+    """Return facts about what the answer is not: lossy, unenforced."""
+    found: dict[str, Any] = {}
+    if generation.unenforced:
+        found["unenforced"] = list(generation.unenforced)
+    if generation.lossy:
+        found["lossy"] = generation.lossy
+    return found
 
 
 def _echoes(body: CompletionBody, prompts: list[Ints], tokenizer: Tokenizer) -> tuple[Echo, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.engine.request import Finish
-from forerun.serve.answers.contract import Dialect, News
+from forerun.serve.answers.contract import Dialect, News, ParsedRequest
 from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import dialogue, ignored_fields
@@ -50,15 +50,15 @@ class ResponsesDialect(Dialect):
         self._output = Output({}, {})
         self._number = 0
 
-    def parse(self, value: Any, service: Service) -> Generation:
+    def parse(self, value: Any, service: Service) -> ParsedRequest:
         """As Dialect.parse, of the body of /v1/responses, behind the stored answer that it names.
         Raises RequestError naming the field, ApiError.
         """
         value = with_items(value, self._store)
         body = read(ResponsesBody, value)
-        self.served = service.named(body.model)
+        self._served = service.named(body.model)
         earlier = _earlier(body.previous_response_id, self._store)
-        chat, loaded = chat_body(body, earlier), self.served.loaded
+        chat, loaded = chat_body(body, earlier), self._served.loaded
         if body.truncation == "auto":
             made, left = fitting(chat, loaded, service.settings)
         else:
@@ -66,14 +66,14 @@ class ResponsesDialect(Dialect):
         told = ignored_fields(chat, loaded)
         unknown = ("reasoning.effort" for name in told if name == "reasoning_effort")
         truncated = (f"input ({left} earliest messages)",) if left else ()
-        self.ignored = (*ignored(body, value), *unknown, *truncated)
+        unused = (*ignored(body, value), *unknown, *truncated)
         self._body = body
         self._output = Output(namespaces(value.get("tools")), kinds(value.get("tools")))
         self._messages = (*earlier, *messages_of(body.input))
         self._hearing = Hearing(made)
         self._generation = replace(made, id=f"resp_{uuid.uuid4().hex}")
         self._base = self._described(value)
-        return self._generation
+        return ParsedRequest(self._generation, self._served, unused)
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
         """As Dialect.events: response.created at first, the items' events, and with `last` the
@@ -116,7 +116,7 @@ class ResponsesDialect(Dialect):
         for _, delta in news:
             entries: Logprobs = []
             if delta.logprobs:
-                tokenizer = self.served.loaded.tokenizer
+                tokenizer = self._served.loaded.tokenizer
                 entries = logprob_entries(delta, self._generation.unseen, tokenizer)
             events += self._output.push(self._hearing.push(delta), entries)
         return events
@@ -162,7 +162,7 @@ class ResponsesDialect(Dialect):
 
     def _usage(self, tally: Tally) -> dict[str, Any]:
         """Token counts."""
-        tokens = reasoning_tokens(self._output.thought, self.served.loaded.tokenizer)
+        tokens = reasoning_tokens(self._output.thought, self._served.loaded.tokenizer)
         tokens = min(tokens, tally.output_tokens)
         return {
             "input_tokens": tally.prompt_tokens,
@@ -190,7 +190,7 @@ class ResponsesDialect(Dialect):
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self.served.name,
+            "model": self._served.name,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,

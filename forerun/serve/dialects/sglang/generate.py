@@ -8,7 +8,7 @@ from typing import Any
 from forerun.engine.request import Delta, Finish
 from forerun.errors import RequestError
 from forerun.interface.plan import TokenLogprobs
-from forerun.serve.answers.contract import Dialect, News
+from forerun.serve.answers.contract import Dialect, News, ParsedRequest
 from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.fields import ignored_in, read
@@ -62,25 +62,25 @@ class GenerateDialect(Dialect):
         super().__init__()
         self._answers: dict[int, Answer] = {}
 
-    def parse(self, value: Any, service: Service) -> Generation:
+    def parse(self, value: Any, service: Service) -> ParsedRequest:
         """As Dialect.parse, of the body of /generate. Raises RequestError naming the field,
         ApiError.
         """
         body = self._body = read(GenerateBody, value)
-        self.served = service.named(body.model)
+        self._served = service.named(body.model)
         prompts = body.text if body.text is not None else body.input_ids
         if prompts is None or (body.text is not None and body.input_ids is not None):
             raise RequestError("Give either text or input_ids.", "text")
         self._asked = text_requests(body, prompts)
-        inner = (name for one in self._asked for name in ignored_in(one.params))
-        self.ignored = (*ignored_in(body), *sorted({f"sampling_params.{name}" for name in inner}))
-        self.ignored += unused_reports(body, self._asked)
+        names = {name for one in self._asked for name in ignored_in(one.params)}
+        inner = sorted(f"sampling_params.{name}" for name in names)
+        ignored = (*ignored_in(body), *inner, *unused_reports(body, self._asked))
         found = [
-            generation_of(one, body, self.served.loaded, service.settings) for one in self._asked
+            generation_of(one, body, self._served.loaded, service.settings) for one in self._asked
         ]
         self._generation = together(found, tuple(one.rid for one in self._asked if one.rid))
         self._several = prompts.several or self._generation.n > 1
-        return self._generation
+        return ParsedRequest(self._generation, self._served, ignored)
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
         """As Dialect.events: one event per delta, with the whole text so far."""
@@ -126,8 +126,8 @@ class GenerateDialect(Dialect):
         if stats is not None and stats.steps:
             meta["spec_verify_ct"] = stats.steps
             meta["spec_accept_length"] = 1 + stats.accepted / stats.steps
-        if self.lossy:
-            meta["lossy"] = self.lossy
+        if lossy := tally.generation.lossy:
+            meta["lossy"] = lossy
         return {"text": answer.text, "output_ids": [*answer.tokens], "meta_info": meta}
 
     def _logprobs(self, answer: Answer, prompt: list[int], asked: TextRequest) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class GenerateDialect(Dialect):
         return [self._entry(id, known.get(id)) for id in ids]
 
     def _entry(self, token: int, logprob: float | None) -> list[Any]:
-        tokenizer = self.served.loaded.tokenizer
+        tokenizer = self._served.loaded.tokenizer
         shown = self._body.return_text_in_logprobs
         text = token_text(tokenizer.token_bytes(token)) if shown else None
         return [None if logprob is None else max(logprob, LEAST_LOGPROB), token, text]
