@@ -33,7 +33,9 @@ class Mean:
     last: int = 0
 
     def learn(self, error: float, weight: float = 1.0) -> None:
-        """Learn the next observation, `error` away from the mean."""
+        """Move the mean towards the next observation, which differs from it by `error` (observation
+        minus mean) and counts as `weight` observations.
+        """
         self.seen += weight
         self.value += weight * max(1.0 - DECAY, 1.0 / max(self.seen, 1.0)) * error
 
@@ -265,7 +267,9 @@ class LiveCosts:
         return error - pace
 
     def jump(self, ratio: float) -> None:
-        """Put down to the machine that steps take `ratio` times the expected time from now on."""
+        """Multiply the time expected of every step by `ratio` (above 0): the machine's pace has
+        changed, not the price of draft tokens.
+        """
         self._pace += log(ratio)
 
     def describe(self) -> dict[str, float]:

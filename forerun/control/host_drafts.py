@@ -88,8 +88,14 @@ class HostDrafts:
         forced_only: bool,
         modelled: bool,
     ) -> list[int]:
-        """Return by row how many tokens that a grammar knows are worth verifying; forced_only: only
-        those that it forces; modelled: a draft model takes part in the step.
+        """Return, for each of B rows, how many of the tokens that its grammar predicts are worth
+        verifying in the coming step.
+
+        lookahead    predicts tokens by grammars
+        slots        int32[B]
+        kv_len       B counts of cached positions
+        forced_only  count only tokens that a grammar forces
+        modelled     whether a draft model takes part in the step
         """
         price, count = CERTAIN, len(kv_len)
         if not forced_only:

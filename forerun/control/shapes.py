@@ -95,7 +95,9 @@ class Shapes:
         return float(1.0 + longer * min(1.0, PLAIN_EVERY / max(bucket.steps, 1)))
 
     def speeds(self, rows: int) -> list[float]:
-        """Return the speed of every shape, relative to plain decoding."""
+        """Return the expected speed of a step of `rows` rows with each of `shapes`, in their order:
+        tokens of a row per time of a plain step, so 1.0 is plain decoding.
+        """
         single, *levels = self.rates()
         brought = np.cumprod(levels).cumsum().tolist()
         return [

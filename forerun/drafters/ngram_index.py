@@ -51,8 +51,8 @@ class NgramIndex:
 
     @property
     def trust(self) -> float:
-        """How far to believe scores: draft tokens that were right, over the number that scores
-        predicted.
+        """The factor, at most 1, that makes scores honest: draft tokens that were right, over the
+        sum of their scores.
         """
         return min(1.0, self._trust[1] / self._trust[0])
 
@@ -66,7 +66,7 @@ class NgramIndex:
         self.library.forerun_ngram_use(self.handle, ctypes.byref(_arrays(table)))
 
     def error(self) -> str:
-        """Return why the core refused the last call."""
+        """Return the core's message about the last call that failed."""
         error: bytes = self.library.forerun_error()
         return error.decode()
 

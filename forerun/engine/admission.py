@@ -150,7 +150,10 @@ class Admission:
             otherwise(seconds)
 
     def load(self, entering: int) -> Load:
-        """Return what is held now; `entering` more sequences are about to enter the queue."""
+        """Return the counts of waiting and running sequences and of pages, now.
+
+        entering  how many submitted sequences are not in the queue yet; they count as waiting
+        """
         return Load(
             waiting=len(self.waiting) + entering,
             running=len(self.running),

@@ -180,7 +180,10 @@ class OutputProcessor:
         return PendingRows(rows, committed)
 
     def emit(self, step: Step, outcome: Outcome, pending: PendingRows) -> None:
-        """Report the tokens of these rows that stop conditions let count."""
+        """Send the deltas of the rows in `pending`, as `commit` returned them, up to where stop
+        conditions cut their tokens, and end the sequences that stop. Rows whose sequence ended
+        since are left out.
+        """
         sequences = step.rows
         rows = [row for row in pending.rows if not sequences[row].over]
         self._metrics.rows(step.round.trees, rows, outcome)

@@ -97,7 +97,14 @@ class DraftTree:
 def full_draft(
     width: int, depth: int, nodes: int, tokens: Ints, parents: Ints, value: Floats
 ) -> Draft:
-    """Return `DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)`, faster."""
+    """Return the best `nodes` nodes of a full tree, cut to `depth` levels, in the order of growth.
+
+    tokens, parents  int32[K] target ids, and the node above or -1; K is full_size(width, levels)
+    value            float32[K] log-probability of each path in nats; -inf: the node does not exist
+
+    Equals `DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)`; a chain (width 1)
+    is cut without growing a tree.
+    """
     if width > 1:
         return DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)
     value = value[: min(depth, nodes)]
