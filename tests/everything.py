@@ -17,10 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "everything"
 SUITES = (
-    "test", "test-slow", "test-browser", "test-ray", "chaos", "test-clients", "sanitize", "docs",
+    "test", "test-slow", "vocabularies", "test-browser", "test-ray", "chaos", "test-clients",
+    "sanitize", "docs",
 )  # fmt: skip
 """In the order in which they run: what fails most often first. Left out, because each takes an hour
-or more or only runs on a GPU: chaos-nightly, fuzz-loaders, mutants, soak, test-slower, gpu-test."""
+or more, only runs on a GPU, or is a part of test-slow: reachability, chaos-nightly, fuzz-loaders, mutants, soak, test-slower, gpu-test."""
 SUMMARY = re.compile(r"^=*\s*(\d+ (?:passed|failed|skipped|deselected|error).* in [\d.:hms ()]+)")
 
 

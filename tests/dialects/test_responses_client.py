@@ -7,6 +7,8 @@ import tracemalloc
 import pytest
 
 from forerun.serve.dialects.responses.store import ResponseStore
+from forerun.serve.dialects.responses.truncation import with_items
+from forerun.serve.http.errors import ApiError
 from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, with_two
 from tests.dialects.thoughts import thoughtful
 from tests.e2e.processes import read_until, request_bytes
@@ -328,3 +330,21 @@ def test_a_conversation_is_truncated_to_what_there_is_room_for(server, turns):
     refused = server.post("/v1/responses", {**whole, "truncation": "auto"})
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_references_read_each_answer_once_and_give_each_item_once(monkeypatch):
+    """400 references in 16 kB read a stored answer of 4 MB 400 times, on the event loop."""
+    store, read = ResponseStore(), []
+    items = [{"id": f"i{n}", "role": "user", "content": "x"} for n in range(50)]
+    store.put({"id": "r", "output": []}, items, ())
+    get = store.get
+    monkeypatch.setattr(store, "get", lambda id: read.append(id) or get(id))
+    every = [{"type": "item_reference", "id": one["id"]} for one in items]
+    assert with_items({"input": every}, store) == {"input": items} and read == ["r"]
+    for again in (
+        [*every, every[0]],
+        [{"type": "item_reference", "id": "no"}],
+        [{**every[0], "id": 1}],
+    ):
+        with pytest.raises(ApiError, match="there is no item with this id"):
+            with_items({"input": again}, store)

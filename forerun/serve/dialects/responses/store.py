@@ -3,6 +3,7 @@
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,15 +59,22 @@ class ResponseStore:
             while self._bytes > self._max_bytes or len(self._answers) > self._max_answers:
                 self._forget(next(iter(self._answers)))
 
-    def item(self, id: str) -> dict[str, Any] | None:
-        """The item with this id in an answer that is still kept, or in what was asked with it; else
-        None.
+    def items(self, ids: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """By id, the items that are in answers still kept, or in what was asked with them. Each
+        answer is read once.
         """
+        wanted: dict[str, set[str]] = {}
         with self._lock:
-            answer = self._items.get(id)
-        found = self.get(answer) if answer is not None else None
-        items = [] if found is None else _items(found.response, found.input)
-        return next((one for one in items if one.get("id") == id), None)
+            for id in ids:
+                if id in self._items:
+                    wanted.setdefault(self._items[id], set()).add(id)
+        items: dict[str, dict[str, Any]] = {}
+        for answer, inside in wanted.items():
+            found = self.get(answer)
+            for one in [] if found is None else _items(found.response, found.input):
+                if one.get("id") in inside:
+                    items.setdefault(one["id"], one)
+        return items
 
     def get(self, id: str) -> StoredAnswer | None:
         """The answer with this id, if it is still kept; else None."""

@@ -15,12 +15,14 @@ from forerun.serve.http.errors import ApiError
 
 def with_items(value: Any, store: ResponseStore) -> Any:
     """A request's JSON with the stored items themselves for every `item_reference`. Raises ApiError
-    if one is not kept.
+    if one is not kept, or is referred to twice: a small body would become a huge one.
     """
     items = value.get("input") if isinstance(value, dict) else None
     if not isinstance(items, list) or not any(map(_refers, items)):
         return value
-    found = [_item(one, f"input[{at}]", store) for at, one in enumerate(items)]
+    ids = {one["id"] for one in items if _refers(one) and isinstance(one.get("id"), str)}
+    kept = store.items(ids)
+    found = [_item(one, f"input[{at}]", kept) for at, one in enumerate(items)]
     return {**value, "input": found}
 
 
@@ -28,13 +30,17 @@ def _refers(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") == "item_reference"
 
 
-def _item(value: Any, where: str, store: ResponseStore) -> Any:
+def _item(value: Any, where: str, kept: dict[str, dict[str, Any]]) -> Any:
+    """An item as it is, or the kept one that it refers to, which is taken out of `kept`."""
     if not _refers(value):
         return value
     id = value.get("id")
-    found = store.item(id) if isinstance(id, str) else None
+    found = kept.pop(id, None) if isinstance(id, str) else None
     if found is None:
-        message = f"{where}.id: there is no item with this id, or it is no longer stored."
+        message = (
+            f"{where}.id: there is no item with this id, it is no longer stored, or an earlier "
+            "entry refers to it."
+        )
         raise ApiError(400, message, "item_not_found", f"{where}.id")
     return found
 
