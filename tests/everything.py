@@ -21,7 +21,8 @@ SUITES = (
     "sanitize", "docs",
 )  # fmt: skip
 """In the order in which they run: what fails most often first. Left out, because each takes an hour
-or more, only runs on a GPU, or is a part of test-slow: reachability, chaos-nightly, fuzz-loaders, mutants, soak, test-slower, gpu-test."""
+or more, only runs on a GPU, or is a part of test-slow: chaos-nightly, fuzz-loaders, mutants, soak,
+test-slower, gpu-test, reachability."""
 SUMMARY = re.compile(r"^=*\s*(\d+ (?:passed|failed|skipped|deselected|error).* in [\d.:hms ()]+)")
 
 
