@@ -105,7 +105,8 @@ def test_search_and_rename(page):
         page.wait_for_selector(f".conversation[aria-current]:has-text('{text}')")
         page.click(".side .new")
     page.fill("#search", "PEARS")
-    assert page.locator(".conversation").all_inner_texts() == ["Apples and pears"]
+    assert page.locator(".conversation span").all_inner_texts() == ["Apples and pears"]
+    assert page.inner_text(".conversation .hit") == "Apples and pears"
     page.fill("#search", "plums")
     assert page.is_visible("text=No conversation has these words.")
     page.fill("#search", "")
@@ -280,3 +281,84 @@ def test_icons_differ_and_headings_are_in_order(browser, server, width):
             assert levels[0] == 1, view
             assert all(b - a <= 1 for a, b in pairwise(levels)), view
         assert not page.errors
+
+
+def test_a_conversation_has_an_address(page):
+    page.options(**TEN)
+    page.open()
+    for text in ("One", "Two"):
+        page.ask(text)
+        page.answered()
+        page.wait_for_selector(f".conversation[aria-current]:has-text('{text}')")
+        page.until("location.hash.startsWith('#chat/')")
+        page.click(".side .new")
+        page.until("location.hash === '#chat'")
+    page.click(".conversation:has-text('One')")
+    page.until("location.hash.startsWith('#chat/')")
+    one = page.url
+    page.click(".conversation:has-text('Two')")
+    page.until(f"location.href !== {json.dumps(one)}")
+    page.go_back()
+    page.wait_for_selector(".message.user:has-text('One')")
+    page.go_forward()
+    page.wait_for_selector(".message.user:has-text('Two')")
+    other = another_tab(page)
+    other.goto(one)
+    other.wait_for_selector(".message.user:has-text('One')")
+    page.click("[data-view=dashboard]")
+    page.click("[data-view=chat]")
+    page.until("location.hash.startsWith('#chat/')")
+    other.goto(f"{page.root}/#chat/unknown")
+    other.reload()
+    other.wait_for_selector(".notice:has-text('not in this browser')")
+
+
+def test_a_conversation_opens_at_its_end(page):
+    line = "A paragraph of some words that takes a few lines where the page is narrow. " * 12
+    says(page, "\n\n".join([line] * 8))
+    page.set_viewport_size({"width": 700, "height": 600})
+    page.open()
+    for number in range(1, 7):
+        page.ask(f"Question {number}")
+        page.answered(number)
+    at_end = (
+        "(({scrollTop, scrollHeight, clientHeight}) => scrollHeight - scrollTop - clientHeight < 4)"
+        "(document.querySelector('.scroller'))"
+    )
+    page.until(at_end)
+    page.reload()
+    page.wait_for_selector(":nth-match(.message.assistant, 6)")
+    page.wait_for_timeout(500)
+    assert page.evaluate(at_end)
+    page.hover(".scroller")
+    page.mouse.wheel(0, -2000)
+    page.wait_for_selector(".jump:visible")
+    page.wait_for_timeout(300)
+    assert not page.evaluate(at_end), "who scrolls up stays there"
+
+
+def test_lists_footnotes_and_parts_that_are_folded_away(page):
+    says(page, "\n".join([
+        *(f"{number}. Item" for number in range(98, 102)),
+        "", "A claim[^1].", "", "[^1]: Its *source*.", "",
+        "<details><summary>More <b></summary>", "", "- hidden **words**", "</details>", "", "End.",
+    ]))  # fmt: skip
+    page.open().ask("Hi")
+    page.answered()
+    said = page.locator(".message.assistant .said")
+    assert said.locator("ol").evaluate("list => list.style.getPropertyValue('--digits')") == "3"
+    assert said.locator("sup").all_inner_texts() == ["1", "1"]
+    assert said.locator("p:has(sup) em").inner_text() == "source"
+    assert not said.locator("details strong").is_visible()
+    said.locator("summary").click()
+    assert said.locator("details strong").inner_text() == "words"
+    assert said.locator("p").last.inner_text() == "End."
+
+
+def test_a_second_tab_says_that_the_first_is_writing(page):
+    page.options(**LONG)
+    page.open().ask("Hi")
+    page.until(GROWN)
+    other = another_tab(page)
+    other.open().wait_for_selector(".notice:has-text('Another tab is writing this answer.')")
+    page.click(".send[aria-label=Stop]")

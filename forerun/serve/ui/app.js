@@ -18,7 +18,8 @@ const views = {
 // --- views -------------------------------------------------------------------------------------
 
 function show() {
-  const name = location.hash.slice(1) in views ? location.hash.slice(1) : "chat";
+  const view = location.hash.slice(1).split("/")[0];
+  const name = view in views ? view : "chat";
   for (const other of Object.keys(views)) {
     by(`view-${other}`).hidden = other !== name;
     const link = document.querySelector(`[data-view="${other}"]`);
@@ -131,7 +132,11 @@ document.addEventListener("keydown", (event) => {
 });
 by("server").addEventListener("click", askForKey);
 connection.addEventListener("change", showServer);
-addEventListener("hashchange", () => { show(); by("main").focus(); });
+addEventListener("hashchange", () => {
+  show();
+  if (!by("view-chat").hidden) views.chat.visit();
+  by("main").focus();
+});
 document.addEventListener("visibilitychange", () => { if (!document.hidden) connection.watch(); });
 
 showTheme(load("theme", "auto") in THEMES ? load("theme", "auto") : "auto");

@@ -22,10 +22,15 @@ const NEAR = 80;
 const KEEP_EVERY = 1000;
 /** Milliseconds after which a growing answer is kept again, so that a reload loses no more than that. */
 
+/** The id of the conversation that the address names; null where it names none. */
+const addressed = () => /^#chat\/(.+)$/.exec(location.hash)?.[1] ?? null;
+
 const newId = () => crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
 
 export class Chat {
   #running = null;
+  #follows = true;
+  hint = "";
   #views = new Map();
   #files = [];
 
@@ -45,7 +50,13 @@ export class Chat {
     this.jump = iconButton("down", "To the end", () => this.#toEnd(), { class: "jump", hidden: true });
     this.panel = new OptionsPanel(() => this.#optionsChanged(), () => this.toggleOptions(false));
     root.append(this.side, h("div.middle", {}, this.#head(), h("div.stage", {}, this.scroller, this.jump), this.#composer()), this.panel.element);
-    this.scroller.addEventListener("scroll", () => { this.jump.hidden = this.#following(); }, { passive: true });
+    this.scroller.addEventListener("scroll", () => {
+      this.jump.hidden = this.#following();
+      this.#follows ||= this.jump.hidden;
+    }, { passive: true });
+    // Messages get their height when they are seen: the end stays in sight until somebody scrolls.
+    for (const act of ["wheel", "touchmove", "keydown", "pointerdown"]) this.scroller.addEventListener(act, () => { this.#follows = false; }, { passive: true });
+    new ResizeObserver(() => { if (this.#follows) this.#toEnd(); }).observe(this.messages);
     root.addEventListener("dragover", (event) => { if (event.dataTransfer?.types.includes("Files")) event.preventDefault(); });
     root.addEventListener("drop", (event) => { if (event.dataTransfer?.files.length) { event.preventDefault(); this.#attach(event.dataTransfer.files); } });
     document.addEventListener("keydown", (event) => {
@@ -61,9 +72,27 @@ export class Chat {
     if (!kept) this.sidebar.hint.textContent = "This browser keeps nothing: conversations end with the page.";
     this.all = await conversations.all();
     await this.#restoreUnfinished();
-    const last = this.all.find((one) => one.id === load("open", null)) ?? this.all[0];
-    if (last) this.select(last);
+    const wanted = addressed();
+    const last = this.all.find((one) => one.id === (wanted ?? load("open", null))) ?? this.all[0];
+    if (last) this.select(last, true);
     else this.begin();
+    if (wanted && wanted !== last?.id) this.#hint("The conversation of this address is not in this browser.");
+  }
+
+  /** Show the conversation that the address names, as after going back. */
+  visit() {
+    const found = this.all?.find((one) => one.id === addressed());
+    if (found && found !== this.current) this.select(found, true);
+    else if (this.all) this.#address(true);
+  }
+
+  /** Have the address name the open conversation, once it is kept; in place of the last one, or as a step to go back from. */
+  #address(instead) {
+    const address = this.all.includes(this.current) ? `#chat/${this.current.id}` : "#chat";
+    const view = location.hash.slice(1).split("/")[0];
+    if (location.hash === address || (view && view !== "chat")) return;
+    if (instead) history.replaceState(null, "", address);
+    else history.pushState(null, "", address);
   }
 
   /** While the page goes only local storage is sure to be written. */
@@ -88,15 +117,17 @@ export class Chat {
     const options = { ...DEFAULTS, ...load("options", {}) };
     this.current = { id: newId(), title: "New conversation", created: Date.now(), updated: Date.now(), messages: [], options };
     this.#shown();
+    this.#address(false);
     this.box.focus();
   }
 
-  select(conversation) {
+  select(conversation, instead = false) {
     this.stop();
     this.current = conversation;
     conversation.options = { ...DEFAULTS, ...conversation.options };
     save("open", conversation.id);
     this.#shown();
+    this.#address(instead);
   }
 
   async remove(conversation) {
@@ -127,6 +158,7 @@ export class Chat {
     this.all.sort((one, other) => other.updated - one.updated);
     save("open", this.current.id);
     this.#showList();
+    this.#address(true);
     await this.#put(this.current);
   }
 
@@ -160,7 +192,10 @@ export class Chat {
       if (known && known === this.current) this.begin();
     } else if (known) {
       Object.assign(known, stored);
-      if (known === this.current) this.#shown(false);
+      if (known === this.current) {
+        this.#shown(false);
+        if (stored.messages.at(-1)?.unfinished) this.#hint("Another tab is writing this answer.");
+      }
     } else this.all.unshift(stored);
     this.#showList();
   }
@@ -475,8 +510,10 @@ export class Chat {
   }
 
   #hint(text) {
-    this.notice.textContent = text;
-    setTimeout(() => this.#showState(), 5000);
+    this.hint = text;
+    this.#showState();
+    clearTimeout(this.hinted);
+    this.hinted = setTimeout(() => { this.hint = ""; this.#showState(); }, 5000);
   }
 
   #showState() {
@@ -485,7 +522,7 @@ export class Chat {
     this.go.replaceChildren(icon(running ? "stop" : "send"));
     this.go.classList.toggle("stopping", running);
     this.go.disabled = !running && connection.state !== "ok";
-    this.notice.textContent = connection.state === "ok" ? "" : "You can go on as soon as the server answers.";
+    this.notice.textContent = this.hint || (connection.state === "ok" ? "" : "You can go on as soon as the server answers.");
   }
 
   #following() {
@@ -494,6 +531,7 @@ export class Chat {
   }
 
   #toEnd() {
+    this.#follows = true;
     this.scroller.scrollTop = this.scroller.scrollHeight;
   }
 }

@@ -29,9 +29,48 @@ const formula = (name, level, marks) => ({
   renderer: ({ text }) => `<span class="${name}">${escape(text)}</span>`,
 });
 
+/** A part that is folded away, as GitHub has it. */
+const details = {
+  name: "details",
+  level: "block",
+  start: (text) => { const place = text.search(/<details[ >]/i); return place < 0 ? undefined : place; },
+  tokenizer(text) {
+    const found = /^<details(?: open)?>\s*(?:<summary>([^<]*)<\/summary>)?/i.exec(text);
+    const end = found ? text.toLowerCase().indexOf("</details>", found[0].length) : -1;
+    if (end < 0) return undefined;
+    const tokens = this.lexer.blockTokens(text.slice(found[0].length, end).trim(), []);
+    return { type: "details", raw: text.slice(0, end + "</details>".length), summary: found[1]?.trim() || "Details", tokens };
+  },
+  renderer(token) { return `<details><summary>${escape(token.summary)}</summary>${this.parser.parse(token.tokens)}</details>`; },
+};
+
+/** A footnote's text, and the sign that leads to it. */
+const footnote = {
+  name: "footnote",
+  level: "block",
+  start: (text) => { const place = text.indexOf("[^"); return place < 0 ? undefined : place; },
+  tokenizer(text) {
+    const found = /^\[\^([^\]\s]+)\]:[ \t]+([^\n]*)(?:\n|$)/.exec(text);
+    if (!found) return undefined;
+    return { type: "footnote", raw: found[0], sign: found[1], tokens: this.lexer.inlineTokens(found[2], []) };
+  },
+  renderer(token) { return `<p><sup>${escape(token.sign)}</sup> ${this.parser.parseInline(token.tokens)}</p>`; },
+};
+const footnoteSign = {
+  name: "footnote-sign",
+  level: "inline",
+  start: (text) => { const place = text.indexOf("[^"); return place < 0 ? undefined : place; },
+  tokenizer(text) {
+    const found = /^\[\^([^\]\s]+)\]/.exec(text);
+    return found ? { type: "footnote-sign", raw: found[0], text: found[1] } : undefined;
+  },
+  renderer: ({ text }) => `<sup>${escape(text)}</sup>`,
+};
+
 marked.use({
   gfm: true,
   extensions: [
+    details, footnote, footnoteSign,
     formula("formula-block", "block", [["$$", /^\$\$([^$]+)\$\$(?:\n|$)/], ["\\[", /^\\\[([\s\S]+?)\\\](?:\n|$)/]]),
     formula("formula-line", "inline", [["$$", /^\$\$([^$]+)\$\$/], ["$", /^\$(?![\s\d$])((?:\\.|[^\\$\n])+?)(?<!\s)\$(?!\d)/],
       ["\\(", /^\\\(([\s\S]+?)\\\)/], ["\\[", /^\\\[([\s\S]+?)\\\]/]]),
@@ -44,7 +83,7 @@ marked.use({
 
 const RULES = {
   ALLOWED_TAGS: ["a", "b", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "i", "input",
-    "kbd", "li", "ol", "p", "pre", "s", "span", "strong", "sub", "sup", "table", "tbody", "td", "th", "thead", "tr", "ul"],
+    "details", "kbd", "li", "ol", "p", "pre", "s", "span", "strong", "sub", "summary", "sup", "table", "tbody", "td", "th", "thead", "tr", "ul"],
   ALLOWED_ATTR: ["href", "title", "start", "align", "type", "checked", "disabled", "class"],
   ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
   ADD_URI_SAFE_ATTR: ["align", "checked", "disabled", "start", "type"], // Values of others must be addresses.
@@ -100,6 +139,7 @@ function rendered(token, links) {
     table.replaceWith(frame);
     frame.append(table);
   }
+  for (const list of fragment.querySelectorAll("ol")) list.style.setProperty("--digits", String(list.start + list.children.length - 1).length);
   for (const span of fragment.querySelectorAll(".formula-line, .formula-block")) {
     setFormula(span, span.textContent, span.className === "formula-block").catch(() => {});
   }

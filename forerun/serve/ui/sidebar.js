@@ -40,7 +40,8 @@ export class Sidebar {
   #show() {
     const found = this.#all.filter((one) => holds(one, this.#searched));
     this.list.replaceChildren(...found.map((one) => h("li", { dataset: { id: one.id } },
-      h("button.conversation", { type: "button", "aria-current": one === this.#current ? "true" : null, text: one.title, onclick: () => this.actions.select(one) }),
+      h("button.conversation", { type: "button", "aria-current": one === this.#current ? "true" : null, onclick: () => this.actions.select(one) },
+        h("span", { text: one.title }), h("small.hit", { text: this.#searched ? around(one, this.#searched) : null })),
       iconButton("edit", `Rename ${one.title}`, () => this.#rename(one)),
       iconButton("trash", `Delete ${one.title}`, () => this.actions.remove(one)))));
     if (this.#searched && !found.length) this.list.append(h("li.hint", { text: "No conversation has these words." }));
@@ -81,6 +82,15 @@ export class Sidebar {
       this.problem.textContent = error.message;
     }
   }
+}
+
+/** What stands around these words in a conversation's messages; null where they are in its title alone. */
+function around(conversation, words) {
+  for (const { content } of conversation.messages) {
+    const place = content.toLowerCase().indexOf(words);
+    if (place >= 0) return `${place > 20 ? "…" : ""}${content.slice(Math.max(0, place - 20), place + 80)}`;
+  }
+  return null;
 }
 
 /** Whether a conversation has these words, in small letters, in its title or its messages. */
