@@ -87,7 +87,10 @@ def made(executors):
 @pytest.mark.parametrize("changes", SWITCHES)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("cpu", marks=NATIVE), "torch", pytest.param("jax", marks=pytest.mark.slow)],
+    [
+        pytest.param("cpu", marks=NATIVE),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "jax")),
+    ],
 )
 def test_extensions_and_trees_are_the_unrolled_forward(dense, executors, tmp_path, name, changes):
     twin = Twin(dense, tmp_path, changes)

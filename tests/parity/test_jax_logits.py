@@ -49,8 +49,7 @@ CASES = [
         if name != "plain"
     ),
 ]
-FAST = [("llama", "plain"), ("qwen3", "tied"), ("gemma3_text", "plain"), ("qwen3_moe", "plain")]
-FAST += [("deepseek_v3", "yarn")]
+FAST = [("llama", "plain"), ("gemma3_text", "plain"), ("deepseek_v3", "yarn")]
 
 
 @pytest.fixture(autouse=True)

@@ -146,7 +146,7 @@ def wanted_of(logits, sampling, history, path, mask):
     return chosen_by_rule(processed, sampling, history.output_len + len(path))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("program", CHOSEN)
 def test_choices_are_the_hosts(program, masked):
     """Of every kind of row, at four nodes each that add draft tokens to what was said."""

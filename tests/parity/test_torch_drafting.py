@@ -51,7 +51,7 @@ def seen(monkeypatch):
 
     def proposed(self, plan):
         drafts = propose(self, plan)
-        sequences = [state.tokens.tobytes() for state in self._states_of(plan)]
+        sequences = [state.text.tokens.tobytes() for state in self._states_of(plan)]
         found["drafts"] += zip(sequences, plan.kv_len.tolist(), drafts, strict=True)
         return drafts
 
