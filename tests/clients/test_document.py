@@ -21,7 +21,7 @@ CONFIG = """[checks.negative_data_rejection]
 expected-statuses = [400, 401, 403, 404, 405, 406, 409, 413, 415, 422, 428, 429]
 
 [[operations]]
-include-path-regex = "chat|messages|responses"
+include-path-regex = ".*(chat|messages|responses).*"
 checks.negative_data_rejection.enabled = false
 """
 """How a server may refuse. 413: what breaks `maxItems` may be too large to be read at all. What an

@@ -319,6 +319,8 @@ def test_the_served_model_is_pulled_at_once(server, client, name):
     assert client.pull(name).status == "success"
     assert [one.status for one in client.pull(name, stream=True)] == ["success"]
     assert server.post("/api/pull", {}).status_code == 400
+    other = server.post("/api/pull", {"model": "llama3"})
+    assert other.status_code == 404 and "models are not added or removed" in other.json()["error"]
 
 
 @pytest.mark.parametrize(

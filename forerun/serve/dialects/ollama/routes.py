@@ -13,6 +13,7 @@ from forerun.serve.dialects.ollama.models import PullBody, ShowBody, listed, run
 from forerun.serve.http.errors import ApiError
 from forerun.version import __version__
 
+KEPT_MODELS = "This server has the model that it was started with; models are not added or removed."
 KEPT = ("push", "create", "copy", "delete", "blobs/{digest}")
 """Routes that change the models of a server: this one serves the model that it was started with."""
 
@@ -50,7 +51,7 @@ async def show(request: Request) -> Response:
 
 async def pull(request: Request) -> Response:
     """POST /api/pull: success for the model that is served, in one piece or as a stream of one
-    line; 501 for others. 400 without a name.
+    line; 404 for others. 400 without a name.
     """
     value, _ = await received(request)
     body, service = read(PullBody, value), service_of(request)
@@ -58,7 +59,7 @@ async def pull(request: Request) -> Response:
     if asked is None:
         raise RequestError("model is missing.", "model")
     if asked.removesuffix(LATEST) not in service.enter().names:
-        return await kept(request)
+        raise ApiError(404, KEPT_MODELS, "not_found")
     done = {"status": "success"}
     return Response(line(done), media_type="application/x-ndjson") if body.stream else Json(done)
 
@@ -72,8 +73,7 @@ async def kept(request: Request) -> Response:
     """Whatever would change the models: 501 always, this server has the one that it was started
     with.
     """
-    message = "This server has the model that it was started with; models are not added or removed."
-    raise ApiError(501, message, "not_implemented")
+    raise ApiError(501, KEPT_MODELS, "not_implemented")
 
 
 OLLAMA_ROUTES = [
