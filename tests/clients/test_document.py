@@ -22,7 +22,7 @@ expected-statuses = [400, 401, 403, 404, 405, 406, 409, 413, 415, 422, 428, 429]
 
 [[operations]]
 include-path-regex = ".*(chat|messages|responses).*"
-checks.negative_data_rejection.enabled = false
+checks.negative_data_rejection.expected-statuses = [200, 400, 401, 404, 413, 415, 422, 429]
 """
 """How a server may refuse. 413: what breaks `maxItems` may be too large to be read at all. What an
 earlier turn of a conversation holds is left out and named instead of refused, which no schema can
