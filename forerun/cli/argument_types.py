@@ -1,6 +1,11 @@
-"""Values of flags, read from text. All raise ArgumentTypeError: argparse shows it with the flag."""
+"""Values of flags, read from text: ArgumentTypeError is shown with the flag. Flags that have no
+effect beside others are refused.
+"""
 
 import argparse
+from math import inf
+
+from forerun.errors import ConfigError
 
 
 def positive(text: str) -> int:
@@ -42,3 +47,16 @@ def temperatures(text: str) -> tuple[float, ...]:
     if not all(0 <= value <= 100 for value in values):  # False for NaN.
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 100")
     return values
+
+
+def refuse_load(arguments: argparse.Namespace, beside: str) -> None:
+    """Raise ConfigError if a flag of bench's requests is given beside one that sends none."""
+    given = {
+        "--rate": arguments.rate < inf,
+        "--input-len": arguments.input_len is not None,
+        "--output-len": arguments.output_len is not None,
+        "--range-ratio": arguments.range_ratio < 1.0,
+        "--completions": arguments.completions,
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given):
+        raise ConfigError(f"{flag} is for --url and --launch; {beside} sends no requests.")

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
@@ -134,6 +135,8 @@ def _sweep(arguments: argparse.Namespace) -> LoadSweep:
     path = Path(arguments.prompts) if arguments.prompts else None
     if arguments.repeats < 1 or (arguments.requests is not None and arguments.requests < 1):
         raise ConfigError("repeats and requests must be 1 or more.")
+    if arguments.range_ratio < 1.0 and not (arguments.input_len or arguments.output_len):
+        raise ConfigError("--range-ratio needs --input-len or --output-len.")
     if path and arguments.input_len:
         raise ConfigError("--input-len makes prompts of its own; leave --prompts out.")
     kind = arguments.speculative or ("both" if arguments.launch else "as-is")
@@ -207,6 +210,7 @@ class Requests:
     def __init__(self, endpoint: Endpoint, sweep: LoadSweep, ask: AskConfig) -> None:
         self._endpoint, self._sweep, self._ask = endpoint, sweep, ask
         self._made: MadePrompts | None = None
+        self._run = secrets.token_hex(3)  # Another run, against the same server, has other prompts.
 
     async def prepare(self) -> None:
         """Warm up, and learn how many tokens a word has if prompts are to be made. Raises
@@ -230,7 +234,7 @@ class Requests:
 
     def bodies(self, side: str, count: int, tag: str) -> list[dict[str, Any]]:
         """Return `count` requests over evenly spread prompts, or made ones."""
-        sweep, label = self._sweep, f"Request {side}-{tag}-"
+        sweep, label = self._sweep, f"Request {self._run}-{side}-{tag}-"
         # Both sides of a repeat get requests of the same lengths.
         random = np.random.default_rng(list(tag.encode()))
         prompts: Iterable[Prompt] = cycle(spread(sweep.prompts, min(count, len(sweep.prompts))))

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from forerun.build.engine import Target
 from forerun.build.tuned import save
+from forerun.cli.argument_types import refuse_load
 from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.errors import ConfigError
 from forerun.machine import stamp
@@ -29,6 +30,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command. 1 where an answer differed from plain decoding's."""
     if arguments.out:
         check_folder(Path(arguments.out))
+    refuse_load(arguments, "--speculative-grid")
     config = configured(EngineConfig, arguments)
     if not config.speculates:
         raise ConfigError("there is nothing to measure with speculation off; choose a method.")

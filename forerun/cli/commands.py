@@ -303,13 +303,13 @@ def _load_flags(parser: argparse.ArgumentParser) -> None:
         *("--input-len", "--random-input-len"),
         type=positive,
         metavar="N",
-        help="make prompts of random words, of so many tokens as the server counts them",
+        help="make prompts of random words, N tokens long by the server's own count",
     )
     parser.add_argument(
         *("--output-len", "--random-output-len"),
         type=positive,
         metavar="N",
-        help="answers of exactly so many tokens (--max-tokens N --ignore-eos)",
+        help="answers of exactly N tokens (--max-tokens N --ignore-eos)",
     )
     parser.add_argument(
         *("--range-ratio", "--random-range-ratio"),

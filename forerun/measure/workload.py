@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,26 +93,36 @@ class Lengths:
 
 
 class MadePrompts:
-    """Prompts of random words of the built-in ones, as long as wished by a server's own count.
+    """Prompts of random words of the built-in ones, of a given length by a server's own count.
 
-    counts  {words: tokens} that a server counted in prompts of so many words, two at least
+    counts  {number of words: prompt tokens that the server reported}, for two lengths or more.
+            Raises ConfigError if longer prompts have no more tokens
     """
 
     def __init__(self, counts: dict[int, int]) -> None:
         (few, least), *_, (many, most) = sorted(counts.items())
+        if most <= least:
+            raise ConfigError(
+                f"The server counts {least} tokens in {few} words and {most} in {many}; lengths in "
+                "tokens cannot be made for it."
+            )
         self._per_word = (most - least) / (many - few)
         self._around = least - few * self._per_word
 
     def make(self, tokens: int, random: np.random.Generator) -> Prompt:
-        """Return a prompt of about so many tokens."""
+        """Return a prompt of about `tokens` tokens."""
         return words_of(round((tokens - self._around) / self._per_word), random)
 
 
 def words_of(count: int, random: np.random.Generator) -> Prompt:
-    """Return a prompt of so many random words of the built-in prompts, one at least."""
-    words = " ".join(prompt.text for prompt in read_prompts()).split()
-    text = " ".join(random.choice(words, max(1, count)).tolist())
+    """Return a prompt of `count` random words of the built-in prompts; of one if count is less."""
+    text = " ".join(random.choice(_words(), max(1, count)).tolist())
     return Prompt("made", "made", ({"role": "user", "content": text},))
+
+
+@cache
+def _words() -> list[str]:
+    return " ".join(prompt.text for prompt in read_prompts()).split()
 
 
 def _prompt(line: str, where: str, number: int) -> Prompt:

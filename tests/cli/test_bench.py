@@ -291,3 +291,42 @@ def test_both_sides_are_compared_pair_by_pair(capsys):
 def test_lengths_and_rates_that_cannot_be(flags, why, capsys):
     assert main(["bench", "--url", "http://127.0.0.1:9", *flags]) == 2
     assert why in capsys.readouterr().err
+
+
+LOAD = (
+    ["--rate", "2"], ["--input-len", "9"], ["--output-len", "9"], ["--range-ratio", "0.5"],
+    ["--completions"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", LOAD, ids=str)
+@pytest.mark.parametrize("beside", [["--speculative-grid"], ["--random-weights", "tiny"]], ids=str)
+def test_flags_of_requests_are_refused_where_none_are_sent(flags, beside, capsys):
+    assert main(["bench", *beside, *flags]) == 2
+    expected = f"{flags[0]} is for --url and --launch; {beside[0]} sends no requests."
+    assert expected in capsys.readouterr().err
+
+
+def test_a_ratio_without_a_length_is_refused(capsys):
+    with scripted() as (_, url):
+        assert main(["bench", "--url", url, "--range-ratio", "0.5"]) == 2
+    assert "--range-ratio needs --input-len or --output-len" in capsys.readouterr().err
+
+
+def test_a_server_that_counts_all_prompts_alike_gets_no_made_ones(capsys):
+    with scripted() as (script, url):
+        script.count = lambda text: 64
+        assert main(["bench", "--url", url, "--input-len", "100"]) == 2
+    assert "lengths in tokens cannot be made for it" in capsys.readouterr().err
+
+
+def test_a_second_run_has_other_prompts(capsys):
+    """Or the first one's would be in the server's prefix cache."""
+    line = ["--requests", "2", "--concurrency", "1", "--repeats", "1", "--json"]
+    with scripted() as (script, url):
+        script.pause = 0.0
+        for _ in range(2):
+            assert main(["bench", "--url", url, *line, "--input-len", "300"]) == 0
+    texts = [body["messages"][0]["content"] for body in script.bodies]
+    measured = [text for text in texts if text.startswith("Request")]
+    assert len({text[:15] for text in measured}) == 2

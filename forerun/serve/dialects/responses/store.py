@@ -60,8 +60,8 @@ class ResponseStore:
                 self._forget(next(iter(self._answers)))
 
     def items(self, ids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """By id, the items that are in answers still kept, or in what was asked with them. Each
-        answer is read once.
+        """Return the stored items with these ids, of inputs and outputs, by id. Reads each stored
+        answer once.
         """
         wanted: dict[str, set[str]] = {}
         with self._lock:
