@@ -17,6 +17,7 @@ from forerun.cache.store import PageStore
 from forerun.cache_dir import cache_dir
 from forerun.checkpoints.gguf.parts import parts_of
 from forerun.engine.thread import Engine
+from forerun.errors import ConfigError
 from forerun.interface.executor import Executor
 from forerun.options.config import EngineConfig
 from forerun.version import __version__
@@ -53,7 +54,7 @@ def keep_pages(
             f"not used: the {config.executor} executor cannot copy the pages of this model "
             "(recurrent layers, jax, or several devices)"
         )
-    folder, content = Path(config.kv_store).expanduser(), executor.pages.page_bytes
+    folder, content = _folder(config.kv_store), executor.pages.page_bytes
     tokens = 4 * (config.page_size + engine.lookahead)
     facts: list[str | int] = [
         *(__version__, model, config.executor, config.dtype, config.kv_dtype),
@@ -69,6 +70,17 @@ def keep_pages(
         f"{folder}, at most {human(store.limit)}, now {human(store.size())}; "
         f"{len(store) * config.page_size:,} tokens of this model"
     )
+
+
+def _folder(name: str) -> Path:
+    """Return the store's folder. Raises ConfigError for no name, or a home that does not exist."""
+    try:
+        if name.strip():
+            return Path(name).expanduser()
+        reason = "it is empty"
+    except RuntimeError as error:  # ~user without such a user.
+        reason = str(error)
+    raise ConfigError(f"kv-store {name!r} is no folder ({reason.rstrip('.')}); name another.")
 
 
 def _files(path: Path) -> Iterator[Path]:

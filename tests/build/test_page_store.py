@@ -130,3 +130,9 @@ def test_sizes(text, number):
 def test_sizes_that_are_none(text):
     with pytest.raises(ValueError):
         whole(text)
+
+
+@pytest.mark.parametrize("name", ["", " ", "~no-such-user/kv"])
+def test_a_name_of_no_folder_is_refused(name):
+    with pytest.raises(ConfigError, match="is no folder"):
+        page_store._folder(name)
