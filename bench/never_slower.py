@@ -10,11 +10,13 @@ to three halves of --tokens, drawn, and follow each other in every stream: where
 long and begin at once, plain decoding ends them at once too, which is faster than it is in service.
 At one stream the
 ratio of decoding alone, from the first token to the last, stands beside it. `--adversary` drafts
-tokens that are always wrong.
+tokens that are always wrong; `--cut-loops` ends each answer where plain decoding begins to say the
+same again and again, which small models do and n-grams love.
 """
 
 import argparse
 import statistics
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -26,18 +28,20 @@ from rich.table import Table
 
 from bench.records import ended, keep
 from forerun.build import engine
-from forerun.build.engine import open_target
+from forerun.build.engine import Target, open_target
 from forerun.build.registry import EXECUTORS
 from forerun.client.completion import acceptance_length, make_request
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafts.ngram_table import NgramTable
+from forerun.engine.request import Request
 from forerun.interface.plan import Plan
 from forerun.measure.paired import median_interval
 from forerun.measure.prove import Completions, encode
-from forerun.measure.sweep import Pair, pair
+from forerun.measure.sweep import Pair, answers, pair
 from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
 from forerun.speculative.tree import Draft
+from forerun.train.answers import before_loop
 
 
 class Wrong(NgramDrafter):
@@ -62,6 +66,16 @@ def wrong(slots: int, table: NgramTable | None = None, capacity: int = 0) -> Wro
 def decoding(run: Completions) -> float:
     """Tokens per second after the first, of one stream."""
     return sum(len(item.tokens) - 1 for item in run.done) / (run.seconds - run.waited)
+
+
+def without_loops(target: Target, requests: list[Request], batch: int) -> list[Request]:
+    """The requests, each to end where its plain answer begins to loop (one token at least)."""
+    plain = answers(target, replace(target.config, speculative_algorithm="OFF"), requests, batch)
+    lengths = [max(1, len(before_loop(np.array(item.tokens, np.int32)))) for item in plain.done]
+    return [
+        replace(request, stopping=replace(request.stopping, max_tokens=length))
+        for request, length in zip(requests, lengths, strict=True)
+    ]
 
 
 def _row(batch: int, prompts: int, pairs: list[Pair]) -> dict[str, Any]:
@@ -96,6 +110,7 @@ def main() -> int:
     parser.add_argument("--set", type=Path, help="jsonl of chats (default: built in)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--adversary", action="store_true")
+    parser.add_argument("--cut-loops", action="store_true", help="end answers where they loop")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.adversary:
@@ -125,6 +140,8 @@ def main() -> int:
                 )
                 for index, prompt in enumerate(prompts[step * size : (step + 1) * size])
             ]
+            if args.cut_loops:
+                requests = without_loops(target, requests, batch)
             pairs.append(pair(target, target.config, requests, batch, draw))
             off, on = ([item.tokens for item in side.done] for side in pairs[-1])
             same &= on == off
