@@ -1,4 +1,4 @@
-"""The folder for models between runs, and the lock that lets one process at a time fetch one."""
+"""Paths of users: their homes, the folder for models, and its lock for one process at a time."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from forerun.errors import DownloadError
+from forerun.errors import ConfigError, DownloadError
 
 if sys.platform == "win32":
     import msvcrt
@@ -31,6 +31,17 @@ def cache_dir() -> Path:
         given = os.environ.get("XDG_CACHE_HOME", "")
         base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
     return base / "forerun"
+
+
+def home_path(text: str) -> Path:
+    """The path, `~` and `~user` replaced. Raises ConfigError if that user has no home here."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the path {text[:200]!r} names the home of a user that this machine does not know; "
+            "write the path out"
+        ) from error
 
 
 def make_room(folder: Path, size: int) -> None:

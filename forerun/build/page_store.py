@@ -14,7 +14,7 @@ from forerun.build.executor_entry import Progress
 from forerun.build.memory import human
 from forerun.build.registry import EXECUTORS
 from forerun.cache.store import PageStore
-from forerun.cache_dir import cache_dir
+from forerun.cache_dir import cache_dir, home_path
 from forerun.checkpoints.gguf.parts import parts_of
 from forerun.engine.thread import Engine
 from forerun.errors import ConfigError
@@ -74,13 +74,9 @@ def keep_pages(
 
 def _folder(name: str) -> Path:
     """Return the store's folder. Raises ConfigError for no name, or a home that does not exist."""
-    try:
-        if name.strip():
-            return Path(name).expanduser()
-        reason = "it is empty"
-    except RuntimeError as error:  # ~user without such a user.
-        reason = str(error)
-    raise ConfigError(f"kv-store {name!r} is no folder ({reason.rstrip('.')}); name another.")
+    if not name.strip():
+        raise ConfigError("kv-store is empty; name a folder.")
+    return home_path(name)
 
 
 def _files(path: Path) -> Iterator[Path]:

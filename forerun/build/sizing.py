@@ -3,7 +3,6 @@ reading weights or allocating anything.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from forerun.build.draft_file import open_draft_file
 from forerun.build.drafting import own_layers, with_draft
@@ -12,6 +11,7 @@ from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.planned import PlannedCheckpoint
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor
 from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
 from forerun.drafts.ngram_table import FILE as TABLE
@@ -74,7 +74,7 @@ def described(config: EngineConfig, shape: str | None) -> Described:
     """
     if shape is not None:
         return Described(shape, RandomCheckpoint(shape_named(shape)), False)
-    path = Path(config.model).expanduser()
+    path = home_path(config.model)
     hub = None if path.exists() or config.model in BUILT_IN else hub_reference(config.model)
     if hub is not None and hub.file is None:
         path = huggingface.config_fetched(hub.repository, revision=config.revision)
@@ -118,7 +118,7 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
     named = config.speculative_draft_model_path
     if named is None or not config.speculates:
         return own_layers(config, target)
-    folder = Path(named).expanduser()
+    folder = home_path(named)
     if not (folder / "config.json").is_file():
         if (folder / TABLE).is_file():  # Counted with nothing: a few megabytes of the host's.
             return None

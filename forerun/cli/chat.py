@@ -4,10 +4,9 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
-from forerun.cache_dir import cache_dir
+from forerun.cache_dir import cache_dir, home_path
 from forerun.cli.console import emit_json, interactive, load_shown, say
 from forerun.cli.conversation import Conversation
 from forerun.cli.terminal import Wrapped, messages
@@ -116,11 +115,11 @@ def _save(talk: Conversation, text: str) -> None:
     if not text:
         say("name a file: /save talk.json")
         return
-    path = Path(text).expanduser()
     try:
+        path = home_path(text)
         with path.open("x", encoding="utf-8") as file:
             json.dump(talk.messages(), file, indent=1, ensure_ascii=False)
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         say(f"not saved: {error}")
         return
     say(f"saved to {path}")

@@ -103,7 +103,7 @@ def test_commands_of_the_terminal(tmp_path):
     done = chatted(
         "Hello\n/stats\n/reset\nHello\n/system Be kind.\nHello\n/fly\n/help\n"
         "/set\n/set temperature 0.5\n/set temperature hot\n/set top-k\n/set wings 2\n"
-        "/save a.json\n/save a.json\n/save\n/bye\nno\n",
+        "/save a.json\n/save a.json\n/save\n/save ~no-such-user/a\n/bye\nno\n",
         cwd=tmp_path,
     )
     assert done.returncode == 0

@@ -111,6 +111,15 @@ def test_what_does_not_fit_says_so_behind_its_table(capsys):
     assert "does not fit" in told.err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["~no-such-user/m"], ["smollm2-135m", "--speculative-draft-model-path", "~no-such-user/m"]],
+)
+def test_the_home_of_an_unknown_user_is_a_sentence(words, capsys):
+    assert main(["plan", *words]) == 2
+    assert "home of a user that this machine does not know" in capsys.readouterr().err
+
+
 def test_float8_takes_one_byte_but_for_embedding_and_head(capsys):
     arch = SHAPES["llama-3.1-8b"]
     found = planned(capsys, "--model-shape", "llama-3.1-8b", "--dtype", "float8", *CARD)
