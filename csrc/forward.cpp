@@ -152,8 +152,10 @@ void Model::attention_layer(const Step& step, int layer, int thread) {
     const Matrix& first = sizes.query_rank ? at.query_down : at.query;
     const Matrix& last = sizes.rank ? at.key : at.value;
     Wanted wanted = {&first, &at.key, &last};
-    if (at.kind.recurrent) {
+    if (at.kind.recurrent && sizes.value_heads) {
         wanted = {&at.query, &at.key, &at.value, &at.gate, &at.beta, &at.alpha};
+    } else if (at.kind.recurrent) {
+        wanted = {&at.query};
     } else if (sizes.gated) {
         wanted = {&at.query, &at.key, &at.value, &at.gate};
     }

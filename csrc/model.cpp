@@ -69,7 +69,7 @@ Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const 
       places_((int64_t)given.pages * given.page_size + given.max_nodes),
       states_(sizeof(float) * (size_t)given.recurrent * given.states * given.net_values() *
               given.key_size),
-      windows_(sizeof(float) * (size_t)given.recurrent * given.states * given.channels() *
+      windows_(sizeof(float) * (size_t)given.recurrent * given.states * given.channels *
                (given.recurrent ? given.convolved - 1 : 0)) {
     const size_t nodes = given.max_nodes, angles = frequencies_.size();
     const size_t columns = (nodes + kLanes - 1) / kLanes;
@@ -88,7 +88,7 @@ Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const 
     sine_.resize(nodes * angles);
     hidden_q_.resize(columns * groups(given.hidden));
     hidden_f_.resize(nodes * given.hidden);
-    mixed_q_.resize(columns * groups(std::max(mixed, given.net_values())));
+    mixed_q_.resize(columns * groups(std::max(mixed, given.net_output())));
     ffn_q_.resize(columns * groups(given.ffn));
     branch_.resize(nodes * given.hidden);
     scratch_.resize(pool.most());
@@ -158,8 +158,9 @@ const float** Model::vector(int layer, int which) {
                                  &at.key_norm,       &at.attention_end_norm, &at.ffn_end_norm,
                                  &at.correction,     &at.sinks,
                                  &at.kernel,         &at.rate,
-                                 &at.step,           &at.net_norm};
-    return which < 0 || which >= 12 ? nullptr : all[which];
+                                 &at.step,           &at.net_norm,
+                                 &at.kernel_bias};
+    return which < 0 || which >= 13 ? nullptr : all[which];
 }
 
 void Model::request_aux_hidden_states(const int32_t* layers, int count) {

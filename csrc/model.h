@@ -22,19 +22,27 @@ struct Sizes {
     // Latent attention: forerun/networks/layer_spec.py, `Latent`. rank 0: there is none; query_rank 0:
     // one product makes queries. kv_heads is 1 and head_size the rank and what is rotated.
     int32_t rank, nope, value, query_rank;
-    // Recurrent layers: forerun/networks/layer_spec.py, `GatedDelta`; `recurrent` says how many there
-    // are, and `states` how many texts' states are kept.
-    int32_t recurrent, states;
-    int32_t key_heads, value_heads, key_size, value_size, convolved, tiled;
+    // Recurrent layers: forerun/networks/layer_spec.py, `GatedDelta`, or `ShortConvolution`, which has
+    // no heads; `recurrent` says how many there are, `states` how many texts' states are kept, and
+    // `channels` how many numbers of a token pass a convolution over `convolved` tokens.
+    int32_t recurrent, states, channels, convolved;
+    int32_t key_heads, value_heads, key_size, value_size, tiled;
     int32_t gated;  // attention's context is multiplied by the sigmoid of a gate
     float norm_eps;
     float latent_eps;  // of the norms of the latent and of what makes queries
 
     int cached() const { return layers - recurrent; }  // layers with keys and values
-    // Of a delta net: numbers of all key heads, of all value heads, and what is convolved.
+    // Of a delta net: numbers of all key heads and of all value heads.
     int net_keys() const { return key_heads * key_size; }
     int net_values() const { return value_heads * value_size; }
-    int channels() const { return 2 * net_keys() + net_values(); }
+    // What a recurrent layer's last product reads.
+    int net_output() const { return value_heads ? net_values() : channels; }
+    // A row of what its first products make: of a delta net what is convolved, the gate of what is
+    // read, beta, alpha; of a convolution what is convolved, the gate of its sums, and what the first
+    // was multiplied by.
+    int64_t net_width() const {
+        return value_heads ? channels + net_values() + 2 * (int64_t)value_heads : 3 * (int64_t)channels;
+    }
 };
 
 // How positions turn queries and keys, in as many ways as a model's layers have.
@@ -95,7 +103,7 @@ struct LayerKind {
     int32_t gate;          // of Gate
     int32_t rope;          // which of the model's Ropes
     int32_t wide_norms;    // norms of queries and keys are over all heads at once
-    int32_t recurrent;     // a delta net stands in attention's place
+    int32_t recurrent;     // a delta net or a convolution stands in attention's place
     float router_scale;    // multiplies the weights of a node's experts
     float score_scale;     // multiplies q.k
     float residual;        // multiplies what attention and feed-forward add to the stream
@@ -110,7 +118,8 @@ struct FeedForward {
 struct Layer {
     LayerKind kind = {};
     int32_t place = 0;  // its number among the layers with keys and values, or with states
-    Matrix query, key, value, output;  // key, in latent attention: the latent and its rotated key
+    Matrix query, key, value, output;  // key, in latent attention: the latent and its rotated key;
+                                       // query, of a convolution: all that its first product makes
     Matrix gate;         // of attention's context, or of what a delta net read
     Matrix beta, alpha;  // of a delta net
     Matrix query_down;                 // of latent attention, whose `query` reads what it makes
@@ -123,8 +132,9 @@ struct Layer {
     const float *query_norm = nullptr, *key_norm = nullptr;
     const float* correction = nullptr;  // [experts] takes part in the choice alone
     const float* sinks = nullptr;       // [heads] scores that carry no value
-    // Of a delta net: float32[convolved][channels], [value_heads], [value_heads], [value_size].
-    const float *kernel = nullptr, *rate = nullptr, *step = nullptr, *net_norm = nullptr;
+    const float *kernel = nullptr, *kernel_bias = nullptr;  // float32[convolved][channels], [channels]
+    // Of a delta net: float32[value_heads], [value_heads], [value_size].
+    const float *rate = nullptr, *step = nullptr, *net_norm = nullptr;
     bool reads_groups = false;          // some feed-forward's weights are quantised
 };
 
@@ -319,6 +329,8 @@ protected:
     void reserve_nets();
     void prepare_nets(const Step& step);
     void recurrent_layer(const Step& step, int layer, Inputs x, int thread);
+    void delta_layer(const Step& step, const Layer& layer, int thread);
+    void convolution_layer(const Step& step, const Layer& layer, int thread);
     void net_products(const Layer& layer, Inputs x, int rows, int thread);
     void list_inputs(const Step& step, const Layer& layer, int node, const float** seen) const;
     void enter_net(const Step& step, const Layer& layer, int node);
@@ -326,6 +338,7 @@ protected:
     void advance_states(const Step& step, const Layer& layer, int thread);
     void keep_windows(const Step& step, const Layer& layer, int thread);
     void leave_net(const Layer& layer, int nodes, int thread);
+    void leave_convolution(const Step& step, const Layer& layer, int node);
     float* state(const Layer& layer, int64_t row) const;
     float* window(const Layer& layer, int64_t row) const;
     void ffn_layer(const Step& step, int layer, int thread);
@@ -374,10 +387,6 @@ protected:
     uint8_t* plane(int layer, int kind, int head) const;
     void keep(const float* x, uint8_t* plane, int64_t place) const;
     int64_t qkv_width() const;
-    // A row of `net_`: what is convolved, the gate of what is read, beta, alpha.
-    int64_t net_width() const {
-        return sizes.channels() + sizes.net_values() + 2 * (int64_t)sizes.value_heads;
-    }
     // Numbers of a head that a rope is over, numbers of a value, and what is kept of a position: keys
     // and values, or keys that begin with their values.
     int rope_size() const { return sizes.head_size - sizes.rank; }
@@ -441,7 +450,7 @@ protected:
     // step bring to each layer: [recurrent][drafts_][..].
     Region states_, windows_;  // [recurrent][states][..] [value_heads][key_size][value_size],
                                // [convolved - 1][channels]
-    Floats net_;               // [max_nodes][net_width()]
+    Floats net_;               // [max_nodes][sizes.net_width()]
     Floats net_queries_, net_keys_, net_values_, decay_, beta_, found_;  // as DeltaStep has them
     Floats kept_mixed_, kept_keys_, kept_values_, kept_decay_, kept_beta_;
     Floats ones_;

@@ -1,7 +1,9 @@
-// Layers with a recurrent state: a gated delta net (forerun/networks/layer_spec.py, GatedDelta).
+// Layers with a recurrent state: a gated delta net, or a short convolution (forerun/networks/
+// layer_spec.py, GatedDelta and ShortConvolution).
 //
-// States go on node by node, a tree's known tokens first; the states of draft tokens are not kept,
-// but what made them, so that an accepted path makes the same again (`follow`).
+// A convolution reads what its tokens' ancestors left, of all nodes at once. A net's states go on node
+// by node, a tree's known tokens first; the states of draft tokens are not kept, but what made them,
+// so that an accepted path makes the same again (`follow`).
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -17,12 +19,26 @@ constexpr float kLeast = 1e-6f;  // keeps the length of a query or a key from ze
 
 typedef float Four __attribute__((vector_size(16)));
 
+// a *= b, number by number.
+void times(float* a, const float* b, int count) {
+    int i = 0;
+    for (; i + 4 <= count; i += 4) {
+        Four x, y;
+        memcpy(&x, a + i, sizeof x);
+        memcpy(&y, b + i, sizeof y);
+        x = x * y;
+        memcpy(a + i, &x, sizeof x);
+    }
+    for (; i < count; i++) a[i] *= b[i];
+}
+
 // Sums of products over the tokens seen, the oldest first.
-void convolve(const float* const* seen, const float* kernel, int tokens, int64_t channels, int first,
-              int count, float* out) {
+void convolve(const float* const* seen, const float* kernel, const float* bias, int tokens,
+              int64_t channels, int first, int count, float* out) {
     int i = 0;
     for (; i + 4 <= count; i += 4) {
         Four sum = {};
+        if (bias) memcpy(&sum, bias + first + i, sizeof sum);
         for (int t = 0; t < tokens; t++) {
             Four x, k;
             memcpy(&x, seen[t] + first + i, sizeof x);
@@ -32,7 +48,7 @@ void convolve(const float* const* seen, const float* kernel, int tokens, int64_t
         memcpy(out + i, &sum, sizeof sum);
     }
     for (; i < count; i++) {
-        float sum = 0.0f;
+        float sum = bias ? bias[first + i] : 0.0f;
         for (int t = 0; t < tokens; t++) {
             sum += seen[t][first + i] * kernel[t * channels + first + i];
         }
@@ -46,14 +62,14 @@ double softplus(double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::
 
 void Model::reserve_nets() {
     const size_t nodes = sizes.max_nodes, heads = sizes.value_heads;
-    net_.resize(nodes * net_width());
+    net_.resize(nodes * sizes.net_width());
     net_queries_.resize(nodes * sizes.net_keys());
     net_keys_.resize(nodes * sizes.net_keys());
     net_values_.resize(nodes * sizes.net_values());
-    found_.resize(nodes * sizes.net_values());
+    found_.resize(nodes * sizes.net_output());
     decay_.resize(nodes * heads);
     beta_.resize(nodes * heads);
-    ones_.assign(sizes.channels(), 1.0f);
+    ones_.assign(sizes.channels, 1.0f);
     draft_of_.resize(nodes);
     net_scratch_.resize(pool.most());
 }
@@ -64,7 +80,7 @@ float* Model::state(const Layer& at, int64_t row) const {
 }
 
 float* Model::window(const Layer& at, int64_t row) const {
-    const int64_t each = (int64_t)(sizes.convolved - 1) * sizes.channels();
+    const int64_t each = (int64_t)(sizes.convolved - 1) * sizes.channels;
     return (float*)windows_.data() + (at.place * (int64_t)sizes.states + row) * each;
 }
 
@@ -84,12 +100,12 @@ void Model::prepare_nets(const Step& step) {
         if (floats.size() < count) floats.resize(count);
     };
     const size_t rows = (size_t)sizes.recurrent * drafts_;
-    room(kept_mixed_, rows * sizes.channels());
+    room(kept_mixed_, rows * sizes.channels);
     room(kept_keys_, rows * sizes.net_keys());
     room(kept_values_, rows * sizes.net_values());
     room(kept_decay_, rows * sizes.value_heads);
     room(kept_beta_, rows * sizes.value_heads);
-    const size_t windows = (size_t)(sizes.convolved - 1) * sizes.channels();
+    const size_t windows = (size_t)(sizes.convolved - 1) * sizes.channels;
     for (Floats& own : net_scratch_) {
         room(own, std::max(delta_scratch(sizes.key_size, most), windows));
     }
@@ -99,6 +115,15 @@ void Model::recurrent_layer(const Step& step, int layer, Inputs x, int thread) {
     const Layer& at = layers_[layer];
     net_products(at, x, step.nodes, thread);
     pool.barrier();
+    if (sizes.value_heads) {
+        delta_layer(step, at, thread);
+    } else {
+        convolution_layer(step, at, thread);
+    }
+    bring_out(at, found_.data(), step.nodes, thread);
+}
+
+void Model::delta_layer(const Step& step, const Layer& at, int thread) {
     const Share mine(step.nodes, thread, pool.threads());
     for (int n = mine.first; n < mine.last; n++) {
         enter_net(step, at, n);
@@ -109,15 +134,30 @@ void Model::recurrent_layer(const Step& step, int layer, Inputs x, int thread) {
     keep_windows(step, at, thread);
     pool.barrier();
     leave_net(at, step.nodes, thread);
-    bring_out(at, found_.data(), step.nodes, thread);
+}
+
+void Model::convolution_layer(const Step& step, const Layer& at, int thread) {
+    const Share mine = columns_of(step.nodes, thread, pool.threads());
+    for (int n = mine.first; n < mine.last; n++) {
+        float* row = &net_[(size_t)n * sizes.net_width()];
+        times(row, row + 2 * (size_t)sizes.channels, sizes.channels);
+        if (draft_of_[n] >= 0) keep_draft(at, n);
+    }
+    pool.barrier();
+    for (int n = mine.first; n < mine.last; n++) leave_convolution(step, at, n);
+    pool.barrier();
+    keep_windows(step, at, thread);
 }
 
 void Model::net_products(const Layer& at, Inputs x, int rows, int thread) {
+    if (!sizes.value_heads) {
+        return multiply({&at.query}, {net_.data()}, x, rows, (int)sizes.net_width(), false, thread);
+    }
     const int keys = sizes.net_keys(), values = sizes.net_values();
     float *query = net_.data(), *key = query + keys, *value = key + keys;
     float *gate = value + values, *beta = gate + values, *alpha = beta + sizes.value_heads;
     multiply({&at.query, &at.key, &at.value, &at.gate, &at.beta, &at.alpha},
-             {query, key, value, gate, beta, alpha}, x, rows, (int)net_width(), false, thread);
+             {query, key, value, gate, beta, alpha}, x, rows, (int)sizes.net_width(), false, thread);
 }
 
 // What the convolution reads of a node: its own row of `net_` last, before it those above it in its
@@ -127,10 +167,10 @@ void Model::list_inputs(const Step& step, const Layer& at, int node, const float
     int above = node, back = sizes.convolved - 2;
     for (int t = sizes.convolved - 1; t >= 0; t--) {
         if (above >= 0) {
-            seen[t] = &net_[(size_t)above * net_width()];
+            seen[t] = &net_[(size_t)above * sizes.net_width()];
             above = step.parents[above];
         } else {
-            seen[t] = before + (size_t)back-- * sizes.channels();
+            seen[t] = before + (size_t)back-- * sizes.channels;
         }
     }
 }
@@ -144,7 +184,7 @@ void Model::enter_net(const Step& step, const Layer& at, int node) {
                             &net_values_[(size_t)node * values]};
     for (int part = 0; part < 3; part++) {
         const int count = part == 2 ? values : keys;
-        convolve(seen, at.kernel, sizes.convolved, sizes.channels(), part * keys, count, parts[part]);
+        convolve(seen, at.kernel, nullptr, sizes.convolved, sizes.channels, part * keys, count, parts[part]);
         kernels->gates[kSilu](parts[part], ones_.data(), count, parts[part]);
     }
     const float root = 1.0f / std::sqrt((float)size);
@@ -155,7 +195,7 @@ void Model::enter_net(const Step& step, const Layer& at, int node) {
             kernels->norm(x, ones_.data(), part ? factor : factor * root, size, x);
         }
     }
-    const float* gates = &net_[(size_t)node * net_width() + sizes.channels() + values];
+    const float* gates = &net_[(size_t)node * sizes.net_width() + sizes.channels + values];
     for (int head = 0; head < sizes.value_heads; head++) {
         const double opened = softplus((double)gates[sizes.value_heads + head] + at.step[head]);
         beta_[(size_t)node * sizes.value_heads + head] = (float)(1 / (1 + std::exp(-(double)gates[head])));
@@ -170,7 +210,8 @@ void Model::keep_draft(const Layer& at, int node) {
         memcpy(&to[draft * count], from, sizeof(float) * count);
     };
     const size_t keys = sizes.net_keys(), values = sizes.net_values(), heads = sizes.value_heads;
-    keep(&net_[(size_t)node * net_width()], sizes.channels(), kept_mixed_);
+    keep(&net_[(size_t)node * sizes.net_width()], sizes.channels, kept_mixed_);
+    if (!heads) return;
     keep(&net_keys_[node * keys], keys, kept_keys_);
     keep(&net_values_[node * values], values, kept_values_);
     keep(&decay_[node * heads], heads, kept_decay_);
@@ -196,7 +237,7 @@ void Model::advance_states(const Step& step, const Layer& at, int thread) {
 // The convolution's last inputs of known nodes, where they are to be kept; of a row's root last, for
 // its window is read until then.
 void Model::keep_windows(const Step& step, const Layer& at, int thread) {
-    const size_t channels = sizes.channels(), rest = sizes.convolved - 1;
+    const size_t channels = sizes.channels, rest = sizes.convolved - 1;
     const Share mine(step.rows, thread, pool.threads());
     float* const inputs = net_scratch_[thread].data();
     const float* seen[kMostConvolved];
@@ -221,7 +262,7 @@ void Model::leave_net(const Layer& at, int nodes, int thread) {
     const int size = sizes.value_size, values = sizes.net_values();
     const Share mine = columns_of(nodes, thread, pool.threads());
     for (int n = mine.first; n < mine.last; n++) {
-        const float* gate = &net_[(size_t)n * net_width() + sizes.channels()];
+        const float* gate = &net_[(size_t)n * sizes.net_width() + sizes.channels];
         float* read = &found_[(size_t)n * values];
         for (int head = 0; head < sizes.value_heads; head++) {
             put_norm(read + head * size, at.net_norm, sizes.norm_eps, size, read + head * size);
@@ -236,17 +277,30 @@ void Model::leave_net(const Layer& at, int nodes, int thread) {
     pool.barrier();
 }
 
+// A convolution's sums, opened by their gate, as the last product reads them.
+void Model::leave_convolution(const Step& step, const Layer& at, int node) {
+    const int channels = sizes.channels;
+    const float* seen[kMostConvolved];
+    list_inputs(step, at, node, seen);
+    float* out = &found_[(size_t)node * channels];
+    convolve(seen, at.kernel, at.kernel_bias, sizes.convolved, channels, 0, channels, out);
+    times(out, &net_[(size_t)node * sizes.net_width() + channels], channels);
+    if (!is_float(at.output.format)) {
+        kernels->quantise(out, channels, column(mixed_q_.data(), node, channels), node % kLanes);
+    }
+}
+
 std::string Model::copy_state(int64_t from, int64_t to) {
     if (from < -1 || from >= sizes.states || to < 0 || to >= sizes.states) return "no such state";
     const size_t numbers = (size_t)sizes.net_values() * sizes.key_size;
-    const size_t inputs = (size_t)(sizes.convolved - 1) * sizes.channels();
+    const size_t inputs = (size_t)(sizes.convolved - 1) * sizes.channels;
     for (const Layer& at : layers_) {
         if (!at.kind.recurrent || from == to) continue;
         if (from < 0) {
-            memset(state(at, to), 0, sizeof(float) * numbers);
+            if (numbers) memset(state(at, to), 0, sizeof(float) * numbers);
             memset(window(at, to), 0, sizeof(float) * inputs);
         } else {
-            memcpy(state(at, to), state(at, from), sizeof(float) * numbers);
+            if (numbers) memcpy(state(at, to), state(at, from), sizeof(float) * numbers);
             memcpy(window(at, to), window(at, from), sizeof(float) * inputs);
         }
     }
@@ -260,7 +314,7 @@ std::string Model::follow(const int64_t* rows, const int32_t* nodes, int count) 
         if (!there || draft_of_[nodes[i]] < 0) return "no draft token of the last step";
     }
     const int blocks = (sizes.value_size + kColumns - 1) / kColumns, heads = sizes.value_heads;
-    const size_t channels = sizes.channels(), rest = sizes.convolved - 2;
+    const size_t channels = sizes.channels, rest = sizes.convolved - 2;
     std::vector<const Layer*> nets;
     for (const Layer& at : layers_) {
         if (at.kind.recurrent) nets.push_back(&at);

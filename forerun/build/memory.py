@@ -194,7 +194,7 @@ def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
         per_token=per_token,
         per_node=4 * ((4 + arch.expert_rows) * arch.hidden + 3 * arch.ffn + arch.latent_numbers),
         per_scored=4 * (arch.vocab // 4),
-        state=arch.delta.state_bytes(arch.recurrent_layers) if arch.delta else 0,
+        state=arch.state_bytes,
     )
 
 

@@ -95,11 +95,10 @@ def _state_needs(arch: Architecture, needs: Needs) -> Needs:
     """With what a draft token takes where layers have recurrent states: the numbers that its states
     are made of, and of one layer at a time the state, as it is and twice more.
     """
-    delta = arch.delta
-    if delta is None:
+    if arch.recurrent is None:
         return needs
-    inputs = 4 * arch.recurrent_layers * delta.draft_numbers
-    return replace(needs, per_scored=needs.per_scored + inputs + 12 * delta.state_numbers)
+    states = 4 * arch.draft_state_numbers + 12 * arch.recurrent.state_numbers
+    return replace(needs, per_scored=needs.per_scored + states)
 
 
 def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> Needs:
@@ -116,7 +115,7 @@ def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> N
 
 def _captured_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> Needs:
     """With what captured rounds take, where there are any."""
-    if config.device == "cpu" or config.disable_cuda_graph or arch.delta is not None:
+    if config.device == "cpu" or config.disable_cuda_graph or arch.recurrent is not None:
         return needs
     fixed = needs.fixed + 8 * (config.max_sequences + 1) * arch.vocab
     return replace(needs, fixed=fixed, captured=True)

@@ -12,7 +12,13 @@ from forerun.checkpoints.checkpoint import check_whole, shortened
 from forerun.checkpoints.converted import read_pickled
 from forerun.checkpoints.grouped import Grouped
 from forerun.checkpoints.mapped import FourBits, Packed, TensorFile
-from forerun.checkpoints.naming import IN_LAYER, StoredPart, StoredTensor, layer_pieces
+from forerun.checkpoints.naming import (
+    FINAL_NORMS,
+    IN_LAYER,
+    StoredPart,
+    StoredTensor,
+    layer_pieces,
+)
 from forerun.checkpoints.prediction_naming import (
     divided,
 )
@@ -31,6 +37,7 @@ _SPECIAL_TOKENS = "special_tokens_map.json"
 _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_NORM = "model.norm.weight"
 _MOST_SHARDS = 1024
 _MOST_INDEX = 64 << 20
 """Bytes; that of Kimi K2 has 13.5 MB."""
@@ -120,7 +127,8 @@ def _stored(
     for name, shape in expected_tensors(arch).items():
         match = IN_LAYER.match(name)
         if match is None:
-            wanted[name] = name, StoredPart(name, shape, shape)
+            stored = FINAL_NORMS.get(arch.family, name) if name == _NORM else name
+            wanted[name] = stored, StoredPart(stored, shape, shape)
         else:
             piece = pieces[arch.layer_specs[int(match[1])]][name[match.end() :]]
             wanted[name] = match[0] + piece.stored, piece

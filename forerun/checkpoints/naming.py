@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from forerun.checkpoints.grouped import Grouped
 from forerun.checkpoints.mapped import FourBits, Packed, TensorFile
 from forerun.networks.arch import Architecture, Family, layer_tensors
-from forerun.networks.layer_spec import Experts, LayerSpec
+from forerun.networks.layer_spec import Experts, GatedDelta, LayerSpec
 from forerun.networks.rope import Rope
 from forerun.types import AnyArray, Floats
 
@@ -169,6 +169,17 @@ _SPARSE = (
     (r"mlp\.experts\.(\d+)\.down_proj\.", r"block_sparse_moe.experts.\1.w2."),
     (r"mlp\.experts\.(\d+)\.up_proj\.", r"block_sparse_moe.experts.\1.w3."),
 )
+_LFM2 = (
+    (r"input_layernorm\.", "operator_norm."),
+    (r"post_attention_layernorm\.", "ffn_norm."),
+    (r"self_attn\.([qk])_norm\.", r"self_attn.\1_layernorm."),
+    (r"self_attn\.o_proj\.", "self_attn.out_proj."),
+    (r"mlp\.gate\.e_score_correction_bias", "feed_forward.expert_bias"),
+    (r"mlp\.gate\.", "feed_forward.gate."),
+    (r"mlp\.(experts\.\d+\.)?gate_proj\.", r"feed_forward.\1w1."),
+    (r"mlp\.(experts\.\d+\.)?down_proj\.", r"feed_forward.\1w2."),
+    (r"mlp\.(experts\.\d+\.)?up_proj\.", r"feed_forward.\1w3."),
+)
 _RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
     "mixtral": _SPARSE,
     "minimax_m2": _SPARSE,
@@ -177,8 +188,12 @@ _RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
     "deepseek_v3": (_SHARED,),
     "deepseek_v2": (_SHARED,),
     "gpt_oss": ((r"mlp\.gate\.", "mlp.router."),),
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
 }
 """By family: how canonical names begin, and how the files' do."""
+FINAL_NORMS: dict[Family, str] = dict.fromkeys(("lfm2", "lfm2_moe"), "model.embedding_norm.weight")
+"""What files call model.norm.weight, where they call it otherwise."""
 
 IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
@@ -288,7 +303,7 @@ def joined(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) ->
     """Qwen3.5's: a delta net's queries, keys and values stand one above the other, its gates alone;
     of attention each head's gate follows its query, as in Qwen3-Next.
     """
-    delta = spec.delta
+    delta = spec.recurrent if isinstance(spec.recurrent, GatedDelta) else None
     if delta is None:
         return head_by_head(name, piece, arch, spec)
     part = name.removeprefix("linear_attn.").removesuffix("_proj.weight")
@@ -309,8 +324,7 @@ def head_by_head(name: str, piece: StoredPart, arch: Architecture, spec: LayerSp
     if room == "self_attn" and part in ("q_proj", "gate_proj"):
         heads, stored = arch.heads, "q_proj"
         widths = {"q_proj": arch.head_size, "gate_proj": arch.head_size}
-    elif room == "linear_attn" and spec.delta is not None and part.endswith("_proj"):
-        delta = spec.delta
+    elif isinstance(delta := spec.recurrent, GatedDelta) and part.endswith("_proj"):
         heads, each = delta.key_heads, delta.value_heads // delta.key_heads
         wide = each * delta.value_size
         widths = {"q_proj": delta.key_size, "k_proj": delta.key_size, "v_proj": wide}

@@ -106,7 +106,7 @@ def _belongs(name: str, files: Files, arch: Architecture) -> bool:
 
 def several(arch: Architecture, count: int) -> Architecture:
     """The model with `count` layers, all as its last that attends."""
-    attends = [spec for spec in arch.layer_specs if spec.delta is None]
+    attends = [spec for spec in arch.layer_specs if spec.recurrent is None]
     return replace(arch, layer_specs=tuple(attends[-1:] * count))
 
 

@@ -167,7 +167,7 @@ def check_divides(arch: Architecture, tp: TensorParallel) -> None:
     """Raise ConfigError if a model cannot be shared by the ranks of which `tp` is one; it says
     by how many it could be.
     """
-    if arch.delta is not None and tp.size > 1:
+    if arch.recurrent is not None and tp.size > 1:
         raise ConfigError(
             f"tp-size is {tp.size}, but recurrent states are not cut over ranks yet; this model "
             "runs on one device."

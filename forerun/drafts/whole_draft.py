@@ -72,7 +72,7 @@ class WholeDraft:
 
     def __post_init__(self) -> None:
         """Raise ModelError for a model that cannot draft here."""
-        if self.checkpoint.architecture.delta is not None:
+        if self.checkpoint.architecture.recurrent is not None:
             raise ModelError(
                 f"{self.name} has layers with a recurrent state, which a draft model cannot have "
                 "yet; use --speculative-algorithm NGRAM, or a draft model with attention only"

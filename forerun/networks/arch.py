@@ -18,6 +18,8 @@ from forerun.networks.layer_spec import (
     GatedDelta,
     Latent,
     LayerSpec,
+    Recurrent,
+    ShortConvolution,
     check_factor,
 )
 from forerun.networks.rope import LongRope, Rope
@@ -51,6 +53,8 @@ Family = Literal[
     "glm4_moe_lite",
     "minimax_m2",
     "ministral3",
+    "lfm2",
+    "lfm2_moe",
 ]
 """By the name that config.json gives as model_type."""
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -135,8 +139,8 @@ class Architecture:
         for spec in dict.fromkeys(self.layer_specs):
             spec.check(self.head_size)
         latent = self.latent
-        deltas = {spec.delta for spec in self.layer_specs} - {None}
-        if len({spec.attention.latent for spec in self.layer_specs}) > 1 or len(deltas) > 1:
+        states = {spec.recurrent for spec in self.layer_specs} - {None}
+        if len({spec.attention.latent for spec in self.layer_specs}) > 1 or len(states) > 1:
             raise ModelError("layers with caches of different shapes are not supported")
         if latent and (self.kv_heads, self.head_size) != (1, latent.rank + latent.rope):
             raise ModelError("latent attention must cache one head of rank + rope numbers")
@@ -154,17 +158,27 @@ class Architecture:
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """The attention of the layers that cache keys and values, in their order."""
-        return tuple(spec.attention for spec in self.layer_specs if spec.delta is None)
+        return tuple(spec.attention for spec in self.layer_specs if spec.recurrent is None)
 
     @property
-    def delta(self) -> GatedDelta | None:
+    def recurrent(self) -> Recurrent | None:
         """The shape of its recurrent layers, the same in all; None if there are none."""
-        return next((spec.delta for spec in self.layer_specs if spec.delta), None)
+        return next((spec.recurrent for spec in self.layer_specs if spec.recurrent), None)
 
     @property
     def recurrent_layers(self) -> int:
         """How many layers have a state instead of keys and values."""
         return self.layers - len(self.attention_specs)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes, in float32, of a text's states in all recurrent layers; 0 if there are none."""
+        return 4 * self.recurrent_layers * self.recurrent.state_numbers if self.recurrent else 0
+
+    @property
+    def draft_state_numbers(self) -> int:
+        """Numbers that recurrent layers keep of a draft token until it is accepted or not."""
+        return self.recurrent_layers * self.recurrent.draft_numbers if self.recurrent else 0
 
     @property
     def cache_layer(self) -> CacheLayer:
@@ -266,7 +280,8 @@ class Architecture:
             "a GELU gate": any("gelu" in s.activation for s in specs),
             "a clamped gate": any(s.activation == "clamped_silu" for s in specs),
             "latent attention": self.latent is not None,
-            "a gated delta net": self.delta is not None,
+            "a gated delta net": isinstance(self.recurrent, GatedDelta),
+            "short convolutions": isinstance(self.recurrent, ShortConvolution),
             "gated attention": any(s.attention.gated for s in specs),
             "attention sinks": any(s.attention.sinks for s in specs),
             "norms over all heads at once": any(s.wide_qk_norm for s in specs),
@@ -320,8 +335,8 @@ def layer_tensors(arch: Architecture, spec: LayerSpec) -> dict[str, tuple[int, .
     """Shapes of the tensors of one layer, by canonical name without the layer's prefix."""
     tensors, names = _Tensors(), NORM_NAMES[spec.norms]
     tensors.norm(names.before_attention, arch.hidden)
-    if spec.delta is not None:
-        tensors.found |= spec.delta.tensors(arch.hidden)
+    if spec.recurrent is not None:
+        tensors.found |= spec.recurrent.tensors(arch.hidden)
     elif spec.attention.latent is None:
         _heads_tensors(tensors, arch, spec)
     else:

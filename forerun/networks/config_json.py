@@ -19,7 +19,8 @@ _ANNOUNCED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _HARMLESS = re.compile(
     r"""
     # who wrote the file and how
-    _.* | unsloth.* | .*_version | (torch_)?dtype | name_or_path | tokenizer_class | use_cache
+    _.* | unsloth.* | .*_version | (torch_)?dtype | name_or_path | model_name
+    | tokenizer_class | use_cache
     | is_decoder | is_llama_config | transformers\.js_config | return_dict | torchscript
     | use_bfloat16 | output_(attentions|hidden_states|router_logits) | model_max_length
     | .*_token_id | cache_implementation | auto_map | attn_implementation
@@ -45,6 +46,12 @@ _ALIASES: dict[str, Family] = {
 
 _MIMO = {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "use_mrope": False}
 """Keys of MiMo's configuration that repeat what Qwen2's code takes for granted."""
+
+_LFM2 = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
+_DENSE_LFM2 = _LFM2 | {"block_ff_dim": "intermediate_size"}
+"""LFM2's names for what other configurations call otherwise. Where there are both, its own count,
+as in transformers.
+"""
 
 
 def read_json(path: Path, most: int = _MOST_BYTES) -> dict[str, Any]:
@@ -151,6 +158,10 @@ def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
     name = config.get("model_type")
     if isinstance(name, str) and name in _ALIASES:
         return {**config, "model_type": _ALIASES[name]}
+    if name in ("lfm2", "lfm2_moe"):
+        names = _DENSE_LFM2 if name == "lfm2" else _LFM2
+        own = {names[key]: config[key] for key in names if config.get(key) is not None}
+        return {key: value for key, value in config.items() if key not in names} | own
     if name != "mimo":
         return config
     keys = Keys(config, "config.json: ")

@@ -1,13 +1,14 @@
 """The families as a table: how to read each one's config.json, with transformers' defaults.
 
 A new family is a row of READERS and the function that reads its layers (families_dense.py,
-families_experts.py, families_delta.py; docs/reference/families.md). Every key that changes the
-model is read; config_json.py refuses the rest.
+families_experts.py, families_delta.py, families_conv.py; docs/reference/families.md). Every key
+that changes the model is read; config_json.py refuses the rest.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forerun.networks import families_conv as conv
 from forerun.networks import families_delta as delta
 from forerun.networks import families_dense as dense
 from forerun.networks import families_experts as experts
@@ -141,4 +142,6 @@ READERS: dict[Family, Reader] = {
         "Ministral3ForCausalLM", dense.ministral3, norm_eps=1e-5, sizes=dense.ministral_sizes
     ),
     "minimax_m2": Reader("MiniMaxM2ForCausalLM", experts.minimax_m2, head_size=128),
+    "lfm2": Reader("Lfm2ForCausalLM", conv.lfm2, norm_eps=1e-5, tied=True),
+    "lfm2_moe": Reader("Lfm2MoeForCausalLM", conv.lfm2_moe, norm_eps=1e-5, tied=True),
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from forerun.networks.arch import ArchitectureSizes
 from forerun.networks.families_experts import qwen_experts
-from forerun.networks.family_parts import FULL, LINEAR, Layers, plain_attention
+from forerun.networks.family_parts import FULL, LINEAR, Layers, kinds_of, plain_attention
 from forerun.networks.keys import Keys
 from forerun.networks.layer_spec import Dense, Experts, GatedDelta, LayerSpec, Router
 from forerun.networks.rope_config import rope_from
@@ -79,7 +79,7 @@ def _layers(
     for kind, feed_forward in zip(_kinds(keys, sizes), feed_forwards, strict=True):
         spec = LayerSpec(attention, rope, feed_forward)
         if kind == LINEAR:
-            made.append(replace(spec, delta=delta))
+            made.append(replace(spec, recurrent=delta))
         else:
             made.append(replace(spec, qk_norm=True, qkv_bias=biased, o_bias=biased))
     return tuple(made)
@@ -91,10 +91,4 @@ def _kinds(keys: Keys, sizes: ArchitectureSizes) -> list[str]:
     if every < 1:
         raise keys.unfit("full_attention_interval", every, "positive")
     default = [LINEAR if (layer + 1) % every else FULL for layer in range(sizes.layers)]
-    kinds = keys.get("layer_types") or default
-    named = isinstance(kinds, list) and all(kind in (FULL, LINEAR) for kind in kinds)
-    if not named or len(kinds) != sizes.layers or FULL not in kinds:
-        what = f"{sizes.layers} times {FULL} or {LINEAR}, the first of them at least once"
-        raise keys.unfit("layer_types", kinds, what)
-    found: list[str] = kinds
-    return found
+    return kinds_of(keys, sizes, LINEAR, default)

@@ -5,6 +5,7 @@ from forerun.networks.keys import Keys
 from forerun.networks.layer_spec import AttentionSpec, LayerSpec
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+CONV = "conv"
 
 Layers = tuple[LayerSpec, ...]
 
@@ -43,6 +44,19 @@ def upper_windows(keys: Keys, sizes: ArchitectureSizes) -> list[int | None]:
         keys, sizes, [used and layer >= first for layer in range(sizes.layers)], used
     )
     return [window if slide else None for slide in slides]
+
+
+def kinds_of(keys: Keys, sizes: ArchitectureSizes, other: str, default: list[str]) -> list[str]:
+    """Return FULL or `other` of each layer: what layer_types says, else the default. Raises
+    ModelError for other words, and if no layer attends.
+    """
+    kinds = keys.get("layer_types") or default
+    named = isinstance(kinds, list) and all(kind in (FULL, other) for kind in kinds)
+    if not named or len(kinds) != sizes.layers or FULL not in kinds:
+        what = f"{sizes.layers} times {FULL} or {other}, the first of them at least once"
+        raise keys.unfit("layer_types", kinds, what)
+    found: list[str] = kinds
+    return found
 
 
 def slides_of(

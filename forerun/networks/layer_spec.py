@@ -169,14 +169,57 @@ class GatedDelta:
         found["out_proj.weight"] = (hidden, values)
         return {f"linear_attn.{name}": shape for name, shape in found.items()}
 
-    def state_bytes(self, layers: int) -> int:
-        """Bytes, in float32, of a text's states in so many layers."""
-        return 4 * layers * self.state_numbers
-
     @property
     def draft_numbers(self) -> int:
         """Numbers that are kept of a draft token in one layer until it is accepted or not."""
         return self.channels + self.keys + self.values + 2 * self.value_heads
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """A gated convolution over few tokens (LFM2, arXiv 2511.23404), a layer's replacement of
+    attention.
+
+    One product of a token's input makes three parts of `channels` numbers, b, c and x. Their
+    products b x pass a causal convolution over `window` tokens, channel by channel; what comes of
+    it, times c, is the input of the output product.
+
+    The state of a text is the convolution's inputs of its last window - 1 tokens.
+
+    bias  both products and the convolution have biases
+    """
+
+    channels: int
+    window: int
+    bias: bool = False
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of a text's state in one layer, all kept in float32."""
+        return (self.window - 1) * self.channels
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Canonical names and shapes of its tensors beside a residual stream of H numbers."""
+        channels = self.channels
+        found: dict[str, tuple[int, ...]] = {}
+        for name, *shape in (
+            ("in_proj", 3 * channels, hidden),
+            ("conv", channels, 1, self.window),
+            ("out_proj", hidden, channels),
+        ):
+            found[f"conv.{name}.weight"] = tuple(shape)
+            if self.bias:
+                found[f"conv.{name}.bias"] = (shape[0],)
+        return found
+
+    @property
+    def draft_numbers(self) -> int:
+        """Numbers that are kept of a draft token in one layer until it is accepted or not."""
+        return self.channels
+
+
+Recurrent = GatedDelta | ShortConvolution
+"""What may stand in attention's place: layers that have a state of a fixed size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +293,7 @@ class LayerSpec:
     wide_qk_norm  the same over all query heads at once, and over all key heads (OLMo 2)
     qkv_bias      q_proj, k_proj and v_proj have biases; o_bias likewise
     residual      multiplies what attention and feed-forward add to the stream (Granite)
-    delta         what stands here in the place of attention, of which nothing is said then
+    recurrent     what stands here in the place of attention, of which nothing is said then
     """
 
     attention: AttentionSpec
@@ -263,7 +306,7 @@ class LayerSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     residual: float = 1.0
-    delta: GatedDelta | None = None
+    recurrent: Recurrent | None = None
 
     @property
     def active_width(self) -> int:
@@ -288,8 +331,12 @@ class LayerSpec:
             for name in ("rank", "nope", "rope", "value"):
                 bounds[f"latent attention's {name}"] = (getattr(latent, name), 1, _MOST_WIDTH)
             bounds["latent attention's query_rank"] = (latent.query_rank or 1, 1, _MOST_WIDTH)
-        if self.delta is not None:
-            bounds |= _bounds_of_delta(self.delta)
+        match self.recurrent:
+            case GatedDelta() as delta:
+                bounds |= _bounds_of_delta(delta)
+            case ShortConvolution(channels, window):
+                bounds["convolution's channels"] = (channels, 1, _MOST_WIDTH)
+                bounds["convolution's window"] = (window, 2, _MOST_CONVOLVED)
         for name, (value, least, most) in bounds.items():
             if not least <= value <= most:
                 raise ModelError(f"the model's {name} is {value}; it must be {least} to {most}")

@@ -468,7 +468,7 @@ class ServeSettings:
         choices=(
             *("auto", "hermes", "llama3", "mistral", "mistral-args", "glm"),
             *("qwen3-coder", "seed-oss"),
-            *("granite", "phi4", "kimi", "harmony"),
+            *("granite", "phi4", "kimi", "harmony", "lfm2"),
         ),
     )
     reasoning_end: str = option(

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from forerun.errors import RequestError
 from forerun.text.tool_prompt import call_in_text, result_in_text, with_tools_in_text
-from forerun.text.tools import takes_tools
+from forerun.text.tools import HERMES, LFM2, ToolFormat, format_of, takes_tools
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Message] | None], str]
@@ -40,14 +40,14 @@ class CallStyle:
     content    of a message with calls and no text: None or ""
     arguments  object: as JSON data; text: as JSON text
     short_ids  call ids must be nine letters or digits
-    written    False: as `tool_calls`; True: the template leaves those out, so they are text of the
-               message, in the Hermes format
+    written    None: as `tool_calls`; a format: the template leaves those out, so they are text of
+               the message, in this format
     """
 
     content: Literal[""] | None
     arguments: Literal["object", "text"]
     short_ids: bool = False
-    written: bool = False
+    written: ToolFormat | None = None
 
 
 _STYLES = tuple(
@@ -92,15 +92,18 @@ class TemplateTraits:
             spelled = empty and len(_EMPTY_WORDS.findall(text)) > most  # Content None, as a word.
             if not spelled and '{\\"city' not in text:  # JSON text, encoded once more.
                 return style
-        return CallStyle("", "object", written=True)
+        own = format_of(self._source)
+        return CallStyle("", "object", written=own if own is LFM2 else HERMES)
 
     @cached_property
     def results(self) -> bool:
         """Whether results of tools reach the model as `tool` messages."""
         style = self.calls
-        return not style.written and _holds(
-            self._try(_tool_turns(style), [_tool()]), [_RESULT, _AGAIN]
-        )
+        if style.written is HERMES:  # What calls are then, results are.
+            return False
+        turns = _tool_turns(style)
+        turns = [_styled(turn, style) if "tool_calls" in turn else turn for turn in turns]
+        return _holds(self._try(turns, [_tool()]), [_RESULT, _AGAIN])
 
     @cached_property
     def parallel_calls(self) -> bool:
@@ -194,7 +197,7 @@ def _with_thinking(message: Message) -> Message:
 
 
 def _with_calls(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    style = traits.calls if traits.tools else CallStyle("", "object", written=True)
+    style = traits.calls if traits.tools else CallStyle("", "object", written=HERMES)
     several = any(len(message.get("tool_calls") or ()) > 1 for message in messages)
     if several and not style.written and not traits.parallel_calls:
         messages = _one_call_each(messages)
@@ -202,7 +205,7 @@ def _with_calls(messages: list[Message], traits: TemplateTraits) -> list[Message
     for message in messages:
         if message.get("tool_calls"):
             result.append(_styled(message, style))
-        elif message["role"] == "tool" and (style.written or not traits.results):
+        elif message["role"] == "tool" and (style.written is HERMES or not traits.results):
             result.append(result_in_text(message))
         elif message["role"] == "tool" and style.short_ids and "tool_call_id" in message:
             result.append({**message, "tool_call_id": _short(message["tool_call_id"])})
@@ -214,7 +217,7 @@ def _with_calls(messages: list[Message], traits: TemplateTraits) -> list[Message
 def _styled(message: Message, style: CallStyle) -> Message:
     """A message with calls, in this style."""
     if style.written:
-        return call_in_text(message)
+        return call_in_text(message, style.written)
     calls = [
         {**call, "function": {**call["function"], "arguments": _arguments(call, style)}}
         for call in message["tool_calls"]

@@ -30,9 +30,17 @@ class DeclaredTypes:
             for tool in tools
         }
 
+    def names(self, function: str) -> list[str]:
+        """Return the names of a function's arguments; none where it declares none."""
+        return [*self._types.get(function, {})]
+
+    def type_of(self, function: str, key: str) -> Any:
+        """Return the declared type of an argument, as the schema has it; None without one."""
+        return self._types.get(function, {}).get(key)
+
     def json_of(self, function: str, key: str, text: str) -> str:
         """Return a value as JSON: as it stands, unless it is to be a string, or is no JSON."""
-        declared = self._types.get(function, {}).get(key)
+        declared = self.type_of(function, key)
         if declared == "string":
             return json.dumps(text, ensure_ascii=False)
         value = loads_or(text, NOTHING)

@@ -1,11 +1,13 @@
-"""Tools for models whose chat template has none: all of it as text, in the Hermes format."""
+"""Tools for models whose chat template has none: all of it as text, in the Hermes format; calls in
+LFM2's own where its template leaves these out.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forerun.text.tool_bodies import Tools
-from forerun.text.tools import HERMES
+from forerun.text.tools import HERMES, LFM2, ToolFormat
 
 _OFFER = """You can call functions. Their signatures, as JSON, one per line:
 <tools>
@@ -28,11 +30,15 @@ def with_tools_in_text(messages: Sequence[Mapping[str, Any]], tools: Tools) -> l
     return [{"role": "system", "content": offer}, *map(dict, messages)]
 
 
-def call_in_text(message: Mapping[str, Any]) -> dict[str, Any]:
+def call_in_text(message: Mapping[str, Any], format: ToolFormat = HERMES) -> dict[str, Any]:
     """A copy of an assistant's message with its `tool_calls` written out in its content, in the
-    Hermes format.
+    Hermes format or LFM2's.
     """
-    written = [_written(call["function"]) for call in message["tool_calls"]]
+    functions = [call["function"] for call in message["tool_calls"]]
+    written = [_written(function) for function in functions]
+    if format is LFM2:
+        listed = ", ".join(map(_as_python, functions))
+        written = [f"{LFM2.opener}[{listed}]{LFM2.closer}"]
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     content = message.get("content") or ""
     return {**rest, "content": "\n".join(part for part in (content, *written) if part)}
@@ -48,3 +54,17 @@ def _written(function: Mapping[str, Any]) -> str:
     arguments = json.dumps(function.get("arguments") or {})
     call = f'{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}'
     return f"{HERMES.opener}\n{call}\n{HERMES.closer}"
+
+
+def _as_python(function: Mapping[str, Any]) -> str:
+    """Return a call as Python writes it; JSON's strings are Python's, its three words are not."""
+    arguments = (function.get("arguments") or {}).items()
+    return (
+        f"{function['name']}({', '.join(f'{key}={_literal(value)}' for key, value in arguments)})"
+    )
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)

@@ -16,6 +16,7 @@ begins calls; what precedes it is ordinary content.
     qwen3-coder  <tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n
              </tool_call>    Qwen3-Coder, Qwen3.5, Nemotron 3, Granite 4.2
     seed-oss     the same in <seed:tool_call>                                   Seed-OSS
+    lfm2     <|tool_call_start|>[f(k='v', n=1), g()]<|tool_call_end|>   LFM2, LFM2.5
 """
 
 import re
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.text.harmony import CHANNEL, MARKS, shows_harmony
+from forerun.text.python_calls import PythonCalls
 from forerun.text.reasoning import overlap
 from forerun.text.tagged_calls import GlmCalls, QwenCalls
 from forerun.text.tool_bodies import (
@@ -96,12 +98,13 @@ MISTRAL_ARGS = ToolFormat("mistral-args", "[TOOL_CALLS]", "", "", "[ARGS]")
 GLM = ToolFormat("glm", "<tool_call>", "</tool_call>", "")
 QWEN = ToolFormat("qwen3-coder", "<tool_call>", "</tool_call>", "", bare="<function=")
 SEED = ToolFormat("seed-oss", "<seed:tool_call>", "</seed:tool_call>", "", bare="<function=")
+LFM2 = ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", "", listed=True)
 
 FORMATS = {
     format.name: format
     for format in (
         *(HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, QWEN, SEED),
-        *(GRANITE, PHI4, KIMI, HARMONY),
+        *(GRANITE, PHI4, KIMI, HARMONY, LFM2),
     )
 }
 
@@ -115,6 +118,9 @@ _SIGNS = (
     ("<tool_call>", HERMES),
     ("<|/tool_call|>", PHI4),
     ("<|tool_call|>", GRANITE),
+    (LFM2.opener, LFM2),
+    ("<|tool_list_start|>", LFM2),
+    ("List of tools: ", LFM2),
 )
 
 
@@ -147,6 +153,8 @@ class ToolReader:
             self._body = GlmCalls(tools, format.closer)
         elif format in (QWEN, SEED):
             self._body = QwenCalls(tools, format.closer)
+        elif format is LFM2:
+            self._body = PythonCalls(tools, format.closer)
         elif format is MISTRAL_ARGS:
             self._body = DividedCall()
         elif format is KIMI:

@@ -44,7 +44,7 @@ class DenseTarget:
 
     def __init__(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> None:
         self.arch = checkpoint.architecture
-        if self.arch.delta is not None:
+        if self.arch.recurrent is not None:
             raise ModelError(
                 "no draft model is trained beside a model with recurrent states yet; what drafts "
                 "for it untrained is --speculative-algorithm NGRAM"

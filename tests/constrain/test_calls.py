@@ -63,10 +63,14 @@ WRITTEN = {
     "<parameter=mood>\nsad\n</parameter>\n<parameter=at>\n[1, 2]\n</parameter>\n"
     "</function>\n</tool_call>",
 }
+WRITTEN["lfm2"] = (
+    "<|tool_call_start|>[note(text='a < b', mood=\"sad\", at=[1, 2])]<|tool_call_end|>"
+)
 WRITTEN["seed-oss"] = WRITTEN["qwen3-coder"].replace("tool_call", "seed:tool_call")
 TAGGED = ("glm", "qwen3-coder", "seed-oss")
+NOTED = (*TAGGED, "lfm2")
 CALLED = {name: [("weather", json.loads(ROME))] for name in WRITTEN} | {
-    name: [("note", {"text": "a < b", "mood": "sad", "at": [1, 2]})] for name in TAGGED
+    name: [("note", {"text": "a < b", "mood": "sad", "at": [1, 2]})] for name in NOTED
 }
 MORE = {
     "hermes": WRITTEN["hermes"] + "\n" + WRITTEN["hermes"],
@@ -83,6 +87,9 @@ MORE = {
     "granite": WRITTEN["granite"][:-1] + ", " + WRITTEN["granite"][len("<|tool_call|>[") :],
     **{name: WRITTEN[name] + "\n" + WRITTEN[name] for name in TAGGED},
 }
+MORE["lfm2"] = WRITTEN["lfm2"].replace(
+    ")]", '), weather(city="Oslo"), note(text="\\"\\u00e9", mood=\'glad\')]'
+)
 MORE["mistral"] = WRITTEN["mistral"][:-1] + ", " + WRITTEN["mistral"][len("[TOOL_CALLS] [") :]
 BROKEN = {
     name: text.replace("Rome", "Bonn").replace("sad", "odd") for name, text in WRITTEN.items()

@@ -21,7 +21,7 @@ class KeepingExecutor(CpuExecutor):
         return outcome
 
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "olmo2", "qwen3_5_text")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "olmo2", "qwen3_5_text", "lfm2")
 CHANGES = {"qwen3_5_text": {"linear_value_head_dim": 16}}
 """So that rows are whole blocks."""
 PLACES = [(1, 1), (16, 2), (256, 3)]

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from forerun.checkpoints.checkpoint import InFourBits
-from forerun.networks.layer_spec import NORM_NAMES, Experts
+from forerun.networks.layer_spec import NORM_NAMES, Experts, GatedDelta
 from tests.twins.gated_delta import Recurrence
 
 GROUP = 32
@@ -111,8 +111,10 @@ class Twin:
         for layer, spec in enumerate(arch.layer_specs):
             prefix, norms = f"model.layers.{layer}.", NORM_NAMES[spec.norms]
             x = self.normed(stream, prefix, norms.before_attention)
-            if spec.delta is not None:
-                made = self.net(prefix + "linear_attn.", x, spec.delta)
+            if isinstance(spec.recurrent, GatedDelta):
+                made = self.net(prefix + "linear_attn.", x, spec.recurrent)
+            elif spec.recurrent is not None:
+                made = self.convolution(prefix + "conv.", x, spec.recurrent)
             else:
                 made = self.attention(prefix + "self_attn.", x, spec)
             stream = stream + self.normed(made, prefix, norms.after_attention) * spec.residual
@@ -258,6 +260,16 @@ class Twin:
         read = normed(read, self.vector(f"{prefix}norm.weight"), self.arch.norm_eps)
         read = read.reshape(len(x), -1) * made["z"] / (1 + np.exp(-made["z"]))
         return self.product(f"{prefix}out_proj", read)
+
+    def convolution(self, prefix, x, about):
+        """A gated convolution over the last tokens."""
+        b, c, x = np.split(self.product(f"{prefix}in_proj", x), 3, -1)
+        seen = np.concatenate([np.zeros((about.window - 1, about.channels)), b * x])
+        kernel = self.vector(f"{prefix}conv.weight")[:, 0].T
+        sums = sum(seen[i : i + len(b)] * each for i, each in enumerate(kernel))
+        if about.bias:
+            sums = sums + self.vector(f"{prefix}conv.bias")
+        return self.product(f"{prefix}out_proj", c * sums)
 
     def rotated(self, x, rope):
         positions = np.arange(len(x), dtype=np.float32)[:, None]

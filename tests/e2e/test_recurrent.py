@@ -1,5 +1,5 @@
-"""Models whose layers have recurrent states (Qwen3-Next, Qwen3.5): no text depends on speculation,
-trees, company, preemption or what others have left in the prefix cache.
+"""Models whose layers have recurrent states (Qwen3-Next, Qwen3.5, LFM2): no text depends on
+speculation, trees, company, preemption or what others have left in the prefix cache.
 """
 
 from dataclasses import replace
@@ -29,13 +29,15 @@ TRIAL = Trial(PROMPTS[-4:], tokens=20, temperatures=(0.0, 1.0), group=4, mixed=T
 
 ON = {"torch": "qwen3_next", "cpu": "qwen3_5_text"}
 """Executor -> the family that it is tried with."""
+CONVOLUTION = "lfm2"
+"""And this on both."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {
         family: tiny.save_folder(tiny.model(family), tmp_path_factory.mktemp(family))
-        for family in ON.values()
+        for family in (*ON.values(), CONVOLUTION)
     }
 
 
@@ -118,6 +120,7 @@ EXECUTORS = [pytest.param("torch", marks=pytest.mark.slow), pytest.param("cpu", 
 
 
 @pytest.mark.parametrize("page", [1, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("convolutions", [False, True], ids=["nets", "convolutions"])
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_texts_do_not_depend_on_trees_of_a_draft_model(
     folders,
@@ -125,11 +128,12 @@ def test_texts_do_not_depend_on_trees_of_a_draft_model(
     watched,
     hints,  # noqa: F811
     executor,
+    convolutions,
     page,
 ):
     seen = []
     config = configured(
-        folders[ON[executor]],
+        folders[CONVOLUTION if convolutions else ON[executor]],
         page,
         **on(executor),
         speculative_algorithm="STANDALONE",

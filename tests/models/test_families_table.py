@@ -17,6 +17,7 @@ from forerun.networks.arch import FAMILIES
 from forerun.networks.config_json import architecture_from
 from tests.cpu.test_layer_kinds import FAMILIES as ON_THE_CORE
 from tests.e2e.test_families import FAMILIES as WITH_DRAFTS
+from tests.e2e.test_recurrent import CONVOLUTION
 from tests.models import test_gguf, tiny
 from tests.parity.test_jax_logits import CASES as ON_JAX
 from tests.parity.test_torch_logits import FURTHER
@@ -117,11 +118,11 @@ def test_own_layers_are_those_that_are_read(name):
 
 
 def test_every_family_is_run_with_drafts_somewhere():
-    """Llama's block in the equality matrix, delta nets in test_recurrent.py; Gemma 2 and the Qwens
-    with experts differ from one that is here in what no draft sees.
+    """Llama's block in the equality matrix, recurrent states in test_recurrent.py; Gemma 2 and the
+    Qwens and LFM2 with experts differ from one that is here in what no draft sees.
     """
-    seen = {*WITH_DRAFTS, *tiny.LLAMAS, *tiny.DELTAS}
-    assert set(FAMILIES) - seen == {"gemma2", "qwen2_moe"}
+    seen = {*WITH_DRAFTS, *tiny.LLAMAS, *tiny.DELTAS, CONVOLUTION}
+    assert set(FAMILIES) - seen == {"gemma2", "qwen2_moe", "lfm2_moe"}
 
 
 def test_drafts_are_those_that_executors_offer():

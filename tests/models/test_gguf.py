@@ -313,6 +313,8 @@ BLOCKS = {
     "seed_oss": {},
     "olmo3": {"rope": tiny.YARN, "num_hidden_layers": 4},
     "minimax_m2": {"num_hidden_layers": 3},
+    "lfm2": {},
+    "lfm2_moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0},
 }
 
 
@@ -405,7 +407,7 @@ def test_the_layers_with_states_may_be_listed(tmp_path):
     }
     path = tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=metadata)
     specs = GgufCheckpoint(path).architecture.layer_specs
-    assert [spec.delta is not None for spec in specs] == listed
+    assert [spec.recurrent is not None for spec in specs] == listed
 
 
 def test_a_decay_that_grows_is_refused(tmp_path):

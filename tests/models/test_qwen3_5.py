@@ -49,7 +49,7 @@ NESTED = {
 def test_a_configuration_as_published(tmp_path):
     arch = architecture_from(NESTED, tmp_path)
     assert (arch.layers, arch.recurrent_layers, arch.norm_offset) == (64, 48, 1.0)
-    assert arch.delta == GatedDelta(16, 48, 128, 128, 4)
+    assert arch.recurrent == GatedDelta(16, 48, 128, 128, 4)
     assert {spec.feed_forward for spec in arch.layer_specs} == {Dense(17408)}
     assert (arch.rope.theta, arch.rope.rotated) == (1e7, 64)
     assert 26e9 < arch.parameters < 28e9
@@ -198,7 +198,7 @@ def test_gguf_files_keep_value_heads_in_turns(family, kind, tmp_path):
     hf, quant = tiny.model(family, **changes), gguf.GGMLQuantizationType[kind]
     checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", kind))
     arch, weights = checkpoint.architecture, tiny.weights(hf)
-    assert arch.family == family and arch.delta.tiled and arch.norm_offset == 0
+    assert arch.family == family and arch.recurrent.tiled and arch.norm_offset == 0
     assert set(checkpoint.names()) == set(weights)
     moved = (*(f".{part}_proj.weight" for part in "vzba"), ".dt_bias")
     for name, weight in weights.items():

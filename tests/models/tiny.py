@@ -77,6 +77,8 @@ _CLASSES = {
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
+    "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
+    "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
 }
 assert tuple(_CLASSES) == FAMILIES
 
@@ -93,6 +95,10 @@ _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_la
 _DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4}
 DELTAS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families with gated delta nets."""
+CONVOLUTIONS = ("lfm2", "lfm2_moe")
+"""Families with short convolutions."""
+_CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
+_CONV |= {"norm_eps": 1e-5, "tie_word_embeddings": True}
 DEEPSEEKS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Families of DeepSeek's shape."""
 _OF_FAMILY: dict[str, dict[str, Any]] = {
@@ -122,6 +128,8 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
     },
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "lfm2": _CONV | {"intermediate_size": 120, "block_multiple_of": 32},  # 96 in truth.
+    "lfm2_moe": _EXPERTS | _CONV | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _EXPERTS | _DELTA | {"shared_expert_intermediate_size": 48},
 }
@@ -159,6 +167,8 @@ def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> A
         local = {"rope_type": "default", "rope_theta": 3000.0}
         ropes = {"full_attention": numbers["rope_parameters"], "sliding_attention": local}
         numbers["rope_parameters"] = ropes
+    if family in CONVOLUTIONS:
+        del numbers["rms_norm_eps"]
     numbers |= _OF_FAMILY.get(family, {})
     partial = changes.pop("partial", _PARTIAL.get(family))
     if partial is not None:
@@ -181,7 +191,7 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
                 spread = 0.2 if weight.dim() == 1 else 1.5 / weight.shape[-1] ** 0.5
                 weight.normal_(_centre(family, name), spread)
             for name, buffer in made.named_buffers():
-                if name.endswith("e_score_correction_bias"):
+                if name.endswith(("e_score_correction_bias", "expert_bias")):
                     buffer.normal_(0.0, 0.3)
     return made
 
@@ -210,6 +220,8 @@ def weights(hf: Any) -> dict[str, np.ndarray]:
         array = tensor.detach().float().numpy().copy()
         own = name.replace("shared_experts", "shared_expert").replace("mlp.router", "mlp.gate")
         own = own.replace("mlp.e_score", "mlp.gate.e_score")
+        if hf.config.model_type in CONVOLUTIONS:
+            own = _of_lfm2(own)
         if ".mlp.experts." in own:
             found |= _experts(own, array, hf.config)
         elif hf.config.model_type in DELTAS and own.split(".")[-2] in _NEXT:
@@ -219,6 +231,24 @@ def weights(hf: Any) -> dict[str, np.ndarray]:
         else:
             found[own] = _half_split(own, array, hf.config)
     return found
+
+
+_LFM2 = {
+    ".operator_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".embedding_norm.": ".norm.",
+    "_layernorm.": "_norm.",
+    "self_attn.out_proj.": "self_attn.o_proj.",
+    "feed_forward.expert_bias": "mlp.gate.e_score_correction_bias",
+    "feed_forward.w1.": "mlp.gate_proj.",
+    "feed_forward.w2.": "mlp.down_proj.",
+    "feed_forward.w3.": "mlp.up_proj.",
+    "feed_forward.": "mlp.",
+}
+
+
+def _of_lfm2(name: str) -> str:
+    return next((name.replace(own, usual) for own, usual in _LFM2.items() if own in name), name)
 
 
 def _experts(name: str, array: np.ndarray, settings: Any) -> dict[str, np.ndarray]:
@@ -516,6 +546,7 @@ GGUF_NAMES = {
     "qwen3_5_moe_text": "qwen35moe",
     "olmo3": "olmo2",
     "minimax_m2": "minimax-m2",
+    "lfm2_moe": "lfm2moe",
 }
 """What llama.cpp calls families that it does not call by their names here."""
 INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
@@ -523,6 +554,7 @@ INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
 
 
 AS_FLOATS = (".bias", ".mlp.gate.weight", ".shared_expert_gate.weight", ".conv1d.weight")
+AS_FLOATS += (".conv.conv.weight",)
 """Ends of names of what is never quantised."""
 
 
@@ -572,6 +604,8 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
         inner = settings.linear_num_value_heads * settings.linear_value_head_dim
         writer.add_ssm_inner_size(inner)
         writer.add_full_attention_interval(4)
+    if family in CONVOLUTIONS:
+        _add_convolutions(writer, settings)
     if family in DELTAS[1:]:
         writer.add_rope_dimension_sections([11, 11, 10, 0])
     if hasattr(settings, "shared_expert_intermediate_size"):
@@ -589,6 +623,21 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
         writer.add_nextn_predict_layers(0)
     if family in DEEPSEEKS:
         _add_latent(writer, settings)
+
+
+def _add_convolutions(writer: gguf.GGUFWriter, settings: Any) -> None:
+    writer.add_shortconv_l_cache(settings.conv_L_cache)
+    (values,) = writer.kv_data
+    name = GGUF_NAMES.get(settings.model_type, settings.model_type)
+    values.pop(f"{name}.attention.head_count_kv")
+    attends = [kind == "full_attention" for kind in settings.layer_types]
+    writer.add_head_count_kv([settings.num_key_value_heads * flag for flag in attends])
+    if settings.model_type == "lfm2":
+        values.pop("lfm2.feed_forward_length")
+        writer.add_feed_forward_length(96)
+    else:
+        writer.add_leading_dense_block_count(settings.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _add_latent(writer: gguf.GGUFWriter, settings: Any) -> None:
@@ -626,7 +675,8 @@ def _add_metadata(writer: gguf.GGUFWriter, hf: Any, changes: dict[str, Any]) -> 
     writer.add_head_count_kv(settings.num_key_value_heads)
     writer.add_key_length(settings.head_dim)
     writer.add_value_length(settings.head_dim)
-    writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
+    convolves = settings.model_type in CONVOLUTIONS
+    writer.add_layer_norm_rms_eps(settings.norm_eps if convolves else settings.rms_norm_eps)
     writer.add_vocab_size(settings.vocab_size)
     if settings.model_type == "phi3":
         writer.add_sliding_window(settings.sliding_window or 0)
@@ -672,6 +722,8 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
     name = name.replace("self_attn.sinks", "self_attn.sinks.weight")
     if arch == "gpt-oss":
         name = name.replace("mlp.gate.", "mlp.router.")
+    if arch.startswith("lfm2"):
+        name = name.replace("model.norm.", "model.embedding_norm.")
     found = _gguf_names(arch).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)

@@ -17,8 +17,9 @@ from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
 
-ABLE = [name for name in FAMILIES if name not in ("olmo2", "olmo3", "minimax_m2", *tiny.DELTAS)]
-"""OLMo and MiniMax norm their queries over all heads at once, delta nets have recurrent states."""
+RECURRENT = (*tiny.DELTAS, *tiny.CONVOLUTIONS)
+ABLE = [name for name in FAMILIES if name not in ("olmo2", "olmo3", "minimax_m2", *RECURRENT)]
+"""OLMo and MiniMax norm their queries over all heads at once."""
 FAST = ("deepseek_v3", "gpt_oss")
 
 

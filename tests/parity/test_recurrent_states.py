@@ -38,7 +38,8 @@ def arch(request, tmp_path_factory):
     if not request.param:
         return made
     specs = [
-        replace(s, delta=replace(s.delta, tiled=True)) if s.delta else s for s in made.layer_specs
+        replace(s, recurrent=replace(s.recurrent, tiled=True)) if s.recurrent else s
+        for s in made.layer_specs
     ]
     return replace(made, layer_specs=tuple(specs))
 
@@ -51,7 +52,7 @@ class Way:
     """Trees of random numbers through the layers' states, by torch and by the oracle."""
 
     def __init__(self, arch, seed, walk=None):
-        self.about, self.random = arch.delta, np.random.default_rng(seed)
+        self.about, self.random = arch.recurrent, np.random.default_rng(seed)
         self.layers = arch.recurrent_layers
         self.states = States(arch, bounds(), torch.device("cpu"), walk)
         self.kernel = self.random.normal(size=(self.about.channels, self.about.window))
@@ -258,6 +259,14 @@ def test_sums_and_gates_do_not_depend_on_the_company():
 # --- which states are kept ---------------------------------------------------------------
 
 
+FAMILIES = ["qwen3_next", "lfm2"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def either(request, checkpoint):
+    return TorchExecutor(checkpoint(request.param), bounds(pages=200)), checkpoint(request.param)
+
+
 @pytest.fixture(scope="module")
 def executor(checkpoint):
     return TorchExecutor(checkpoint("qwen3_next"), bounds(pages=200))
@@ -272,11 +281,12 @@ def logits_of(executor, tokens, chunk):
         return torch.cat(found)[: len(tokens)]
 
 
-def test_going_on_from_a_checkpoint_is_running_the_text(checkpoint, executor, random):
+def test_going_on_from_a_checkpoint_is_running_the_text(either, random):
     """Bits of all later tokens, behind pages and a state that another sequence has left."""
+    executor, source = either
     tokens = random.integers(0, tiny.VOCAB, 30).astype(np.int32)
     expected = logits_of(executor, tokens, 30)
-    fresh = TorchExecutor(checkpoint("qwen3_next"), executor.limits)
+    fresh = TorchExecutor(source, executor.limits)
     with Driver(fresh) as driver:
         driver.open(0, tokens[:22], GREEDY)
         driver.step([Row(0, known=10)])

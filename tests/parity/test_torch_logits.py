@@ -173,6 +173,18 @@ FURTHER = {
     },
     "ministral3": {"plain": {}},
     "minimax_m2": {"plain": {}, "one key head": {"num_key_value_heads": 1}},
+    "lfm2": {
+        "plain": {},
+        "attention first, biases": {
+            "layer_types": ["full_attention", "conv", "conv", "full_attention"],
+            **{"conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": False},
+            **{"block_auto_adjust_ff_dim": False, "num_key_value_heads": 1},
+        },
+    },
+    "lfm2_moe": {
+        "plain": {},
+        "all sparse": {"num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False},
+    },
 }
 """Of the other families, what their configurations choose."""
 

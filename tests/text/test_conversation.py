@@ -87,8 +87,12 @@ TEMPLATES = {
         "[{{ m.role }}]{% if m.content is none %}" + CALLS + "{% else %}{{ m.content }}{% endif %}",
         "{{ c.function.name + c.function.arguments }}",
     ),
-    # Granite 3.3, LFM2, SmolLM3.
+    # Granite 3.3, SmolLM3.
     "leaves calls out": habit("[{{ m.role }}]{{ m.content }}"),
+    # LFM2 and LFM2.5 of 350M to 1.2B: its calls are text of a message, results are not.
+    "leaves its own calls out": habit(
+        "[{{ m.role }}]{{ m.content }}", before="{% if tools %}List of tools: {% endif %}"
+    ),
     # rwkv, Phi-3.5: neither tools nor their results.
     "knows no tools": "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}"
     "{{ m.role + m.content }}{% endif %}{% endfor %}",

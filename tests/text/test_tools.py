@@ -5,6 +5,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from forerun.text.python_calls import json_of_literal
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from forerun.text.tool_prompt import call_in_text, result_in_text, with_tools_in_text
 from forerun.text.tools import (
@@ -13,6 +14,7 @@ from forerun.text.tools import (
     GRANITE,
     HERMES,
     KIMI,
+    LFM2,
     LLAMA3,
     MISTRAL,
     MISTRAL_ARGS,
@@ -22,6 +24,7 @@ from forerun.text.tools import (
     ToolReader,
     format_of,
 )
+from tests.counted import lines
 
 TOOLS = [
     {
@@ -62,7 +65,44 @@ QWENS_CALL = (
     "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
 )
+PYTHON = "<|tool_call_start|>[{}]<|tool_call_end|>"
+"""LFM2's, as its models write it: quotes of both kinds, escaped and not, words of Python and JSON,
+and a text behind.
+"""
 VECTORS = [
+    (
+        LFM2,
+        "Hm " + PYTHON.format("weather(city='Os\\'lo', days=3), now()") + "I look.",
+        "HmI look.",
+        [["weather", '{"city": "Os\'lo", "days": 3}'], ["now", "{}"]],
+    ),
+    (
+        LFM2,
+        PYTHON.format("a.f-1(x=\"a\\n\\u00e9\", y=[True, 'it's', None], z={'k': -1.5e2, 3: ()})"),
+        "",
+        [["a.f-1", '{"x": "a\\né", "y": [true, "it\'s", null], "z": {"k": -150.0, "3": []}}']],
+    ),
+    (
+        LFM2,
+        PYTHON.format("weather(city='x', a=1, 'red', city='') or ('y')', days=null)"),
+        "",
+        [["weather", '{"city": "x\', a=1, \'red", "city": "\') or (\'y\')", "days": null}']],
+    ),
+    (
+        LFM2,
+        "<|tool_call_start|>weather(city=Oslo, days=1+2)\nnow( )<|tool_call_end|>",
+        "",
+        [["weather", '{"city": "Oslo", "days": "1+2"}'], ["now", "{}"]],
+    ),
+    (
+        LFM2,
+        PYTHON.format('{"name": "now", "arguments": {"a": "]"}}') + PYTHON.format("now()"),
+        "",
+        [["now", '{"a": "]"}'], ["now", "{}"]],
+    ),
+    (LFM2, PYTHON.format("none, "), PYTHON.format("none, "), []),
+    (LFM2, "a <|tool_call_start|>[wea", "a <|tool_call_start|>[wea", []),
+    (LFM2, "<|tool_call_start|>[now(a='", "", [["now", ""]]),
     (
         QWEN,
         f"Hm\n{QWENS_CALL}\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
@@ -218,12 +258,42 @@ def test_the_template_shows_the_format(name):
         "mistral-args": "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}",
         "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}",
         "granite": "{{ '<|tool_call|>' + calls | tojson }}",
+        "lfm2": "{%- if tools -%}{{ 'List of tools: [' + tools | join(', ') + ']' }}",
         "phi4": "{{ '<|tool_call|>' + call | tojson + '<|/tool_call|>' }}",
         "harmony": "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>",
         "llama3": "{% if tools %} Environment: ipython ... dictionary of parameters",
     }
     assert format_of(shown[name]).name == name
     assert format_of("{% if tools %}<tool_call>") == HERMES == format_of("plain")
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("007", 7), ("1_000", 1000), (".5", 0.5), ("-2.", -2.0), ("1e999", "1e999"), ("NaN", "NaN"),
+        ("'\\ud83d\\ude00'", "\U0001f600"), ("'\\ud83d'", "\ufffd"), ('"\\/\\q"', "/\\q"),
+        ("\"\"\"a\n'b'\"\"\"", "a\n'b'"), ("''", ""), ("'", "'"), ("[1, 2,]", [1, 2]),
+        ("[1 2]", "[1 2]"), ("{'a'}", "{'a'}"), ("{[1]: 2}", "{[1]: 2}"), ("f(1)", "f(1)"),
+        ("[" * 70 + "]" * 70, "[" * 70 + "]" * 70), ("[" * 60 + "]" * 60, None), ("x=1", "x=1"),
+    ],
+)  # fmt: skip
+def test_literals_of_python_become_json(written, read):
+    found = json.loads(json_of_literal(written))
+    assert found == (read if read is not None else json.loads(written))
+    assert json.loads(json_of_literal(written, "string")) == (
+        read if written[0] in "'\"" else written
+    )
+
+
+def test_a_long_argument_is_read_once():
+    """Not from its beginning for every token of it."""
+
+    def work(many):
+        reader = ToolReader(LFM2, TOOLS)
+        parts = ["<|tool_call_start|>[weather(city='", *["it's ("] * many, "')]"]
+        return lines(lambda: [reader.push(part) for part in parts])
+
+    assert work(800) < 2.5 * work(400)
 
 
 def test_tools_calls_and_results_as_text():
@@ -237,6 +307,11 @@ def test_tools_calls_and_results_as_text():
     assert set(written) == {"role", "content"}
     reader = ToolReader(HERMES, TOOLS)
     assert listened(reader, [written["content"]]) == ("", [["now", '{"a": 1}']])
+    arguments = {"a": 'it\'s "é"\n', "b": None, "c": [True, {"d": 1.5}], "e": False}
+    calls = [call, {"function": {"name": "f", "arguments": arguments}}]
+    message = {"role": "assistant", "content": "Hm", "tool_calls": calls}
+    _, found = listened(ToolReader(LFM2, TOOLS), [call_in_text(message, LFM2)["content"]])
+    assert [json.loads(text) for _, text in found] == [{"a": 1}, arguments]
     result = {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"}
     assert result_in_text({"role": "tool", "content": "noon"}) == result
 

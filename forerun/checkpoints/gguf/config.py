@@ -4,6 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from forerun.checkpoints.gguf.convolution import (
+    CONVOLUTIONS,
+    attending_heads,
+    convolution_layers,
+)
 from forerun.checkpoints.gguf.delta import DELTA_FAMILIES, delta_layers
 from forerun.checkpoints.gguf.experts import experts_of, scored_by_softmax
 from forerun.checkpoints.gguf.header import GgufFile, Value
@@ -42,6 +47,8 @@ _FAMILIES: dict[str, Family] = {
     "qwen35moe": "qwen3_5_moe_text",
     "seed_oss": "seed_oss",
     "minimax-m2": "minimax_m2",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
 }
 """general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
 experts; DeepSeek V2's call themselves as V3's, and score experts by a softmax; GLM-4.7-Flash's are
@@ -55,7 +62,7 @@ _LACKS = {
 _LATENT: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")
 _EXPERTS: tuple[Family, ...] = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next"),
-    *("qwen3_5_moe_text", "minimax_m2"),
+    *("qwen3_5_moe_text", "minimax_m2", "lfm2_moe"),
     *_LATENT,
 )
 _WINDOWS: tuple[Family, ...] = ("llama", "mixtral", "phi3")
@@ -66,6 +73,8 @@ _NO_POSITIONS = 4
 """SmolLM3: llama.cpp assumes, without a key, that every fourth layer has no positions."""
 _WINDOWED = 4
 """OLMo 3: in every group of this many layers the last has no window."""
+_NORMED: tuple[Family, ...] = ("qwen3", "qwen3_moe", *CONVOLUTIONS)
+"""Architectures with norms on queries and keys, also where the first layer does not attend."""
 _QWENS: tuple[Family, ...] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
@@ -123,7 +132,7 @@ def architecture_of(file: GgufFile) -> Architecture:
         family = "deepseek_v2"
     if family == "olmo2" and _window(keys):
         family = "olmo3"
-    sizes = _sizes(keys, file)
+    sizes = _sizes(keys, file, family)
     latent = latent_of(keys, sizes) if family in _LATENT else None
     keys.require("attention.value_length", latent.rank if latent else sizes.head_size)
     keys.require("vocab_size", sizes.vocab)
@@ -153,14 +162,15 @@ def architecture_of(file: GgufFile) -> Architecture:
     return arch
 
 
-def _sizes(keys: Keys, file: GgufFile) -> ArchitectureSizes:
+def _sizes(keys: Keys, file: GgufFile, family: Family) -> ArchitectureSizes:
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    mixed = family in CONVOLUTIONS
     return ArchitectureSizes(
         # Prediction layers are counted, and left aside here.
         layers=keys.integer("block_count") - keys.integer("nextn_predict_layers", 0),
         hidden=hidden,
         heads=heads,
-        kv_heads=keys.integer("attention.head_count_kv", heads),
+        kv_heads=attending_heads(keys) if mixed else keys.integer("attention.head_count_kv", heads),
         head_size=keys.integer("attention.key_length", hidden // max(heads, 1)),
         vocab=_vocab(file),
         context=keys.integer("context_length"),
@@ -186,7 +196,7 @@ def _plain(
     window = _window(keys) if family in _WINDOWS else None
     whole = keys.integer("feed_forward_length", 0 if family in _EXPERTS else None)
     own_scale = _factor(keys, family, "attention.scale", sizes.head_size**-0.5)
-    normed = family in ("qwen3", "qwen3_moe") or "blk.0.attn_q_norm.weight" in file.tensors
+    normed = family in _NORMED or "blk.0.attn_q_norm.weight" in file.tensors
     behind = family in ("olmo2", "olmo3")
     wide = behind or family == "minimax_m2"
     attention = AttentionSpec(own_scale, window)
@@ -213,12 +223,11 @@ def _plain(
         mixed = replace(spec, feed_forward=experts_of(keys, sizes, file, family))
     if family in DELTA_FAMILIES:
         return delta_layers(keys, sizes, family, mixed)
-    if family not in _EXPERTS:
-        return (spec,) * sizes.layers
     if family == "gpt_oss":
         return _gpt_oss(keys, sizes, mixed)
-    dense = keys.integer("leading_dense_block_count", 0)
-    return tuple(spec if layer < dense else mixed for layer in range(sizes.layers))
+    dense = keys.integer("leading_dense_block_count", 0) if family in _EXPERTS else sizes.layers
+    layers = tuple(spec if layer < dense else mixed for layer in range(sizes.layers))
+    return convolution_layers(keys, sizes, layers) if family in CONVOLUTIONS else layers
 
 
 def _olmo3(keys: Keys, sizes: ArchitectureSizes, whole: LayerSpec) -> tuple[LayerSpec, ...]:

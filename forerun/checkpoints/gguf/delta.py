@@ -61,7 +61,7 @@ def delta_layers(
     if delta.tiled:
         keys.get("rope.dimension_sections")  # Of a token of text all positions are one.
     attends = replace(spec, attention=replace(spec.attention, gated=True), qk_norm=True)
-    net = replace(attends, qk_norm=False, delta=delta)
+    net = replace(attends, qk_norm=False, recurrent=delta)
     return tuple(net if recurrent else attends for recurrent in _recurrent(keys, sizes.layers))
 
 
@@ -118,7 +118,7 @@ def delta_part(
     """Name in the file and part of a tensor of such a model's net, or of what makes its queries and
     their gate; None of the others. Names in the file begin with `prefix`.
     """
-    delta = spec.delta
+    delta = spec.recurrent if isinstance(spec.recurrent, GatedDelta) else None
     wide = arch.heads * arch.head_size, arch.hidden
     own = {f"self_attn.{part}_proj.weight": wide for part in ("q", "gate")}
     shape = (delta.tensors(arch.hidden) if delta is not None else own).get(name)

@@ -29,7 +29,7 @@ def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Fam
     together = whole if family == "mixtral" else whole // max(top_k, 1)
     width = keys.integer("expert_feed_forward_length", together) or together
     groups = keys.integer("expert_group_count", 1) or 1
-    corrected = family in ("glm4_moe", "deepseek_v3", "minimax_m2")
+    corrected = family in ("glm4_moe", "deepseek_v3", "minimax_m2", "lfm2_moe")
     gating = _gating(keys, 2 if family in ("glm4_moe", "minimax_m2") else 1)
     plain = family in ("qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
     normalised = keys.flag("expert_weights_norm", not plain)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from forerun.checkpoints.gguf.convolution import CONVOLUTIONS
 from forerun.checkpoints.gguf.delta import DECAY, DELTA_FAMILIES, StoredALog, delta_part
 from forerun.checkpoints.gguf.header import GgufFile, Value
 from forerun.checkpoints.gguf.latent import ABSORBED, StoredKvB, stored_kv_b
@@ -28,6 +29,8 @@ _TOP = {
     "model.norm": "output_norm",
     "lm_head": "output",
 }
+_FINAL_NORMS: dict[Family, str] = dict.fromkeys(CONVOLUTIONS, "token_embd_norm")
+"""What architectures call output_norm, where they call it otherwise."""
 _IN_LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -48,6 +51,9 @@ _IN_LAYER = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
 }
 _ALONE = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
@@ -83,9 +89,10 @@ def stored_tensors(file: GgufFile, arch: Architecture) -> dict[str, AnyStored]:
         inner = IN_LAYER.match(name)
         if inner is None:
             base, _, kind = name.rpartition(".")
-            tensors[name] = StoredTensor(
-                file, f"{_TOP[base]}.{kind}", StoredPart(name, shape, shape)
-            )
+            source = _TOP[base]
+            if base == "model.norm":
+                source = _FINAL_NORMS.get(arch.family, source)
+            tensors[name] = StoredTensor(file, f"{source}.{kind}", StoredPart(name, shape, shape))
             continue
         spec, prefix = arch.layer_specs[int(inner[1])], f"blk.{inner[1]}."
         tensors[name] = stored_in_layer(file, arch, spec, prefix, name[inner.end() :], shape)
@@ -154,6 +161,8 @@ def _part_of(
             order = order_of(name, arch, spec)
             return prefix + _FUSED[piece.stored], replace(piece, order=order)
     whole = shape[1:] if base == "mlp.shared_expert_gate" else shape
+    if base == "conv.conv":
+        whole = shape[::2]
     order = _interleaved(base, arch)
     if order is None:
         order = order_of(name, arch, spec)

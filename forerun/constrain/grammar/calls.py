@@ -12,14 +12,16 @@ from typing import Any, TypeVar
 
 from forerun.constrain.grammar.grammar import Grammar, Kind, Start, ThinkingBudget
 from forerun.constrain.grammar.harmony import harmony_lines
-from forerun.constrain.grammar.tagged import GLM_TAGS, QWEN_TAGS, Tags, arguments
+from forerun.constrain.grammar.tagged import GLM_TAGS, PYTHON_TAGS, QWEN_TAGS, arguments
 from forerun.errors import BusyError, RequestError
 from forerun.text.harmony import END, START
 from forerun.text.tools import (
+    FORMATS,
     GLM,
     HARMONY,
     HERMES,
     KIMI,
+    LFM2,
     LLAMA3,
     MISTRAL_ARGS,
     PHI4,
@@ -35,8 +37,8 @@ SLASHES = "// x-forerun-slashes"
 slash may be escaped (matcher/slashes.py)."""
 
 ANY_TEXT = r"/(.|\n)*/"
-TAGGED = (GLM, QWEN, SEED)
-"""Formats whose arguments stand in tags."""
+TAGS = {GLM: GLM_TAGS, QWEN: QWEN_TAGS, SEED: QWEN_TAGS, LFM2: PYTHON_TAGS}
+"""Formats whose arguments are no JSON object, and how each argument is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,7 @@ def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> lis
     calls = f"call ({again} call)*" if calling.several else "call"
     if format.listed:
         calls = f'{opener} " "? "[" {calls} "]"'
+        calls += f" {calling.mark(format.closer)}" if format is LFM2 else ""
     elif format is KIMI:
         calls = f"{opener} {calls} {calling.mark(format.closer)}"
     elif format is not LLAMA3:
@@ -200,7 +203,10 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
 
 def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
     """The rules of one call, from behind the opener to its closer."""
-    if format in TAGGED:
+    if format is LFM2:
+        written = f"arguments_{index}: {_tag_texts(format, tool.arguments)}"
+        return [f'call_{index}: {literal(f"{tool.name}(")} arguments_{index} ")"', written]
+    if format in TAGS:
         head, end = f"{tool.name}\n", calling.mark(format.closer)
         if format is not GLM:
             head, end = f"\n<function={head[:-1]}>\n", f'"</function>\\n" {end}'
@@ -245,7 +251,7 @@ def _tag_texts(format: ToolFormat, grammar: Grammar) -> str:
     """Arguments in tags, which the compiling process writes out (`with_tags`): what that takes
     grows faster than a schema.
     """
-    options = [grammar.field, grammar.lenient, format is GLM]
+    options = [grammar.field, grammar.lenient, format.name]
     return f"%tags {_plain({'x-forerun': options, 'schema': json.loads(grammar.source)})}"
 
 
@@ -257,10 +263,9 @@ def with_tags(source: str) -> tuple[str, list[str]]:
     out, left, at = "", list[str](), 0
     while match := _TAG_TEXTS.search(source, at):
         given, end = json.JSONDecoder().raw_decode(source, match.end())
-        field, lenient, glm = given["x-forerun"]
-        tags: Tags = GLM_TAGS if glm else QWEN_TAGS
+        field, lenient, name = given["x-forerun"]
         grammar = Grammar.json_schema(given["schema"], lenient, field)
-        made = arguments(int(match[1]), grammar, tags, literal, json_texts)
+        made = arguments(int(match[1]), grammar, TAGS[FORMATS[name]], literal, json_texts)
         rule = source[at : match.end()].removesuffix("%tags ")
         out += "\n".join([f"{rule}{made.pairs or chr(34) * 2}", *made.rules])
         left += made.left
@@ -273,7 +278,7 @@ _TAG_TEXTS = re.compile(r'(?<=\narguments_)(\d{1,4}): %tags (?=\{"x-forerun":)')
 
 def _alone(format: ToolFormat, arguments: Grammar) -> Grammar:
     """A grammar of nothing but the arguments of one function, to find the one at fault."""
-    if format not in TAGGED:
+    if format not in TAGS:
         return arguments
     source = f"start: arguments_0\narguments_0: {_tag_texts(format, arguments)}"
     return Grammar.grammar(source, arguments.field)

@@ -1,6 +1,7 @@
-"""Arguments of a call as GLM and Qwen write them: keys and values in tags, strings without quotes.
+"""Arguments of a call that are no JSON object: of GLM and Qwen keys and values in tags, of LFM2
+Python's keyword arguments.
 
-Strings stand there raw, so what a schema says of them is written as terminals; every other value
+In tags strings stand raw, so what a schema says of them is written as terminals; every other value
 is JSON.
 """
 
@@ -27,20 +28,23 @@ _OBJECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The tags around a value.
+    """What stands around a value.
 
-    begin   before it, `{}` for its key
-    closer  behind it
-    never   what no string contains, for its reader would find the end there
+    begin    before it, `{}` for its key
+    closer   behind it
+    never    what no string contains, for its reader would find the end there; "" = strings are JSON
+    between  stands between two arguments; "" = the closer and a line break do
     """
 
     begin: str
     closer: str
     never: str
+    between: str = ""
 
 
 GLM_TAGS = Tags("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</arg_value>")
 QWEN_TAGS = Tags("<parameter={}>\n", "\n</parameter>", "</parameter>")
+PYTHON_TAGS = Tags("{}=", "", "", ", ")
 
 
 @dataclass(slots=True)
@@ -119,29 +123,65 @@ class _Writer:
             )
             if not apart:
                 self._fault(UnenforcedKeyword("patternProperties", "it adds to a listed property"))
-        pairs = []
+        pairs: list[tuple[str, bool]] = []
         for place, (key, value) in enumerate(properties.items()):
             if value is False:
                 continue
             name = f"value_{index}_{place}"
             self._value(name, key, value)
             begin = self._literal(self._tags.begin.format(key))
-            optional = "" if key in required else "?"
-            pairs.append(f"({begin} {name} {self._literal(chr(10))}){optional}")
-        self._out.pairs = " ".join(pairs)
+            pairs.append((f"{begin} {name}", key in required))
+        if self._tags.between:
+            self._out.pairs = self._listed(index, pairs)
+            return self._out
+        end = self._literal("\n")
+        self._out.pairs = " ".join(f"({pair} {end}){'' if must else '?'}" for pair, must in pairs)
         return self._out
+
+    def _listed(self, index: int, pairs: list[tuple[str, bool]]) -> str:
+        """Write the rules of arguments with something between each two; return the first's name.
+
+        first_0_3   the arguments from the fourth on, where none stands before them
+        behind_0_3  the same where one does
+        """
+        count, between = len(pairs), self._literal(self._tags.between)
+        for name in ("first", "behind"):
+            self._out.rules.append(f'{name}_{index}_{count}: ""')
+        for place, (pair, must) in enumerate(pairs):
+            rest, mark = f"behind_{index}_{place + 1}", "" if must else "?"
+            skipped = "" if must else f" | first_{index}_{place + 1}"
+            self._out.rules.append(f"first_{index}_{place}: {pair} {rest}{skipped}")
+            self._out.rules.append(f"behind_{index}_{place}: ({between} {pair}){mark} {rest}")
+        return f"first_{index}_0"
 
     def _value(self, name: str, key: str, value: Any) -> None:
         """A rule for one value and its closing tag."""
         declared = self._declared.get(key)
-        if isinstance(declared, dict) and declared.get("type") == "string":
+        kind = declared.get("type") if isinstance(declared, dict) else None
+        if kind == "string" and self._tags.never:
             self._string(name, key, self._resolved(value))
             return
         refers = isinstance(value, dict) and '"$ref"' in json.dumps(value)
         schema = {**value, "$defs": self._defined} if refers else value
         part = Grammar.json_schema(schema, self._grammar.lenient, self._grammar.field)
-        self._out.rules.append(f"{name}: {name}_json {self._literal(self._tags.closer)}")
+        also = [] if self._tags.never else self._python(kind, self._resolved(value))
+        either = " | ".join([f"{name}_json", *also])
+        self._out.rules.append(f"{name}: ({either}) {self._literal(self._tags.closer)}")
         self._out.rules.append(f"{name}_json: {self._content(part)}")
+
+    def _python(self, kind: Any, schema: dict[str, Any]) -> list[str]:
+        """Return what a value may be besides JSON: Python's words, and strings in single quotes
+        where these need no escapes.
+        """
+        if kind == "boolean" and schema.keys() <= {"type"}:
+            return ['"True"', '"False"']
+        if kind != "string" or schema.keys() - {"type", "enum", "const"}:
+            return []
+        words = [schema["const"]] if "const" in schema else schema.get("enum")
+        if words is None:
+            return [r"/'[^'\\\n]*'/"]
+        apart = (word for word in words if isinstance(word, str) and not {*word} & {*"'\\\n"})
+        return [self._literal(f"'{word}'") for word in apart]
 
     def _string(self, name: str, key: str, schema: dict[str, Any]) -> None:
         closer = self._literal(self._tags.closer)

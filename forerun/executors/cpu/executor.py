@@ -70,7 +70,7 @@ class CpuExecutor(Executor):
         self._sampler = HostSampler(limits.slots, limits.vocab)
         self._buffers = StepBuffers(limits.max_nodes, self._sampler.choosing)
         self._logits = np.empty((0, limits.vocab), np.float32)
-        recurrent = checkpoint.architecture.delta is not None
+        recurrent = checkpoint.architecture.recurrent is not None
         self.states = CpuStates(self.native_model, limits) if recurrent else None
         self.pages = None if recurrent else self.model  # States belong to no page.
         if recurrent:  # No state stands for what was never written.

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 35
+ABI = 36
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -34,8 +34,9 @@ class Sizes(ctypes.Structure):
         *((name, c_int32) for name in ("ffn", "vocab", "page_size", "pages", "max_nodes")),
         *((name, c_int32) for name in ("context", "threads", "cache_item")),
         *((name, c_int32) for name in ("rank", "nope", "value", "query_rank")),
-        *((name, c_int32) for name in ("recurrent", "states", "key_heads", "value_heads")),
-        *((name, c_int32) for name in ("key_size", "value_size", "convolved", "tiled", "gated")),
+        *((name, c_int32) for name in ("recurrent", "states", "channels", "convolved")),
+        *((name, c_int32) for name in ("key_heads", "value_heads", "key_size", "value_size")),
+        *((name, c_int32) for name in ("tiled", "gated")),
         *((name, c_float) for name in ("norm_eps", "latent_eps")),
     )
 

@@ -8,11 +8,20 @@ import numpy as np
 from forerun.executors.cpu import native
 from forerun.executors.cpu.latent import numbered
 from forerun.networks.arch import Architecture
-from forerun.networks.layer_spec import NORM_NAMES, Activation, Dense, Experts, LayerSpec
+from forerun.networks.layer_spec import (
+    NORM_NAMES,
+    Activation,
+    Dense,
+    Experts,
+    LayerSpec,
+    ShortConvolution,
+)
 from forerun.networks.rope import Rope
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NET = ("q_proj", "k_proj", "v_proj", "out_proj")
+_CONVOLUTION = ("in_proj", "out_proj")
+"""In the places of the first and the last of attention's."""
 _GATE, _NET_GATES = ("gate_proj",), ("z_proj", "b_proj", "a_proj")
 """Numbered behind all other matrices of a layer."""
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -48,7 +57,9 @@ def _attention_matrices(prefix: str, spec: LayerSpec, layer: int) -> list[Place]
     latent, feed_forward = spec.attention.latent, spec.feed_forward
     experts = feed_forward.count if isinstance(feed_forward, Experts) else 0
     first = _EXPERTS + len(_FEED_FORWARD) * experts
-    if spec.delta is not None:
+    if isinstance(spec.recurrent, ShortConvolution):
+        return _placed(f"{prefix}conv.", _CONVOLUTION, layer, 0, step=_FEED - 1)
+    if spec.recurrent is not None:
         net = f"{prefix}linear_attn."
         *into, out = _placed(net, _NET, layer, 0)
         return [*into, *_placed(net, _NET_GATES, layer, first), out]
@@ -71,8 +82,10 @@ def _expert_matrices(prefix: str, experts: Experts, layer: int) -> list[Place]:
     return places
 
 
-def _placed(prefix: str, names: tuple[str, ...], layer: int, first: int) -> list[Place]:
-    return [Place(prefix + name, layer, first + i) for i, name in enumerate(names)]
+def _placed(
+    prefix: str, names: tuple[str, ...], layer: int, first: int, step: int = 1
+) -> list[Place]:
+    return [Place(prefix + name, layer, first + step * i) for i, name in enumerate(names)]
 
 
 def vectors(arch: Architecture) -> list[Place]:
@@ -84,7 +97,10 @@ def vectors(arch: Architecture) -> list[Place]:
         prefix, norms = f"model.layers.{layer}.", NORM_NAMES[spec.norms]
         q_norm = k_norm = None
         net: tuple[str | None, ...] = ()
-        if spec.delta is not None:
+        if isinstance(spec.recurrent, ShortConvolution):
+            bias = "conv.conv.bias" if spec.recurrent.bias else None
+            net = ("conv.conv.weight", None, None, None, bias)
+        elif spec.recurrent is not None:
             names = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
             net = tuple(f"linear_attn.{name}" for name in names)
         elif (latent := spec.attention.latent) is not None:
@@ -120,7 +136,7 @@ def layer_kind(arch: Architecture, layer: int) -> native.LayerKind:
         gate=_GATES[spec.activation],
         rope=arch.ropes.index(spec.rope),
         wide_norms=spec.wide_qk_norm,
-        recurrent=spec.delta is not None,
+        recurrent=spec.recurrent is not None,
         score_scale=spec.attention.scale,
         residual=spec.residual,
         softcap=spec.attention.softcap or 0.0,

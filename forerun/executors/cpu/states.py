@@ -10,36 +10,40 @@ from forerun.executors.state_slots import rows_of
 from forerun.executors.state_steps import StateStep, StateSteps
 from forerun.interface.executor import ExecutorLimits
 from forerun.networks.arch import Architecture
+from forerun.networks.layer_spec import GatedDelta, ShortConvolution
 from forerun.types import Ints
 
 
 def net_sizes(arch: Architecture, limits: ExecutorLimits) -> dict[str, int]:
     """Return the fields of native.Sizes for recurrent layers and gated attention."""
     gated: dict[str, int] = {"gated": any(spec.attention.gated for spec in arch.layer_specs)}
-    delta = arch.delta
-    if delta is None:
+    about = arch.recurrent
+    if about is None:
         return gated
-    return gated | {
+    common = {
         "recurrent": arch.recurrent_layers,
         "states": rows_of(limits),
-        "key_heads": delta.key_heads,
-        "value_heads": delta.value_heads,
-        "key_size": delta.key_size,
-        "value_size": delta.value_size,
-        "convolved": delta.window,
-        "tiled": delta.tiled,
+        "channels": about.channels,
+        "convolved": about.window,
     }
+    if not isinstance(about, GatedDelta):
+        return gated | common
+    names = ("key_heads", "value_heads", "key_size", "value_size", "tiled")
+    return gated | common | {name: int(getattr(about, name)) for name in names}
 
 
 def node_numbers(arch: Architecture) -> tuple[int, int]:
     """Return how many numbers of float32 a node of a step takes in recurrent layers: any node's
     between products, and what is kept of a draft token.
     """
-    delta = arch.delta
-    if delta is None:
-        return 0, 0
-    between = 2 * delta.channels + 2 * delta.values + 4 * delta.value_heads
-    return between, arch.recurrent_layers * delta.draft_numbers
+    match arch.recurrent:
+        case GatedDelta() as delta:
+            between = 2 * delta.channels + 2 * delta.values + 4 * delta.value_heads
+        case ShortConvolution(channels):
+            between = 4 * channels
+        case None:
+            between = 0
+    return between, arch.draft_state_numbers
 
 
 class CpuStates(StateSteps):

@@ -304,7 +304,7 @@ class Packer:
         as a rate, and a convolution's numbers token by token.
         """
         values = self._floats(name)
-        if name.endswith("linear_attn.conv1d.weight"):
+        if name.endswith(("linear_attn.conv1d.weight", "conv.conv.weight")):
             return values.squeeze(1).T.ravel()
         if name.endswith("linear_attn.A_log"):
             return -np.exp(values)

@@ -23,10 +23,10 @@ from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_
 from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
 from forerun.executors.torch.attention.states import States, TorchStateStep
 from forerun.executors.torch.decoder.decoder import Attend, Decoder
-from forerun.executors.torch.decoder.delta import DeltaInputs, no_states
 from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise, compiled
 from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.executors.torch.decoder.layers import padded_rows
+from forerun.executors.torch.decoder.recurrent import RecurrentInputs, no_states
 from forerun.executors.torch.features import TorchFeatureRing, TorchStepFeatures
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.memory import (
@@ -123,7 +123,7 @@ class ModelRunner:
         stored = tuple(kept.values())
         self._bytes = planned_bytes(arch, limits, self.device, options.dtype, stored)
         self._bytes["cache"] = kv_shape(arch).bytes(limits, pages)
-        if arch.delta is not None:
+        if arch.recurrent is not None:
             self._bytes["states"] = States.bytes(arch, limits)
         check_fits(self._bytes, self.device)
         self._aux_layers: tuple[int, ...] = ()
@@ -148,7 +148,7 @@ class ModelRunner:
             narrow=options.dtype == "float8",
         )
         self._cache: PagedCache | None = PagedCache(kv_shape(arch), limits, self.device, pages)
-        self.states = None if arch.delta is None else States(arch, limits, self.device)
+        self.states = None if arch.recurrent is None else States(arch, limits, self.device)
 
     @property
     def decoder(self) -> Decoder:
@@ -219,7 +219,7 @@ class ModelRunner:
             states=step,
         )
 
-    def _recur(self, step: TorchStateStep, layer: int, inputs: DeltaInputs) -> Tensor:
+    def _recur(self, step: TorchStateStep, layer: int, inputs: RecurrentInputs) -> Tensor:
         assert self.states is not None
         return self.states.layer(step, layer, inputs)
 

@@ -1,12 +1,14 @@
 """The recurrent states of all sequences, and their update in a step.
 
-Each layer with a state (layer_spec.GatedDelta) has two tables, with the rows of state_slots.py:
+Each layer with a state (layer_spec.Recurrent) has a table, a gated delta net two, with the rows of
+state_slots.py:
 
     windows   float32[rows, W-1, C]       the convolution's inputs of the last W - 1 tokens
-    matrices  float32[rows, Hv, Dk, Dv]
+    matrices  float32[rows, Hv, Dk, Dv]   of a gated delta net
 
-A node's state is computed from its parent's, by the compiled core (delta_native.py) or by torch
-(delta_levels.py). Known tokens are permanent whatever is accepted, so the state after a row's root
+A convolution reads the rows of a node's ancestors, of all nodes of a step at once. A node's matrix
+is computed from its parent's, by the compiled core (delta_native.py) or by torch (delta_levels.py).
+Known tokens are permanent whatever is accepted, so the state after a row's root
 is written to its slot at once. For draft tokens not the states are stored until the outcome is
 known but their inputs, a hundredth of the numbers: an accepted path advances the slot's state by
 the same numbers, multiplied and added in the same order, and so to the same bits as the state that
@@ -26,10 +28,13 @@ from forerun.executors.state_steps import StateStep, StateSteps
 from forerun.executors.torch.attention.delta_levels import ByLevels, DeltaWalk
 from forerun.executors.torch.attention.delta_native import NativeDelta
 from forerun.executors.torch.attention.kv import indices
-from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, convolved
+from forerun.executors.torch.decoder.convolution import window_sums
+from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, tokens_of
+from forerun.executors.torch.decoder.recurrent import RecurrentInputs
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.networks.arch import Architecture
+from forerun.networks.layer_spec import GatedDelta
 from forerun.speculative.tree import TreeBatch
 from forerun.types import Ints
 
@@ -40,7 +45,7 @@ class Paths:
 
     past    int64[M,W] rows that the convolution reads: of B windows, then of the nodes
     rows    int64[B] the rows of states at which the trees begin
-    way     through the matrices, from DeltaWalk
+    way     through the matrices, from DeltaWalk; None where there are none
     ends    int64[m] nodes whose windows are stored, and the rows to store them in
     drafts  int64[D] the draft tokens
     """
@@ -56,12 +61,12 @@ class Paths:
 class TorchStateStep(StateStep):
     """The same with tensors.
 
-    kept  of each layer, what is kept of the draft tokens: convolution rows float32[D,C], and the
-          others
+    kept  of each layer, what is kept of the draft tokens: convolution rows float32[D,C], and what
+          advances matrices
     """
 
     paths: Paths
-    kept: list[tuple[Tensor, Tokens]] = field(default_factory=list)
+    kept: list[tuple[Tensor, Tokens | None]] = field(default_factory=list)
 
 
 def chosen_walk(device: torch.device) -> DeltaWalk:
@@ -74,7 +79,8 @@ def chosen_walk(device: torch.device) -> DeltaWalk:
 class States(StateSteps):
     """The tables, and the bookkeeping of their rows.
 
-    walk  advances matrices; None: `chosen_walk`
+    walk      advances matrices; None: `chosen_walk`
+    matrices  None where layers have none
     """
 
     def __init__(
@@ -85,25 +91,26 @@ class States(StateSteps):
         walk: DeltaWalk | None = None,
     ) -> None:
         super().__init__(limits)
-        about, rows = arch.delta, rows_of(limits)
+        about, rows = arch.recurrent, rows_of(limits)
         assert about is not None
         layers, self._width, self._device = arch.recurrent_layers, about.window, device
-        matrix = about.value_heads, about.key_size, about.value_size
-        self._walk = walk or chosen_walk(device)
         self.windows = torch.zeros(layers, rows, about.window - 1, about.channels, device=device)
-        self.matrices = torch.zeros(layers, rows, *matrix, device=device)
+        self.matrices: Tensor | None = None
+        if isinstance(about, GatedDelta):
+            matrix = about.value_heads, about.key_size, about.value_size
+            self._walk = walk or chosen_walk(device)
+            self.matrices = torch.zeros(layers, rows, *matrix, device=device)
 
     @staticmethod
     def bytes(arch: Architecture, limits: ExecutorLimits) -> int:
         """Return the bytes of the tables of states; 0 for a model without recurrent layers."""
-        if arch.delta is None:
-            return 0
-        return rows_of(limits) * arch.delta.state_bytes(arch.recurrent_layers)
+        return rows_of(limits) * arch.state_bytes
 
     def copy(self, row: int | None, to: int) -> None:
         """As StateSteps.copy, in all layers."""
         for table in (self.windows, self.matrices):
-            table[:, to] = 0.0 if row is None else table[:, row]
+            if table is not None:
+                table[:, to] = 0.0 if row is None else table[:, row]
 
     def begin(self, plan: Plan, trees: TreeBatch) -> TorchStateStep:
         """Begin a step; return it with the paths of its nodes. Raises EngineError as `prepare`."""
@@ -111,19 +118,27 @@ class States(StateSteps):
         paths = self._paths(plan, trees, step.ends)
         return TorchStateStep(plan, trees, step.claims, step.ends, paths)
 
-    def layer(self, step: TorchStateStep, number: int, inputs: DeltaInputs) -> Tensor:
-        """float32[M,Hv,Dv]: what the nodes read in layer `number`, counted among those with a
-        state; zeros of padding. Writes the states after known tokens.
+    def layer(self, step: TorchStateStep, number: int, inputs: RecurrentInputs) -> Tensor:
+        """float32[M,Hv,Dv], or float32[M,C] of a convolution: what the nodes read in layer
+        `number`, counted among those with a state; zeros of padding. Writes the states after known
+        tokens.
         """
-        paths, windows, matrices = step.paths, self.windows[number], self.matrices[number]
+        paths, windows = step.paths, self.windows[number]
         before = windows.index_select(0, paths.rows).flatten(0, 1)
         rows = torch.cat([before, inputs.mixed])
-        tokens = convolved(inputs, rows, paths.past)
+        tokens, entering = None, inputs.mixed[paths.drafts]
+        if isinstance(inputs, DeltaInputs):
+            assert self.matrices is not None
+            tokens = tokens_of(inputs, window_sums(rows, paths.past, inputs.kernel))
+            found = self._walk.advance(self.matrices[number], paths.way, tokens)
+            tokens = tokens.ordered(paths.drafts)
+        else:
+            found = window_sums(rows, paths.past, inputs.kernel, inputs.bias)
         nodes, targets = paths.ends
         windows[targets] = rows[paths.past[nodes, 1:]]
-        step.kept.append((inputs.mixed[paths.drafts], tokens.ordered(paths.drafts)))
-        out = tokens.values.new_zeros(len(inputs.mixed), *tokens.values.shape[1:])
-        out[: len(paths.past)] = self._walk.advance(matrices, paths.way, tokens)
+        step.kept.append((entering, tokens))
+        out = found.new_zeros(len(inputs.mixed), *found.shape[1:])
+        out[: len(found)] = found
         return out
 
     def follow(self, step: StateStep, slots: Ints, nodes: Ints) -> None:
@@ -135,10 +150,11 @@ class States(StateSteps):
         where = indices(slots, self._device)
         which = indices(nodes - known[row + 1], self._device)  # Among the draft tokens.
         for number, (mixed, tokens) in enumerate(step.kept):
-            windows, matrices = self.windows[number], self.matrices[number]
+            windows = self.windows[number]
             entering = mixed.index_select(0, which).unsqueeze(1)
             windows[where] = torch.cat([windows[where][:, 1:], entering], 1)
-            self._walk.follow(matrices, slots, tokens.ordered(which))
+            if tokens is not None and self.matrices is not None:
+                self._walk.follow(self.matrices[number], slots, tokens.ordered(which))
 
     def _paths(self, plan: Plan, trees: TreeBatch, ends: dict[int, int]) -> Paths:
         count, rows = len(trees.tokens), trees.rows
@@ -158,7 +174,7 @@ class States(StateSteps):
         return Paths(
             past=indices(past, self._device),
             rows=indices(plan.slots, self._device),
-            way=self._walk.way(trees, plan.slots, ends),
+            way=None if self.matrices is None else self._walk.way(trees, plan.slots, ends),
             ends=(indices(nodes, self._device), indices(targets, self._device)),
             drafts=indices(np.flatnonzero(drafted), self._device),
         )

@@ -13,7 +13,6 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.checkpoints.checkpoint import Checkpoint
-from forerun.executors.torch.decoder.delta import DeltaProjections, Recur, no_states
 from forerun.executors.torch.decoder.elementwise import (
     PLAIN,
     AnyHeads,
@@ -35,6 +34,12 @@ from forerun.executors.torch.decoder.layers import (
     alone,
     invariant_sizes,
     padded_rows,
+)
+from forerun.executors.torch.decoder.recurrent import (
+    Recur,
+    RecurrentProjections,
+    no_states,
+    recurrent_projections,
 )
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.group import Group
@@ -112,8 +117,8 @@ class Block:
     ) -> None:
         prefix, names = f"model.layers.{layer}", NORM_NAMES[spec.norms]
         self._sum = self._sum_fed = group.sum if group else alone
-        alike = [each.delta is None for each in arch.layer_specs[:layer]]
-        self._layer = alike.count(spec.delta is None)
+        alike = [each.recurrent is None for each in arch.layer_specs[:layer]]
+        self._layer = alike.count(spec.recurrent is None)
         self._spec, self._arch, self._parts = spec, arch, parts
 
         def norm(name: str | None) -> Tensor | None:
@@ -157,7 +162,7 @@ class Block:
 
         sizes  row counts that experts' products may be run at; empty = any
         """
-        if isinstance(self._attention, DeltaProjections):
+        if isinstance(self._attention, RecurrentProjections):
             inputs = self._attention.inputs(normed)
             mixed = self._attention.out(recur(self._layer, inputs), inputs.gate)
         else:
@@ -188,12 +193,12 @@ class Block:
 
 def _projections(
     weights: Weights, prefix: str, spec: LayerSpec, arch: Architecture, parts: Elementwise
-) -> HeadsProjections | LatentProjections | DeltaProjections:
+) -> HeadsProjections | LatentProjections | RecurrentProjections:
     """Return the projections of the layer that `spec` describes; its tensors begin with
     `prefix`.
     """
-    if spec.delta is not None:
-        return DeltaProjections(weights, f"{prefix}.linear_attn", spec.delta, arch, parts)
+    if spec.recurrent is not None:
+        return recurrent_projections(weights, prefix, spec.recurrent, arch, parts)
     latent, prefix = spec.attention.latent, f"{prefix}.self_attn"
     if latent is None:
         return HeadsProjections(weights, prefix, spec, arch, parts)

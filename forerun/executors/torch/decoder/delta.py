@@ -41,17 +41,6 @@ class DeltaInputs:
     kernel: Tensor
 
 
-Recur = Callable[[int, DeltaInputs], Tensor]
-"""(layer, its inputs) -> what is read of its states, float32[M,Hv,Dv]. Layers are counted from 0
-among those that have states.
-"""
-
-
-def no_states(layer: int, inputs: DeltaInputs) -> Tensor:
-    """For a decoder without recurrent layers. Raises TypeError in one that has any."""
-    raise TypeError("a layer with a recurrent state runs where nobody keeps states")
-
-
 class DeltaProjections:
     """The matrix products of a delta net, and its gated norm."""
 
@@ -144,24 +133,18 @@ class Tokens:
         )
 
 
-def convolved(inputs: DeltaInputs, rows: Tensor, past: Tensor) -> Tokens:
-    """The tokens of nodes [M]: after the convolution.
-
-    rows  float32[R,C] what it reads of them and of what stands before them
-    past  int64[M,W] the rows of each node's last W tokens, its own last
-    """
-    about, mixed = inputs.about, rows.new_zeros(len(past), rows.shape[1])
-    for place in range(about.window):
-        mixed = mixed + rows.index_select(0, past[:, place]) * inputs.kernel[:, place]
-    mixed = mixed / (1 + torch.exp(-mixed))
+def tokens_of(inputs: DeltaInputs, sums: Tensor) -> Tokens:
+    """The tokens of nodes [M], from the convolution's sums float32[M,C] (`window_sums`)."""
+    about, count = inputs.about, len(sums)
+    mixed = sums / (1 + torch.exp(-sums))
     queries, keys, values = mixed.split([about.keys, about.keys, about.values], -1)
     shape = (about.key_heads, about.key_size)
     return Tokens(
         _of_unit_length(queries.unflatten(-1, shape)) * about.key_size**-0.5,
         _of_unit_length(keys.unflatten(-1, shape)),
         values.unflatten(-1, (about.value_heads, about.value_size)),
-        inputs.decay[: len(past)],
-        inputs.beta[: len(past)],
+        inputs.decay[:count],
+        inputs.beta[:count],
         about.tiled,
     )
 

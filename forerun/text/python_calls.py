@@ -1,0 +1,289 @@
+"""Calls written as Python writes them, with literals for arguments: LFM2's."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from forerun.text.tagged_calls import DeclaredTypes, member
+from forerun.text.tool_bodies import NOTHING, CallPiece, JsonCalls, Tools, merged
+
+_MOST_LEVELS = 64
+"""Of lists and objects within each other; a deeper value is text."""
+
+
+class PythonCalls:
+    """A list of calls, or one alone: name(key=value, key=value), with Python's literals or JSON's.
+
+    What begins with a brace is read as JSON calls: LFM2 writes these where it is asked to.
+
+    A quote ends a string only where an argument can end, for models write quotes within a string
+    that are not escaped: before the name of another argument (of those that the tool declares, if
+    it declares any) or the end of the call; within a list or an object before what may follow.
+    """
+
+    def __init__(self, tools: Tools, closer: str) -> None:
+        self.count = 0
+        self._closer, self._declared = closer, DeclaredTypes(tools)
+        self._json: JsonCalls | None = None
+        self._name: str | None = None
+        self._key: str | None = None
+        self._value = _Value(_ANY_NAME)
+        self._pairs = 0
+
+    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
+        """Read the next piece of text (see Body.push): a call's name once its bracket opens, then
+        its arguments as JSON once they are whole. Ends behind the closer, or where nothing of this
+        kind can follow.
+        """
+        if self._json is not None:
+            return self._as_json(text)
+        calls: list[CallPiece] = []
+        while True:
+            if self._key is not None:
+                end = self._value.end(text)
+                if end is None:
+                    return merged(calls), text, True
+                calls.append(self._argument(text[:end]))
+                text = text[end:]
+            elif self._name is not None:
+                begun = text.lstrip(" \t\r\n,")
+                if begun.startswith(")"):
+                    calls.append(CallPiece(self.count - 1, None, "}" if self._pairs else "{}"))
+                    self._name, text = None, begun[1:]
+                elif opened := _KEY.match(begun):
+                    self._key, text = opened[1], begun[opened.end() :]
+                    self._value = _Value(self._following())
+                else:
+                    return merged(calls), text, _KEY_BEGUN.fullmatch(begun) is not None
+            else:
+                begun = text.lstrip(" \t\r\n,;[]")
+                if begun.startswith(self._closer):
+                    return merged(calls), begun[len(self._closer) :], False
+                if begun.startswith("{"):
+                    self._json = JsonCalls(self._closer)
+                    self._json.count = self.count
+                    found, rest, goes_on = self._as_json(begun)
+                    return (*merged(calls), *found), rest, goes_on
+                opened = _CALL.match(begun)
+                if opened is None:
+                    waits = self._closer.startswith(begun) or _NAME.fullmatch(begun) is not None
+                    return merged(calls), begun if self.count else text, waits
+                self._name, self._pairs, text = opened[1], 0, begun[opened.end() :]
+                calls.append(CallPiece(self.count, self._name))
+                self.count += 1
+
+    def _as_json(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
+        assert self._json is not None
+        calls, rest, goes_on = self._json.push(text)
+        self.count = self._json.count
+        self._json = self._json if goes_on else None
+        return calls, rest, goes_on
+
+    def _argument(self, text: str) -> CallPiece:
+        """Return a whole argument as a member of a JSON object."""
+        key, self._key = self._key or "", None
+        value = json_of_literal(text.strip(), self._declared.type_of(self._name or "", key))
+        piece = CallPiece(self.count - 1, None, member(self._pairs, key, value))
+        self._pairs += 1
+        return piece
+
+    def _following(self) -> re.Pattern[str]:
+        """Return what matches the names of arguments that may follow."""
+        names = self._declared.names(self._name or "")
+        return re.compile("|".join(map(re.escape, names))) if names else _ANY_NAME
+
+
+class _Value:
+    """Finds the end of a value that comes in pieces; each character is passed once.
+
+    name  matches the name of a further argument
+    """
+
+    def __init__(self, name: re.Pattern[str]) -> None:
+        self._at, self._quote, self._depth = 0, "", 0
+        self._behind = re.compile(
+            rf"\s*+(?:,\s*+(?:{name.pattern})\s*+=|\)\s*+(?:[\],;<]|\w[\w.]*+\())"
+        )
+
+    def end(self, text: str) -> int | None:
+        """Return the place of the comma or bracket behind the value; None: not there yet. `text` is
+        what it was the last time, and more.
+        """
+        while mark := _MARKS.search(text, self._at):
+            sign, behind = mark[0], mark.end()
+            if sign == "\\":
+                if behind == len(text):
+                    break
+                behind += 1
+            elif self._quote:
+                closes = sign == self._quote and self._closes(text, behind)
+                if closes is None:
+                    self._at = mark.start()
+                    return None
+                self._quote = "" if closes else self._quote
+            elif sign in "'\"":
+                self._quote = sign if self._opens(text, mark.start()) else ""
+            elif sign in "([{":
+                self._depth += 1
+            elif not self._depth and sign in ",)":
+                return mark.start()
+            elif sign in ")]}":
+                self._depth -= self._depth > 0
+            self._at = behind
+        else:
+            self._at = len(text)
+        return None
+
+    def _opens(self, text: str, at: int) -> bool:
+        """Return whether the quote at `at` begins a string: it stands where a value can begin."""
+        while at and text[at - 1].isspace():
+            at -= 1
+        return not at or (self._depth > 0 and text[at - 1] in "[({,:")
+
+    def _closes(self, text: str, at: int) -> bool | None:
+        """Return whether the quote before `at` ends its string; None: it depends on what comes."""
+        if (self._behind if not self._depth else _BEHIND_ITEM).match(text, at):
+            return True
+        return None if _UNDECIDED.fullmatch(text, at) else False
+
+
+_ANY_NAME = re.compile(r"\w+")
+_NAME = re.compile(r"[\w.\-]{0,256}+\s*+")
+_CALL = re.compile(r"([A-Za-z_][\w.\-]{0,255}+)\s*+\(")
+_KEY = re.compile(r"([^\s=(),'\"]{1,256}+)\s*+=")
+_KEY_BEGUN = re.compile(r"(?:[^\s=(),'\"]{1,256}+\s*+)?")
+_MARKS = re.compile(r"[\\'\"()\[\]{},]")
+_BEHIND_ITEM = re.compile(r"\s*+[,:\]})]")
+_UNDECIDED = re.compile(r"\s*+(?:,\s*+(?:\w++\s*+)?|\)\s*+(?:\w[\w.]*+)?)?")
+
+
+def json_of_literal(text: str, declared: Any = None) -> str:
+    """Return a literal of Python's or JSON's as JSON; other text as a string.
+
+    declared  the type of the argument; what is to be a string and has no quotes is one as it stands
+    """
+    value = text if declared == "string" and text[:1] not in ("'", '"') else _literal(text)
+    return json.dumps(text if value is NOTHING else value, ensure_ascii=False)
+
+
+def _literal(text: str) -> Any:
+    reader = _Reader(text)
+    try:
+        value = reader.value(_MOST_LEVELS)
+    except _NoLiteralError:
+        return NOTHING
+    return value if reader.at_end() else NOTHING
+
+
+class _NoLiteralError(Exception):
+    """The text is no literal."""
+
+
+class _Reader:
+    """Reads one literal: numbers, words, strings, lists, tuples and objects of them."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at = text, 0
+
+    def at_end(self) -> bool:
+        self._blank()
+        return self._at == len(self._text)
+
+    def value(self, levels: int) -> Any:
+        """Read the next value, with at most so many levels in it. Raises _NoLiteralError."""
+        self._blank()
+        sign = self._text[self._at : self._at + 1]
+        if not levels or not sign:
+            raise _NoLiteralError
+        if sign in "'\"":
+            return self._string(levels == _MOST_LEVELS)
+        if sign in "[(":
+            return self._items("]" if sign == "[" else ")", lambda: self.value(levels - 1))
+        if sign == "{":
+            return dict(self._items("}", lambda: self._pair(levels - 1)))
+        word = _WORD.match(self._text, self._at)
+        if word is None:
+            raise _NoLiteralError
+        self._at = word.end()
+        if word[0] in _WORDS:
+            return _WORDS[word[0]]
+        if not _NUMBER.fullmatch(word[0]):
+            raise _NoLiteralError
+        number = word[0].replace("_", "")
+        if number.lstrip("+-").isdigit():
+            return int(number)
+        if not math.isfinite(float(number)):
+            raise _NoLiteralError
+        return float(number)
+
+    def _items(self, closer: str, read: Callable[[], Any]) -> list[Any]:
+        found: list[Any] = []
+        self._at += 1
+        while not self._passes(closer):
+            found.append(read())
+            if not self._passes(","):
+                if not self._passes(closer):
+                    raise _NoLiteralError
+                break
+        return found
+
+    def _pair(self, levels: int) -> tuple[str, Any]:
+        key = self.value(1)
+        if not self._passes(":"):
+            raise _NoLiteralError
+        return key if isinstance(key, str) else json.dumps(key), self.value(levels)
+
+    def _string(self, whole: bool) -> str:
+        """Read a string; whole: it is all of the text, and ends where that ends."""
+        quote = self._text[self._at]
+        triple = 3 * quote
+        if whole:
+            inner = self._text[self._at :].rstrip()
+            if len(inner) < 2 or not inner.endswith(quote):
+                raise _NoLiteralError
+            self._at += len(inner)
+            thrice = len(inner) >= 6 and inner.startswith(triple) and inner.endswith(triple)
+            return _unescaped(inner[3:-3] if thrice else inner[1:-1])
+        at = self._at + 1
+        while mark := _QUOTES.search(self._text, at):
+            at = mark.end()
+            if mark[0] == quote and _BEHIND_ITEM.match(self._text, at):
+                inner, self._at = self._text[self._at + 1 : mark.start()], at
+                return _unescaped(inner)
+        raise _NoLiteralError
+
+    def _passes(self, sign: str) -> bool:
+        self._blank()
+        there = self._text.startswith(sign, self._at)
+        self._at += there
+        return there
+
+    def _blank(self) -> None:
+        self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
+
+
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_WORD = re.compile(r"[\w.+\-]{1,400}+")
+_NUMBER = re.compile(r"[+-]?(?:\d[\d_]*+(?:\.[\d_]*+)?|\.\d[\d_]*+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_QUOTES = re.compile(r"\\[\s\S]|['\"]")
+_SPACE = re.compile(r"\s*+")
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|([\s\S]))")
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "a": "\a", "v": "\v"}
+_ESCAPED |= {"\n": "", **{sign: sign for sign in "\\'\"/"}}
+
+
+def _unescaped(text: str) -> str:
+    """Return a string's text; an escape that is none stays."""
+
+    def character(match: re.Match[str]) -> str:
+        code = match[1] or match[2] or match[3]
+        if code is None:
+            return _ESCAPED.get(match[4], match[0])
+        number = int(code, 16)
+        return chr(number) if number < 0x110000 else match[0]
+
+    found = _ESCAPE.sub(character, text)
+    # Two halves of a character beyond 16 bits, as JSON has it; one alone is no character.
+    return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
