@@ -38,8 +38,13 @@ import numpy as np
 import torch
 
 from bench.records import ended
-from forerun.build.planned import PlannedCheckpoint
-from forerun.build.shapes import SHAPES, RandomCheckpoint, random_draft, shape_named
+from forerun.build.shapes import (
+    SHAPES,
+    PlannedCheckpoint,
+    RandomCheckpoint,
+    random_draft,
+    shape_named,
+)
 from forerun.client.completion import acceptance_length, complete, make_request
 from forerun.client.llm import LLM
 from forerun.executors.torch import CapturedExecutor

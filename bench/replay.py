@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.records import ended
-from forerun.build.calibration import NODES, REPEATS, SECONDS, believed_ms
+from forerun.build.calibration import NODES, REPEATS, SECONDS, estimated_ms
 from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.build.with_cpu import ngram_drafter
 from forerun.client.completion import complete, make_request
@@ -130,7 +130,7 @@ class Machine:
                 if len(taken) < MIN_REPEATS or sum(taken) < SECONDS / len(times):
                     ms = self.noise() * float(self.costs.verify(np.array(nodes)))
                     taken.append(ms / 1000.0)
-        return StepCosts(tuple(times), believed_ms(times))
+        return StepCosts(tuple(times), estimated_ms(times))
 
 
 @dataclass

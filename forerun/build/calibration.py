@@ -1,5 +1,5 @@
-"""Prepares a loaded target and measures what a step costs on this machine, in a fraction of a
-second at start-up.
+"""Measures what a step costs on this machine, in a fraction of a second at start-up, after
+compiling what steps run.
 """
 
 from collections.abc import Callable
@@ -25,66 +25,71 @@ from forerun.speculative.tree import Draft, batch
 from forerun.types import Ints
 
 NODES = (1, 2, 64, 32, 16, 8, 4, 3, 5, 6)
-"""Node counts that are timed, the most telling first: no further one is begun after SECONDS. Each
-comes behind one that is not much larger: a long step leaves little of the weights in the caches (8
-nodes of the default model take 6.0 ms behind 64, 5.3 behind 16, 5.2 behind 8: log of 11-26)."""
+"""Node counts that are timed, the most informative first: no further one is begun after SECONDS.
+Each comes after one that is not much larger: a long step leaves little of the weights in the caches
+(8 nodes of the default model take 6.0 ms after 64, 5.3 after 16, 5.2 after 8)."""
 PER_ROW = 8
-"""Nodes of one row at most; more nodes mean more rows, as they would in service."""
+"""Most nodes of one row; more nodes mean more rows, as they would in service."""
 CACHED = 256
-"""Most cached tokens in the measurement of reading the cache: as many as can be computed in
-SECONDS, but a quarter of them. (A 1B model on two cores takes a second for 256; the result with 128
-is the same within a fifth.)
+"""Most cached tokens when reading the cache is measured: as many as can be computed in SECONDS, at
+least a quarter of this. (A 1B model on two cores takes a second for 256; the result with 128 is the
+same within a fifth.)
 """
 UNWRITTEN = 1024
-"""The same where positions need not be computed for that (Capabilities.unwritten): it is the longer
-the better, as what a node reads has to stand out of what a step takes. (Behind 1,000 unwritten and
-1,000 computed tokens, in milliseconds: 1.77, 1.94 and 1.70 of a 1B model, .62 to .71 and .84 of the
-default; behind 256 computed ones 1.55, 1.58 and .58, .71: log of 11-26.)"""
+"""The same if the pages need not be computed (Capabilities.unwritten): the more cached tokens, the
+more their reading stands out of a step's time. (Behind 1,000 unwritten and 1,000 computed tokens,
+in milliseconds: 1.77, 1.94 and 1.70 of a 1B model, .62 to .71 and .84 of the default; behind 256
+computed ones 1.55, 1.58 and .58, .71.)"""
 SECONDS = 0.5
-"""All node counts together get so long; three times that where a machine is slow."""
+"""Time for all node counts together; three times that on a slow machine."""
 REPEATS = 8
-"""A count is timed so often at most."""
+"""Most timings of a count."""
 ALIKE = 1.1
-"""A long step, of which MIN_REPEATS take more than a count's share of SECONDS, is timed once where
-that is what the counts around it say, twice where both times are alike: the longer is at most so
-many times the shorter. (Steps of 16, 32 and 64 nodes of a 1B model on two cores at real-time
+"""A long step, of which MIN_REPEATS take more than a count's share of SECONDS, is timed once if its
+time is as expected from the counts around it, twice if both times are alike: the longer is at most
+this many times the shorter. (Steps of 16, 32 and 64 nodes of a 1B model on two cores at real-time
 priority: 1.00 to 1.05 in 14 of 16 pairs, 1.4 and 1.8 in the others. Simulated, such a model beside
-neighbours: .51 s instead of 1.20, prices no further from the truth: log of 11-26.)"""
+neighbours: .51 s instead of 1.20, prices no further from the truth.)"""
 
 
 def measure_costs(executor: Executor) -> StepCosts:
     """Time steps of several sizes. All slots must be closed, and are closed again afterwards.
 
-    The median of a few repeats counts. They are taken in turns, so that a slow moment hits no size
-    alone. (The least of them would flatter big steps where a neighbour takes time: beside one,
-    four nodes took 1.25 times one node at best, but 1.4 times mostly.) Each step has other tokens,
-    so that it visits other experts, as text does; draft tokens drawn so are wrong, and little but
-    the root's token is kept. Raises ConfigError if the executor is too small to time two nodes.
+    The median of a few repeats counts. They are taken in turns, so that a slow moment does not
+    disturb one size alone. (The least of them would favour big steps beside a neighbour that takes
+    time: there four nodes took 1.25 times one node at best, but 1.4 times mostly.) Each step has
+    other tokens, so that it visits other experts, as text does; such draft tokens are wrong, so
+    little more than the root's token is accepted.
+
+    Raises ConfigError if the executor is too small to time two nodes.
     """
     limits = executor.limits
     possible = [nodes for nodes in NODES if nodes <= limits.scored_nodes and _fits(limits, nodes)]
     if len(possible) < 2:
         raise ConfigError(
-            "chunked-prefill-size or context is too small to measure the time of a draft token; "
-            "raise it, or use --policy fixed."
+            f"a step of at most {limits.scored_nodes} nodes and a context of {limits.context} "
+            "tokens are too small to measure the time of a draft token; raise "
+            "chunked-prefill-size or context, or use --policy fixed."
         )
     times = _time_interleaved(executor, possible)
     most = max(times)
     attend_ms = _attention_ms(executor, min(times[most]) / most)
-    return StepCosts(tuple(sorted(times)), believed_ms(times), attend_ms=attend_ms)
+    return StepCosts(tuple(sorted(times)), estimated_ms(times), attend_ms=attend_ms)
 
 
-def believed_ms(times: dict[int, list[float]]) -> tuple[float, ...]:
-    """Milliseconds of a step by ascending number of nodes, of seconds that such steps took."""
+def estimated_ms(times: dict[int, list[float]]) -> tuple[float, ...]:
+    """Return the milliseconds of a step by ascending number of nodes. times: seconds of such steps,
+    by number of nodes.
+    """
     counts = sorted(times)
     ms = [1000.0 * median(times[nodes]) for nodes in counts]
     return tuple(rising(smoothed(counts, ms), [len(times[nodes]) for nodes in counts]))
 
 
 def rising(ms: list[float], weights: list[int]) -> list[float]:
-    """The rising times that are nearest to these, counted `weights` times each (isotonic
-    regression, by pooling adjacent violators): a bigger step is never cheaper, so where times say
-    so both are wrong, and share the error.
+    """Return the ascending times that are nearest to these, counted `weights` times each (isotonic
+    regression, by pooling adjacent violators): a bigger step is never cheaper, so of two times that
+    contradict this both are wrong, and share the error.
     """
     pools: list[tuple[float, int, int]] = []
     for time, weight in zip(ms, weights, strict=True):
@@ -97,12 +102,12 @@ def rising(ms: list[float], weights: list[int]) -> list[float]:
 
 
 def smoothed(counts: list[int], ms: list[float]) -> list[float]:
-    """The times without what was disturbed: where a step took more than OUTLIER times what the
-    counts around it say (between them time is a power of nodes), it is believed to take that. One
+    """Return the times with disturbed ones replaced: a time above OUTLIER times the one that is
+    expected from the counts around it (between them time is a power of nodes) becomes that. One
     slow step of 32 nodes made a draft token beside 64 rows look like a bargain.
 
-    Nothing is said of how times bend: kernels work in fours, and where nodes share experts of a
-    sparse model, or the reading of weights, a further node costs less than the one before it.
+    Convexity is not assumed: kernels work in fours, and if nodes share experts of a sparse model,
+    or the reading of weights, a further node costs less than the one before it.
     """
     smooth = [*ms]
     for place in range(1, len(ms) - 1):
@@ -117,7 +122,7 @@ def smoothed(counts: list[int], ms: list[float]) -> list[float]:
 
 
 def _time_interleaved(executor: Executor, possible: list[int]) -> dict[int, list[float]]:
-    """Seconds of steps by their number of nodes, at least two of `possible`."""
+    """Time steps, and return their seconds by number of nodes, for at least two of `possible`."""
     random, times = np.random.default_rng(0), dict[int, list[float]]()
     for _ in range(REPEATS):
         for nodes in possible:
@@ -138,8 +143,8 @@ def _time_interleaved(executor: Executor, possible: list[int]) -> dict[int, list
 
 
 def _enough(taken: list[float], share: float) -> bool:
-    """Whether a count was timed often enough: for its share of the time, and MIN_REPEATS times, or
-    twice, where steps are long and both took about as long.
+    """Return whether a count was timed often enough: for its share of the time and MIN_REPEATS
+    times; or twice, if steps are long and both took about as long.
     """
     if len(taken) == 2:
         return MIN_REPEATS * min(taken) > share and max(taken) <= ALIKE * min(taken)
@@ -147,10 +152,10 @@ def _enough(taken: list[float], share: float) -> bool:
 
 
 def _confirmed(nodes: int, times: dict[int, list[float]], share: float) -> bool:
-    """Whether a long step that was timed once took what the counts around it say, but for ALIKE: as
-    between two others on a straight line; the largest, from the line on to in proportion to the one
-    before it; and no less than smaller ones, no more than bigger ones. A disturbed one does not,
-    nor do its neighbours, so all of them are timed again.
+    """Return whether the only time of a long step is as expected from the counts around it, within
+    ALIKE: on the straight line between two others; for the largest, between that line and a time in
+    proportion to the one before it; not below smaller steps nor above bigger ones. A disturbed one
+    is not, nor are its neighbours, so all of them are timed again.
     """
     counts = sorted(times)
     if len(times.get(nodes, [])) != 1 or MIN_REPEATS * times[nodes][0] < share or len(counts) < 3:
@@ -167,7 +172,7 @@ def _confirmed(nodes: int, times: dict[int, list[float]], share: float) -> bool:
 
 
 def _nearest(place: int, many: int) -> range:
-    """Three places of so many, the middle one at `place` where that is no end."""
+    """Return three adjacent places of `many`, with `place` in the middle unless it is an end."""
     first = min(max(place - 1, 0), many - 3)
     return range(first, first + 3)
 
@@ -179,8 +184,10 @@ def _fits(limits: ExecutorLimits, nodes: int) -> bool:
 
 
 def _attention_ms(executor: Executor, seconds: float) -> float:
-    """Return the added time of a node for 1,000 cached tokens: nodes behind many of them and behind
-    none, timed in turn so that both run under the same load. seconds: the time of a prompt's token.
+    """Return the milliseconds that 1,000 cached tokens add to a node: nodes behind many cached
+    tokens and behind none are timed in turn, so that both run under the same load.
+
+    seconds  time of one prompt token
     """
     limits = executor.limits
     room = min(limits.context, limits.pages * limits.page_size) - PER_ROW - 1
@@ -188,7 +195,7 @@ def _attention_ms(executor: Executor, seconds: float) -> float:
         cached = min(UNWRITTEN, room)
     else:
         cached, most = min(CACHED, max(CACHED // 4, int(SECONDS / seconds)), room), limits.max_nodes
-        if limits.checkpoints:  # Recurrent states are there at ends of pages alone.
+        if limits.checkpoints:  # Recurrent states exist at ends of pages only.
             cached, most = (count - count % limits.page_size for count in (cached, most))
         if not (cached and most):
             return 0.0
@@ -241,8 +248,8 @@ class _Step:
 
 
 def _steps(limits: ExecutorLimits, nodes: int, random: np.random.Generator) -> _Step:
-    """A step of `nodes` nodes without context: one row up to PER_ROW nodes, then more rows. Tokens
-    are drawn from the whole vocabulary: what a sparse model's step reads depends on them.
+    """Return a step of `nodes` nodes without context: one row up to PER_ROW nodes, then more rows.
+    Tokens are drawn from the whole vocabulary: a sparse model's experts depend on them.
     """
     rows = -(-nodes // PER_ROW)
     tokens = random.integers(0, limits.vocab, (rows, nodes // rows), np.int32)
@@ -250,14 +257,16 @@ def _steps(limits: ExecutorLimits, nodes: int, random: np.random.Generator) -> _
 
 
 def _time_step(executor: Executor, step: _Step) -> float:
-    """Seconds of one step, opening and closing its slots not counted."""
+    """Run one step and return its seconds, without those to open and close its slots."""
     return _run_step(executor, step, None)[0]
 
 
 def _run_step(
     executor: Executor, step: _Step, request: DraftRequest | None
 ) -> tuple[float, Outcome]:
-    """Seconds of one step, opening and closing its slots not counted, and what came of it."""
+    """Run one step and return its seconds, without those to open and close its slots, and its
+    outcome.
+    """
     plan = replace(step.plan, request=request)
     for slot, cached, known in zip(plan.slots, plan.kv_len, plan.known, strict=True):
         text = TokenText(np.zeros(int(cached) + len(known), np.int32))
@@ -276,10 +285,10 @@ def _run_step(
 def with_draft_model(
     costs: StepCosts, model: DraftModel, executor: Executor, page_size: int
 ) -> StepCosts:
-    """The costs with a draft model's added: a pass per level of draft tokens, or its part of a
-    block, and the pass over what was accepted, which every step pays. Slots are closed again.
-    Where steps do that work themselves: what a step takes longer that grows a level, and a further
-    one.
+    """Measure and add a draft model's costs: a pass per level of draft tokens, or its part of a
+    block, and the pass over accepted tokens, which every step pays. If steps do that work by
+    themselves: the added time of a step that grows one level, and of each further level. All slots
+    must be closed, and are closed again.
     """
     within, outcome = _times_within(executor)
     if within is not None:
@@ -306,8 +315,9 @@ def with_draft_model(
 
 
 def _times_within(executor: Executor) -> tuple[tuple[float, float] | None, Outcome]:
-    """Milliseconds that a step takes longer when it also follows and grows one level, and for
-    each further level; None if it does not do that itself. And the last step's outcome.
+    """Return the milliseconds that a step takes longer if it also extends the draft model and grows
+    one level, and for each further level; None if steps do not draft by themselves. And the last
+    step's outcome.
     """
     step, fastest = _steps(executor.limits, 2, np.random.default_rng(0)), {}
     for levels in (1, 0, PER_ROW // 2):
@@ -336,8 +346,8 @@ def prepare(
     within: bool,
     progress: Callable[[str, int, int], None] | None,
 ) -> None:
-    """Have the executor compile and capture all that steps will run, once the draft model is
-    attached: attaching it later would invalidate that.
+    """Compile and capture all that steps will run. Call it after the draft model is attached, which
+    would invalidate that.
 
     within    a draft is loaded whose trees steps grow by themselves
     progress  called with (what, done, total); None = not called

@@ -1,4 +1,4 @@
-"""The chat template of a configuration."""
+"""Reads the chat template of a configuration."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from forerun.text.known_templates import KNOWN
 
 
 def template_source(config: EngineConfig, own: str | None) -> str | None:
-    """The Jinja source of the chat template to use: the configured one, which is a name of KNOWN, a
-    template itself, or a file with one; else the model's `own`, which may be None.
+    """Return the Jinja source of the chat template to use: the configured one, which is a name of
+    KNOWN, a template itself, or a file with one; else the model's `own`, which may be None.
 
-    Raises ConfigError if what is configured is none of these.
+    Raises ConfigError if the option is none of these.
     """
     given = config.chat_template
     if given is None:
@@ -24,6 +24,6 @@ def template_source(config: EngineConfig, own: str | None) -> str | None:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"chat-template is a file with a Jinja template, the template itself, or one of "
-            f"{', '.join(KNOWN)}; {given} is none of these ({error})."
+            f"chat-template is {given}, which cannot be read ({error}). Give a file with a Jinja "
+            f"template, the template itself, or one of {', '.join(KNOWN)}."
         ) from error

@@ -21,12 +21,12 @@ class DeviceChoice:
     gpu: bool = False
 
     def sentence(self) -> str:
-        """One line for the start: the device and why it was chosen."""
+        """Return one line for the start: the device and why it was chosen."""
         return f"device {self.device}: {self.why}"
 
 
 def choose_device(config: EngineConfig) -> DeviceChoice:
-    """The device of a configuration, with "auto" decided by what this machine has.
+    """Return the device of a configuration, with "auto" decided by this machine's devices.
 
     Imports torch only where there is a GPU, jax only where there is a TPU. Raises nothing: a GPU
     that torch cannot use is a reason for the CPU.
@@ -47,7 +47,7 @@ def choose_device(config: EngineConfig) -> DeviceChoice:
 
 
 def cuda_devices() -> int:
-    """CUDA devices that torch can use here; 0 without a GPU or without torch."""
+    """Return the number of CUDA devices that torch can use here; 0 without a GPU or torch."""
     if not gpu_devices() or find_spec("torch") is None:
         return 0
     import torch
@@ -56,7 +56,7 @@ def cuda_devices() -> int:
 
 
 def _tpu(devices: list[str]) -> DeviceChoice | None:
-    """A TPU that jax can use; None without one."""
+    """Return a TPU that jax can use; None without one."""
     if not devices or find_spec("jax") is None:
         return None
     import jax
@@ -67,7 +67,7 @@ def _tpu(devices: list[str]) -> DeviceChoice | None:
 
 
 def _gpu(devices: list[str]) -> DeviceChoice:
-    """The first of the machine's GPUs where torch can use one, else the CPU and why."""
+    """Return the machine's first GPU if torch can use it, else the CPU and why."""
     if not devices:
         return DeviceChoice("cpu", "no NVIDIA GPU here")
     if find_spec("torch") is None:
@@ -77,8 +77,8 @@ def _gpu(devices: list[str]) -> DeviceChoice:
 
     if not torch.cuda.is_available():
         why = (
-            f"{devices[0]} is there, but torch {torch.__version__} sees no CUDA device: it may be "
-            "a build for CPUs, or the driver may be older than it needs"
+            f"this machine has {devices[0]}, but torch {torch.__version__} sees no CUDA device: it "
+            "may be a build for CPUs, or the driver may be too old for it"
         )
         return DeviceChoice("cpu", why, gpu=True)
     return DeviceChoice("cuda", torch.cuda.get_device_name(), gpu=True)

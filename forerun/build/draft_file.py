@@ -1,5 +1,5 @@
 """Opens drafts: the network in a folder, of the configured kind, or a smaller model by any
-reference, whose vocabulary is laid beside the target's.
+reference, whose vocabulary is mapped to the target's.
 """
 
 from pathlib import Path
@@ -21,8 +21,8 @@ AnyDraftFile = DraftFile | BlockFile | PredictionLayers
 
 
 def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> AnyDraftFile:
-    """The network in a draft's folder, of the kind that the configured algorithm wants; EAGLE takes
-    prediction layers too, as in SGLang. Weights are mapped, not read.
+    """Open the network in a draft's folder, of the kind that the configured algorithm runs; EAGLE
+    takes prediction layers too, as in SGLang. Weights are mapped, not read.
 
     Raises ModelError if it cannot be used, ConfigError if it is of another kind.
     """
@@ -62,26 +62,29 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
 
 
 Spelling = tuple[bool, bytes]
-"""The identity of a token: whether users cannot write it, and its bytes."""
+"""The identity of a token: whether it is special (text cannot contain it), and its bytes."""
 
 
 def open_standalone(
     reference: str, revision: str | None, target: Tokenizer, vocab: int
 ) -> WholeDraft:
-    """The model called `reference` as a drafter for a target of V = `vocab`, with the tokens that
-    both spell alike; fetched where needed.
+    """Open the model called `reference` as a drafter for a target of V = `vocab`, with the tokens
+    that both spell alike; fetches it if needed.
 
     Raises ModelError, also if the two share no token; DownloadError if it cannot be fetched.
     """
     model = open_model(reference, revision=revision)
     vocabulary = _shared_vocabulary(target, vocab, model.tokenizer, model.architecture.vocab)
     if not len(vocabulary.target_ids):
-        raise ModelError(f"{reference} has no token that the target has; it cannot draft for it")
+        raise ModelError(
+            f"the draft model {reference} shares no token with the target, so it cannot draft for "
+            "it; name a model with the same tokenizer"
+        )
     return WholeDraft(model.name, model.checkpoint, vocabulary)
 
 
 def _shared_vocabulary(target: Tokenizer, vocab: int, draft: Tokenizer, own: int) -> VocabularyMap:
-    """Which tokens of a draft model of `own` ids are the target's, of V = `vocab`."""
+    """Return which tokens of a draft model with `own` ids are the target's, of V = `vocab`."""
     theirs, mine = _spellings(target, vocab), _spellings(draft, own)
     common = min(len(theirs), len(mine))
     alike = all(a[1] == b[1] for a, b in zip(theirs, mine, strict=False))
@@ -111,12 +114,12 @@ def _spellings(tokenizer: Tokenizer, vocab: int) -> list[Spelling]:
 
 
 def _is_token(spelling: Spelling) -> bool:
-    """Whether it is a token at all; the rest pads a vocabulary."""
+    """Return whether an id has a token; the others pad a vocabulary."""
     return bool(spelling[1])
 
 
 def _same(id: int, item: Spelling, mine: list[Spelling], by_spelling: dict[Spelling, int]) -> int:
-    """The draft's id of the target's token `id`; -1 if it has none."""
+    """Return the draft's id of the target's token `id`; -1 if it has none."""
     if not _is_token(item):
         return -1
     if id < len(mine) and mine[id][1] == item[1]:
@@ -125,7 +128,9 @@ def _same(id: int, item: Spelling, mine: list[Spelling], by_spelling: dict[Spell
 
 
 def _tail(item: Spelling, by_spelling: dict[Spelling, int]) -> int:
-    """The longest token that ends a token which the draft's vocabulary lacks; 0 without one."""
+    """Return the id of the longest token at the end of a token that the draft's vocabulary lacks;
+    0 if there is none.
+    """
     text = item[1]
     ends = (by_spelling.get((False, text[begin:])) for begin in range(len(text)))
     return next((id for id in ends if id is not None), 0)

@@ -1,4 +1,4 @@
-"""The drafter of a configuration, and a draft's part of the memory plan."""
+"""Chooses and opens the drafter of a configuration, and adds a draft to the memory plan."""
 
 import logging
 import warnings
@@ -39,23 +39,23 @@ from forerun.options.config import EngineConfig
 log = logging.getLogger("forerun.build")
 
 AUTO, NO_DRAFT = "AUTO", "none"
-"""The algorithm that is still to be decided, and a draft's path that stands for not even the one
-that comes with the model."""
+"""The algorithm that is still to be decided, and the draft path that excludes even the draft that
+comes with the model."""
 
 Result = TypeVar("Result")
 
 
 def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
-    """The configuration with the draft that comes with its model, where none is named and it
-    wants one. Raises ConfigError if it wants a head and there is none.
+    """Return the configuration with the draft that comes with its model, if it names none and the
+    algorithm needs one. Raises ConfigError if there is none.
 
     layered  the model's checkpoint has prediction layers: EAGLE without a draft, or with the model
              itself as its draft, means them
 
-    AUTO takes its n-gram table, not its head: a table costs no arithmetic, and on the machines
-    measured a head's draft tokens were not as much better as they are dearer
-    (docs/results/not-taken.md). Prediction layers, which were trained with the whole model, it
-    takes wherever they run. A GGUF file is a whole model.
+    AUTO takes the draft's n-gram table, not its head: a table costs no arithmetic, and on the
+    machines measured a head's draft tokens cost more than their better acceptance saved
+    (docs/results/not-taken.md). It takes prediction layers, which were trained with the whole
+    model, wherever they run. A GGUF file is a whole model.
     """
     if config.speculative_algorithm == AUTO:
         config = replace(config, speculative_algorithm=_automatic(config, layered))
@@ -85,7 +85,7 @@ def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
 
 
 def _besides(config: EngineConfig, layered: bool) -> str:
-    """Return, as the rest of a sentence, what a model without a named draft could use."""
+    """Return, as the rest of a sentence, a draft that a model without a named one could use."""
     if layered:
         return ", or use NEXTN: the model has prediction layers of its own"
     head = known_head(config.model) if config.algorithm.kind == "head" else None
@@ -147,7 +147,9 @@ def drafting_sentence(
 
 
 def _seldom(config: EngineConfig) -> str:
-    """The words about one draft token a step of a head on a CPU, which may draft nothing."""
+    """Return the note that one draft token of a head rarely pays on a CPU; "" if it does not
+    apply.
+    """
     if config.algorithm.name != "NAIVE" or config.device != "cpu" or config.policy == "fixed":
         return ""
     return (
@@ -157,7 +159,9 @@ def _seldom(config: EngineConfig) -> str:
 
 
 def _unlike_sglang(asked: EngineConfig) -> str:
-    """The words about the tree's size, if a head is named and nothing said of its trees."""
+    """Return the note about SGLang's trees, for a head without options of its tree's size; else
+    "".
+    """
     given = (
         asked.speculative_num_steps,
         asked.speculative_eagle_topk,
@@ -224,18 +228,18 @@ def resolved_drafting(
 
 @dataclass(frozen=True, slots=True)
 class DraftParts:
-    """The usable parts of a draft's folder. Empty: lookup in the text drafts alone."""
+    """The usable parts of a draft's folder. Empty: only lookup in the text drafts."""
 
     model: AnyDraft | None = None
     table: NgramTable | None = None
 
 
 def open_drafts(config: EngineConfig, target: Model) -> DraftParts:
-    """Open the parts of the named draft that the configuration wants, fetching one named by hub id;
-    none of them where nothing is named or nothing drafts.
+    """Open the parts of the named draft that the configuration uses; fetches one named by hub id.
+    Returns no parts if none is named or nothing drafts.
 
-    Warns (warnings.warn) of a draft's traps. Raises ModelError, or its DownloadError, if the
-    draft cannot be used, ConfigError if it is of another kind than the algorithm.
+    Warns (warnings.warn) of a draft's peculiarities. Raises ModelError, or its DownloadError, if
+    the draft cannot be used, ConfigError if it is of another kind than the algorithm.
     """
     named, method = config.speculative_draft_model_path, config.algorithm
     if config.speculates and method.kind == "layers" and named is None:
@@ -272,16 +276,16 @@ def _standalone(config: EngineConfig, named: str, target: Model) -> WholeDraft:
     wanted = wanted or target.architecture.context
     if context < wanted:
         warnings.warn(
-            f"draft {named} was made for {context} tokens, the context is {wanted}: acceptance may "
-            "fall beyond it",
+            f"draft {named} was made for {context} tokens, but the context is {wanted}: fewer "
+            f"draft tokens may be accepted behind token {context}",
             stacklevel=2,
         )
     return draft
 
 
 def own_layers(config: EngineConfig, target: Checkpoint) -> PredictionLayers | None:
-    """Return the target's own prediction layers, where it has some and the configuration means
-    them. Raises ConfigError, ModelError.
+    """Return the target's own prediction layers if the configuration drafts with them, else None.
+    Raises ConfigError, ModelError.
     """
     layered = bool(getattr(target, "prediction_files", None))
     if not layered or not config.speculates:
@@ -293,7 +297,7 @@ def own_layers(config: EngineConfig, target: Checkpoint) -> PredictionLayers | N
 
 
 def _prediction_layers(config: EngineConfig, target: Checkpoint) -> PredictionLayers:
-    """Those that the configuration's depth has a use for."""
+    """Return the target's prediction layers that the configured depth uses."""
     return _deep_enough(config, _layers_in(target))
 
 
@@ -312,7 +316,7 @@ def _deep_enough(config: EngineConfig, layers: PredictionLayers) -> PredictionLa
 
 
 def _folder(named: str, revision: str | None) -> Path:
-    """The draft's folder; one named by its hub id is fetched. Raises ModelError."""
+    """Return the draft's folder; fetches one named by its hub id. Raises ModelError."""
     folder = Path(named)
     if named and folder.is_dir():
         return _trained(folder)
@@ -320,24 +324,23 @@ def _folder(named: str, revision: str | None) -> Path:
     if hub is not None:
         return huggingface.draft_fetched(hub.repository, revision)
     raise ModelError(
-        f"--speculative-draft-model-path {named!r} is not a folder; give the "
-        "one that holds the draft"
+        f"--speculative-draft-model-path {named!r} is neither a folder nor a hub id; give the "
+        "folder that holds the draft"
     )
 
 
 def _trained(folder: Path) -> Path:
-    """The draft in what `forerun train` worked in; any other folder is the draft itself."""
+    """Return the subfolder `draft` of a work folder of `forerun train`; another folder as it is."""
     inner = folder / "draft"
     bare = not (folder / "config.json").exists() and not (folder / TABLE).exists()
     return inner if bare and inner.is_dir() else folder
 
 
 def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """(what `action` returns, None); or (None, why speculation is off) where it raises ModelError
-    or MemoryPlanError and the configuration says to go on without the draft (draft_on_error
-    disable).
+    """Call `action`. Returns (its result, None); or (None, why speculation is off), with a warning,
+    if it raises ModelError or MemoryPlanError and draft_on_error is "disable".
 
-    Else raises what `action` raises. A fault is also a warning.
+    Raises what `action` raises otherwise.
     """
     try:
         return action(), None
@@ -350,10 +353,10 @@ def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result 
 
 
 def with_draft(needs: Needs, draft: AnyDraft, item: int | None, slots: int) -> Needs:
-    """A copy of a model's needs with those of its draft model: weights, keys and values of all
-    layers, scratch of a node, and features that wait for it, of so many slots.
+    """Return a model's needs with those of its draft model: weights, keys and values of all layers,
+    scratch of a node, and the ring of features, for so many slots.
 
-    item  bytes of a number; None: weights are packed to at most 8 bits, keys and values kept in 16
+    item  bytes of a number; None: at most 8 bits of weights, 16 of keys and values
     """
     count = draft.parameters
     weights = count * 34 // 32 if item is None else count * item
@@ -374,12 +377,11 @@ def model_drafter(
     lookup: Drafter,
     mask: Callable[[int], bytes | None],
 ) -> Drafter:
-    """A drafter on a draft model, with `lookup` beside it in one tree where the algorithm wants
-    both.
+    """Return a drafter on a draft model, merged with `lookup` if the algorithm combines both.
 
-    mask  what a grammar allows next, by slot (see ModelDrafter)
+    mask  mask of the tokens that a slot's grammar allows next (see ModelDrafter)
 
-    Logs a warning where its drafts do not fit into captured rounds.
+    Logs a warning if its drafts do not fit into captured rounds.
     """
     shape = config.draft_shape
     shape = shape._replace(depth=min(shape.depth, shape.nodes))
@@ -387,7 +389,7 @@ def model_drafter(
     captured = config.executor == "torch" and config.device != "cpu"
     if captured and not config.disable_cuda_graph and not drafter.traits.drafts_on_device:
         log.warning(
-            "%s drafts in slower passes outside of captured rounds: %d draft tokens are more than "
+            "%s drafts outside of captured rounds, which is slower: %d draft tokens are more than "
             "the square of top-k %d; lower speculative-num-draft-tokens or raise "
             "speculative-eagle-topk", model.traits.name, shape.nodes, shape.width,
         )  # fmt: skip
@@ -397,8 +399,8 @@ def model_drafter(
 def policy_for(
     config: EngineConfig, costs: StepCosts | None, drafter: Drafter, lookahead: Lookahead
 ) -> Policy:
-    """The policy that decides how many draft tokens there are: adaptive where that is configured
-    and `costs` were measured, else fixed; none at all where nothing drafts.
+    """Return the policy that decides how many draft tokens a step has: adaptive if configured and
+    `costs` were measured, else fixed; fixed at none if nothing drafts.
 
     costs      of steps on this machine; None = not measured
     lookahead  what grammars predict

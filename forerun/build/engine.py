@@ -30,7 +30,7 @@ from forerun.build.drafting import (
 )
 from forerun.build.executor_entry import AnyDraft, Progress
 from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_titles, plan_memory
-from forerun.build.page_store import keep_pages
+from forerun.build.page_store import attach_store
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.text_table import TextTable
 from forerun.build.with_cpu import ngram_drafter
@@ -66,21 +66,22 @@ TOY_VOCAB, TOY_CONTEXT, TOY_TOKEN_BYTES = 259, 4096, 8
 class Target:
     """A loaded model with its executor; engines with different drafters may share it in turn.
 
-    config    with every None and "auto" replaced by what was chosen, but for
-              prefill_attention_backend, which the device decides
-    chat      None where the model brings no chat template
+    config    with every None and "auto" decided, except prefill_attention_backend, which the device
+              decides
+    chat      None if the model has no chat template
     costs     measured at start-up; None if the policy does not need them
     compiler  of grammars; None if the model has no end-of-text token, so no text could end
-    draft     what was opened of the draft model that is wanted; None without one
+    draft     the opened draft model; None without one
     draft_model  the same, ready to run
-    table     the n-gram table that is wanted beside lookup; None without one
+    table     the draft's n-gram table; None without one
     fault     why a draft that was named is not used
-    device    where it runs, and why; None of the toy
-    sampling  what holds where a request says nothing: temperature, top_p, top_k, min_p,
-              repetition_penalty; what is not there is neutral
-    family    of its architecture; "" of the toy
-    parameters  number of weights; 0 of the toy
-    network  the network and its draft in words, for page_store.keep_pages; files: their weights
+    device    where it runs, and why; None for the toy
+    sampling  the model's defaults for requests: temperature, top_p, top_k, min_p,
+              repetition_penalty; a missing one is neutral
+    family    of its architecture; "" for the toy
+    parameters  number of weights; 0 for the toy
+    network  description of the network and its draft, for page_store.attach_store
+    files    their weights
     """
 
     executor: Executor
@@ -109,7 +110,8 @@ class Target:
         """
         if self.compiler is None:
             raise RequestError(
-                f"{self.name} declares no end-of-text token: a constrained text could not end.",
+                f"{self.name} declares no end-of-text token, so an answer under a grammar could "
+                f"not end: leave {grammar.field} out.",
                 grammar.field,
             )
         return self.compiler.compile(grammar, client)
@@ -125,8 +127,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """What a server needs of a loaded model beside its engine, which may run in another process: to
-    make requests of what clients send, and answers of the results.
+    """The part of a loaded model that a server needs beside its engine, which may run in another
+    process: to make requests of clients' bodies, and answers of the results.
 
     Fields as in Loaded and Target.
     """
@@ -142,11 +144,11 @@ class Frontend:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Everything that serves a model: what `serve`, `run` and `LLM` are built on.
+    """A model with its engine: `serve`, `run` and `LLM` are built on it.
 
     context  longest sequence in tokens, prompt and output together
-    info     facts for /server_info and `doctor`: plain values only
-    text_table  a table of ordinary text that drafts, or will
+    info     facts for /server_info and `doctor`, as JSON values
+    text_table  n-gram table of ordinary text; None if it is not used
     """
 
     engine: Engine
@@ -161,12 +163,12 @@ class Loaded:
 
     @property
     def sampling(self) -> Mapping[str, float]:
-        """Sampling parameters that hold where a request says nothing (see Target)."""
+        """The model's defaults for requests (see Target)."""
         return self.target.sampling
 
     @property
     def frontend(self) -> Frontend:
-        """What a server needs beside the engine, as a value that may be sent to another process."""
+        """The part that a server needs beside the engine; it may be sent to another process."""
         return Frontend(
             self.tokenizer,
             self.chat,
@@ -186,8 +188,8 @@ class Loaded:
 
 
 def open_target(config: EngineConfig, progress: Progress | None = None) -> Target:
-    """Load a model, its draft and the executor that runs them, compile what steps run, and measure
-    what steps cost. progress: called with (what, done, total).
+    """Load a model, its draft and the executor that runs them, compile its steps, and measure their
+    costs. progress: called with (what, done, total).
 
     Raises ModelError (DownloadError if it cannot be fetched), MemoryPlanError if it does not
     fit, ConfigError if options contradict the model or the machine.
@@ -196,8 +198,8 @@ def open_target(config: EngineConfig, progress: Progress | None = None) -> Targe
 
 
 def make_engine(target: Target, config: EngineConfig) -> Engine:
-    """A new engine on `target`, not started; one at a time. `config` decides what concerns drafting
-    and the queue; all else was decided when the target was opened.
+    """Return a new engine on `target`, not started; one at a time. `config` decides drafting and
+    the queue; all else was decided when the target was opened.
     """
     return _engine_on(target, config, _lookup(config, target))
 
@@ -219,8 +221,8 @@ def _engine_on(target: Target, config: EngineConfig, lookup: TableDrafter) -> En
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
-    """Open the target and start an engine on it, with the setting that `forerun tune` found best
-    where it ran and `config` does not say how to speculate. Raises what `open_target` raises.
+    """Open the target and start an engine on it. If `config` has no option of speculation, the
+    profile of `forerun tune` decides it, if there is one. Raises what `open_target` raises.
     """
     target = open_target(config, progress)
     profile = tuned.find(config, target.config)
@@ -229,7 +231,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     lookup = _lookup(target.config, target)
     engine = _engine_on(target, target.config, lookup)
     table = _text_table(config, target, engine, lookup)
-    kept = keep_pages(
+    store = attach_store(
         target.config,
         target.executor,
         engine,
@@ -253,7 +255,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         | {
             "profile": profile.name if profile else None,
             "lossy": lossy_sentence(target.config),
-            "kv_store": kept,
+            "kv_store": store,
             "drafting": drafting if table is None else f"{drafting}; {table.sentence}",
         },
         target=target,
@@ -264,8 +266,8 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
 def _text_table(
     asked: EngineConfig, target: Target, engine: Engine, lookup: TableDrafter
 ) -> TextTable | None:
-    """Provide a table of ordinary text where n-grams draft without a table of the draft's own; None
-    where they do not, or the user wants no draft or no text.
+    """Provide an n-gram table of ordinary text if n-grams draft and the draft has no table of its
+    own. Returns None if not, or if an option excludes it.
     """
     config = target.config
     wanted = config.speculates and config.algorithm.lookup and config.speculative_ngram_text
@@ -282,7 +284,7 @@ def _text_table(
 
 
 def _facts(target: Target) -> dict[str, Any]:
-    """Plain values about what was loaded, for /server_info, `doctor` and benchmark stamps."""
+    """Return JSON values that describe a target, for /server_info, `doctor` and benchmarks."""
     return {
         "model": target.name,
         "family": target.family or target.name,
@@ -297,8 +299,8 @@ def _facts(target: Target) -> dict[str, Any]:
 
 
 def _lookup(config: EngineConfig, target: Target) -> TableDrafter:
-    """Return the n-gram drafter. A table of the target's own answers knows more than a cache of
-    some: beside it there is none (decision 0054); beside one of other text there is.
+    """Return the n-gram drafter. Beside a table of the target's own answers it has no cache of
+    answers (decision 0054); beside one of other text it has.
     """
     own = target.table is not None and target.table.answers
     capacity = 0 if own else config.speculative_ngram_capacity
@@ -308,7 +310,7 @@ def _lookup(config: EngineConfig, target: Target) -> TableDrafter:
 def _drafter(
     config: EngineConfig, target: Target, grammars: TreeGrammars, lookup: TableDrafter
 ) -> Drafter:
-    """Return what proposes draft tokens."""
+    """Return the drafter of a configuration."""
     shape = config.draft_shape
     if not config.speculates or shape.nodes == 0 or shape.depth == 0:
         return NoDrafter()
@@ -319,7 +321,7 @@ def _drafter(
 
 
 def _costs(config: EngineConfig, executor: Executor) -> StepCosts | None:
-    """Measure what steps cost, if the policy wants to know."""
+    """Measure what steps cost, if the policy needs it; else return None."""
     if config.policy != "adaptive" or not config.speculates:
         return None
     return replace(measure_costs(executor), padded=executor.capabilities.padded)
@@ -355,7 +357,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     if unstretched := model.architecture.unstretched:
         warnings.warn(unstretched, stacklevel=3)
     if towers := getattr(model.checkpoint, "towers", ()):
-        left_out = f"left out of {model.path.name}: {', '.join(towers)}; only text is read here"
+        left_out = f"{model.path.name}: {', '.join(towers)} not loaded; only text is supported"
         warnings.warn(left_out, stacklevel=3)
     device = choose_device(config)
     arch = model.architecture
@@ -372,9 +374,9 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         needs = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     memory = plan_memory(config, needs, entry.free_memory(config), fill=config.device != "cpu")
     executor = entry.build(config, model.checkpoint, memory.limits, progress or (lambda *_: None))
-    kept = str(executor.describe()["dtype"]) if config.dtype in NATIVE_DTYPES else None
+    here = str(executor.describe()["dtype"]) if config.dtype in NATIVE_DTYPES else None
     for title in few_bits_titles(model.checkpoint, config):
-        warnings.warn(few_bits_sentence(model.path, title, weights, kept), stacklevel=3)
+        warnings.warn(few_bits_sentence(model.path, title, weights, here), stacklevel=3)
     if config.overlap is None:
         config = replace(config, overlap=executor.capabilities.overlap)
     policy = "adaptive" if config.policy == "auto" else config.policy
@@ -430,7 +432,7 @@ def _drafts(config: EngineConfig, target: Model) -> DraftParts:
 def _resolved(
     config: EngineConfig, memory: MemoryPlan, executor: Executor, policy: str
 ) -> EngineConfig:
-    """The configuration with what was chosen in the place of None and "auto"."""
+    """Return the configuration with the values that the memory plan and the executor decided."""
     limits, threads = memory.limits, executor.describe().get("threads")
     return replace(
         config,
@@ -447,8 +449,8 @@ def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
-    """The tokenizer, ready to encode, and the chat template, None without one, of a model that
-    `open_target` could open. Raises ModelError, DownloadError, ConfigError.
+    """Return a model's tokenizer, ready to encode, and its chat template, None without one. Raises
+    ModelError, DownloadError, ConfigError.
     """
     if config.toy:
         tokenizer, template = Tokenizer.byte_level(), BYTE_LEVEL_TEMPLATE
@@ -459,8 +461,8 @@ def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
 
 
 def encode_chat(loaded: Loaded | Target, messages: Sequence[dict[str, Any]]) -> Ints:
-    """int32[T]: a conversation's ids, ready for the model's answer. Raises ModelError if the
-    model has no chat template, RequestError if the template refuses the messages.
+    """Return int32[T], a conversation's ids up to the beginning of the model's answer. Raises
+    ModelError if the model has no chat template, RequestError if the template refuses the messages.
     """
     if loaded.chat is None:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""What the composition root knows of an executor without importing it."""
+"""Describes an executor to the composition root, which imports none that it does not use."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class AnyDraft(Protocol):
 
     @property
     def parameters(self) -> int:
-        """How many weights run in a pass."""
+        """Number of weights that a pass uses."""
         ...
 
     @property
@@ -55,13 +55,13 @@ class AnyDraft(Protocol):
 
     @property
     def feature_numbers(self) -> int:
-        """F*H, numbers of the target's hidden states that it reads of a token; 0 = none."""
+        """F*H, the numbers per token that it reads of the target's hidden states; 0 = none."""
         ...
 
     def limited(self, token_map: Ints) -> "AnyDraft":
-        """A copy that proposes only the target ids token_map int32[n], ascending.
+        """Return a copy that proposes only the target ids token_map int32[n], ascending.
 
-        Raises ModelError if its ids are its own affair, or nothing is left.
+        Raises ModelError if this kind of draft cannot be limited, or no id is left.
         """
         ...
 
@@ -91,9 +91,9 @@ class ExecutorEntry:
     draft_models  by the kind of draft
     within        the kinds whose trees steps grow by themselves (Executor.warm_up)
     dtype         the meaning of "auto"; None: bfloat16 on devices of their own, float32 on the CPU
-    keeps         "auto" is the file's own numbers for quantised matrices (kept.py)
+    keeps         whether "auto" is the file's own numbers for quantised matrices (kept.py)
     shards        whether it divides a model over devices
-    arithmetic    what changes when its results do, beside this package's version
+    arithmetic    a text that changes when its results may, beside this package's version
     prefill_chunk default tokens of prompts and draft tokens in one step, for a device with so many
                   bytes of memory (None: this machine's)
     """

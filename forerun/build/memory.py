@@ -1,4 +1,4 @@
-"""The memory plan: everything is counted before the first page is promised."""
+"""Plans memory: everything else is counted before pages of the key/value cache."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -11,18 +11,18 @@ from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
-"""Bytes of a number: what dense weights are planned with, and keys and values."""
+"""Bytes of a number of dense weights, and of keys and values."""
 
 
 def item_bytes(config: EngineConfig) -> int:
-    """Bytes of a number that torch and XLA compute with."""
+    """Return the bytes of a number that torch and XLA compute with."""
     if config.dtype == "file":
         return 4 if config.device == "cpu" else 2
     return ITEM_BYTES[config.dtype]
 
 
 TOKENS_PER_SEQUENCE = 256
-"""Default room planned for each of `max_sequences`; the rest of the cache is shared on demand."""
+"""Tokens of the cache planned by default for each of `max_sequences`; all share them on demand."""
 
 HOST_SHARE = 0.6
 """Share of the free memory to use on a host, where other programs run too, and prompts' scratch is
@@ -30,12 +30,12 @@ not planned.
 """
 
 DEVICE_SHARE = 0.88
-"""The same on a device of its own (a GPU or TPU). Not measured: none was there yet."""
+"""The same on a device of its own (a GPU or TPU); not measured."""
 
 
 CHECKPOINTS = 2
-"""Checkpoints of a recurrent state for each of `max_sequences`: a sequence has two that others may
-continue from (executors/state_slots.py).
+"""Checkpoints of a recurrent state for each of `max_sequences`: a sequence makes two from which
+others may continue (executors/state_slots.py).
 """
 
 CHUNK = 512
@@ -76,9 +76,11 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The plan: the executor's limits and the use of the bytes. graphs: intermediate results of
-    captured rounds; the programs themselves are the driver's and not counted. states: recurrent
-    ones, of all sequences and checkpoints.
+    """The executor's limits, and the bytes of each purpose.
+
+    graphs  intermediate results of captured rounds; the driver's own memory for the programs is not
+            counted
+    states  recurrent states of all sequences and checkpoints
     """
 
     limits: ExecutorLimits
@@ -89,7 +91,7 @@ class MemoryPlan:
     states: int = 0
 
     def describe(self) -> dict[str, int]:
-        """Bytes by purpose, for /server_info and `doctor`."""
+        """Return the bytes by purpose, for /server_info and `doctor`."""
         return {
             "weights": self.weights,
             "cache": self.cache,
@@ -99,7 +101,7 @@ class MemoryPlan:
         }
 
     def sentence(self) -> str:
-        """The plan in one line, for people, sizes in decimal units."""
+        """Return the plan as one line of text for users, sizes in decimal units."""
         limits = self.limits
         return (
             f"room for {limits.pages * limits.page_size:,} tokens in the key/value cache "
@@ -114,8 +116,8 @@ def plan_memory(
     """Divide `available` bytes of memory into weights, scratch and pages; at most a share of them
     is used (mem_fraction_static, DEVICE_SHARE or HOST_SHARE).
 
-    fill  a device of its own: the cache takes all that the plan may have; else only what a sensible
-    load needs
+    fill  give the cache all bytes that remain, on a device of its own; else only as many as
+          `context` and max_sequences need
 
     Raises MemoryPlanError, with the parts and what to lower, if they do not fit; ConfigError
     if `context` and `kv_tokens` contradict the model or each other.
@@ -160,20 +162,22 @@ def plan_memory(
 
 
 def _refusal(needs: Needs, scratch: tuple[int, int], tokens: int, budget: int, share: float) -> str:
-    """scratch: of steps, and what recurrent states take."""
+    """Return the message that a model does not fit. scratch: bytes of steps, and of recurrent
+    states.
+    """
     step, states = scratch
     extra = f"recurrent states {human(states)} + " if states else ""
     return (
         f"The model does not fit: weights {human(needs.weights)} + scratch {human(step)} + {extra}"
         f"key/value cache for {tokens:,} tokens {human(tokens * needs.per_token)} exceed the "
-        f"{human(budget)} that may be used ({share:.0%} of the memory that is "
-        "free now). Lower kv-tokens, context, max-sequences or chunked-prefill-size, raise "
-        "mem-fraction-static, or choose a smaller model."
+        f"{human(budget)} that may be used ({share:.0%} of the memory that is free now, "
+        "mem-fraction-static). Lower kv-tokens, context, max-sequences or chunked-prefill-size, "
+        "raise mem-fraction-static, or choose a smaller model."
     )
 
 
 def human(count: int) -> str:
-    """Bytes for people, in decimal units: 98362432 -> '98.4 MB'."""
+    """Return bytes as text in decimal units: 98362432 -> '98.4 MB'."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
@@ -216,23 +220,23 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
 
 
 def few_bits_titles(checkpoint: object, config: EngineConfig) -> list[str]:
-    """Describe how a checkpoint stores quantised matrices: a folder by its configuration, another
-    file if torch keeps them so.
+    """Return how a checkpoint stores quantised matrices: the methods in a folder's configuration;
+    GGUF if torch computes with the file's own numbers; else none.
     """
-    kept = config.executor == "torch" and config.dtype == "file"
+    as_stored = config.executor == "torch" and config.dtype == "file"
     titles = [method.title for method in getattr(checkpoint, "methods", ())]
-    return titles or ["GGUF"] * kept
+    return titles or ["GGUF"] * as_stored
 
 
-def few_bits_sentence(path: Path, title: str, weights: int, kept: str | None = None) -> str:
-    """The sentence that a checkpoint stored in few bits takes `weights` bytes here.
+def few_bits_sentence(path: Path, title: str, weights: int, here: str | None = None) -> str:
+    """Return the sentence that a quantised checkpoint takes `weights` bytes in memory.
 
-    title  of how it stores them
-    kept  how the executor keeps its matrices, in words; None: they are widened
+    title  how it stores its matrices
+    here   how the executor stores them, as text for users; None: they are widened
 
     Raises OSError if its files are gone.
     """
-    how = "they are widened when they are read" if kept is None else f"here {kept}"
+    how = "they are widened when they are read" if here is None else f"here {here}"
     return (
         f"{path.name} stores its matrices in few bits ({title}); {how}: {human(weights)} of "
         f"weights, {human(bytes_on_disk(path))} on disk."
@@ -240,8 +244,8 @@ def few_bits_sentence(path: Path, title: str, weights: int, kept: str | None = N
 
 
 def bytes_on_disk(path: Path) -> int:
-    """Bytes of a file with its further parts, or of the files right in a folder. Raises OSError
-    if there is none.
+    """Return the bytes of a file with its further parts, or of the files right in a folder. Raises
+    OSError if the path does not exist.
     """
     if path.is_file():
         return sum(part.stat().st_size for part in parts_of(path))

@@ -1,5 +1,5 @@
-"""Opens the store of pages on disk for a loaded model, in the part of the folder that only the same
-model, computed in the same way, can read.
+"""Opens the store of pages on disk for a loaded model, in a subfolder for this model and the way it
+is computed.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ HASHES = "hashes.json"
 """In the cache directory: the hashes of files, which are read for them once."""
 
 
-def keep_pages(
+def attach_store(
     config: EngineConfig,
     executor: Executor,
     engine: Engine,
@@ -38,12 +38,12 @@ def keep_pages(
     files: list[Path],
     progress: Progress = lambda *_: None,
 ) -> str | None:
-    """Have an engine that was not started keep pages as `config` says. Returns what it keeps, in
-    half a sentence; None if the user wants no store.
+    """Attach the page store that `config` names to an engine that was not started. Returns the
+    store's folder, limit and contents as text for users; None if the user wants no store.
 
-    model  what the network and its draft are, in words that change when they do
+    model  description of the network and its draft, different for different ones
     files  files or folders of their weights
-    progress  called with (what, bytes done, bytes in all) while they are read for the first time
+    progress  called with (what, bytes done, bytes in all) while they are hashed for the first time
 
     Raises ConfigError if the folder cannot be used.
     """
@@ -65,7 +65,7 @@ def keep_pages(
     facts += _hashes([one for path in files for one in _files(path)], progress)
     fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     store = PageStore(folder, fingerprint, tokens, content, config.kv_store_size)
-    engine.keep_pages(store)
+    engine.attach_store(store)
     return (
         f"{folder}, at most {human(store.limit)}, now {human(store.size())}; "
         f"{len(store) * config.page_size:,} tokens of this model"
@@ -73,7 +73,7 @@ def keep_pages(
 
 
 def _folder(name: str) -> Path:
-    """Return the store's folder. Raises ConfigError for no name, or a home that does not exist."""
+    """Return the store's folder. Raises ConfigError for an empty name or an unknown user's home."""
     if not name.strip():
         raise ConfigError("kv-store is empty; name a folder.")
     return home_path(name)
@@ -107,7 +107,7 @@ def _hashes(files: list[Path], progress: Progress) -> list[str]:
 
 
 def _hash(known: Mapping[str, list[Any]], name: str, path: Path, progress: Progress) -> list[Any]:
-    """Return what tells a file from another at its place, and its hash."""
+    """Return the file's size, times and inode, by which a change shows, and then its hash."""
     about = path.stat()
     state = [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
     entry = known.get(name, [])

@@ -1,5 +1,5 @@
-"""All executors, in one table: how each is chosen, sized and built, and which draft models it
-offers. A new executor needs a line here; a new draft model one in its executor's entry.
+"""Chooses an executor and builds draft models, from one table of all executors. A new executor
+needs a line here; a new draft model one in its executor's entry.
 """
 
 import warnings
@@ -27,9 +27,9 @@ def choose_executor(
     """Return a copy with "auto" replaced in device, executor and dtype. Warns if the best executor
     cannot run `arch` and a slower one is taken.
 
-    checkpoint  whose numbers may stay as stored; None: not checked
+    checkpoint  decides whether dtype "auto" is the file's own numbers; None: it is not
 
-    Raises ConfigError if a model is to be divided over devices and the executor cannot, or torch is
+    Raises ConfigError if the executor cannot divide a model over --tp-size devices, or torch is
     needed and not installed.
     """
     config = replace(config, device=choose_device(config).device)
@@ -49,16 +49,16 @@ def choose_executor(
 
 
 def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
-    """The first that it is for and that can. Raises ConfigError, saying why no other can, if
-    that is torch, which is not installed.
+    """Return the first executor that suits the configuration and can run `arch`. Raises
+    ConfigError, which says why no other can, if that is torch and torch is not installed.
     """
     able = [each for each in EXECUTORS.values() if each.shards or config.tp_size == 1]
     *better, last = (entry for entry in able if entry.unsuited(config) is None)
     if not better and last.name == "torch" and find_spec("torch") is None:
         why = with_cpu.ENTRY.unsuited(config) or f"tp-size is {config.tp_size}"
         raise ConfigError(
-            f"{why}: that is for the torch executor, and torch is not installed. Leave the option "
-            "out, or: pip install 'forerun[torch]' (`make tools` in a checkout)."
+            f"{why}: only the torch executor can do that, and torch is not installed. Leave the "
+            "option out, or: pip install 'forerun[torch]' (`make tools` in a checkout)."
         )
     for entry in better:
         reason = entry.refusal(arch)
@@ -66,9 +66,9 @@ def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
             return entry
         if last.name == "torch" and find_spec("torch") is None:
             raise ConfigError(
-                f"The {entry.title} is not used: {reason}. Torch could do its work, several times "
-                "slower, and is not installed: pip install 'forerun[torch]', or `make tools` in a "
-                "checkout."
+                f"The {entry.title} cannot be used: {reason}. The torch executor could run this "
+                "model, several times slower, but torch is not installed: pip install "
+                "'forerun[torch]', or `make tools` in a checkout."
             )
         warnings.warn(
             f"The {entry.title} is not used ({reason}); using {last.name}, which is several times "
@@ -92,8 +92,8 @@ def check_offered(config: EngineConfig, draft: AnyDraft) -> None:
 def draft_model(
     config: EngineConfig, executor: Executor, checkpoint: Checkpoint, draft: AnyDraft
 ) -> DraftModel:
-    """The draft as a model on the chosen executor, weights loaded. Raises ModelError if the
-    executor has none for it, MemoryPlanError if it does not fit.
+    """Load a draft as a model on the chosen executor. Raises ModelError if the executor runs no
+    drafts of its kind, MemoryPlanError if it does not fit.
     """
     check_offered(config, draft)
     make = EXECUTORS[config.executor].draft_models[draft.kind]

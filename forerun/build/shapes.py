@@ -1,15 +1,21 @@
-"""Shapes of well-known models, and weights that fill them: what an engine costs at their size.
+"""Shapes of well-known models, and checkpoints of random numbers in any shape, to plan memory and
+time steps without the weights.
 
-The text such weights write means nothing; the time they take is the real model's, because matrix
-products do not look at the numbers. Sizes as in the models' published configurations.
+The text of random weights means nothing; their time is the real model's, because the time of matrix
+products does not depend on the numbers. Sizes as in the models' published configurations.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from forerun.checkpoints.grouped import Grouped, GroupedKind, GroupedRows
 from forerun.checkpoints.mapped import Packed
+from forerun.checkpoints.quantised.method import read_method
 from forerun.drafts.eagle_config import expected_draft_tensors, head_for
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError
@@ -27,7 +33,7 @@ _QWEN_8B, _QWEN_32B = (
 def _experts(
     dense: int, count: int, attention: AttentionSpec, width: int, experts: Experts
 ) -> tuple[LayerSpec, ...]:
-    """`dense` layers of this width, then layers of experts, `count` in all."""
+    """Return `dense` layers of this width, then layers of experts, `count` in all."""
     first = LayerSpec(attention, _QWEN, Dense(width))
     return (first,) * dense + (replace(first, feed_forward=experts),) * (count - dense)
 
@@ -76,18 +82,18 @@ SHAPES: dict[str, Architecture] = {
 
 
 def shape_named(name: str) -> Architecture:
-    """The architecture called `name`. Raises ConfigError that lists what there is."""
+    """Return the architecture called `name`. Raises ConfigError that lists all names."""
     if name not in SHAPES:
-        raise ConfigError(f"no shape is called {name!r}; there are: {', '.join(SHAPES)}.")
+        raise ConfigError(f"the shape {name!r} is unknown; name one of {', '.join(SHAPES)}.")
     return SHAPES[name]
 
 
 _BLOCK = 1 << 20
-"""Numbers that are drawn; larger tensors repeat them."""
+"""Random numbers drawn; larger tensors repeat them."""
 
 
 class RandomCheckpoint:
-    """A checkpoint.Checkpoint of random numbers: normal, 0.02 wide; norms are ones."""
+    """A checkpoint of random numbers: normal with standard deviation 0.02; norms are ones."""
 
     def __init__(self, architecture: Architecture) -> None:
         self.architecture, self.path = architecture, Path("random")
@@ -100,11 +106,13 @@ class RandomCheckpoint:
         return self._drawn
 
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors (arch.expected_tensors)."""
+        """Return the canonical names of all tensors (arch.expected_tensors)."""
         return tuple(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor of that canonical name. Raises KeyError for an unknown one."""
+        """Return the shape of the tensor of that canonical name. Raises KeyError for an unknown
+        one.
+        """
         return self._shapes[name]
 
     def tensor(self, name: str) -> Floats:
@@ -114,20 +122,65 @@ class RandomCheckpoint:
         return _filled(name, self._shapes[name], self._drawn)
 
     def packed(self, name: str) -> Packed | None:
-        """None: no file stores it."""
+        """Return None: no file stores it."""
         return None
+
+
+class PlannedCheckpoint(RandomCheckpoint):
+    """Random numbers for a config.json alone, with all matrices quantised by its first method.
+
+    Raises ModelError as read_method.
+    """
+
+    def __init__(self, architecture: Architecture, config: Mapping[str, Any]) -> None:
+        super().__init__(architecture)
+        self._methods = read_method(config)
+
+    def grouped(self, name: str) -> Grouped | None:
+        """Return a quantised matrix of random numbers; None if it is floats or must be widened."""
+        shape = self.shape(name)
+        method = next(iter(self._methods), None)
+        if method is None or len(shape) != 2 or method.bits not in (4, 8):
+            return None
+        if method.layout == "mxfp4":
+            return None
+        kind: GroupedKind = "int4" if method.bits == 4 else "int8"
+        kind = "float8" if method.layout == "float8" else kind
+        rows, columns = shape
+        group = min(method.group or columns, columns)
+        scale = "F32" if kind == "float8" else "F16"
+        about = Grouped(kind, (rows, columns), group, method.zeros, scale, None, _unread)
+        return replace(about, read=partial(self._random_rows, about))
+
+    def _random_rows(self, about: Grouped, rows: slice) -> GroupedRows:
+        """Return random numbers, the same for every matrix of the same width."""
+        first, last, _ = rows.indices(about.shape[0])
+        count, random = last - first, np.random.default_rng(0)
+        high = 16 if about.kind == "int4" else 120  # No NaN of float8.
+        numbers = random.integers(0, high, (1, about.shape[1]), np.uint8)
+        if about.kind == "int8":
+            numbers = (numbers - np.uint8(60)).view(np.int8)
+        zeros = np.full((count, about.groups), numbers.dtype.type(8), numbers.dtype)
+        scales = np.full((count, about.groups), 0.002, np.float32)
+        shape = count, about.shape[1]
+        return GroupedRows(np.broadcast_to(numbers, shape), scales, zeros if about.zeros else None)
+
+
+def _unread(rows: slice) -> GroupedRows:
+    raise AssertionError("replaced before anything is read")
 
 
 class _RandomDraft(DraftFile):
     __slots__ = ()
 
     def tensor(self, name: str) -> Floats:
-        """A tensor of random numbers."""
+        """Return a tensor of random numbers."""
         return _filled(name, expected_draft_tensors(self.head)[name], _draw(1))
 
 
 def random_draft(target: Architecture, vocab: int) -> DraftFile:
-    """An EAGLE-3 head for `target` with its own head for `vocab` tokens, of random numbers.
+    """Return an EAGLE-3 draft of random numbers for `target`, with an output head of `vocab`
+    tokens.
 
     Raises ModelError if the target has too few layers.
     """

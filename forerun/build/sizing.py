@@ -8,9 +8,8 @@ from forerun.build.draft_file import open_draft_file
 from forerun.build.drafting import own_layers, with_draft
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
-from forerun.build.planned import PlannedCheckpoint
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor
-from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.build.shapes import PlannedCheckpoint, RandomCheckpoint, shape_named
 from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
@@ -31,8 +30,8 @@ GIB = 1 << 30
 class Described:
     """A model as far as planning needs it.
 
-    checkpoint  its files, opened; or what stands for them where there is only a configuration
-    stored      whether these are the files: what their numbers take is known then
+    checkpoint  its files, opened; or random numbers if there is only a configuration
+    stored      whether these are the files, so that the bytes of their numbers are known
     """
 
     name: str
@@ -67,8 +66,8 @@ class Sizing:
 
 
 def described(config: EngineConfig, shape: str | None) -> Described:
-    """The model that is named, or a shape (build/shapes.py) in its place, as far as planning needs
-    it. Of a hub id config.json alone is fetched, where nothing of it is here.
+    """Open the named model, or a shape (build/shapes.py) in its place, as far as planning needs it.
+    Of a hub id that is not on this machine only config.json is fetched.
 
     Raises ModelError, DownloadError if it cannot be fetched, ConfigError for an unknown shape.
     """
@@ -88,9 +87,9 @@ def described(config: EngineConfig, shape: str | None) -> Described:
 
 
 def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing:
-    """Compute what `model` needs under `config`, and whether that fits; allocates nothing.
+    """Compute the memory that `model` needs under `config`, and whether it fits; allocates nothing.
 
-    memory  bytes of each device; None: what is free on this machine's
+    memory  bytes of each device; None: the free bytes of this machine's
 
     Raises ConfigError if the options contradict the model or the machine, ModelError for a draft
     that cannot be used.
@@ -112,19 +111,19 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
 
 
 def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
-    """The draft model in the folder that the configuration names, or the target's own layers; its
-    weights are mapped at most, and of a whole model config.json alone is read.
+    """Open the draft model in the configured folder, or the target's own layers. Reads no weights,
+    and of a whole model only config.json.
     """
     named = config.speculative_draft_model_path
     if named is None or not config.speculates:
         return own_layers(config, target)
     folder = home_path(named)
     if not (folder / "config.json").is_file():
-        if (folder / TABLE).is_file():  # Counted with nothing: a few megabytes of the host's.
+        if (folder / TABLE).is_file():  # A few megabytes on the host, which no plan counts.
             return None
         raise ConfigError(
-            f"speculative-draft-model-path is {named}, but it has no config.json; only the memory "
-            "of a draft in a folder on this machine can be computed."
+            f"speculative-draft-model-path is {named}, but there is no config.json in it. The "
+            "memory of a draft is computed from a folder on this machine: download it first."
         )
     if config.algorithm.kind == "whole":
         arch, vocab = architecture_from(config_of(folder), folder), target.architecture.vocab

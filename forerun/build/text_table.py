@@ -1,7 +1,7 @@
 """An n-gram table of ordinary text, for a model whose draft brings none.
 
 A text ships with the package (forerun/drafts/text). It is tokenised and counted once for every
-tokenizer, in a process of its own at the lowest priority while the model serves already, and kept
+tokenizer, in a process of its own at the lowest priority while the model serves already, and stored
 in the cache. A first part of it is ready sooner than all of it.
 
     python -m forerun.build.text_table MODEL REVISION FILE
@@ -43,26 +43,27 @@ draft tokens, tokens a step: 2.40 and 1.30 without a table, 2.85 and 1.52 with t
 1.55 with all.)"""
 FIRST_PART = ".first.safetensors"
 MIN_VOCAB = 4096
-"""Tokens of smaller vocabularies are letters and parts of syllables: four foretell little."""
+"""Smaller vocabularies get no table: their tokens are letters and parts of syllables, and four of
+them predict little."""
 VERSION = 1
-"""Part of a kept table's name: raised when the text or the way of counting changes."""
+"""Part of a stored table's name: raised when the text or the way of counting changes."""
 
 
 def pieces_of(paths: Iterable[Path] = ()) -> list[str]:
-    """Return the texts in pieces; those of the text that ships without `paths`.
+    """Return the pieces of these text files; without `paths`, of the text that ships.
 
     Raises ConfigError naming a file that cannot be read or is no UTF-8.
     """
     if not (paths := list(paths)):
         return lzma.decompress(TEXT.read_bytes()).decode().split("\f")
-    found = []
+    pieces = []
     for path in paths:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
-        found += [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
-    return found
+        pieces += [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+    return pieces
 
 
 def count(tokenizer: Tokenizer, vocab: int, pieces: Iterable[str]) -> NgramTable:
@@ -77,8 +78,8 @@ def count(tokenizer: Tokenizer, vocab: int, pieces: Iterable[str]) -> NgramTable
     return replace(table, answers=False)
 
 
-def kept_at(tokenizer: Tokenizer, vocab: int) -> Path:
-    """Return the file of the cache that holds the table of a tokenizer, or will."""
+def file_of(tokenizer: Tokenizer, vocab: int) -> Path:
+    """Return the file in the cache for the table of a tokenizer, whether it exists or not."""
     name = hashlib.sha256(f"{VERSION} {vocab}\n".encode())
     for piece in tokenizer.pieces:
         name.update(b"%d:" % len(piece))
@@ -88,9 +89,9 @@ def kept_at(tokenizer: Tokenizer, vocab: int) -> Path:
 
 @dataclass
 class TextTable:
-    """A table that is there, or is being counted.
+    """A table that exists or is being counted.
 
-    sentence  what there is, for the start line
+    sentence  which of both, for the start line
     """
 
     sentence: str
@@ -109,31 +110,31 @@ def provide(
     vocab: int,
     use: Callable[[NgramTable], None],
 ) -> TextTable:
-    """Call `use` with the table of a model's tokenizer: at once if the cache has it, or a first
-    part; else on another thread when a first part is counted, and again when all is.
+    """Call `use` with the table of a model's tokenizer: at once if the cache has it or its first
+    part; else on another thread once the first part is counted, and again once all is.
 
     model, revision  its reference, which the counting process opens
     vocab            V of the model
     """
-    kept = kept_at(tokenizer, vocab)
-    for path in (kept, kept.with_suffix(FIRST_PART)):
+    stored = file_of(tokenizer, vocab)
+    for path in (stored, stored.with_suffix(FIRST_PART)):
         with suppress(ForerunError, OSError):
             if path.exists():
                 use(read_ngram_table(path, vocab))
-                if path == kept:
+                if path == stored:
                     return TextTable("with an n-gram table of ordinary text")
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        path, scratch = kept, None
-        if not os.access(kept.parent, os.W_OK):
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        path, scratch = stored, None
+        if not os.access(stored.parent, os.W_OK):
             raise OSError
     except OSError:  # It is counted again at the next start.
         scratch = tempfile.TemporaryDirectory(prefix="forerun-table-")
-        path = Path(scratch.name, kept.name)
+        path = Path(scratch.name, stored.name)
     command = [sys.executable, "-m", "forerun.build.text_table", model, revision or "", str(path)]
     worker = subprocess.Popen(
         command,
-        stdin=subprocess.PIPE,  # Closed when this process ends, whatever ends it.
+        stdin=subprocess.PIPE,  # Closed when this process ends in any way.
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -168,7 +169,7 @@ def _parts(pieces: list[str]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Count in this process, as the module says."""
+    """Count the text with a model's tokenizer in this process (see the module)."""
     threading.Thread(target=_watch_parent, daemon=True).start()
     if hasattr(os, "nice"):
         os.nice(19)

@@ -1,4 +1,4 @@
-"""Tuned profiles: what `forerun tune` found best for one model on one machine, kept on disk."""
+"""Stores the setting that `forerun tune` measured as the fastest for a model on a machine."""
 
 import hashlib
 import json
@@ -44,15 +44,15 @@ class Setting:
         return f"{self.policy} {nodes} draft tokens, {self.speculative_num_steps} deep{wide}"
 
     def on(self, config: EngineConfig) -> EngineConfig:
-        """A copy of `config` with this setting in it. Raises ConfigError if it does not fit
-        there.
+        """Return a copy of `config` with this setting. Raises ConfigError if they contradict each
+        other.
         """
         decided = {name: value for name, value in asdict(self).items() if value is not None}
         return replace(config, **decided)
 
 
 def path_of(config: EngineConfig) -> Path:
-    """The file in which the profile of a resolved configuration is kept, whether it exists or not.
+    """Return the file for the profile of a resolved configuration, whether it exists or not.
 
     Keyed by what decides speed: model, executor, threads, drafter, version and machine.
     """
@@ -86,8 +86,8 @@ def save(config: EngineConfig, setting: Setting, facts: dict[str, Any]) -> Path:
 
 
 def forget(name: str) -> int:
-    """Delete all profiles of the model called `name`; how many there were. Files that are no
-    profile stay.
+    """Delete all profiles of the model called `name` and return their number. Files that are no
+    profiles stay.
     """
     removed = 0
     for path in (cache_dir() / "profiles").glob("*.json"):

@@ -1,4 +1,4 @@
-"""The compiled CPU core, in the numbers of the file."""
+"""The entry of the executor on the compiled CPU core."""
 
 import hashlib
 from dataclasses import replace
@@ -47,7 +47,9 @@ def _refusal(arch: Architecture) -> str | None:
 
 
 def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
-    """Weights stay as they are in the file, or become fewer bytes; some kinds become 8 bits."""
+    """Return the needs of weights that stay as in the file or become smaller, except for kinds that
+    become 8 bits.
+    """
     from forerun.executors import cpu
 
     cpu.check_runs(arch)
@@ -59,12 +61,12 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
         weights = min(weights, arch.parameters * bits // 8)
     if there and cpu.widens(checkpoint):
         weights = max(weights, arch.parameters * 9 // 8)
-    between, kept = cpu.node_numbers(arch)
+    scratch, stored = cpu.node_numbers(arch)
     needs = needs_of(arch, weights, per_token)
     return replace(
         needs,
-        per_node=needs.per_node + 4 * between,
-        per_scored=needs.per_scored + 4 * kept,
+        per_node=needs.per_node + 4 * scratch,
+        per_scored=needs.per_scored + 4 * stored,
     )
 
 

@@ -1,4 +1,6 @@
-"""The JAX executor, built only where it was chosen: jax is an extra and takes seconds to import."""
+"""The entry of the JAX executor. jax, an extra that takes seconds to import, is imported only when
+it is used.
+"""
 
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -44,11 +46,14 @@ def check_jax() -> None:
 def _build(
     config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, progress: Progress
 ) -> Executor:
-    """Raises what JaxExecutor raises, and ConfigError if jax is not what it needs."""
+    """Build the executor. Raises what JaxExecutor raises, and ConfigError if jax is missing or too
+    old or an option is not for it.
+    """
     check_jax()
     if config.threads is not None:
         raise ConfigError(
-            "XLA chooses its threads itself: leave --threads out on the jax executor."
+            f"threads is {config.threads}, but on the jax executor XLA chooses its threads itself: "
+            "leave --threads out."
         )
     if config.ep_size not in (0, 1, config.tp_size) or config.replicate_shared_expert:
         raise ConfigError(
@@ -71,7 +76,7 @@ def _build(
 
 
 def _free_memory(config: EngineConfig) -> int:
-    """Bytes that are free on the devices that a model is cut over, together."""
+    """Return the free bytes of the devices that a model is divided over, together."""
     if config.device == "cpu":
         return memory_available()
     check_jax()

@@ -1,4 +1,4 @@
-"""The torch executor: every family, on the CPU and on CUDA devices."""
+"""The entry of the torch executor: every family, on the CPU and on CUDA devices."""
 
 import logging
 from dataclasses import replace
@@ -30,7 +30,7 @@ NOT_CAPTURED = (
 )
 
 CHUNKS, MOST_CHUNK = ((35, 2048), (60, 4096)), 8192
-"""Tokens of prompts in one step: GiB that a GPU's memory is below, and how many then; else."""
+"""Tokens of prompts in one step: (GiB, tokens) for GPUs with less memory than that; for others."""
 
 
 def _free_memory(config: EngineConfig) -> int:
@@ -68,7 +68,9 @@ def _prefill_chunk(config: EngineConfig, memory: int | None) -> int:
 
 
 def _cuda_memory(device: str) -> tuple[int, int]:
-    """Bytes that are free on a CUDA device, and all it has. Raises ConfigError without one."""
+    """Return the free and all bytes of a CUDA device. Raises ConfigError if there is no such
+    device.
+    """
     import torch
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -81,8 +83,8 @@ def _cuda_memory(device: str) -> tuple[int, int]:
 
 
 def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
-    """Logits are read as float32 rows. Captured rounds keep what every token is in every slot's
-    text, and its bias: 8 bytes a token of the vocabulary (executors/torch/captured/shaped_rows.py).
+    """Return the needs of a model. Logits are float32 rows. Captured rounds store for every slot
+    and token of the vocabulary its count and bias, 8 bytes (captured/shaped_rows.py).
     """
     if config.tp_size > 1:
         return _rank_needs(config, arch, checkpoint)
@@ -92,8 +94,8 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
 
 
 def _state_needs(arch: Architecture, needs: Needs) -> Needs:
-    """With what a draft token takes where layers have recurrent states: the numbers that its states
-    are made of, and of one layer at a time the state, as it is and twice more.
+    """Add the scratch of a draft token if layers have recurrent states: the inputs of its states,
+    and three times the state of one layer.
     """
     if arch.recurrent is None:
         return needs
@@ -102,8 +104,8 @@ def _state_needs(arch: Architecture, needs: Needs) -> Needs:
 
 
 def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> Needs:
-    """With what matrices that stay in few bits take in place of widened ones, and the part of one
-    that is widened at a time: for rounds that are captured once more.
+    """Replace the bytes of widened matrices by those of matrices that stay quantised, and add
+    scratch for the part of one that is widened at a time; once more for captured rounds.
     """
     if config.dtype != "file":
         return needs
@@ -114,7 +116,7 @@ def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> N
 
 
 def _captured_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> Needs:
-    """With what captured rounds take, where there are any."""
+    """Add the needs of captured rounds, if there are any."""
     if config.device == "cpu" or config.disable_cuda_graph or arch.recurrent is not None:
         return needs
     fixed = needs.fixed + 8 * (config.max_sequences + 1) * arch.vocab
@@ -122,8 +124,8 @@ def _captured_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> N
 
 
 def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
-    """Return each rank's needs of its device. Raises ConfigError if the model cannot be divided
-    so.
+    """Return the needs of each rank on its device. Raises ConfigError if the model cannot be
+    divided so.
     """
     tp = _first_rank(config)
     check_divides(arch, tp)
@@ -197,7 +199,7 @@ def _threads(config: EngineConfig) -> int | None:
 
 
 def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
-    """One of several ranks."""
+    """Build the executor of rank 0, which starts the others."""
     from forerun.executors.torch.model_runner import TorchOptions
     from forerun.executors.torch.parallel.executor import ParallelExecutor
     from forerun.executors.torch.parallel.rounds import with_shared_captures
@@ -217,7 +219,7 @@ def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits
 
 
 def _joined(executor: Any, model: Any) -> DraftModel:
-    """Have an executor draft with a model of its own, whose entries lie in its pages."""
+    """Attach a draft model to its executor and to the executor's pages, and return it."""
     executor.draft_with(model)
     if executor.pages is not None:
         executor.pages.add(model)
@@ -225,8 +227,8 @@ def _joined(executor: Any, model: Any) -> DraftModel:
 
 
 def _arithmetic(config: EngineConfig) -> str:
-    """Return what decides the order of additions, too: the bits of torch on a CPU are not promised
-    to be the same elsewhere.
+    """Return all that may change the order of additions: torch promises no equal bits on different
+    processors.
     """
     import torch
 

@@ -34,12 +34,12 @@ class CachedPage:
 
 
 class PrefixIndex:
-    """P pages by number: handed out, shared between sequences, cached until memory is needed. The
-    executor owns what they contain. A page is in one of three states:
+    """P pages by number: allocated, shared between sequences, cached until memory is needed. Their
+    contents belong to the executor. A page is in one of three states:
 
-        free    in no table, and its content means nothing
-        held    in the tables of one or several sequences, which are counted
-        kept    in no table, but its content is known: it can be shared again, or evicted
+        free       in no table, and its content means nothing
+        held       in the tables of one or several sequences, which are counted
+        evictable  in no table, but its content is known: it can be shared again, or evicted
 
     A sequence that holds an entry's page holds the pages of all its ancestors. Hence
     an entry becomes idle before its parent does, so the least recently used idle entry is
@@ -58,13 +58,13 @@ class PrefixIndex:
         self.pages, self.page_size, self.lookahead = pages, page_size, lookahead
         self.root = CachedPage(page=-1, key=b"", parent=None)
         self._entries: dict[int, CachedPage] = {}
-        self._idle: OrderedDict[int, CachedPage] = OrderedDict()  # Entries of kept pages.
+        self._idle: OrderedDict[int, CachedPage] = OrderedDict()  # Entries of evictable pages.
         self._references = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
 
     @property
-    def kept(self) -> int:
-        """How many pages are kept."""
+    def evictable(self) -> int:
+        """How many pages are evictable."""
         return len(self._idle)
 
     @property
@@ -74,7 +74,7 @@ class PrefixIndex:
 
     @property
     def available(self) -> int:
-        """Pages that `take` can supply: free ones and kept ones."""
+        """Pages that `take` can supply: free ones and evictable ones."""
         return len(self._free) + len(self._idle)
 
     def references(self, page: int) -> int:
@@ -172,8 +172,9 @@ class PrefixIndex:
         assert len(free) == len(self._free), "a page is on the free list twice"
         assert all(0 <= page < self.pages for page in free), "a free page does not exist"
         assert free.isdisjoint(held), f"pages {free.intersection(held)} are free and held at once"
-        assert len(free) + len(held) + self.kept == self.pages, (
-            f"{len(free)} free + {len(held)} held + {self.kept} kept pages are not {self.pages}"
+        assert len(free) + len(held) + self.evictable == self.pages, (
+            f"{len(free)} free + {len(held)} held + {self.evictable} evictable pages are not "
+            f"{self.pages}"
         )
         known = len(self.root.children)
         for page, entry in self._entries.items():

@@ -1,5 +1,5 @@
 """Pages on disk: what full pages of the key/value cache hold, found again by their tokens after a
-restart. No arrays and no threads; engine/kept_pages.py reads and writes beside serving.
+restart. No arrays and no threads; engine/disk_pages.py reads and writes beside serving.
 
     PATH/store.json        format and secret of the folder
     PATH/lock              held while a segment is made or deleted

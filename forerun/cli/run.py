@@ -108,7 +108,7 @@ def compared(loaded: Loaded, request: Request) -> list[tuple[Timed, Timed]]:
 
     Raises EngineError if the engine fails one.
     """
-    plain = replace(request, speculation=Speculation(enabled=False, stats=True))
+    plain = replace(request, speculation=Speculation(enabled=False))
 
     def again(asked: Request, number: int) -> Timed:
         # The engine may still be ending the last one when its news is here.

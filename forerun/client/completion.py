@@ -128,7 +128,7 @@ def make_request(
             include_stop=bool(options.get("include_stop", False)),
         ),
         n=n,
-        speculation=speculation or Speculation(stats=True),
+        speculation=speculation or Speculation(),
         grammar=grammar,
     )
 

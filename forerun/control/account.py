@@ -27,22 +27,26 @@ from forerun.control.step_costs import StepCosts
 class Returns:
     """Running means over the steps that were allowed draft tokens.
 
-    brought, paid  tokens per row, and the step's time in plain steps
-    look   plain steps that a search for draft tokens takes: the step's extra time if it found none
+    tokens  emitted tokens per row
+    time    the step's time, in plain steps
+    search  the time of a search for draft tokens, in plain steps: a step's extra time if the search
+            has no result
     """
 
-    brought: Mean = field(default_factory=lambda: Mean(1.0 + LOSS_SHARE, FIRST_RETURNS))
-    paid: Mean = field(default_factory=lambda: Mean(1.0, FIRST_RETURNS))
-    look: Mean = field(default_factory=lambda: Mean(0.0, MIN_REPEATS))
+    tokens: Mean = field(default_factory=lambda: Mean(1.0 + LOSS_SHARE, FIRST_RETURNS))
+    time: Mean = field(default_factory=lambda: Mean(1.0, FIRST_RETURNS))
+    search: Mean = field(default_factory=lambda: Mean(0.0, MIN_REPEATS))
 
     @property
     def speed(self) -> float:
         """Tokens per time, relative to plain decoding."""
-        return self.brought.value / self.paid.value
+        return self.tokens.value / self.time.value
 
-    def learn(self, brought: float, paid: float, look: float, drafted: bool) -> None:
-        """Learn from a step if it `drafted`; older steps lose weight anyway: texts change."""
-        for mean, value in ((self.brought, brought), (self.paid, paid), (self.look, look)):
+    def learn(self, tokens: float, time: float, search: float, drafted: bool) -> None:
+        """Update the means with a step if it `drafted`. Older steps lose weight in any case: texts
+        change.
+        """
+        for mean, value in ((self.tokens, tokens), (self.time, time), (self.search, search)):
             mean.seen *= DECAY
             if drafted:
                 mean.learn(value - mean.value)
@@ -131,15 +135,15 @@ class Account:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether DOUBT steps with draft tokens in a row were slow: a plain step tells whether the
-        machine is, or draft tokens are dearer than believed.
+        """Whether DOUBT steps with draft tokens in a row were slow: then a plain step shows whether
+        the machine is slow, or draft tokens cost more than estimated.
         """
         return len(self._slow) >= DOUBT
 
     def observe(self, report: StepReport, floor: float = 1.0) -> float:
-        """Learn from a step, unless it says nothing about decoding: it has a prompt, or it began
-        late for another reason than draft tokens. Returns the plain steps that it took, without
-        masks: a plain step under a grammar needs them too.
+        """Update costs and balances with a step, unless it says nothing about decoding: it has a
+        prompt, or it began late for another reason than draft tokens. Returns the step's time in
+        plain steps, without masks: a plain step under a grammar needs them too.
 
         floor  speed without the draft model, relative to plain decoding
 
@@ -171,17 +175,17 @@ class Account:
         return self._observe(report, floor)
 
     def _observe(self, report: StepReport, floor: float) -> float:
-        """Learn from a step. Returns as `observe`."""
+        """Update costs and balances with one step. Returns as `observe`."""
         prompt, before, allowed = self._last_prefill, self._last_allowed, max(report.allowed)
         self._last_prefill = report.prompt_tokens > 0
         self._last_allowed, self.steady = allowed, False
         self._last_rows = rows = report.rows
         costs, in_round = self.costs, self.costs.measured.in_round
         cached = report.cached * rows // report.nodes
-        # Whether it would have begun early without draft tokens; under a grammar no step does.
+        # Whether the step would have been carried without draft tokens; under a grammar none is.
         can_carry = costs.seen(rows, True) > 0.0 and not report.constrained
         plain, late = costs.plain(rows, cached, can_carry), can_carry and not report.carried
-        total, look = _unmasked(report) / plain, report.ms["draft"] / plain
+        total, search = _unmasked(report) / plain, report.ms["draft"] / plain
         modelled = report.modelled if allowed else self._last_modelled
         self._last_modelled = modelled
         balance = self.balance(modelled)
@@ -191,21 +195,21 @@ class Account:
         known = costs.seen(rows, can_carry) >= MIN_REPEATS
         self.steady = known and not prompt and before == allowed and not late
         if in_round and (allowed or before):
-            paid = min(total, look + OUTLIER * max(report.nodes / rows, 2.0))
+            time = min(total, search + OUTLIER * max(report.nodes / rows, 2.0))
         elif found_none and not late:
-            costs.follow(total / (1.0 + max(look, returns.look.value)))
-            # Beyond drafting it takes some of the host's time; more of that is believed bit by bit.
-            # The rest is what a plain step takes now.
-            look = min(total - 1.0, max(2.0 * look, OUTLIER * returns.look.value))
-            paid = 1.0 + look
+            costs.follow(total / (1.0 + max(search, returns.search.value)))
+            # A search takes more of the host's time than drafting; the estimate of that rises
+            # gradually. The rest is what a plain step takes now.
+            search = min(total - 1.0, max(2.0 * search, OUTLIER * returns.search.value))
+            time = 1.0 + search
         else:
             without = costs.late(rows, cached) if late else 1.0
-            paid = look + without * self._learn(report, cached, plain, without, late)
-            look = max(look + without - 1.0, returns.look.value)
+            time = search + without * self._learn(report, cached, plain, without, late)
+            search = max(search + without - 1.0, returns.search.value)
         if known or not in_round:
-            brought = sum(map(len, report.tokens)) / rows
-            returns.learn(brought, paid, look, allowed > 0)
-            gain = brought - paid * (floor if balance is not self.main else 1.0)
+            tokens = sum(map(len, report.tokens)) / rows
+            returns.learn(tokens, time, search, allowed > 0)
+            gain = tokens - time * (floor if balance is not self.main else 1.0)
             for each in {self.main, self.model}:
                 each.book(gain if each is balance and (allowed or before) else 0.0)
         return total

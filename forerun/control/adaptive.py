@@ -1,4 +1,4 @@
-"""How many draft tokens a step has, none included: the one place that decides.
+"""Decides how many draft tokens a step has, none included; no other module does.
 
 One answer per step, for the whole batch: a plain step, or draft tokens of one shape. For a drafter
 that costs time, the shape that brings most tokens per millisecond (shapes.py). A free drafter
@@ -93,7 +93,7 @@ class AdaptivePolicy:
         can_carry = account.costs.seen(rows, True) > 0.0 and not constrained
         known = account.costs.seen(rows, can_carry) >= MIN_REPEATS
         if can_carry and not self._since_allowed and not self._in_round:
-            # Plain steps after a search for draft tokens tell what one takes that is not carried.
+            # Plain steps after a search for draft tokens are not carried: they time such steps.
             known = known and account.costs.seen(rows, False) > 0.0
         empty = account.main.empty and account.model.empty
         off_reason = self._fault or (reasons.DISABLED if empty else None)
@@ -109,34 +109,35 @@ class AdaptivePolicy:
         return self._free_budget(rows, cached)
 
     def _free_budget(self, rows: int, cached: int) -> Budget:
-        """Return the budget of a free drafter: all it knows if some of it may pay; now and then one
-        draft token if none may, since the costs may be wrong: soon at first, then ever less often.
+        """Return the budget of a free drafter: all it knows if some of it may pay. If none may, now
+        and then one draft token, since the costs may be wrong: soon at first, then less and less
+        often.
         """
         curve = self.account.costs.curve(rows, rows * (1 + self._nodes), cached)
         if self._since_allowed >= (self._pause if curve.price >= 1.0 else PLAIN_EVERY):
             return Budget(1, 1, reasons.PROBING)
         returns = self.account.main.of(rows)
-        if returns.speed < 1.0 and not self._search_is_due(returns.look.value):
+        if returns.speed < 1.0 and not self._search_is_due(returns.search.value):
             return Budget(0, 0, reasons.SELDOM)
         if curve.price >= 1.0:
             return Budget(0, 0, reasons.TOO_DEAR)
         return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(curve.floor, 3))
 
-    def _search_is_due(self, look: float) -> bool:
-        """Return whether to search for draft tokens although that lost lately, at a cost of `look`
-        plain steps: so seldom that searches take a third of the allowed loss.
+    def _search_is_due(self, cost: float) -> bool:
+        """Return whether to search for draft tokens although searches lost time lately. cost: of
+        one, in plain steps; they are so rare that they take a third of the allowed loss.
         """
-        return self._since_allowed + 1 >= 3.0 * look / LOSS_SHARE and self.account.main.covers(look)
+        return self._since_allowed + 1 >= 3.0 * cost / LOSS_SHARE and self.account.main.covers(cost)
 
     def _prices(self, rows: int, cached: int) -> Prices:
-        """Return the tokens that 1, 2, ... draft tokens must bring for their time, for as many of
-        them as the stake covers. Like HostDrafts.buy.
+        """Return how many tokens 1, 2, ... draft tokens must bring for their time, for as many of
+        them as the stake covers: the prices by which HostDrafts.buy selects.
         """
         costs, stake = self.account.costs, self.account.main.stake
-        steps = costs.longer(rows, rows * (1 + self._nodes), cached)
-        paid = takewhile(lambda step: step[1] <= stake, steps)
+        added = costs.added_steps(rows, rows * (1 + self._nodes), cached)
+        covered = takewhile(lambda each: each[1] <= stake, added)
         price = self.account.price(rows, cached, False)
-        return Prices(array("d", [price * more for more, _ in paid]), costs.measured.padded)
+        return Prices(array("d", [price * more for more, _ in covered]), costs.measured.padded)
 
     def observe(self, report: StepReport) -> None:
         """Implement Policy.observe."""

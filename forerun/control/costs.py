@@ -1,4 +1,4 @@
-"""What a step costs now: the start-up measurement, corrected by every step since."""
+"""Estimates what a step costs now: the start-up measurement, corrected by every step since."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -26,7 +26,11 @@ LARGEST = 14
 
 @dataclass(slots=True)
 class Mean:
-    """A running mean: arithmetic at first, exponential (DECAY) later; `last`: its newest step."""
+    """A running mean: arithmetic at first, exponential (DECAY) later.
+
+    seen  weight of all observations, in observations
+    last  number of the newest step observed
+    """
 
     value: float = 0.0
     seen: float = 0.0
@@ -44,21 +48,23 @@ _UNSEEN = Mean()
 
 
 class Curve(NamedTuple):
-    """What draft tokens cost beside a number of rows, in plain steps.
+    """What draft tokens cost beside a number of rows.
 
     made   the step count at which it was computed
     price, floor  see `LiveCosts`
-    steps  see `LiveCosts.longer`; empty until first needed
+    added  see `LiveCosts.added_steps`; empty until first needed
     """
 
     made: int
     price: float
     floor: float
-    steps: list[tuple[float, float]]
+    added: list[tuple[float, float]]
 
 
-class _Between(dict[int, tuple[int, int, float]]):
-    """By nodes: indices of the counts around them, and the way from lower to upper, 0 to 1."""
+class _Neighbours(dict[int, tuple[int, int, float]]):
+    """Maps a number of nodes to the indices of the counts around it, and to how far it lies from
+    the lower to the upper one, 0 to 1. Computed at the first look-up.
+    """
 
     def __init__(self, counts: tuple[int, ...]) -> None:
         self._counts = counts
@@ -67,8 +73,8 @@ class _Between(dict[int, tuple[int, int, float]]):
         counts = self._counts
         above = min(bisect_left(counts, nodes), len(counts) - 1)
         below = above if above == 0 or nodes >= counts[above] else above - 1
-        way = 1.0 if below == above else (nodes - counts[below]) / (counts[above] - counts[below])
-        self[nodes] = below, above, way
+        span = counts[above] - counts[below]
+        self[nodes] = below, above, (nodes - counts[below]) / span if span else 1.0
         return self[nodes]
 
 
@@ -77,10 +83,10 @@ class LiveCosts:
     many times as long a step with draft tokens takes.
 
     The start-up measurement is corrected per count of nodes, in rows of any kind; plain steps also
-    by rows, context and whether they are carried. All steps correct the machine's pace, which
-    does not affect the price of a draft token: a slower machine makes none dearer. If no step had a
-    count for long, its estimated extra cost and loss shrink step by step: otherwise a count that is
-    believed too dear would never be tried again, and the belief never corrected.
+    by rows, context and whether they are carried. All steps correct the machine's pace, which does
+    not affect the price of a draft token, in plain steps. If no step had a count for long, its
+    estimated extra cost and loss shrink step by step: otherwise a count that was once overestimated
+    would never be tried again, and the estimate never corrected.
 
     steps  number of steps observed
     """
@@ -89,7 +95,7 @@ class LiveCosts:
         self.measured, self.steps, self._pace = measured, 0, 0.0
         powers = (1 << power for power in range(LARGEST))
         self._counts = tuple(sorted({*measured.nodes, *powers}))
-        self._neighbours = _Between(self._counts)
+        self._neighbours = _Neighbours(self._counts)
         self._verify_ms: list[float] = measured.verify(np.array(self._counts)).tolist()
         self._corrections, self._largest_seen = [Mean() for _ in self._counts], 0
         # Kinds of plain steps whose last one was slow.
@@ -113,14 +119,18 @@ class LiveCosts:
         return self._last(rows, carried).seen
 
     def late(self, rows: int, cached: int) -> float:
-        """Return how many times as long a plain step takes that is not carried, if others are."""
+        """Return how many times as long as a carried plain step one takes that is not carried; 1
+        until both were observed.
+        """
         if not (self.seen(rows, True) and self.seen(rows, False)):
             return 1.0
         return self.plain(rows, cached, False) / self.plain(rows, cached, True)
 
     def ratio(self, rows: int, nodes: int, cached: int, hopeful: bool = False) -> float:
-        """Return the plain steps that a step of so many nodes takes, without drafting. cached:
-        tokens that the rows see without drafts; hopeful: less, the longer no step had so many.
+        """Return the time of a step of so many nodes in plain steps, without drafting.
+
+        cached   cached tokens that the rows see without draft tokens
+        hopeful  return less, the longer no step had so many nodes
         """
         if nodes == rows:
             return 1.0
@@ -143,14 +153,16 @@ class LiveCosts:
         return inf if self.measured.padded else nodes / rows
 
     def _trust(self, mean: Mean) -> float:
-        """Return how far to believe that a count is dear, 0 to 1: longer, the more it was seen."""
+        """Return how far to trust the extra cost of a count, 0 to 1: for more steps, the more often
+        it was observed.
+        """
         known = mean.seen >= MIN_REPEATS
         steps = PLAIN_EVERY * mean.seen if known else RETRY * (0.5 + mean.seen)
         return min(1.0, steps / max(self.steps - mean.last, 1))
 
     def at_most(self, rows: int, nodes: int, cached: int) -> float:
-        """Return the plain steps that a step may take if the hopeful ratio is wrong: beyond the
-        largest observed step at least in proportion to it.
+        """Return the longest time of a step, in plain steps, if the hopeful ratio is wrong: beyond
+        the largest observed step at least in proportion to it.
         """
         ratio, seen = self.ratio(rows, nodes, cached, hopeful=True), max(self._largest_seen, rows)
         if not self._largest_seen or nodes <= seen:
@@ -189,17 +201,17 @@ class LiveCosts:
             curve = self._curves[rows, most] = Curve(self.steps, *prices, [])
         return curve
 
-    def longer(self, rows: int, most: int, cached: int) -> list[tuple[float, float]]:
-        """Return (hopeful, at most) plain steps that 1, 2, ... draft tokens (of every row if
-        padded) add to a step, up to a loss of CREDIT; as old as `curve`.
+    def added_steps(self, rows: int, most: int, cached: int) -> list[tuple[float, float]]:
+        """Return the (hopeful, at most) time that 1, 2, ... draft tokens, of every row if padded,
+        add to a step, in plain steps, up to a loss of CREDIT. Computed with `curve`.
         """
-        steps, each = self.curve(rows, most, cached).steps, rows if self.measured.padded else 1
-        for nodes in range(rows + each, 0 if steps else most + 1, each):
+        added, each = self.curve(rows, most, cached).added, rows if self.measured.padded else 1
+        for nodes in range(rows + each, 0 if added else most + 1, each):
             longest = self.at_most(rows, nodes, cached) - 1.0
             if longest > CREDIT:
                 break
-            steps.append((self.ratio(rows, nodes, cached, hopeful=True) - 1.0, longest))
-        return steps
+            added.append((self.ratio(rows, nodes, cached, hopeful=True) - 1.0, longest))
+        return added
 
     def _measured_ms(self, nodes: int, cached: int) -> float:
         below, above, fraction = self._neighbours[nodes]
@@ -207,7 +219,7 @@ class LiveCosts:
         return one + fraction * (two - one) + self.measured.attend_ms * cached / 1000.0
 
     def learn_plain(self, rows: int, cached: int, carried: bool, ms: float) -> None:
-        """Learn from a plain step that took so long."""
+        """Update the estimates with a plain step that took `ms` milliseconds."""
         kind, last = _kind(rows, cached, carried), self._last(rows, carried)
         known = kind in self._plain
         if not known:
@@ -230,7 +242,7 @@ class LiveCosts:
         mean.learn(error)
 
     def learn(self, rows: int, nodes: int, cached: int, ratio: float) -> None:
-        """Learn from a step with draft tokens that took `ratio` plain steps."""
+        """Update the estimates with a step with draft tokens that took `ratio` plain steps."""
         ratio = min(ratio, self.upper_bound(rows, nodes))
         below, above, fraction = self._neighbours[nodes]
         seen = (1.0 - fraction) * self._corrections[below].seen + fraction * self._corrections[
@@ -239,7 +251,7 @@ class LiveCosts:
         self._learn_at(nodes, self.follow(ratio / self.ratio(rows, nodes, cached), seen))
 
     def _error(self, nodes: int) -> float:
-        """Return the logarithm of the correction of so many nodes."""
+        """Return the correction of so many nodes, as a natural logarithm."""
         below, above, fraction = self._neighbours[nodes]
         one, two = self._corrections[below].value, self._corrections[above].value
         return one + fraction * (two - one)
@@ -254,9 +266,11 @@ class LiveCosts:
                 self._corrections[place].last = self.steps
 
     def follow(self, ratio: float, seen: float = MIN_REPEATS) -> float:
-        """Learn from a step that took `ratio` times the expected time: put a part down to the
-        machine and return the rest, a logarithm. The first step sets the pace; later, a step of a
-        kind hardly `seen` does not change it.
+        """Attribute a part of a step's error to the machine's pace and return the rest, a natural
+        logarithm. The first step sets the pace; later, a step of a kind that was observed fewer
+        than MIN_REPEATS times (`seen`) does not change it.
+
+        ratio  the step's time over the expected time
         """
         self.steps += 1
         error, is_known = log(max(ratio, 1e-6)), seen >= MIN_REPEATS

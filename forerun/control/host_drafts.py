@@ -1,4 +1,4 @@
-"""Draft tokens on the host: how far to believe their scores, and which of them to verify.
+"""Calibrates the scores of the host's draft tokens and selects those to verify.
 
 For grammars and draft models: the compiled core's n-gram drafter selects by itself.
 """
@@ -24,17 +24,19 @@ _GRAMMARS = (DraftSource.GRAMMAR, DraftSource.TOKEN_PRIOR)
 
 
 class LevelCounts(NamedTuple):
-    """For one row with draft tokens: levels tried below one that was right, and levels right."""
+    """Levels of one row with draft tokens: those below a level that was right (`tried`), and those
+    of them that were right.
+    """
 
     tried: int
     right: int
 
 
 class Trust:
-    """How far to believe a drafter's scores: draft tokens that were right, over the number that the
-    scores predicted, verified or not.
+    """Calibrates a drafter's scores by the draft tokens that were right, verified or not, over the
+    number that the scores predicted.
 
-    calibrated  believe scores as they are: the drafter calibrates them itself
+    calibrated  leave scores as they are: the drafter calibrates them itself
     """
 
     def __init__(self, calibrated: bool = False) -> None:
@@ -46,7 +48,7 @@ class Trust:
         """Factor of scores per level, 0 to 1."""
         return 1.0 if self._calibrated else min(1.0, self._right / self._expected)
 
-    def believed(self, draft: Draft) -> Draft:
+    def calibrate(self, draft: Draft) -> Draft:
         """Return the draft with the drafter's scores times share**depth, grammars' unchanged."""
         share, given = self.share, draft.score.tolist()
         scores: list[float] = []
@@ -60,7 +62,9 @@ class Trust:
         return Draft(draft.tokens, draft.parents, np.array(scores, np.float32), draft.source)
 
     def learn(self, draft: Draft, tokens: list[int]) -> LevelCounts | None:
-        """Learn that `tokens`, at least one, came where this was proposed. None: nothing was."""
+        """Compare a draft with the emitted `tokens`, at least one, and update the calibration.
+        Returns None if nothing was proposed.
+        """
         expected, tried, right = compare(draft, tokens)
         if not tried:
             return None
@@ -111,12 +115,12 @@ class HostDrafts:
         """Cut each path behind the last node that is expected to bring more than it costs, in a
         step with or without a draft model.
         """
-        drafts = [self.trust.believed(draft) if len(draft) else draft for draft in drafts]
+        drafts = [self.trust.calibrate(draft) if len(draft) else draft for draft in drafts]
         return cut(drafts, self.buy(*scored(drafts), kv_len, modelled)[0])
 
     def learn(self, drafts: Sequence[Draft], tokens: list[list[int]]) -> list[LevelCounts]:
-        """Learn which tokens came where these drafts were proposed. Returns the counts of each row
-        that had draft tokens and emitted something.
+        """Update the calibration with the tokens that each row emitted after its draft. Returns the
+        counts of each row that had draft tokens and emitted something.
         """
         rows = zip(drafts, tokens, strict=bool(drafts))
         counts = [self.trust.learn(draft, emitted) for draft, emitted in rows if emitted]
@@ -146,8 +150,8 @@ class HostDrafts:
                 certain_longest = longest
             if longest - certain_longest > stake:
                 break
-            if (won := tokens - price * (time - 1.0)) > most:
-                best, most = number, won
+            if (gain := tokens - price * (time - 1.0)) > most:
+                best, most = number, gain
         return [index for layer in layers[:best] for index in layer], most
 
 
@@ -184,9 +188,12 @@ def scored(drafts: Sequence[Draft]) -> tuple[list[float], list[int]]:
 
 
 def ranked(scores: list[float], owners: list[int], together: bool) -> list[list[int]]:
-    """Return draft tokens, best first, each in a layer of its own; the earlier of equal ones first,
-    so that parents stay before their children. together: layers of the best of every row, the
-    second of every row, ...: each row takes as long as the longest. owners: the row of each.
+    """Return layers of draft tokens, by index, best first, in which they are to be selected. Of
+    equal scores the earlier comes first, so that parents stay before their children.
+
+    owners    the row of each
+    together  one layer has the best of every row, the next the second of every row, ...: each row
+              takes as long as the longest; else each layer has one token
     """
     order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
     if not together:

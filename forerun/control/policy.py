@@ -59,7 +59,9 @@ class Decision:
 
 
 def with_known(budgets: tuple[Budget, ...], known: list[int]) -> tuple[Budget, ...]:
-    """Return the budgets of rows, extended for so many tokens that their grammars know."""
+    """Return the budgets of rows, extended to the number of tokens that each row's grammar
+    knows.
+    """
     rows = list(budgets)
     for row, (budget, count) in enumerate(zip(budgets, known, strict=True)):
         if count > min(budget.nodes, budget.depth):

@@ -1,4 +1,4 @@
-"""Why rows get the draft tokens they get, as text for users."""
+"""Reasons for the number of draft tokens, as text for users."""
 
 PROMPTS = "only prompts were read"
 DISABLED = "off: lately speculation took more time than it saved"

@@ -1,9 +1,9 @@
-"""Which shape of draft the whole batch gets from a drafter that costs time: one per step.
+"""Chooses one shape of draft per step, for the whole batch, for a drafter that costs time.
 
-Every row that may draft gets the same: a device pays for rows x deepest row, so what one row does
-not verify saves nothing. The expected tokens of all shapes follow from how often each
-level was right if the one above was; the time is measured for each shape, in plain steps, by
-powers of two of rows.
+Every row that may draft gets the same shape: a device pays for rows x deepest row, so a smaller
+draft of one row saves nothing. The expected tokens of all shapes follow from how often each level
+was right if the one above was; the time is measured for each shape, in plain steps, by powers of
+two of rows.
 """
 
 from dataclasses import dataclass, field
@@ -66,8 +66,9 @@ class Shapes:
         self._tries, self._right = np.zeros(1 + depth), np.zeros(1 + depth)
 
     def rates(self) -> list[float]:
-        """Return, by level, the chance that it is right if the one above is; unobserved: as above.
-        First that of a draft token alone; a whole level's is at least as high.
+        """Return 1 + depth chances: entry 0, that a draft token alone is right; entry n, that some
+        token of level n is right if one of the level above is. A level without observations has the
+        chance of the one above; entry 0 that of entry 1.
         """
         tries, right = self._tries.tolist(), self._right.tolist()
 
@@ -81,8 +82,9 @@ class Shapes:
         return rates
 
     def ratio(self, rows: int, shape: DraftShape) -> float:
-        """Return the plain steps that a step takes. If it was not observed: as measured at
-        start-up, and less the more steps there were, so that a shape believed too dear is tried.
+        """Return the time of a step in plain steps. A shape without observations has the time
+        measured at start-up, and less the more steps there were, so that one which was
+        overestimated is tried.
         """
         bucket = self._bucket(rows)
         if (seen := bucket.ratio.get(shape)) is not None:
@@ -141,13 +143,14 @@ class Shapes:
         return None
 
     def learn(self, report: StepReport, ratio: float) -> None:
-        """Learn from a step that took `ratio` plain steps."""
+        """Update rates and times with a step that took `ratio` plain steps."""
         allowed = max(report.allowed)
         counts = self._level_counts(report) if allowed else []
         if self._merged and report.proposed:
             free = [draft if draft.free is None else draft.free for draft in report.proposed]
             cached = [report.cached // report.nodes] * report.rows
-            self.learn_floor(self._drafts.buy(*scored(free), cached, False)[1] / report.rows)
+            gain = self._drafts.buy(*scored(free), cached, False)[1]
+            self.learn_floor(gain / report.rows)
         if report.prompt_tokens:
             return
         if not allowed or (self._merged and not report.modelled):
@@ -165,15 +168,15 @@ class Shapes:
             ]
         return self._drafts.learn(report.proposed, report.tokens)
 
-    def learn_floor(self, won: float) -> None:
-        """Learn what the free drafters' tokens alone would have gained per row in a step that a
-        draft model took part in: the draft model has to beat that.
+    def learn_floor(self, gain: float) -> None:
+        """Update the floor with the tokens per row that the free drafters alone would have gained
+        in a step that a draft model took part in: the draft model has to beat that.
         """
-        self.floor += (1.0 - DECAY) / 3.0 * (1.0 + won - self.floor)
+        self.floor += (1.0 - DECAY) / 3.0 * (1.0 + gain - self.floor)
 
     def observe(self, rows: int, most: int, counts: list[LevelCounts], ratio: float) -> None:
-        """Learn from a step without prompts: `found` are the counts of each row that drafted, at
-        most `most` tokens; the step took `ratio` plain ones.
+        """Update rates and times with a step without prompts that took `ratio` plain steps. counts:
+        of each row that drafted, at most `most` tokens.
         """
         # A row near its token limit gets fewer nodes than the shape; a grammar may add nodes.
         shape = max([s for s in self.shapes if s.nodes <= most], default=self.shapes[0])

@@ -1,5 +1,4 @@
-"""The tokens that a draft model has not read yet: it reads at once, or catches up later in one
-pass.
+"""Extends a draft model by the tokens that it has not read yet: at once, or later in one pass.
 
 A step that drafts on the device leaves nothing here. For a sequence without draft tokens the
 model's input is only stored ("at zero the draft costs nothing"); the model catches up when the
@@ -23,10 +22,10 @@ few less than the ring holds: rounds that have begun meanwhile store theirs too.
 
 
 class Backlog:
-    """How far the draft model is behind the sequences: tokens of steps that only stored its input.
+    """The tokens of each slot that the draft model has not read: steps only stored its input.
     `states` are those of all rows of a plan.
 
-    begin  int32[S] position of the first token that it has not read; -1: it has read all
+    begin  int32[S] position of the first such token; -1: there is none
     """
 
     def __init__(self, slots: int, passes: DraftPasses, traits: DraftModelTraits) -> None:
@@ -40,9 +39,9 @@ class Backlog:
         begin = self.begin[plan.slots]
         return np.where(begin < 0, 0, plan.kv_len - begin)
 
-    def keep_one(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> bool:
-        """Store the token that a plain step adds to each row, if the model is behind with every row
-        already and the ring has room; then nothing else is to be done. Else returns False and
+    def defer_one(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> bool:
+        """Store the token that a plain step adds to each row, if the model is behind in every row
+        already and the ring has room; then the step needs nothing else. Else returns False and
         changes nothing; call `extend`.
         """
         begin = self.begin[plan.slots]
@@ -51,7 +50,7 @@ class Backlog:
         if self._reads:
             if (plan.kv_len - begin).max() >= MAX_LAG or outcome.features is None:
                 return False
-            self._ring = outcome.features.keep()
+            self._ring = outcome.features.store()
         return True
 
     def take(self, plan: Plan, rows: AnyArray, most: int) -> tuple[Ints, Ints]:
@@ -92,7 +91,7 @@ class Backlog:
         rows = np.flatnonzero(waits)
         if len(rows):
             features = self._features(trees, outcome, rows)
-            self._ring = features.keep() if features is not None else None
+            self._ring = features.store() if features is not None else None
             fresh = rows[lag[rows] == 0]
             self.begin[plan.slots[fresh]] = plan.kv_len[fresh]
         rows = np.flatnonzero(pending & ~waits)

@@ -78,12 +78,12 @@ class ModelDrafter:
     # --- learning what was accepted ------------------------------------------------------
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Extend the model by what became permanent, or store it for later. Raises EngineError for
-        NaN.
+        """Extend the model by the tokens that became permanent, or store them for later. Raises
+        EngineError if the model's logits are not finite.
         """
         states = self._states_of(plan)
         plain = not plan.max_nodes.any()
-        if plain and self._backlog.keep_one(plan, trees, outcome):
+        if plain and self._backlog.defer_one(plan, trees, outcome):
             return
         failed = plan.samples & (outcome.n_tokens == 0)
         active = (plan.max_nodes > 0) | ~plan.samples
@@ -137,9 +137,9 @@ class ModelDrafter:
         return drafts
 
     def draft_request(self, plan: Plan) -> DraftRequest | None:
-        """Request that the step extends the model and drafts, for slots that the model is not
-        behind with; else None. As many levels as this plan allows, a good guess for the next step,
-        or one, so that the model keeps up.
+        """Return the request that the step extends the model and drafts, for slots that have no
+        backlog; None if there are none. As many levels as this plan allows, a good guess for the
+        next step; at least one, so that no backlog arises.
         """
         if not self.traits.drafts_on_device:
             return None

@@ -261,7 +261,7 @@ class _Paths:
                 total += agree * agree
                 votes.setdefault(text[place], []).append((place + 1, agree + 1))
         usual = self._usual([*text[max(self._predicted, len(text) - TAIL) :], *path])
-        # Votes come first, then usual tokens; each in the order in which they were found.
+        # Votes come first, then usual tokens, each in their own order.
         tokens = list(dict.fromkeys([*votes, *usual]))
         weights = [sum((agree - 1) ** 2 for _, agree in votes.get(token, ())) for token in tokens]
         voted = [SURE * score * weight / total for weight in weights]
@@ -313,8 +313,7 @@ def shared_facts(min_prob: float, table: NgramTable | None, cache: int) -> dict[
 
 
 class NgramDrafter:
-    """Proposes continuations found in prompt and output, by prompt lookup and suffix decoding as
-    above.
+    """Proposes continuations that occur in prompt and output (prompt lookup, suffix decoding).
 
     slots     S
     min_prob  least estimated probability of a draft token

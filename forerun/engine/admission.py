@@ -9,7 +9,7 @@ import numpy as np
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 from forerun.control.policy import Budget
-from forerun.engine.kept_pages import KeptPages
+from forerun.engine.disk_pages import DiskPages
 from forerun.engine.prompt_pace import PromptPace
 from forerun.engine.prompt_shares import PromptShares
 from forerun.engine.sequence import Sequence
@@ -23,7 +23,7 @@ class Admission:
 
     waiting, running  in order of arrival
     free_slots  that no sequence has
-    kept     pages on disk, if any are kept
+    disk     pages on disk; None without a page store
     scored   most nodes of a step that may have logits
     ready    whether a sequence with a slot can take part in the next step
     resumable  (cached tokens, salt) -> how many of them a sequence can skip (Executor.resumable)
@@ -42,7 +42,7 @@ class Admission:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.shares, self.pace = PromptShares(), PromptPace()
-        self.kept: KeptPages | None = None
+        self.disk: DiskPages | None = None
         # The budgets of the last step that had decoding rows.
         self._granted: Several[Budget] = ()
         # Every running row needs a node and its logits in every step.
@@ -105,8 +105,8 @@ class Admission:
         return True
 
     def _awaits_pages(self, sequence: Sequence) -> bool:
-        """Return whether a running sequence is computing a page of this one's prefix, or one is
-        being read from disk, which is worth waiting for.
+        """Return whether to wait for a page of this sequence's prefix: a running sequence computes
+        it, or it is read from disk.
 
         This concerns other choices of the same request, and a new system prompt that many requests
         share.
@@ -120,7 +120,7 @@ class Admission:
                 shared = common(other.tokens, sequence.tokens[:-1]) // size * size
                 if shared > other.table.length:
                     return True
-        return self.kept is not None and self.kept.brings(sequence)
+        return self.disk is not None and self.disk.awaits(sequence)
 
     def _reserve_prompt(self, sequence: Sequence) -> bool:
         """Reserve pages for all known tokens, cached or new, and leave one for each running row to
@@ -144,8 +144,8 @@ class Admission:
         """Block while no sequence is ready: until pages were read, or as `otherwise` does if no
         sequence waits for any; for at most `seconds`.
         """
-        if self.kept is not None and self.kept.reading:
-            self.kept.wait(seconds)
+        if self.disk is not None and self.disk.reading:
+            self.disk.wait(seconds)
         else:
             otherwise(seconds)
 
@@ -159,7 +159,7 @@ class Admission:
             running=len(self.running),
             pages=self.limits.pages,
             pages_held=self.limits.pages - self.index.available,
-            pages_kept=self.index.kept,
+            pages_evictable=self.index.evictable,
             granted=tuple(self._granted),
         )
 

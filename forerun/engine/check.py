@@ -34,7 +34,7 @@ def check_scheduler(scheduler: Scheduler, open: list[Sequence]) -> None:
     """
     index, waiting = scheduler.index, scheduler.waiting
     index.check()
-    held = Counter(scheduler.kept.held if scheduler.kept is not None else ())
+    held = Counter(scheduler.disk.held if scheduler.disk is not None else ())
     for sequence in open + waiting:
         check_sequence(sequence)
         for page in sequence.table.pages:

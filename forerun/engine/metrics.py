@@ -1,4 +1,4 @@
-"""Counters of what the engine did. stats.py copies them into a frozen value."""
+"""The engine's counters. stats.py copies them into a frozen value."""
 
 from bisect import bisect_left
 from collections import deque

@@ -1,4 +1,4 @@
-"""Limits of an engine, and defaults for what a request leaves out."""
+"""Limits of an engine, and its defaults for requests."""
 
 from dataclasses import dataclass, replace
 

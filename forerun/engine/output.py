@@ -1,4 +1,4 @@
-"""What happens to decided tokens: stop conditions, text, and the deltas that report them."""
+"""Applies stop conditions to decided tokens, makes their text, and reports both as deltas."""
 
 import logging
 from collections import Counter
@@ -154,7 +154,10 @@ class OutputProcessor:
         plan, tokens = step.round.plan, outcome.output_tokens
         for row, finite in enumerate(outcome.finite.tolist()):
             if not finite:
-                message = "The model's output was not finite, or nothing was allowed to follow."
+                message = (
+                    "The model's logits were not finite (NaN or infinite), or the grammar and "
+                    "logit_bias together allowed no token. No token could be chosen."
+                )
                 self.end(step.rows[row].request.id, Ending(Finish.ERROR, error=message))
         counts, samples, constrained = (
             outcome.committed(plan),
@@ -198,7 +201,7 @@ class OutputProcessor:
             self._emit_row(step, outcome, row, pending.committed.get(row))
 
     def _emit_bulk(self, rows: list[tuple[Sequence, list[int]]]) -> None:
-        """Report all tokens of these sequences, without a look at each."""
+        """Report all tokens of these sequences, without stop conditions."""
         pieces, deltas = self._pieces, list[tuple[Sequence, Delta]]()
         for sequence, tokens in rows:
             sequence.reported += len(tokens)

@@ -1,4 +1,4 @@
-"""Overlapping rounds, for devices that can begin a round from the one before (overlap scheduling).
+"""Overlap scheduling, for devices that can begin a round from the one before.
 
 Rounds stand in a queue, which is two deep within a turn:
 
@@ -58,7 +58,7 @@ def make_core(
 
 
 class OverlappingCore(EngineCore):
-    """Begins a round before the one before it is finished, or before its outputs are reported."""
+    """Begins a round before the previous one is finished, or before its outputs are reported."""
 
     def __init__(self, parts: Parts, max_failures: int, ended: Callable[[RequestId], None]) -> None:
         super().__init__(parts, max_failures, ended)
@@ -124,8 +124,8 @@ class OverlappingCore(EngineCore):
 
     def _vacate(self, sequence: Sequence) -> None:
         if self._runs(sequence):
-            if self.scheduler.kept is not None:
-                self.scheduler.kept.leave(sequence)
+            if self.scheduler.disk is not None:
+                self.scheduler.disk.save(sequence)
             self.scheduler.running.remove(sequence)
             self._leaving.append(sequence)
         else:
@@ -147,7 +147,7 @@ class OverlappingCore(EngineCore):
             try:
                 self._parts.executor.finish(self._steps.popleft().round)
             except Exception:
-                log.exception("a round failed whose result was not needed any more")
+                log.exception("a round failed; its result was no longer needed")
         self._release()
 
     def _queue_next(self) -> bool:

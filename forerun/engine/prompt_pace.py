@@ -3,30 +3,30 @@
 STEP_MS = 250.0
 """Longest step beside decoding rows, milliseconds: the gap that a prompt makes in their streams."""
 LEAST = 32
-"""Prompt tokens that a step takes at least, and what their number is a multiple of."""
+"""Least prompt tokens of a step; more are a multiple of this."""
 
 
 class PromptPace:
     """Bounds the prompt tokens of a step by its time: STEP_MS, or twice a step without a prompt.
 
-    Learned from every step, so it follows the machine, the batch and the length of texts.
+    Updated by every step, so it follows the machine, the batch and the length of texts.
 
-    decoding_ms    of a step without a prompt, lately
-    tokens_per_ms  that steps read of prompts, lately; 0 before the first
+    decoding_ms    recent time of a step without a prompt, milliseconds
+    tokens_per_ms  recent prompt tokens per millisecond; 0 before the first
     """
 
     def __init__(self) -> None:
         self.decoding_ms = self.tokens_per_ms = 0.0
 
     def bound(self, room: int) -> int:
-        """Return how many prompt tokens a step beside decoding rows takes, at most `room`."""
+        """Return the most prompt tokens for a step beside decoding rows, at most `room`."""
         if not self.tokens_per_ms:
             return room
         ms = max(STEP_MS - self.decoding_ms, self.decoding_ms)
         return min(max(int(self.tokens_per_ms * ms) // LEAST, 1) * LEAST, room)
 
     def observe(self, prompt_tokens: int, ms: float) -> None:
-        """Learn from a step with prompt tokens that took `ms` milliseconds.
+        """Update the rate with a step with prompt tokens that took `ms` milliseconds.
 
         A step that was slow for another reason, such as one that compiles, counts half at most.
         """

@@ -1,24 +1,24 @@
-"""Which prompts a step reads, where they do not all fit into it."""
+"""Divides a step's prompt tokens among prompts that do not all fit into it."""
 
 from collections.abc import Sequence as Several
 
 from forerun.engine.sequence import Sequence
 
 HALF_LIFE = 8192
-"""Prompt tokens after which half of what a client has had read is forgotten."""
+"""Prompt tokens, of all clients, after which half of a client's past use no longer counts."""
 
 
 class PromptShares:
     """Divides a step's prompt tokens: one half by cost, the other by arrival.
 
-    The cost of a prompt is what is left of it plus what its client has had read lately, in tokens.
-    So a short prompt waits for no long one, clients share that half, and the oldest prompt always
+    The cost of a prompt is its remaining tokens plus its client's recent prompt tokens. So a short
+    prompt waits for no long one, clients share the first half evenly, and the oldest prompt always
     advances by the other.
     """
 
     def __init__(self) -> None:
         self._read = 0.0
-        # What each client has had read, and of how many tokens in all then.
+        # By client: its decayed prompt tokens, and the value of `_read` at that time.
         self._used: dict[str, tuple[float, float]] = {}
 
     def cost(self, sequence: Sequence) -> float:
@@ -51,7 +51,7 @@ class PromptShares:
         self._read += tokens
         if len(self._used) > 1024:
             self._used = {
-                client: kept for client, kept in self._used.items() if self._used_by(client) >= 1
+                client: used for client, used in self._used.items() if self._used_by(client) >= 1
             }
 
 

@@ -1,4 +1,4 @@
-"""Requests, sequences' finish reasons, and the deltas that an engine sends back."""
+"""Requests, finish reasons, and the deltas that an engine sends back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,7 +36,6 @@ class Speculation:
     enabled: bool = True
     max_nodes: int | None = None
     max_depth: int | None = None
-    stats: bool = False
     trace: bool = False
 
     @property
@@ -118,7 +117,7 @@ class SpeculationStats:
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """News of one choice of one request, in order. The last has `finish` set.
+    """New output of one choice of one request, in order. The last has `finish` set.
 
     text             newly final text (never half a character, never part of a stop string)
     tokens           tokens whose text is final now, stop token included

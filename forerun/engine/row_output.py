@@ -1,6 +1,4 @@
-"""The output of one row of a step: which of its tokens count, their text, and how a sequence
-ends.
-"""
+"""The output of one row of a step: its tokens that count, their text, and the sequence's end."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,7 +39,7 @@ class PendingRows(NamedTuple):
     """Rows of a step whose tokens are permanent and not reported yet.
 
     rows       ascending
-    committed  by row, what the row's grammar did with the tokens
+    committed  by row, the result of committing the tokens to the row's grammar
     """
 
     rows: list[int]
@@ -57,7 +55,7 @@ def end_by_grammar(sequence: Sequence, output: RowOutput, committed: Committed) 
 
 
 def failed(error: Exception) -> Ending:
-    """Return the ending of a sequence in which the engine failed."""
+    """Return the ending of a sequence whose step or part failed with `error`."""
     text = f"The engine failed while it ran this request: {error or type(error).__name__}"
     return Ending(Finish.ERROR, error=text)
 
@@ -79,7 +77,7 @@ def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:
 def step_trace(
     sequence: Sequence, output: RowOutput, step: Step, row: int, outcome: Outcome
 ) -> StepTrace:
-    """Return what the step that was just counted did for a sequence."""
+    """Return the trace of the step that was just counted, for one sequence."""
     drafted = draft_row(step.round.trees, row, outcome.paths[row])
     nodes = bounded(drafted)
     return StepTrace(
@@ -105,9 +103,10 @@ def add_predicted(sequence: Sequence, trees: TreeBatch, row: int, path: Ints) ->
 
 
 def echo(sequence: Sequence, entries: Reports) -> None:
-    """Append log-probabilities of the prompt's tokens after positions table.length, +1, ...
+    """Append log-probabilities of the prompt's tokens after positions table.length, +1, ... to the
+    sequence, those excluded that it has already (it was resumed).
 
-    Call it before the commit of the step. A resumed sequence gets some of them again.
+    Call it before the commit of the step.
     """
     known = sequence.prompt_logprobs
     seen, room = len(known) - sequence.table.length, sequence.prompt_len - 1 - len(known)

@@ -87,8 +87,8 @@ class Scheduler(Admission):
         """Remove a sequence and release all it holds. Returns its slot, now to be closed, if
         any.
         """
-        if self.kept is not None:
-            self.kept.leave(sequence)
+        if self.disk is not None:
+            self.disk.save(sequence)
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return None

@@ -58,11 +58,11 @@ class Sequence:
         slot is None  =>  table.length == 0 a sequence without a slot owns nothing
         0 <= reported                       output tokens that count (a stop can cut a step's)
 
-    over      it has ended and its client knows; a running step may still need its slot and pages
+    over      its end was reported; a running step may still need its slot and pages
     bulk      its tokens may be detokenized with others' in bulk (BulkFilter)
     limit     most tokens, prompt and output
     shared    tokens that filled cached pages when it took its slot
-    sought    whether its pages were looked for on disk
+    looked_up  whether the page store was searched for its prefix
 
     A preempted sequence loses slot and pages, nothing more: when it
     resumes, prompt and output so far are its known tokens.
@@ -78,7 +78,7 @@ class Sequence:
         self.sink = sink
         self.stream = stream
         self.slot: int | None = None
-        self.over = self.bulk = self.sought = False
+        self.over = self.bulk = self.looked_up = False
         self.constrained = request.grammar is not None
         self.bounded = request.speculation.bounded
         self.table: PageTable

@@ -1,4 +1,4 @@
-"""The engine's counters, frozen at one moment: all of them that leaves the engine."""
+"""Snapshots of the engine's counters, the only form in which they leave the engine."""
 
 from collections import Counter
 from copy import copy
@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from forerun.control.policy import Budget
-from forerun.engine.kept_pages import StoreStats
+from forerun.engine.disk_pages import StoreStats
 from forerun.engine.metrics import EngineMetrics, LiveHistogram
 from forerun.engine.request import Finish
 from forerun.speculative.tree import DraftSource
@@ -23,7 +23,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the engine holds at one moment: counts of sequences and pages.
+    """Counts of sequences and pages at one moment.
 
     granted  budgets of the last step that had decoding rows
     """
@@ -32,7 +32,7 @@ class Load:
     running: int
     pages: int
     pages_held: int
-    pages_kept: int
+    pages_evictable: int
     granted: tuple[Budget, ...] = ()
 
 
@@ -69,7 +69,7 @@ class Stats:
     max_tokens, choices   as requested
     by_source          verified and accepted draft tokens, by source and depth
     step_seconds, step_nodes   per step
-    store              of the pages on disk; None if none are kept
+    store              of the pages on disk; None without a page store
     """
 
     load: Load

@@ -3,8 +3,7 @@
 draft    propose a small tree of continuations for each sequence, and select what pays
 verify   let the target score every node of every tree in one forward pass
 accept   choose one root-to-node path per tree, plus one token of the target's own, and make its
-         keys
-         and values permanent
+         keys and values permanent
 
 So every planned sequence advances by at least one token. The step has two halves because a device
 may run between them, with the host free for something else: `begin` returns once the forward
@@ -24,7 +23,7 @@ from forerun.speculative.tree import Draft, batch
 
 
 class StageTimer:
-    """Milliseconds of the stages of one step, from now on: the only clock of speculation.
+    """Times the stages of one step, in milliseconds: the only clock of speculation.
 
     ms        by the names of STAGES
     known_ms  from the end of the step before it until its outcome was known
@@ -52,7 +51,7 @@ class Step:
 
     round     what the executor runs, and its results
     proposed  the host's proposals, a draft per row, before the selection; () = none
-    carried   whether it began before the step before it was finished
+    carried   whether it began before the previous step was finished
     """
 
     schedule: Schedule
@@ -68,7 +67,9 @@ class Step:
 
 
 def begin(schedule: Schedule, parts: Parts) -> Step:
-    """Draft and verify. A device may still run the step afterwards."""
+    """Draft, and begin to verify. Returns the step, which a device may still run. Raises what the
+    executor raises.
+    """
     timer, executor, masks = StageTimer(), parts.executor, None
     proposed, select = propose(schedule.plan, parts), schedule.decision.select
     trees = batch(schedule.plan.known, select(proposed) if select and proposed else proposed)
@@ -99,7 +100,9 @@ def propose(plan: Plan, parts: Parts) -> list[Draft]:
 
 
 def finish(step: Step, parts: Parts) -> Outcome:
-    """Accept, and extend the sequences by what was emitted; waits for the device."""
+    """Wait for the device, accept, and append the emitted tokens to the sequences. Returns the
+    outcome. Raises what the executor raises.
+    """
     round, timer, masks = step.round, step.timer, None
     timer.resume()
     if round.plan.some_constrained and not parts.executor.capabilities.masks_first:
@@ -116,7 +119,9 @@ def finish(step: Step, parts: Parts) -> Outcome:
 
 
 def step_report(plan: Plan, outcome: Outcome, stages: dict[str, float], total: float) -> StepReport:
-    """Return the report of a step; `stages` and `total` are milliseconds."""
+    """Return the report of a step. stages: milliseconds by the names of STAGES; total: of the
+    whole step.
+    """
     draft_tokens, known = outcome.n_draft_tokens.tolist(), plan.known_counts
     nodes = list(map(add, known, draft_tokens))
     return StepReport(

@@ -1,4 +1,4 @@
-"""What a step did for one sequence, for requests with a trace."""
+"""Records of single steps, for requests with a trace."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,9 +35,9 @@ class StepTrace:
     """One step of one choice.
 
     number    of the step, from 0, among those of this choice that decided a token
-    position  place in the output of the first token that it decided
-    tokens    what it decided and counts: accepted draft tokens, then one of the target's own, which
-              is missing if a stop condition cut the step short
+    position  output position of the first token that it decided
+    tokens    accepted draft tokens, then one of the target's own, which is missing if a stop
+              condition cut the step short
     nodes     the draft tokens it verified, at most MAX_NODES; `accepted` are indices of these
     left_out  draft tokens beyond MAX_NODES
     allowed   most draft tokens that the row might carry, and the reason, as text for users

@@ -41,7 +41,7 @@ def validate(request: Request, vocab: int, context: int, max_choices: int) -> No
     if len(prompt) + max_tokens > context:
         raise ContextError(
             f"This model's maximum context length is {context} tokens, but the prompt has "
-            f"{len(prompt)} tokens and {max_tokens} more are asked. Shorten the prompt or lower "
+            f"{len(prompt)} tokens and max_tokens is {max_tokens}. Shorten the prompt or lower "
             "max_tokens.",
             "prompt" if len(prompt) >= context else "max_tokens",
             len(prompt),

@@ -1,4 +1,4 @@
-"""The nodes of rows that a device decides itself: temperature is their only parameter."""
+"""The nodes of rows that a device decides by itself: temperature is their only parameter."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Choosing:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainNodes:
+class DeviceNodes:
     """The nodes, from the roots down, of rows that a device decides.
 
     nodes         int32[n] flat, ascending
@@ -42,7 +42,7 @@ class PlainNodes:
     temperatures: Floats
 
 
-def plain_nodes(choosing: Choosing, plan: Plan, trees: TreeBatch) -> PlainNodes:
+def device_nodes(choosing: Choosing, plan: Plan, trees: TreeBatch) -> DeviceNodes:
     """Return the nodes, from the roots down, of the sampling rows without a grammar that a device
     may decide.
     """
@@ -53,7 +53,7 @@ def plain_nodes(choosing: Choosing, plan: Plan, trees: TreeBatch) -> PlainNodes:
     depth = trees.depth[nodes] - np.repeat(trees.depth[first], counts)
     slots = plan.slots[rows]
     positions = plan.kv_len[rows] + trees.known[rows] - choosing.prompt_len[slots]
-    return PlainNodes(
+    return DeviceNodes(
         nodes=nodes,
         seeds=np.repeat(choosing.seed[slots], counts),
         positions=np.repeat(positions, counts) + depth,

@@ -1,4 +1,4 @@
-"""Bounds checks of a draft model's inputs: a device would not say which number is wrong."""
+"""Checks the bounds of a draft model's inputs: a device would not report which number is wrong."""
 
 import numpy as np
 

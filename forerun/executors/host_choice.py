@@ -1,5 +1,5 @@
-"""Rows that the executor has not decided itself: the target's choices by the specification
-(forerun/speculative), and the log-probabilities that a request wants.
+"""Decides the rows that the executor has not decided itself, by the specification
+(forerun/speculative), and computes the log-probabilities that a request wants.
 """
 
 from collections.abc import Callable, Iterable
@@ -98,14 +98,14 @@ def complete(
     reports: ReportsOf,
     choices: Choices,
 ) -> Choices:
-    """Decide the given rows of a step if `made` has no choice at their root, and make their
-    reports.
+    """Decide the given rows of a step that have no choice at their root, and make their reports.
 
-    rows    numbers of rows, with their slots' sequences
-    logits  of flat nodes
+    rows     numbers of rows, with their slots' sequences
+    logits   of flat nodes
     reports  makes the reports
+    choices  those made so far; their arrays are completed in place
 
-    Completes the arrays of `made` in place and returns them with the reports.
+    Returns these arrays with the reports.
     """
     choice, finite = choices.choice, choices.finite
     logprobs: list[Reports] = [()] * plan.rows

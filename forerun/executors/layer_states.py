@@ -1,4 +1,4 @@
-"""Where prediction layers, one per depth, store and read hidden states
+"""The places where prediction layers, one per depth, store and read hidden states
 (drafts/prediction_layers.py).
 
 Layer k + 1 reads, at the token after, the output o_k of layer k. An entry lies at the position of
@@ -22,7 +22,7 @@ from forerun.types import AnyArray, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class KeptStates:
+class StoredStates:
     """The states that an extension stores: of its `nodes` int[n] in the rows `targets`."""
 
     nodes: AnyArray
@@ -43,9 +43,8 @@ class LayerStates:
         self._depth = np.zeros(limits.max_nodes, np.int32)
 
     def before(self, extension: Extension) -> Ints:
-        """Return int32[n]: the table row of the entry before each token of an extension.
-
-        Reads only cached positions that `kept` named.
+        """Return int32[n]: the table row of the entry before each token of an extension; behind a
+        cached position, a row of `stored`.
         """
         rows = np.arange(-1, len(extension.tokens) - 1, dtype=np.int32)
         for row, first in enumerate(extension.start[:-1]):
@@ -58,7 +57,7 @@ class LayerStates:
                 rows[first] = self.pages + extension.pages[row, length // self._page_size - 1]
         return rows
 
-    def kept(self, extension: Extension) -> KeptStates:
+    def stored(self, extension: Extension) -> StoredStates:
         """Return the states that an extension must store: each row's last entry, by slot, and the
         last entry of each full page, by page.
         """
@@ -66,7 +65,7 @@ class LayerStates:
         row = np.repeat(np.arange(len(extension.kv_len)), np.diff(extension.start))
         full = np.flatnonzero(position % size == size - 1)
         pages = self.pages + extension.pages[row[full], position[full] // size]
-        return KeptStates(
+        return StoredStates(
             np.append(extension.start[1:] - 1, full),
             np.append(self.slots + extension.slots, pages),
         )

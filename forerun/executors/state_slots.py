@@ -1,4 +1,5 @@
-"""Bookkeeping of recurrent states: which rows of an executor's pool hold which text's. No arrays.
+"""Bookkeeping of recurrent states: which row of an executor's pool has the state of which text. No
+arrays.
 
 A layer with a recurrent state (layer_spec.GatedDelta) cannot continue behind any cached page: it
 needs the state after the last token before it. So beside the state of each slot's sequence an
@@ -8,8 +9,8 @@ executor has checkpoints, copies of states at ends of pages, keyed by their text
     0 .. slots - 1               of the sequence in each slot
     slots .. + checkpoints - 1   checkpoints; the least recently used is evicted first
 
-Each sequence keeps a checkpoint at the two ends of pages where another is likely to continue: of
-its prompt, one token short of the whole, for a repeated prompt; and of its answer so far, for the
+Each sequence has a checkpoint at the two ends of pages where another is likely to continue: in its
+prompt, at least one token before its end, for a repeated prompt; and in its answer so far, for the
 next turn of a conversation, and for itself after a preemption. If a prompt begins with cached pages
 beyond the last checkpoint, their end gets one too: two texts share it, so a third may (the system
 prompt of many requests).
@@ -104,8 +105,8 @@ class StateSlots:
             checkpoint = self._longest(slot_init.text.tokens[: slot_init.cached], salt)
             if checkpoint is None or checkpoint.length != slot_init.cached:
                 raise EngineError(
-                    f"slot {slot} shall continue behind {slot_init.cached} tokens, which have no "
-                    "checkpoint of the recurrent state"
+                    f"slot {slot} cannot continue behind {slot_init.cached} cached tokens: they "
+                    "have no checkpoint of the recurrent state"
                 )
             checkpoint.used = True
             self._checkpoints.move_to_end(checkpoint.key)
@@ -143,7 +144,7 @@ class StateSlots:
 
     def claims(self, slot: int, begin: int, end: int, emitted: Sequence[int] = ()) -> list[Claim]:
         """Return the checkpoints to make of a slot's sequence between its tokens `begin` and `end`.
-        Their rows are reserved, and hold nothing until `keep` or `drop`.
+        Their rows are reserved, and hold nothing, until `register` or `drop`.
 
         emitted  tokens that the running step decided, which follow those of the text
         """
@@ -164,9 +165,9 @@ class StateSlots:
                 made.append(Claim(self._free.pop(), length, key, kind))
         return made
 
-    def keep(self, slot: int, claims: list[Claim]) -> None:
-        """Register `claims`, made for this slot: their rows hold their states now. The row of a
-        text that has a checkpoint meanwhile becomes free again.
+    def register(self, slot: int, claims: list[Claim]) -> None:
+        """Make checkpoints of `claims` of this slot: their rows have their states now. The row of a
+        text that has got a checkpoint meanwhile becomes free again.
         """
         for claim in claims:
             if claim.key in self._checkpoints:  # Another row of the same step made it too.
@@ -183,9 +184,9 @@ class StateSlots:
 
     def check(self) -> None:
         """Prove that no row leaked. Raises AssertionError. Between steps only."""
-        rows = [kept.row for kept in self._checkpoints.values()] + self._free
+        rows = [each.row for each in self._checkpoints.values()] + self._free
         assert len(set(rows)) == len(rows), "a row has two states"
-        assert +self._lengths == Counter(kept.length for kept in self._checkpoints.values())
+        assert +self._lengths == Counter(each.length for each in self._checkpoints.values())
 
     def _places(self, state: _Open, begin: int, end: int) -> list[tuple[int, str | None]]:
         size = self._size

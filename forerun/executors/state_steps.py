@@ -1,5 +1,5 @@
-"""A step's way through an executor's recurrent states: which row of the pool gets which node's
-state, and how slots go on along accepted paths. The arrays are the executor's.
+"""Advances an executor's recurrent states step by step: assigns known nodes' states to rows of the
+pool, and moves slots along accepted paths. The arrays are the executor's.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from forerun.types import Ints
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """A step that is under way.
+    """A step that has begun.
 
     claims  by slot, the checkpoints that it makes of known tokens
     ends    row of the pool -> the known node whose state it gets
@@ -46,14 +46,14 @@ class StateSteps(ABC):
         """
 
     def open(self, slot_init: SlotInit) -> None:
-        """A sequence takes a slot, with the state of its cached tokens. Raises EngineError if
-        that is not kept.
+        """Bind a sequence to its slot and copy the state of its cached tokens there. Raises
+        EngineError if that state has no checkpoint.
         """
         self.copy(self.book.open(slot_init), slot_init.slot)
 
     def prepare(self, plan: Plan, trees: TreeBatch) -> StateStep:
-        """Return what a step does with states. Raises EngineError if a slot's state does not stand
-        for the plan's kv_len tokens.
+        """Begin a step: reserve rows for its checkpoints. Returns the assignment of states to
+        rows. Raises EngineError if a slot's state does not stand for the plan's kv_len tokens.
         """
         claims: dict[int, list[Claim]] = {}
         ends: dict[int, int] = {}
@@ -62,24 +62,25 @@ class StateSteps(ABC):
             self.book.begin(slot, length)
         for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
             root = trees.root(row)
-            found = self.book.claims(slot, length, length + known[row])
-            claims[slot] = found
+            claims[slot] = self.book.claims(slot, length, length + known[row])
             # A row that was claimed twice in a step has the state of the later claim.
-            ends |= {c.row: root - (length + known[row] - c.length) for c in found}
+            ends |= {c.row: root - (length + known[row] - c.length) for c in claims[slot]}
             ends[slot] = root
         return StateStep(plan, trees, claims, ends)
 
     def known(self, step: StateStep) -> None:
-        """All layers of the step have run: checkpoints that it claimed are kept, and each slot's
-        state stands behind its known tokens. Call it once, after the last layer.
+        """Register the step's checkpoints, and advance each slot's state behind its known tokens.
+        Call it once, after the last layer.
         """
         known = step.trees.known.tolist()
         for row, slot in enumerate(step.plan.slots.tolist()):
-            self.book.keep(slot, step.claims.pop(slot))
+            self.book.register(slot, step.claims.pop(slot))
             self.book.end(slot, int(step.plan.kv_len[row]) + known[row])
 
     def failed(self, step: StateStep) -> None:
-        """The step could not be run; its slots have no state any more."""
+        """Free the checkpoints of a step that could not be run; its slots have no state any
+        more.
+        """
         for claims in step.claims.values():
             self.book.drop(claims)
         step.claims.clear()
@@ -97,10 +98,12 @@ class StateSteps(ABC):
                 self._passed(step, row, slot, depth, outcome.output_tokens[row])
 
     def _passed(self, step: StateStep, row: int, slot: int, depth: int, emitted: list[int]) -> None:
-        """The slot's state is one accepted token further: see whether it is to be kept."""
+        """Advance the slot's state by one accepted token, and copy it to a checkpoint where the
+        text gets one.
+        """
         length = int(step.plan.kv_len[row]) + int(step.trees.known[row]) + depth
         self.book.begin(slot, length)
         for claim in (claims := self.book.claims(slot, length, length + 1, emitted)):
             self.copy(slot, claim.row)
-        self.book.keep(slot, claims)
+        self.book.register(slot, claims)
         self.book.end(slot, length + 1)

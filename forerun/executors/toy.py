@@ -51,7 +51,7 @@ class ToyPages:
         return int(self.keys[0].nbytes + self.values[0].nbytes)
 
     def read_page(self, page: int) -> bytes:
-        """Return what a page holds."""
+        """Return a page's positions and tokens as bytes."""
         return bytes(self.keys[page].tobytes() + self.values[page].tobytes())
 
     def write_page(self, page: int, content: bytes) -> None:
@@ -89,7 +89,7 @@ class ToyExecutor(Executor):
         self._ramps = np.concatenate([ramp, ramp])
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot. Raises EngineError if it is open or a token is out of
+        """Bind a sequence to its slot. Raises EngineError if the slot is open or a token is out of
         range.
         """
         self._sampler.open(slot_init)
@@ -126,7 +126,7 @@ class ToyExecutor(Executor):
         positions = plan.kv_len[row] + trees.depth[nodes]
         pages = plan.page_table[row, positions // size]
         if (pages < 0).any():
-            raise EngineError(f"row {row}: no page was reserved for a position it keeps")
+            raise EngineError(f"row {row}: no page was reserved for an accepted position")
         self._keys[pages, positions % size] = positions
         self._values[pages, positions % size] = trees.tokens[nodes]
 

@@ -25,7 +25,7 @@ class DrafterTraits:
     free              proposing takes microseconds and every draft token has an honest score: it
                       proposes all it knows, and the policy selects from that afterwards
     buys              free, and selects by itself the draft tokens worth the costs in `Plan.prices`;
-                      it also calibrates its own scores. Merged: so does the free part alone
+                      it also calibrates its own scores. If merged, the free part does so alone
     merged            free drafters and a draft model in one tree; scores are observed acceptance
                       rates. The free ones can run alone (Plan.model_depth)
     drafts_on_device  the running step can make its draft tokens for the next step, on the device
@@ -89,7 +89,7 @@ class Drafter(Protocol):
         became permanent, all other nodes are discarded.
 
         Called once per finished step, in order, also for rows without a draft. `outcome.features`
-        are valid during the call only, unless `StepFeatures.keep` stores them.
+        are valid during the call only, unless `StepFeatures.store` copies them.
         """
         ...
 

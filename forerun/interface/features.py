@@ -30,7 +30,7 @@ class StepFeatures(Features, Protocol):
         """
         ...
 
-    def keep(self) -> "FeatureRing":
+    def store(self) -> "FeatureRing":
         """Write these rows, of accepted nodes only, into the executor's ring by slot and position,
         and return the ring: they stay until their slots have run RING_TOKENS further tokens.
         """

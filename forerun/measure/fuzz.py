@@ -273,7 +273,7 @@ class Fuzzer:
             np.array(asked.prompt, np.int32),
             target.tokenizer.eos_ids,
             grammar=grammar,
-            speculation=Speculation(stats=True, **asked.speculation),
+            speculation=Speculation(**asked.speculation),
             **options,
         )
 

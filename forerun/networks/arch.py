@@ -101,8 +101,8 @@ class ArchitectureSizes:
 class Architecture:
     """The numbers an executor needs to run a checkpoint.
 
-    hidden H, heads A, kv_heads G, head_size E, vocab V; in latent attention G is 1 and E what is
-    kept of a position (layer_spec.Latent), so that heads, cache and kernels are as of any model
+    hidden H, heads A, kv_heads G, head_size E, vocab V; in latent attention G is 1 and E the
+    numbers cached per position (layer_spec.Latent): heads, cache and kernels are as of any model
     context          longest sequence the model was trained for, in tokens
     norm_eps         added to the mean square in every RMSNorm
     layer_specs      what each of the L layers is
@@ -167,7 +167,7 @@ class Architecture:
 
     @property
     def recurrent_layers(self) -> int:
-        """How many layers have a state instead of keys and values."""
+        """Number of layers with a state instead of keys and values."""
         return self.layers - len(self.attention_specs)
 
     @property
@@ -182,27 +182,27 @@ class Architecture:
 
     @property
     def cache_layer(self) -> CacheLayer:
-        """What each layer with attention caches per position, the same in all of them."""
+        """The cache of each layer with attention, the same in all of them."""
         latent = self.latent
         value_size = None if latent is None else latent.rank
         return CacheLayer(self.kv_heads, self.head_size, value_size)
 
     @property
     def rope_size(self) -> int:
-        """How many numbers of a head are rotated."""
+        """The most numbers of a head that may be rotated."""
         return self.head_size if self.latent is None else self.latent.rope
 
     @property
     def ffn(self) -> int:
-        """Width of the widest feed-forward that a token runs through: what a draft head beside
-        this model is as wide as, and what scratch is planned for.
+        """Width of the widest feed-forward that a token runs through: scratch is planned for it,
+        and a draft head for this model is as wide.
         """
         return max(spec.active_width for spec in self.layer_specs)
 
     @property
     def expert_rows(self) -> int:
-        """Rows of H numbers that are gathered for a node's experts and come of them, in the layer
-        that has most; 0 of a dense model.
+        """Rows of H numbers that are input and output of a node's experts, in the layer that has
+        most; 0 for a dense model.
         """
         mixtures = (s.feed_forward for s in self.layer_specs)
         rows = [2 * m.top_k + bool(m.shared) for m in mixtures if isinstance(m, Experts)]
@@ -210,9 +210,9 @@ class Architecture:
 
     @property
     def latent_numbers(self) -> int:
-        """Numbers of a node between latent attention's products: what makes queries, these, brought
-        into the latent's space, what they find there, what the heads' matrices read, and values. 0
-        if attention is not latent.
+        """Numbers of a node between latent attention's products: the queries' latent, queries,
+        these in the latent space, the context there, the heads' inputs, and values. 0 if attention
+        is not latent.
         """
         about = self.latent
         if about is None:
@@ -236,10 +236,10 @@ class Architecture:
         return (whole or turned)[-1].rope
 
     def for_context(self, context: int | None) -> "Architecture":
-        """The model for texts of up to `context` tokens; None: as many as need no stretching.
+        """Return the model for texts of up to `context` tokens; None: up to the original context.
 
-        With LongRoPE positions turn otherwise where texts are longer than the original context, and
-        the keys of a text would change while it grows: what is served decides for all of them.
+        LongRoPE has other factors for texts longer than the original context, so the keys of a text
+        would change while it grows: therefore `context` decides for all texts.
         """
         scalings = [spec.rope.scaling for spec in self.layer_specs]
         limits = [s.original_context for s in scalings if isinstance(s, LongRope)]
@@ -267,7 +267,7 @@ class Architecture:
         return sum(math.prod(shape) for shape in expected_tensors(self).values())
 
     def beyond_llama(self) -> list[str]:
-        """What an executor must support besides Llama's block to run this model, as texts.
+        """Return what an executor must support besides Llama's block to run this model, as texts.
 
         That block: one pre-norm layer repeated, 1/sqrt(E) scores, one rope, dense SwiGLU; with or
         without biases and norms on queries and keys. Windows are not listed: they
@@ -310,13 +310,15 @@ def _stretched(spec: LayerSpec) -> LayerSpec:
 def plain_layers(
     count: int, head_size: int, ffn: int, rope: Rope, qk_norm: bool = False
 ) -> tuple[LayerSpec, ...]:
-    """`count` of Llama's layers (or, with `qk_norm`, of Qwen3's), without biases and windows."""
+    """Return `count` of Llama's layers (or, with `qk_norm`, of Qwen3's), without biases and
+    windows.
+    """
     spec = LayerSpec(AttentionSpec(head_size**-0.5), rope, Dense(ffn), qk_norm=qk_norm)
     return (spec,) * count
 
 
 def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of every tensor of the model, in the order of the computation.
+    """Return canonical name -> shape of every tensor of the model, in the order of the computation.
 
     Matrices are [out, in], as `y = W x` reads them.
     """
@@ -332,7 +334,7 @@ def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def layer_tensors(arch: Architecture, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of one layer, by canonical name without the layer's prefix."""
+    """Return canonical name without the layer's prefix -> shape of every tensor of one layer."""
     tensors, names = _Tensors(), NORM_NAMES[spec.norms]
     tensors.norm(names.before_attention, arch.hidden)
     if spec.recurrent is not None:
@@ -394,8 +396,8 @@ def _latent_tensors(tensors: _Tensors, arch: Architecture, spec: LayerSpec, late
         tensors.matrix("self_attn.q_a_proj", latent.query_rank, arch.hidden, spec.qkv_bias)
         tensors.norm("self_attn.q_a_layernorm", latent.query_rank)
         tensors.matrix("self_attn.q_b_proj", queries, latent.query_rank)
-    kept = latent.rank + latent.rope
-    tensors.matrix("self_attn.kv_a_proj_with_mqa", kept, arch.hidden, spec.qkv_bias)
+    cached = latent.rank + latent.rope
+    tensors.matrix("self_attn.kv_a_proj_with_mqa", cached, arch.hidden, spec.qkv_bias)
     tensors.norm("self_attn.kv_a_layernorm", latent.rank)
     out_of = arch.heads * (latent.nope + latent.value)
     tensors.matrix("self_attn.kv_b_proj", out_of, latent.rank)

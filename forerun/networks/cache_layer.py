@@ -1,4 +1,4 @@
-"""What one decoder layer caches per position."""
+"""The shape of one decoder layer's cache per position."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ class CacheLayer:
     """Keys and values of one layer: G heads, keys of E numbers each.
 
     value_size  numbers of a value; None: E. Fewer: values are the first numbers of the keys, and
-                nothing but keys is kept (latent attention)
+                only keys are cached (latent attention)
     """
 
     kv_heads: int
@@ -17,10 +17,10 @@ class CacheLayer:
 
     @property
     def planes(self) -> int:
-        """2 where values are kept beside keys, 1 where they are part of them."""
+        """2 if values are cached beside keys, 1 if they are part of them."""
         return 2 if self.value_size is None else 1
 
     @property
     def numbers(self) -> int:
-        """How many numbers it caches per position, keys and values together."""
+        """Numbers per position, keys and values together."""
         return self.planes * self.kv_heads * self.head_size

@@ -55,12 +55,12 @@ as in transformers.
 
 
 def read_json(path: Path, most: int = _MOST_BYTES) -> dict[str, Any]:
-    """The JSON object that a file of at most `most` bytes holds. Raises ModelError if it is
-    larger, cannot be read, or is no object.
+    """Read the JSON object in a file of at most `most` bytes. Raises ModelError if the file is
+    larger, cannot be read, or holds no object.
     """
     try:
         if path.stat().st_size > most:
-            raise ModelError(f"{path} has more than {most >> 20} MiB, which is not read")
+            raise ModelError(f"{path} is larger than {most >> 20} MiB, the limit for this file")
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
@@ -70,7 +70,9 @@ def read_json(path: Path, most: int = _MOST_BYTES) -> dict[str, Any]:
 
 
 def architecture_from(config: Mapping[str, Any], where: Path) -> Architecture:
-    """Read a config.json, or raise ModelError naming the key that stands in the way."""
+    """Read a config.json into an Architecture. Raises ModelError naming the key that is missing or
+    not supported.
+    """
     try:
         return _architecture(Keys(_plain_name(config), "config.json: "))
     except ModelError as error:
@@ -101,8 +103,8 @@ class _Wrapper:
     """A multimodal configuration, whose language model runs here alone.
 
     class_name  the only value of `architectures`
-    inner       what the language model's family may be; the first where it is not said
-    defaults    what text_config may leave out: transformers' defaults
+    inner       possible families of the language model; the first is the default
+    defaults    transformers' defaults of keys that text_config may leave out
     tied        default of tie_word_embeddings
     """
 
@@ -130,8 +132,8 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(name, str) or name not in _WRAPPERS:
         known = ", ".join(_WRAPPERS)
         raise ModelError(
-            f"config.json: model_type: {name!r} with a text_config does not run here; of "
-            f"multimodal checkpoints the language models of these do: {known}"
+            f"config.json: multimodal checkpoints of model_type {name!r} are not supported; the "
+            f"language models of these are: {known}"
         )
     wrapper = _WRAPPERS[name]
     classes = keys.get("architectures")
@@ -168,8 +170,8 @@ def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for key, value in _MIMO.items():
         if config.get(key, value) != value:
             raise keys.unfit(key, config[key], f"{value!r} in a MiMo model")
-    kept = {key: value for key, value in config.items() if key not in _MIMO}
-    return kept | {"model_type": "qwen2"}
+    rest = {key: value for key, value in config.items() if key not in _MIMO}
+    return rest | {"model_type": "qwen2"}
 
 
 def _architecture(keys: Keys) -> Architecture:
@@ -180,7 +182,7 @@ def _architecture(keys: Keys) -> Architecture:
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ModelError(
-            f"config.json: model_type: {family!r} does not run here; these do: {known}"
+            f"config.json: model_type {family!r} is not supported; these families are: {known}"
         )
     arch = READERS[family].read(family, keys)
     keys.refuse_the_rest(harmless)
@@ -188,7 +190,9 @@ def _architecture(keys: Keys) -> Architecture:
 
 
 def announced_layers(config: Mapping[str, Any]) -> int | None:
-    """Return how many prediction layers a configuration announces; None: it says nothing."""
+    """Return the number of prediction layers that a configuration declares; None if it declares
+    none.
+    """
     inner = config.get("text_config")
     for source in (config, inner if isinstance(inner, dict) else {}):
         for name in _ANNOUNCED:
@@ -198,13 +202,13 @@ def announced_layers(config: Mapping[str, Any]) -> int | None:
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
-    """The names under `architectures`; none if there is no such list."""
+    """Return the names under `architectures`; [] if there is no such list."""
     names = config.get("architectures")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def harmless(name: str, value: Any) -> bool:
-    """Whether an unknown setting can be passed over: false and empty values switch nothing on, some
-    are known by name.
+    """Return whether an unread key can be ignored: it is false or empty, so it switches nothing on,
+    or known not to change the model.
     """
     return value is False or value in ({}, [], "") or _HARMLESS.fullmatch(name) is not None

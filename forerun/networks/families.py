@@ -46,7 +46,7 @@ class Reader:
     sizes: Callable[[Keys], ArchitectureSizes] | None = None
 
     def read(self, family: Family, keys: Keys) -> Architecture:
-        """The architecture that a configuration describes. Raises ModelError naming the key that is
+        """Read a configuration into an Architecture. Raises ModelError naming the key that is
         missing or cannot be used.
         """
         classes = keys.get("architectures", [self.class_name])

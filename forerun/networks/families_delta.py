@@ -55,7 +55,7 @@ def qwen3_5_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def _read_common(keys: Keys) -> None:
-    """Read what Qwen3.5's configurations say besides Qwen3-Next's."""
+    """Read the keys of Qwen3.5's configurations that Qwen3-Next's have not."""
     if not keys.flag("attn_output_gate", True):
         raise keys.unfit("attn_output_gate", False, "true in a Qwen3.5 model")
     keys.get("mtp_use_dedicated_embeddings")  # The tensors say it.
@@ -86,7 +86,7 @@ def _layers(
 
 
 def _kinds(keys: Keys, sizes: ArchitectureSizes) -> list[str]:
-    """LINEAR or FULL of each layer; one layer at least must attend."""
+    """Return LINEAR or FULL for each layer; at least one layer must be FULL."""
     every = keys.integer("full_attention_interval", 4)
     if every < 1:
         raise keys.unfit("full_attention_interval", every, "positive")

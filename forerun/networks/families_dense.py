@@ -25,8 +25,8 @@ _GELUS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu
 
 
 def llama(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """L layers of Llama 2 and 3 (arXiv 2407.21783), all alike. Raises ModelError for a key that is
-    missing or cannot be used.
+    """Return L layers of Llama 2 and 3 (arXiv 2407.21783), all alike. Raises ModelError for a key
+    that is missing or cannot be used.
     """
     biased = keys.flag("attention_bias", False)
     feed_forward = Dense(keys.integer("intermediate_size"), keys.flag("mlp_bias", False))
@@ -36,7 +36,7 @@ def llama(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def mistral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """L layers of Mistral (arXiv 2310.06825), all with its window, if there is one. Raises
+    """Return L layers of Mistral (arXiv 2310.06825), all with its window, if there is one. Raises
     ModelError for a key that is missing or cannot be used.
     """
     window = optional_integer(keys, "sliding_window", 4096)
@@ -80,8 +80,8 @@ def ministral3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def qwen2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """L layers of Qwen2 (arXiv 2407.10671): biases on q, k and v, windows in the upper layers where
-    used. Raises ModelError for a key that is missing or cannot be used.
+    """Return L layers of Qwen2 (arXiv 2407.10671): biases on q, k and v, windows in the upper
+    layers if used. Raises ModelError for a key that is missing or cannot be used.
     """
     if sizes.head_size * sizes.heads != sizes.hidden:
         wanted = f"{sizes.hidden} / {sizes.heads} in a Qwen2 model"
@@ -94,8 +94,8 @@ def qwen2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def qwen3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """L layers of Qwen3 (arXiv 2505.09388): heads are normed before the rotation. Raises ModelError
-    for a key that is missing or cannot be used.
+    """Return L layers of Qwen3 (arXiv 2505.09388): norms on each head before the rotation. Raises
+    ModelError for a key that is missing or cannot be used.
     """
     biased = keys.flag("attention_bias", False)
     feed_forward, rope = Dense(keys.integer("intermediate_size")), rope_from(keys, sizes.context)
@@ -113,8 +113,8 @@ def qwen3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def gemma2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """L layers of Gemma 2 (arXiv 2408.00118): every second slides, scores are capped. Raises
-    ModelError for a key that is missing or cannot be used.
+    """Return L layers of Gemma 2 (arXiv 2408.00118): windows in every second layer, capped scores.
+    Raises ModelError for a key that is missing or cannot be used.
     """
     softcap = optional_real(keys, "attn_logit_softcapping", 50.0)
     slides = slides_of(keys, sizes, [layer % 2 == 0 for layer in range(sizes.layers)])
@@ -123,8 +123,8 @@ def gemma2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def gemma3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """L layers of Gemma 3 (arXiv 2503.19786): five of six slide, with another rope. Raises
-    ModelError for a key that is missing or cannot be used.
+    """Return L layers of Gemma 3 (arXiv 2503.19786): windows in five of six layers, with another
+    rope. Raises ModelError for a key that is missing or cannot be used.
     """
     pattern = keys.integer("sliding_window_pattern", 6)
     if pattern < 1:
@@ -146,7 +146,7 @@ def _gemma(
     softcap: float | None = None,
     qk_norm: bool = True,
 ) -> Layers:
-    """The layers of Gemma 3, and with other values of the last two of Gemma 2.
+    """Return the layers of Gemma 3; with other values of the last two parameters, of Gemma 2.
 
     slides  which layers have a window; ropes  of the layers with and without one
     """
@@ -181,8 +181,8 @@ def _gelu(keys: Keys) -> Activation:
 
 
 def phi3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """L layers of Phi-3 and Phi-4 (arXiv 2412.08905), all alike. Raises ModelError for a key that
-    is missing or cannot be used.
+    """Return L layers of Phi-3 and Phi-4 (arXiv 2412.08905), all alike. Raises ModelError for a key
+    that is missing or cannot be used.
     """
     keys.get("auto_map")  # Code that is never run.
     window = optional_integer(keys, "sliding_window", None)
@@ -192,8 +192,8 @@ def phi3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def smollm3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """L layers of SmolLM3: Llama's, every fourth without positions. Raises ModelError for a key
-    that is missing or cannot be used.
+    """Return L layers of SmolLM3: Llama's, every fourth without positions. Raises ModelError for a
+    key that is missing or cannot be used.
     """
     keys.get("max_window_layers")  # Transformers does not look at it in this family.
     used, window = uses_windows(keys), keys.integer("sliding_window", 4096)
@@ -223,8 +223,8 @@ def smollm3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def granite(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """L layers of Granite 3: Llama's, with scales of their own. Raises ModelError for a key that is
-    missing or cannot be used.
+    """Return L layers of Granite 3: Llama's, with scales of their own. Raises ModelError for a key
+    that is missing or cannot be used.
     """
     biased = keys.flag("attention_bias", False)
     spec = LayerSpec(
@@ -239,8 +239,8 @@ def granite(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def olmo2(keys: Keys, sizes: ArchitectureSizes, rope: Rope | None = None) -> Layers:
-    """OLMo 2 (arXiv 2501.00656): norms behind attention and feed-forward, and over all heads. rope:
-    of OLMo 3's; None: as the keys say.
+    """Return L layers of OLMo 2 (arXiv 2501.00656): norms behind attention and feed-forward, and
+    over all heads. rope: of OLMo 3's; None: as the keys say.
     """
     biased = keys.flag("attention_bias", False)
     spec = LayerSpec(

@@ -46,8 +46,8 @@ def qwen2_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def qwen3_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """L layers of Qwen3-MoE (arXiv 2505.09388). Raises ModelError for a key that is missing or
-    cannot be used.
+    """Return L layers of Qwen3-MoE (arXiv 2505.09388). Raises ModelError for a key that is missing
+    or cannot be used.
     """
     biased, rope = keys.flag("attention_bias", False), rope_from(keys, sizes.context)
     used, window = uses_windows(keys), keys.integer("sliding_window", 4096)
@@ -69,8 +69,8 @@ def qwen3_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def mixtral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """L layers of Mixtral (arXiv 2401.04088). Raises ModelError for a key that is missing or cannot
-    be used.
+    """Return L layers of Mixtral (arXiv 2401.04088). Raises ModelError for a key that is missing or
+    cannot be used.
     """
     keys.get("router_jitter_noise")  # In training only.
     experts = Experts(
@@ -85,7 +85,9 @@ def mixtral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def glm4_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """GLM-4.5 and 4.6 (arXiv 2508.06471): DeepSeek-V3's experts, half of a head rotated."""
+    """Return L layers of GLM-4.5 and 4.6 (arXiv 2508.06471): DeepSeek-V3's experts, half of a head
+    rotated. Raises ModelError for a key that is missing or cannot be used.
+    """
     rope = rope_from(keys, sizes.context, head_size=sizes.head_size, share=0.5)
     spec = LayerSpec(
         plain_attention(sizes),
@@ -98,8 +100,8 @@ def glm4_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def deepseek_sizes(keys: Keys) -> ArchitectureSizes:
-    """Sizes of DeepSeek's models: one key/value head, as wide as what is kept of a position. Raises
-    ModelError for a key that is missing or cannot be used.
+    """Return the sizes of DeepSeek's models: one key/value head, as wide as the cache of a
+    position. Raises ModelError for a key that is missing or cannot be used.
     """
     for name in ("num_key_value_heads", "head_dim", "qk_head_dim"):
         keys.get(name)  # Of the projections without absorption.
@@ -115,7 +117,9 @@ def deepseek_sizes(keys: Keys) -> ArchitectureSizes:
 
 
 def deepseek_v3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """DeepSeek-V3 and R1 (arXiv 2412.19437), and what has their shape (Kimi K2)."""
+    """Return L layers of DeepSeek-V3 and R1 (arXiv 2412.19437), and of models of their shape (Kimi
+    K2). Raises ModelError for a key that is missing or cannot be used.
+    """
     keys.require("scoring_func", "sigmoid")
     keys.require("topk_method", "noaux_tc")
     dense = _latent(keys, sizes, keys.flag("rope_interleave", True))
@@ -193,7 +197,7 @@ def deepseek_v2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def _latent(keys: Keys, sizes: ArchitectureSizes, paired: bool) -> LayerSpec:
-    """DeepSeek's dense layers, with latent attention."""
+    """Return DeepSeek's dense layers, with latent attention."""
     for name in ("ep_size", "aux_loss_alpha", "seq_aux", "auto_map"):
         keys.get(name)  # Of training, and code that is never run.
     keys.require("moe_layer_freq", 1)
@@ -222,7 +226,7 @@ def _latent(keys: Keys, sizes: ArchitectureSizes, paired: bool) -> LayerSpec:
 
 
 def _sigmoids(keys: Keys, groups: int, kept: int) -> Router:
-    """DeepSeek-V3's router; groups, kept: where the keys are absent."""
+    """Return DeepSeek-V3's router. groups, kept: defaults of the keys."""
     return Router(
         "sigmoid",
         keys.flag("norm_topk_prob", True),
@@ -241,8 +245,8 @@ def _mixed(
     first: int,
     shared: int = 1,
 ) -> Layers:
-    """Layers with DeepSeek's experts behind the `first` dense ones, of which `shared` are visited
-    by every token; both where the keys are absent.
+    """Return layers with DeepSeek's experts behind the `first` dense ones; every token visits
+    `shared` of the experts. Both are defaults of the keys.
     """
     width = keys.integer("moe_intermediate_size")
     experts = Experts(
@@ -259,7 +263,9 @@ def _mixed(
 
 
 def gpt_oss(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """gpt-oss (arXiv 2508.10925): sinks, a window in every other layer, clamped gates."""
+    """Return L layers of gpt-oss (arXiv 2508.10925): sinks, a window in every other layer, clamped
+    gates. Raises ModelError for a key that is missing or cannot be used.
+    """
     keys.require("swiglu_limit", CLAMP)
     keys.require("swiglu_alpha", CLAMP_SLOPE)
     keys.get("initial_context_length")  # What rope_scaling says.
@@ -291,7 +297,8 @@ def gpt_oss(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 def qwen_experts(
     keys: Keys, sizes: ArchitectureSizes, shared: int, normalised: bool = False
 ) -> list[Dense | Experts]:
-    """Each layer's feed-forward: experts in every decoder_sparse_step-th that is not listed.
+    """Return each layer's feed-forward: experts in every decoder_sparse_step-th that is not listed.
+    Raises ModelError for a key that is missing or cannot be used.
 
     shared      width of the expert that every token visits; 0 = none
     normalised  norm_topk_prob where it is absent

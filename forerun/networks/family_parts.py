@@ -11,32 +11,36 @@ Layers = tuple[LayerSpec, ...]
 
 
 def plain_attention(sizes: ArchitectureSizes, window: int | None = None) -> AttentionSpec:
-    """Scores scaled by 1/sqrt(E), of keys within `window` tokens (None: all before)."""
+    """Return attention with scores scaled by 1/sqrt(E), to keys within `window` tokens (None: to
+    all before).
+    """
     return AttentionSpec(sizes.head_size**-0.5, window)
 
 
 def optional_real(keys: Keys, name: str, default: float | None) -> float | None:
-    """None where the key is null, and where it is absent the default."""
+    """Return a number as Keys.real; None if the key is null, the default if it is absent."""
     if keys.get(name) is None and (keys.has(name) or default is None):
         return None
     return keys.real(name, default)
 
 
 def optional_integer(keys: Keys, name: str, default: int | None) -> int | None:
-    """None where the key is null, and where it is absent the default."""
+    """Return a number as Keys.integer; None if the key is null, the default if it is absent."""
     if keys.get(name) is None and (keys.has(name) or default is None):
         return None
     return keys.integer(name, default)
 
 
 def uses_windows(keys: Keys) -> bool:
-    """Qwen's switch. A window that is null switches off too, as in transformers."""
+    """Return whether Qwen's use_sliding_window is on. A window that is null switches it off, as in
+    transformers.
+    """
     used = keys.flag("use_sliding_window", False)
     return used and not (keys.has("sliding_window") and keys.get("sliding_window") is None)
 
 
 def upper_windows(keys: Keys, sizes: ArchitectureSizes) -> list[int | None]:
-    """Each layer's window in Qwen2 and Qwen3: those from max_window_layers on have one."""
+    """Return each layer's window in Qwen2 and Qwen3: those from max_window_layers on have one."""
     used = uses_windows(keys)
     window = keys.integer("sliding_window", 4096)
     first = keys.integer("max_window_layers", 28)
@@ -62,9 +66,11 @@ def kinds_of(keys: Keys, sizes: ArchitectureSizes, other: str, default: list[str
 def slides_of(
     keys: Keys, sizes: ArchitectureSizes, default: list[bool], used: bool = True
 ) -> list[bool]:
-    """Which layers have a window: what layer_types says, else the default.
+    """Return whether each layer has a window, by layer_types, else the default.
 
-    used  windows are switched on; without, layer_types must not name any
+    used  windows are switched on; if not, layer_types must not name any
+
+    Raises ModelError for another layer_types.
     """
     kinds = keys.get("layer_types")
     if kinds is None:

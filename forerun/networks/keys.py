@@ -25,17 +25,20 @@ class Keys:
         self._asked: set[str] = set()
 
     def has(self, name: str) -> bool:
-        """Whether the key is there at all, even as null."""
+        """Return whether the key is present, even as null."""
         return name in self._names
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value as it is, or the default where the key is missing. It counts as read."""
+        """Return the value as it is, or the default if the key is missing or null. The key counts
+        as read.
+        """
         self._asked.add(name)
         return self._values.get(name, default)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number, smaller than 2**62, or a list of equal ones; the default where the key is
-        missing. Raises ModelError for another value, or if it is missing without a default.
+        """Return a whole number, smaller than 2**62, given as such or as a list of equal ones; the
+        default if the key is missing. Raises ModelError for another value, or if it is missing
+        without a default.
         """
         value = self._present(name, default)
         if isinstance(value, list) and value and all(one == value[0] for one in value):
@@ -45,7 +48,7 @@ class Keys:
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
-        """A finite number, smaller than 1e30; the default where the key is missing. Raises
+        """Return a finite number, smaller than 1e30; the default if the key is missing. Raises
         ModelError for another value, or if it is missing without a default.
         """
         value = self._present(name, default)
@@ -54,8 +57,8 @@ class Keys:
         return float(value)
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string; the default where the key is missing. Raises ModelError for another value, or
-        if it is missing without a default.
+        """Return a string; the default if the key is missing. Raises ModelError for another value,
+        or if it is missing without a default.
         """
         value = self._present(name, default)
         if not isinstance(value, str):
@@ -63,8 +66,8 @@ class Keys:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false; the default where the key is missing. Raises ModelError for
-        another value.
+        """Return true or false; the default if the key is missing. Raises ModelError for another
+        value.
         """
         value = self._present(name, default)
         if not isinstance(value, bool):
@@ -92,7 +95,7 @@ class Keys:
             )
 
     def unfit(self, name: str, value: Any, wanted: str) -> ModelError:
-        """The error that `name` has this value, where `wanted` would do; not raised."""
+        """Return the error that `name` has this value and must be `wanted`; does not raise it."""
         return ModelError(f"{self.prefix}{name} is {shown(value)}; it must be {wanted}")
 
     def _present(self, name: str, default: Any) -> Any:
@@ -103,6 +106,6 @@ class Keys:
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it, cut at a readable length."""
+    """Return a value as text for a message, cut at a readable length."""
     text = repr(value[:_SHOWN]) if isinstance(value, str | list) else repr(value)
     return text[:_SHOWN] + ("..." if len(text) > _SHOWN else "")

@@ -1,4 +1,4 @@
-"""What one decoder layer is, as data: executors run any of these, families are tables of them.
+"""Describes one decoder layer as data: executors run any of these, families are tables of them.
 
 The layer reads the residual stream x [M,H]:
 
@@ -49,24 +49,24 @@ NORM_NAMES: dict[Norms, NormNames] = {
 
 _MOST_WIDTH, _MOST_EXPERTS, _MOST_WINDOW = 1 << 20, 1 << 14, 1 << 30
 _MOST_HEADS, _MOST_CONVOLVED = 4096, 64
-"""Larger than any model there is; a file that asks for more is damaged or hostile."""
+"""Larger than any existing model; a file with more is damaged or hostile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): of a position only
-    one latent of `rank` numbers and one rotated key of `rope` numbers are kept, for all heads.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): the cache has one
+    latent of `rank` numbers and one rotated key of `rope` numbers per position, for all heads.
 
-    It runs absorbed: each head's query is brought into the latent's space, so that scores are a
-    product with what is kept, and the context, `rank` numbers a head, is brought out of it:
+    It runs absorbed: each head's query is projected into the latent space, so that scores are a
+    product with the cache, and the context, `rank` numbers a head, is projected out of it:
 
         queries [A, rank + rope]    keys [1, rank + rope]    values [1, rank]: the keys' first
 
     query_rank  width between the two products that make queries; None: one makes them
     nope, rope  numbers of a head's query that are not, and that are, rotated
     value       numbers of a head's value
-    norm_eps    of the norms of the latent and between the two products, whatever the model's is
-    paired      files keep the rotated numbers' pairs side by side (naming.py)
+    norm_eps    of the norms of the latent and between the two products; may differ from the model's
+    paired      files store the rotated numbers' pairs side by side (naming.py)
     """
 
     rank: int
@@ -152,13 +152,13 @@ class GatedDelta:
 
     @property
     def state_numbers(self) -> int:
-        """Numbers of a text's state in one layer, all kept in float32."""
+        """Numbers of a text's state in one layer, all in float32."""
         return (self.window - 1) * self.channels + self.value_heads * self.key_size * (
             self.value_size
         )
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Canonical names and shapes of its tensors beside a residual stream of H numbers."""
+        """Return canonical name -> shape of its tensors, for a residual stream of H numbers."""
         keys, values, heads = self.keys, self.values, self.value_heads
         widths = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
         found: dict[str, tuple[int, ...]] = {
@@ -171,7 +171,7 @@ class GatedDelta:
 
     @property
     def draft_numbers(self) -> int:
-        """Numbers that are kept of a draft token in one layer until it is accepted or not."""
+        """Numbers that a draft token stores in one layer until it is accepted or rejected."""
         return self.channels + self.keys + self.values + 2 * self.value_heads
 
 
@@ -232,7 +232,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Which of N experts a token visits, and with which weights.
+    """The rule by which a token selects among N experts, and weighs them.
 
     scores = scores(W x + bias); the chosen are the top_k greatest of scores + correction; their
     weights are the scores alone.
@@ -293,7 +293,7 @@ class LayerSpec:
     wide_qk_norm  the same over all query heads at once, and over all key heads (OLMo 2)
     qkv_bias      q_proj, k_proj and v_proj have biases; o_bias likewise
     residual      multiplies what attention and feed-forward add to the stream (Granite)
-    recurrent     what stands here in the place of attention, of which nothing is said then
+    recurrent     replaces attention; `attention` is then not used
     """
 
     attention: AttentionSpec
@@ -310,7 +310,7 @@ class LayerSpec:
 
     @property
     def active_width(self) -> int:
-        """Numbers in between that one token makes: of its experts together, where it has some."""
+        """Width of the feed-forward that one token runs through; of all its experts together."""
         match self.feed_forward:
             case Dense(width):
                 return width
@@ -347,7 +347,9 @@ class LayerSpec:
 
 
 def _bounds_of_delta(delta: GatedDelta) -> dict[str, tuple[int, int, int]]:
-    """As _bounds_of."""
+    """Return name -> (value, least, most) for the numbers of a delta net. Raises ModelError for
+    heads that cannot share.
+    """
     heads, shared = delta.value_heads, max(delta.key_heads, 1)
     if heads % shared:
         raise ModelError(f"{heads} value heads of a delta net cannot share {shared} key heads")
@@ -358,7 +360,9 @@ def _bounds_of_delta(delta: GatedDelta) -> dict[str, tuple[int, int, int]]:
 
 
 def _bounds_of(experts: Experts) -> dict[str, tuple[int, int, int]]:
-    """Name -> number of a mixture, and between which two it must lie. Raises ModelError."""
+    """Return name -> (value, least, most) for the numbers of a mixture. Raises ModelError for
+    groups that cannot be.
+    """
     router, count = experts.router, max(experts.count, 1)
     check_factor("routed experts' scale", router.scale)
     if router.groups < 1 or count % router.groups:

@@ -62,8 +62,8 @@ class Divided:
 
 @dataclass(frozen=True, slots=True)
 class LongRope:
-    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): divisors found by search, one per frequency,
-    those of short texts and those of long ones.
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): searched divisors, one per frequency, for
+    short texts and for long ones.
 
     original_context  texts of up to so many tokens are short
     attention_factor  multiplies cos and sin
@@ -108,8 +108,8 @@ class Rope:
     rotated: int | None = None
 
     def frequencies(self, head_size: int) -> Floats:
-        """float32[E/2] radians per position of a head of E = `head_size` numbers; 0 of pairs that
-        are not rotated.
+        """Return float32[E/2], radians per position, for a head of E = `head_size` numbers; 0 for
+        pairs that are not rotated.
         """
         if self.rotated is None or self.rotated >= head_size:
             return self._frequencies(head_size)
@@ -197,7 +197,7 @@ def yarn_attention_factor(factor: float) -> float:
 
 
 def _llama3(plain: Floats, scaling: Llama3) -> Floats:
-    """Llama 3.1's three bands of wavelengths. float32[E/2] in and out."""
+    """Return the frequencies float32[E/2] scaled in Llama 3.1's three bands of wavelengths."""
     wavelength = np.float32(2 * math.pi) / plain
     context = scaling.original_context
     smooth = (context / wavelength - scaling.low) / (scaling.high - scaling.low)
@@ -210,10 +210,10 @@ def _llama3(plain: Floats, scaling: Llama3) -> Floats:
 
 
 def _yarn(powers: Floats, scaling: Yarn, theta: float, head_size: int) -> Floats:
-    """YaRN's blend of kept and interpolated frequencies. powers = theta ** (2i/E)."""
+    """Return YaRN's blend of unchanged and interpolated frequencies. powers = theta ** (2i/E)."""
 
     def dimension(rotations: float) -> float:
-        """Which dimension makes `rotations` rotations within the original context."""
+        """Return the dimension that makes `rotations` rotations within the original context."""
         ratio = scaling.original_context / (rotations * 2 * math.pi)
         return head_size * math.log(ratio) / (2 * math.log(theta))
 

@@ -24,12 +24,14 @@ def rope_from(
     share: float = 1.0,
     ignored: tuple[str, ...] = (),
 ) -> Rope:
-    """Both spellings: rope_theta with rope_scaling, and rope_parameters (transformers 5).
+    """Read the rope, in both spellings: rope_theta with rope_scaling, and rope_parameters
+    (transformers 5).
 
-    context    tokens the model was trained for; theta  the base where none is given
-    head_size  numbers of a head of which partial_rotary_factor says how many are rotated, `share`
-               where it is absent; None: the family rotates all
-    ignored    keys of rope_parameters that mean nothing for text
+    context    tokens the model was trained for
+    theta      default of the base
+    head_size  numbers of a head, of which partial_rotary_factor (default `share`) are rotated;
+               None: the family rotates all
+    ignored    keys of rope_parameters that do not matter for text
 
     Raises ModelError naming the key that cannot be used.
     """
@@ -52,9 +54,9 @@ def rope_from(
 
 
 def ropes_by_kind(keys: Keys, context: int, thetas: dict[str, float]) -> dict[str, Rope]:
-    """A rope for each kind of layer in `thetas`, which holds the bases where none is given.
-
-    rope_parameters with an object for each kind, as transformers 5 writes it.
+    """Read a rope for each kind of layer in `thetas`, kind -> default of the base, from
+    rope_parameters with an object for each kind, as transformers 5 writes it. Raises ModelError
+    naming the key that cannot be used.
     """
     kinds = _object(keys, "rope_parameters", keys.get("rope_parameters"))
     ropes = {
@@ -66,14 +68,14 @@ def ropes_by_kind(keys: Keys, context: int, thetas: dict[str, float]) -> dict[st
 
 
 def _object(keys: Keys, name: str, value: Any) -> Keys:
-    """The object called `name` within `keys`; an empty one where there is none."""
+    """Return the object called `name` within `keys`; an empty one if there is none."""
     if not isinstance(value or {}, dict):
         raise keys.unfit(name, value, "an object")
     return Keys(value or {}, f"{keys.prefix}{name}.")
 
 
 def _rope(inner: Keys, theta: float, context: int, original: int, partial: bool = False) -> Rope:
-    """The rope that an object of rope parameters describes. partial: it may rotate a part."""
+    """Read the rope of an object of rope parameters. partial: it may rotate a part of a head."""
     if not partial:
         inner.require("partial_rotary_factor", 1.0)
     theta = inner.real("rope_theta", theta)
@@ -120,7 +122,7 @@ def _divisors(inner: Keys, name: str) -> tuple[float, ...]:
 
 
 def _attention_factor(inner: Keys, factor: float) -> float:
-    """YaRN's factor; with DeepSeek's two scales where both are given."""
+    """Return YaRN's factor; with DeepSeek's two scales if both are given."""
     scale, over_all = inner.real("mscale", 0.0), inner.real("mscale_all_dim", 0.0)
     if not (scale and over_all) or factor <= 1:
         return yarn_attention_factor(factor)

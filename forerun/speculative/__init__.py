@@ -1,4 +1,3 @@
-"""The algorithm, exactly, in NumPy: tree, draft, verify, sampling, accept, policy.
-
-Everything else in the package is held to these files by parity tests.
+"""The algorithm, exactly, in NumPy: tree, draft, verify, sampling, accept. Parity tests hold the
+executors to these files.
 """

@@ -111,7 +111,7 @@ class TreeBatch:
 
     @cached_property
     def roots(self) -> Ints:
-        """int32[B]: flat index of every row's root, its last known node."""
+        """int32[B] flat index of every row's root, its last known node; a view if `decode_only`."""
         if self.decode_only:
             return self.start[:-1]
         rows = zip(self.start.tolist(), self.known.tolist(), strict=False)
@@ -119,7 +119,7 @@ class TreeBatch:
 
     @property
     def n_draft_tokens(self) -> Ints:
-        """int32[B]: how many draft tokens every root has."""
+        """int32[B] number of draft tokens below every root."""
         if self.decode_only:
             return np.zeros(self.rows, np.int32)
         start = self.start.tolist()

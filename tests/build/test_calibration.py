@@ -7,7 +7,7 @@ from forerun.build import calibration
 from forerun.build.calibration import (
     NODES,
     REPEATS,
-    believed_ms,
+    estimated_ms,
     measure_costs,
     rising,
     smoothed,
@@ -339,7 +339,7 @@ def test_fresh_servers_price_steps_alike():
         for nodes, ms in clean.items():
             slow = 1.0 + 0.6 * (random.random() < 0.15)  # A neighbour, while this size is timed.
             times[nodes] = (ms * slow * random.normal(1.0, 0.05, 5) / 1000.0).tolist()
-        believed = believed_ms(times)
+        believed = estimated_ms(times)
         assert (np.diff(believed) >= 0.0).all()
         prices.append(believed[4])
     assert np.mean(np.abs(np.array(prices) / 5.0 - 1.0) < 0.15) > 0.8

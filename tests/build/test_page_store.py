@@ -12,7 +12,7 @@ from forerun.build.engine import load
 from forerun.cli.start_log import model_facts
 from forerun.client.completion import complete, make_request
 from forerun.constrain.grammar import Grammar
-from forerun.engine import kept_pages
+from forerun.engine import disk_pages
 from forerun.errors import ConfigError
 from forerun.executors import cpu
 from forerun.options.config import EngineConfig
@@ -27,7 +27,7 @@ PROMPT = np.random.default_rng(3).integers(97, 120, 1100).astype(np.int32)
 @pytest.fixture(autouse=True)
 def apart(tmp_path, monkeypatch):
     monkeypatch.setattr(page_store, "cache_dir", lambda: tmp_path / "cache")
-    monkeypatch.setattr(kept_pages, "LEAST_SECONDS", 10.0)
+    monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 10.0)
 
 
 def served(config, prompt=PROMPT, start=None):

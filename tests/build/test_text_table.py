@@ -77,7 +77,7 @@ def test_a_table_is_counted_beside_serving_and_kept(cache, target):
 
 @pytest.mark.model
 def test_a_kept_table_is_used_at_once_and_a_damaged_one_is_not(cache, target):
-    vocab, path = target.memory.limits.vocab, text_table.kept_at(target.tokenizer, 49152)
+    vocab, path = target.memory.limits.vocab, text_table.file_of(target.tokenizer, 49152)
     path.parent.mkdir(parents=True)
     write_table(small(target.tokenizer, vocab), path)
     used = Used()
@@ -92,7 +92,7 @@ def test_a_kept_table_is_used_at_once_and_a_damaged_one_is_not(cache, target):
 
 @pytest.mark.model
 def test_a_first_part_is_used_while_all_is_counted(cache, target):
-    vocab, path = target.memory.limits.vocab, text_table.kept_at(target.tokenizer, 49152)
+    vocab, path = target.memory.limits.vocab, text_table.file_of(target.tokenizer, 49152)
     path.parent.mkdir(parents=True)
     write_table(small(target.tokenizer, vocab), path.with_suffix(text_table.FIRST_PART))
     used = Used()
@@ -113,8 +113,8 @@ def test_what_cannot_be_counted_is_a_warning(cache, caplog):
 
 def test_tables_belong_to_tokenizers(cache):
     tokenizer = Tokenizer.byte_level()
-    assert text_table.kept_at(tokenizer, 300) == text_table.kept_at(Tokenizer.byte_level(), 300)
-    assert text_table.kept_at(tokenizer, 300) != text_table.kept_at(tokenizer, 301)
+    assert text_table.file_of(tokenizer, 300) == text_table.file_of(Tokenizer.byte_level(), 300)
+    assert text_table.file_of(tokenizer, 300) != text_table.file_of(tokenizer, 301)
 
 
 @pytest.mark.model

@@ -66,7 +66,7 @@ def test_the_command_measures_and_says_what_is_synthetic(capsys, tmp_path):
 def test_an_unknown_shape_is_named(capsys):
     code = main(["bench", "--random-weights", "gpt-9", "--executor", "torch"])
     assert code == 2
-    assert "no shape is called 'gpt-9'" in capsys.readouterr().err
+    assert "the shape 'gpt-9' is unknown" in capsys.readouterr().err
 
 
 def test_another_executor_is_not_passed_over_in_silence(capsys):

@@ -131,7 +131,7 @@ def test_leaving_a_stream_aborts_its_request():
 
 
 def test_acceptance_length_counts_tokens_per_step():
-    off = Speculation(enabled=False, stats=True)
+    off = Speculation(enabled=False)
     with toy_loaded() as loaded:
         plain = complete(loaded.engine, [make_request(HI, max_tokens=50, speculation=off)])[0][0]
         fast = complete(loaded.engine, [make_request(HI, max_tokens=50)])[0][0]

@@ -149,7 +149,7 @@ def test_options_that_spell_their_type_otherwise():
         "n": np.int64(2),
         "seed": 7.0,
         "stop": None,
-        "speculation": Speculation(stats=True),
+        "speculation": Speculation(trace=True),
     }
 
     async def asked():

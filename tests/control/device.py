@@ -80,7 +80,7 @@ class Head:
         """Features of a round."""
         return Left(len(nodes))
 
-    def keep(self):
+    def store(self):
         return RING
 
 
@@ -94,7 +94,7 @@ class Left:
     def select(self, nodes):
         return Left(len(nodes))
 
-    def keep(self):
+    def store(self):
         return RING
 
 

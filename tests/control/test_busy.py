@@ -5,7 +5,7 @@ measurement does not outlive a few steps, and no server stays without draft toke
 import numpy as np
 import pytest
 
-from forerun.build.calibration import NODES, believed_ms
+from forerun.build.calibration import NODES, estimated_ms
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import MIN_REPEATS
 from forerun.control.step_costs import StepCosts
@@ -42,7 +42,7 @@ def started(busy):
             if len(times[nodes]) < MIN_REPEATS or sum(times[nodes]) < 0.05:
                 ms = TRUTH.verify_ms[COUNTS.index(nodes)]
                 times[nodes].append(busy() * ms / 1000.0)
-    return StepCosts(tuple(COUNTS), believed_ms(times))
+    return StepCosts(tuple(COUNTS), estimated_ms(times))
 
 
 def tokens_per_step(told, busy, seed=0):

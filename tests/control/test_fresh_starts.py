@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from forerun.build.calibration import NODES, believed_ms
+from forerun.build.calibration import NODES, estimated_ms
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.step_costs import StepCosts
 from tests.control.steps import FREE, arrays, chain, report_of
@@ -24,7 +24,7 @@ def started(seed):
     for nodes, ms in zip(COUNTS, TRUTH.verify_ms, strict=True):
         slow = np.exp(random.uniform(np.log(0.9), np.log(1.8)))
         times[nodes] = (ms * slow * random.normal(1.0, 0.05, 5) / 1000.0).tolist()
-    return StepCosts(tuple(COUNTS), believed_ms(times))
+    return StepCosts(tuple(COUNTS), estimated_ms(times))
 
 
 class Prompts:

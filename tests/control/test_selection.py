@@ -313,8 +313,8 @@ def test_a_look_that_finds_nothing_is_charged_with_all_that_it_takes():
             account.observe(report_of([[0]], [0], 10.0, allowed=[0], cached=0))
         account.observe(step_of(1, 0, 10.9, 0.2))
     returns = account.main.of(1)
-    assert returns.paid.value == pytest.approx(1.11, abs=0.01)
-    assert returns.look.value == pytest.approx(0.11, abs=0.01)
+    assert returns.time.value == pytest.approx(1.11, abs=0.01)
+    assert returns.search.value == pytest.approx(0.11, abs=0.01)
     assert account.costs.plain(1, 0, False) == pytest.approx(10.0, rel=0.01)
 
 

@@ -5,7 +5,7 @@ the second node costs most and later ones less and less. No clock: steps take wh
 import numpy as np
 import pytest
 
-from forerun.build.calibration import NODES, believed_ms
+from forerun.build.calibration import NODES, estimated_ms
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.step_costs import StepCosts
 from tests.control.steps import FREE, Text
@@ -31,7 +31,7 @@ def test_start_up_believes_a_curve_that_bends_downwards():
     counts = sorted(NODES)
     truth = step_ms(counts, 0.1)
     assert (np.diff(truth) / np.diff(counts))[-1] < 0.2 * (truth[1] - truth[0])
-    believed = believed_ms({n: [ms / 1000.0] * 3 for n, ms in zip(counts, truth, strict=True)})
+    believed = estimated_ms({n: [ms / 1000.0] * 3 for n, ms in zip(counts, truth, strict=True)})
     assert believed == pytest.approx(truth)
 
 

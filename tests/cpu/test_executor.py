@@ -55,7 +55,7 @@ def test_models_it_cannot_run(checkpoint, executor):
         executor(checkpoint("llama", None, num_attention_heads=4, head_dim=20))
     with pytest.raises(ModelError, match="latent that is a multiple of 8 wide, not 28"):
         executor(checkpoint("deepseek_v3", None, kv_lora_rank=28, qk_rope_head_dim=4))
-    with pytest.raises(ModelError, match="vocabulary is 10"):
+    with pytest.raises(ModelError, match="planned for 10"):
         CpuExecutor(checkpoint(), limits(10))
     with pytest.raises(ConfigError, match="called 'sse'"):
         executor(kernels="sse")

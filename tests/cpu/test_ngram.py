@@ -93,7 +93,7 @@ class Buyer(NgramDrafter):
 
 def bought(trust, drafts, prices):
     """Of all rows what brings most beyond its price."""
-    believed = [trust.believed(draft) for draft in drafts]
+    believed = [trust.calibrate(draft) for draft in drafts]
     scores, owners = scored(believed)
     layers = ranked(scores, owners, together=prices.padded)[: len(prices.tokens)]
     brought = np.cumsum([sum(scores[index] for index in layer) for layer in layers])

@@ -39,7 +39,7 @@ class ToyFeatures:
     def __len__(self):
         return len(self.tokens)
 
-    def keep(self):
+    def store(self):
         """In a ring as executors have it."""
         self.executor.ring.values[self.places] = self.values()
         return self.executor.ring

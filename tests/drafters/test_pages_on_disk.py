@@ -5,7 +5,7 @@ import pytest
 
 from forerun.cache.store import PageStore
 from forerun.client.completion import complete
-from forerun.engine import kept_pages
+from forerun.engine import disk_pages
 from forerun.errors import EngineError
 from forerun.executors import cpu
 from tests.drafters.served import PROMPTS, Cells, asked
@@ -30,7 +30,7 @@ def answers(cell, store, temperature, times, **changes):
         pages.write_page(page, bytes(pages.page_bytes))
     engine = cell.engine(cell.model(), **changes)
     size = cell.target.config.page_size
-    engine.keep_pages(
+    engine.attach_store(
         PageStore(store, "x", 4 * (size + engine.lookahead), pages.page_bytes, 1 << 30), least=16
     )
     engine.start()
@@ -64,7 +64,7 @@ SLOW = pytest.mark.slow
 def test_the_same_in_as_many_steps(
     cells, tmp_path, monkeypatch, executor, name, page_size, temperature
 ):
-    monkeypatch.setattr(kept_pages, "LEAST_SECONDS", 10.0)
+    monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 10.0)
     cell = cells(executor, name, page_size=page_size)
     new, known = answers(cell, tmp_path, temperature, 2, shape=(3, 3, 1))
     (after,) = answers(cell, tmp_path, temperature, 1, shape=(3, 3, 1))

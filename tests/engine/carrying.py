@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forerun.executors.device_choice import plain_nodes
+from forerun.executors.device_choice import device_nodes
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import Capabilities
 from forerun.interface.plan import Round
@@ -54,8 +54,8 @@ class CarryingToy(ToyExecutor):
 
     def begin(self, plan, trees, masks=None):
         round = self._begun("begin", plan, trees=trees)
-        plain = plain_nodes(self._sampler.choosing, plan, trees).nodes
-        decided = np.isin(trees.roots, plain).all() and trees.known.max() == 1
+        nodes = device_nodes(self._sampler.choosing, plan, trees).nodes
+        decided = np.isin(trees.roots, nodes).all() and trees.known.max() == 1
         round.continues = bool(decided) and not self._sampler.reports(plan.slots)
         if round.continues:
             self._queue.append(round)

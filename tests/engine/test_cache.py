@@ -16,7 +16,7 @@ def index(pages=8, size=2):
 
 
 def free(shared):
-    return shared.available - shared.kept
+    return shared.available - shared.evictable
 
 
 def filled(shared, tokens, salt=b""):
@@ -37,9 +37,9 @@ def test_references_are_counted():
     other = filled(shared, ints(1, 2))
     assert shared.references(page) == 2 and shared.held == 1 and free(shared) == 2
     table.release()
-    assert shared.references(page) == 1 and shared.kept == 0
+    assert shared.references(page) == 1 and shared.evictable == 0
     other.release()
-    assert shared.references(page) == 0 and shared.kept == 1
+    assert shared.references(page) == 0 and shared.evictable == 1
     with pytest.raises(ValueError, match="no table holds it"):
         shared.release(page)
     shared.check()
@@ -153,7 +153,7 @@ def test_a_page_waits_for_the_token_after_it():
     probe.release()
     table.release()
     shared.check()
-    assert shared.kept == 1 and free(shared) == 7
+    assert shared.evictable == 1 and free(shared) == 7
 
 
 def test_kept_pages_are_evicted_least_recently_used_first_and_leaves_before_parents():
@@ -161,7 +161,7 @@ def test_kept_pages_are_evicted_least_recently_used_first_and_leaves_before_pare
     filled(shared, ints(1, 2, 3, 4)).release()
     filled(shared, ints(5, 6, 7, 8)).release()
     filled(shared, ints(1, 2, 3, 4)).release()  # Used again: now the younger.
-    assert shared.kept == 4 and free(shared) == 0
+    assert shared.evictable == 4 and free(shared) == 0
     table = PageTable(shared)
     assert table.reserve(2)  # One page: the leaf of the older text.
     assert PageTable(shared).start(ints(5, 6, 7, 8)) == 2
@@ -193,7 +193,7 @@ def test_reserve_commit_rollback():
     with pytest.raises(ValueError, match="only 2 positions are reserved"):
         table.commit(1, ints(1, 2, 3))
     table.release()
-    assert (table.length, shared.kept, free(shared)) == (0, 1, 7)
+    assert (table.length, shared.evictable, free(shared)) == (0, 1, 7)
     table.check()
     shared.check()
 
@@ -204,7 +204,7 @@ def test_who_takes_every_page_evicts_everything_kept():
     filled(shared, ints(1, 2, 3, 4)).release()
     for page in shared.take(shared.available):
         shared.release(page)
-    assert shared.kept == 0 and shared.held == 1
+    assert shared.evictable == 0 and shared.held == 1
     assert PageTable(shared).start(ints(1, 2, 3, 4)) == 2
     held.check()
     shared.check()

@@ -176,7 +176,7 @@ def test_pages_for_draft_tokens_that_were_wrong_are_taken_back_where_they_run_ou
     first, second = world.add(max_tokens=7), world.add(max_tokens=4)
     world.step()
     assert world.step().plan.max_depth.tolist() == [4, 0]
-    assert world.scheduler.index.available == world.scheduler.index.kept
+    assert world.scheduler.index.available == world.scheduler.index.evictable
     assert (first.table.length, len(first.table.pages)) == (4, 4), "it keeps what it will grow into"
     schedule = world.step()  # The second one's next token needs a page.
     assert schedule.closed == () and len(second.table.pages) == 3

@@ -86,11 +86,11 @@ class PagesMachine(RuleBasedStateMachine):
         return other
 
     @rule()
-    @precondition(lambda self: self.index.kept)
+    @precondition(lambda self: self.index.evictable)
     def forget(self):
         for page in self.index.take(self.index.available):
             self.index.release(page)
-        assert self.index.kept == 0
+        assert self.index.evictable == 0
 
     @invariant()
     def nothing_leaked(self):

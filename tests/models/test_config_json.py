@@ -286,5 +286,5 @@ def test_a_huge_file_is_not_read(tmp_path):
     path = tmp_path / "config.json"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(ModelError, match="more than 4 MiB"):
+    with pytest.raises(ModelError, match="larger than 4 MiB"):
         read_json(path)

@@ -22,7 +22,7 @@ def test_parameters_are_the_published_number(name):
 
 
 def test_an_unknown_shape_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"no shape is called 'gpt-9'.*qwen3-32b"):
+    with pytest.raises(ConfigError, match=r"the shape 'gpt-9' is unknown.*qwen3-32b"):
         shape_named("gpt-9")
 
 

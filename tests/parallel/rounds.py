@@ -59,9 +59,9 @@ class Eager(TorchExecutor):
         self.sampler = HostSampler(LIMITS.slots, VOCAB)
 
     def choices_of(self, round):
-        rows = torch.from_numpy(round.row_of[round.plain.nodes].astype(np.int64))
+        rows = torch.from_numpy(round.row_of[round.on_device.nodes].astype(np.int64))
         first = self.group.tp.span(VOCAB).start
-        scores, tokens = best(round.logits[rows], round.plain, first)
+        scores, tokens = best(round.logits[rows], round.on_device, first)
         parts = torch.stack(self.group.everywhere(torch.stack([scores.double(), tokens + first])))
         top, where = parts[:, 0].max(0)
         return parts[:, 1].gather(0, where[None])[0].where(top.isfinite(), NOTHING).int().tolist()

@@ -23,8 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forerun.build.planned import PlannedCheckpoint
-from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
+from forerun.build.shapes import PlannedCheckpoint, RandomCheckpoint, random_draft, shape_named
 from forerun.checkpoints.prediction_naming import (
     EMBEDDING_NORM,
     FINAL_NORM,

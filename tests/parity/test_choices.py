@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.executors.device_choice import PlainNodes
+from forerun.executors.device_choice import DeviceNodes
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.jax.network.attention import ancestors
 from forerun.executors.jax.rounds import accept, noise
@@ -39,9 +39,9 @@ CHOOSE = jax.jit(choose_on_xla)
 
 
 def nodes(cases):
-    """PlainNodes of (seed, position, temperature)."""
+    """DeviceNodes of (seed, position, temperature)."""
     seeds, positions, heats = zip(*cases, strict=True)
-    return PlainNodes(
+    return DeviceNodes(
         np.arange(len(cases), dtype=np.int32),
         np.array(seeds, np.uint64),
         np.array(positions, np.int32),

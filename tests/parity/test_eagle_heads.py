@@ -207,7 +207,7 @@ def test_features_that_were_kept_do_as_well(dense, made, tmp_path, changes):
         )
         at_once = device.extend(work, features)
         slots, positions = np.ones(8, np.int32), np.arange(8, dtype=np.int32)
-        kept = features.select(positions[::-1]).keep().at(slots, positions)
+        kept = features.select(positions[::-1]).store().at(slots, positions)
         whole = HostFeatures(made.model.features(8, kept.values.shape[1]))
         assert (kept.values == whole.values.astype(np.float16)).all()
         driver.open(0, tokens[:3])

@@ -367,7 +367,7 @@ class Book:
         for count in chunks:
             self.book.begin(slot, begin)
             claims = self.book.claims(slot, begin, begin + count)
-            self.book.keep(slot, claims)
+            self.book.register(slot, claims)
             begin += count
             self.book.end(slot, begin)
             made.append([claim.length for claim in claims])

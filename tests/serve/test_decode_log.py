@@ -11,7 +11,7 @@ from forerun.serve.observe.decode_log import DecodeLog
 from forerun.serve.server import uvicorn_config
 from tests.cli.toys import toy_loaded
 
-LOAD = Load(waiting=2, running=3, pages=100, pages_held=25, pages_kept=0)
+LOAD = Load(waiting=2, running=3, pages=100, pages_held=25, pages_evictable=0)
 
 
 def test_a_line_every_so_many_steps():

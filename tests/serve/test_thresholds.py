@@ -9,7 +9,6 @@ from starlette.testclient import TestClient
 from forerun.cli.console import load_shown
 from forerun.cli.main import main
 from forerun.client.completion import acceptance_length, complete, make_request
-from forerun.engine.request import Speculation
 from forerun.errors import ConfigError, RequestError
 from forerun.options.config import EngineConfig, ServeSettings, exact
 from forerun.serve.app import create_app
@@ -29,12 +28,9 @@ def answers(single=None, acc=None, temperature=1.0, count=12):
     prompt = np.array([72, 105], np.int32)
     thresholds = {"accept_threshold_single": single, "accept_threshold_acc": acc}
     requests = [
-        make_request(
-            prompt, max_tokens=40, temperature=temperature, seed=seed,
-            speculation=Speculation(stats=True), **thresholds,
-        )
+        make_request(prompt, max_tokens=40, temperature=temperature, seed=seed, **thresholds)
         for seed in range(count)
-    ]  # fmt: skip
+    ]
     engine.start()
     try:
         return [one for (one,) in complete(engine, requests, at_once=4)], prompt.tolist()

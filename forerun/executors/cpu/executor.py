@@ -77,16 +77,17 @@ class CpuExecutor(Executor):
             self.capabilities = replace(self.capabilities, unwritten=False)
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot, where layers are recurrent with the state of its cached
-        tokens. EngineError: it is open, a token is out of range, or that state is not kept.
+        """Bind a sequence to its slot; if layers are recurrent, copy the state of its cached tokens
+        there. Raises EngineError if the slot is open, a token is out of range, or that state has no
+        checkpoint.
         """
         if self.states is not None:
             self.states.open(slot_init)
         self._sampler.open(slot_init)
 
     def resumable(self, tokens: Ints, salt: bytes = b"") -> int:
-        """Behind how many of the cached tokens int32[n] a sequence may go on: all, or where layers
-        are recurrent as many as a state was kept for, by a sequence of this salt.
+        """Return how many of the cached tokens int32[n] a sequence may continue behind: all, or if
+        layers are recurrent, those up to the last checkpoint of a text of this salt.
         """
         return len(tokens) if self.states is None else self.states.book.resumable(tokens, salt)
 

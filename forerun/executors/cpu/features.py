@@ -27,7 +27,7 @@ class CpuFeatures:
         """Return the rows nodes int[n], in this order; reading a missing one raises EngineError."""
         return replace(self, nodes=self.nodes[nodes])
 
-    def keep(self) -> HostFeatureRing:
+    def store(self) -> HostFeatureRing:
         """Copy them into the model's ring, before its next step only. Raises EngineError."""
         ring, round, nodes = self.model.ring, self.round, self.nodes
         assert ring is not None, "no draft model reads features"

@@ -41,8 +41,8 @@ def rows_of_bytes(matrix: FourBits) -> NDArray[np.uint8]:
 
 
 SCALED_BYTES = {"Q5_0": 22, "IQ4_NL": 18}
-"""ggml's names of storage whose 32 numbers are whole ones, one byte each at most, times one half;
-and bytes of a block."""
+"""ggml's name -> bytes of a block, for storage of 32 whole numbers of one byte each at most, with
+one scale of 16 bits."""
 _LEVELS = np.array(IQ4_NL.kvalues, np.int8)
 
 
@@ -71,4 +71,7 @@ def check_fp4(rows: NDArray[np.uint8], name: str) -> None:
     exponents = rows.reshape(len(rows), -1, 17)[..., 0]
     # The core stores the numbers doubled and the scale halved, as a float16.
     if exponents.min() < 128 - 24 or exponents.max() > 128 + 15:
-        raise ModelError(f"{name}: MXFP4 scales that 16 bits do not hold; use the torch executor")
+        raise ModelError(
+            f"{name}: a scale of MXFP4 is beyond the range of 16-bit floats, in which the CPU core "
+            "stores it; use the torch executor (--executor torch)"
+        )

@@ -1,4 +1,4 @@
-"""What the compiled core can run."""
+"""Decides which models the compiled core can run."""
 
 from forerun.errors import ModelError
 from forerun.networks.arch import Architecture

@@ -50,12 +50,16 @@ class CpuModel:
         arch = checkpoint.architecture
         check_runs(arch)
         if limits.vocab != arch.vocab:
-            raise ModelError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
+            raise ModelError(
+                f"the model has a vocabulary of {arch.vocab}, but its executor was planned for "
+                f"{limits.vocab}"
+            )
         self._limits, self._arch = limits, arch
         self._library = native.load()
         self.kernels = native.kernels(kernels)
         if self.kernels is None:
-            raise ConfigError(f"this machine has no CPU kernels called {kernels!r}")
+            names = ", ".join(each for each in native.KERNELS if native.kernels(each))
+            raise ConfigError(f"CPU kernels {kernels!r} do not run on this machine; {names} do")
         if not kernels and (fault := native.amx_fault()):
             log.info("the processor's AMX is not used: %s", fault)
         self.threads = threads or min(physical_cores(), MOST_THREADS)
@@ -128,7 +132,9 @@ class CpuModel:
         return int(own) + sum(array[:, 0].nbytes for array in self.by_page)
 
     def read_page(self, page: int) -> bytes:
-        """Return what a page holds in target and drafts. Raises EngineError if there is none."""
+        """Return a page's keys and values, of target and drafts. Raises EngineError if there is no
+        such page.
+        """
         parts: list[AnyArray] = []
         for model in self._models():
             parts.append(np.empty(self._library.forerun_page_bytes(model), np.uint8))
@@ -136,7 +142,9 @@ class CpuModel:
         return b"".join([part.tobytes() for part in parts + [a[:, page] for a in self.by_page]])
 
     def write_page(self, page: int, content: bytes) -> None:
-        """Make a page of target and drafts hold what `read_page` returned. Or EngineError."""
+        """Write what `read_page` returned into a page of target and drafts. Raises EngineError if
+        its size is wrong or there is no such page.
+        """
         if len(content) != self.page_bytes:
             raise EngineError(f"{len(content)} bytes are not a page of {self.page_bytes}")
         left = np.frombuffer(content, np.uint8)
@@ -152,13 +160,15 @@ class CpuModel:
             raise EngineError(f"a page was refused: {self._library.forerun_error().decode()}")
 
     def _models(self) -> tuple[int, ...]:
-        """Return the target's handle and its drafts'. Or EngineError."""
+        """Return the target's handle and its drafts'. Raises EngineError after `shutdown`."""
         if self.handle is None:
             raise EngineError("the executor was shut down")
         return self.handle, *self._drafts
 
     def features(self, count: int, width: int) -> Floats:
-        """Return float32[count,width], features of the last step's first nodes. Or EngineError."""
+        """Return float32[count,width], features of the last step's first `count` nodes. Raises
+        EngineError if the core has none.
+        """
         target, values = self._models()[0], np.empty((count, width), np.float32)
         if self._library.forerun_aux_hidden_states(target, count, values.ctypes.data):
             raise EngineError(self._library.forerun_error().decode())

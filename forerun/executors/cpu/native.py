@@ -230,8 +230,8 @@ def load() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def load_short() -> ctypes.PyDLL:
-    """Load the same library for calls of microseconds, which keep Python's lock: taking it back
-    from another thread that computes can take 5 ms. Raises OSError as `load`.
+    """Load the same library for calls of microseconds, which hold Python's lock throughout: taking
+    it back from another thread that computes can take 5 ms. Raises OSError as `load`.
     """
     return _typed(ctypes.PyDLL(str(LIBRARY)), _SHORT_CALLS)
 

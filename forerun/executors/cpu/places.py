@@ -1,4 +1,4 @@
-"""Where the compiled core stores a model's tensors, by number, and what its layers are."""
+"""Numbers a model's tensors, and describes its layers, as the compiled core does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -168,8 +168,8 @@ _PRECISE = ("linear_attn.b_proj", "linear_attn.a_proj")
 
 
 def routes(place: Place) -> bool:
-    """Return whether a matrix's product selects a row's experts, or weighs one, or decides what a
-    state keeps: such a matrix keeps its precision.
+    """Return whether a matrix is stored in its own precision: its product selects or weighs
+    experts, or gates a recurrent state.
     """
     weighs = place.which in (_ROUTER, _SHARED_GATE) or place.name.endswith(_PRECISE)
     return place.layer >= 0 and weighs

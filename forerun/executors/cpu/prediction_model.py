@@ -156,7 +156,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             self._run_layer(number, work, self._states[number, :count], 1)
         for model in self._models:
             commit(self._library, model, places)
-        states = self._rows.kept(extension)
+        states = self._rows.stored(extension)
         self._states[:, states.targets] = self._states[:, states.nodes]
         return candidates
 

@@ -33,8 +33,8 @@ def net_sizes(arch: Architecture, limits: ExecutorLimits) -> dict[str, int]:
 
 
 def node_numbers(arch: Architecture) -> tuple[int, int]:
-    """Return how many numbers of float32 a node of a step takes in recurrent layers: any node's
-    between products, and what is kept of a draft token.
+    """Return the float32 numbers that a node of a step takes in recurrent layers: scratch of any
+    node, and what a draft token stores until it is accepted.
     """
     match arch.recurrent:
         case GatedDelta() as delta:
@@ -54,13 +54,15 @@ class CpuStates(StateSteps):
         self._handle, self._library = handle, native.load()
 
     def copy(self, row: int | None, to: int) -> None:
-        """As StateSteps.copy."""
+        """Implement StateSteps.copy. Raises EngineError if the core refuses."""
         self._check(
             self._library.forerun_copy_state(self._handle(), -1 if row is None else row, to)
         )
 
     def follow(self, step: StateStep, slots: Ints, nodes: Ints) -> None:
-        """As StateSteps.follow; the step must be the model's last one."""
+        """Implement StateSteps.follow; the step must be the model's last one. Raises EngineError if
+        the core refuses.
+        """
         rows = np.ascontiguousarray(slots, np.int64)
         drafts = np.ascontiguousarray(nodes, np.int32)
         arguments = rows.ctypes.data, drafts.ctypes.data, len(rows)

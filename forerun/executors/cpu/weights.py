@@ -300,8 +300,8 @@ class Packer:
         return "F32", np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
 
     def _vector(self, name: str, arch: Architecture) -> Floats:
-        """A vector as the core reads it: norms with their 1 except a delta net's own, what decays
-        as a rate, and a convolution's numbers token by token.
+        """Return a vector as the core reads it: a norm's weight with its offset (a delta net's own
+        norm has none), A_log as a decay rate, and a convolution's numbers token by token.
         """
         values = self._floats(name)
         if name.endswith(("linear_attn.conv1d.weight", "conv.conv.weight")):

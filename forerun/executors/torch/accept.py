@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.device_choice import PlainNodes
+from forerun.executors.device_choice import DeviceNodes
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.noise import ROUNDS
 from forerun.types import AnyArray
@@ -81,16 +81,16 @@ def _of_words(words: Tensor) -> Tensor:
     return -uniform.log_().neg_().log_().float()
 
 
-def choices(logits: Tensor, nodes: PlainNodes) -> Tensor:
-    """int32[n] on the device: the target's choice from logits float32[n,V] of n plain nodes;
+def choices(logits: Tensor, nodes: DeviceNodes) -> Tensor:
+    """Return int32[n] on the device: the target's choices from logits float32[n,V] of n nodes;
     NOTHING as in forerun.speculative.accept.choose.
     """
     scores, tokens = best(logits, nodes)
     return torch.where(scores.isfinite(), tokens, NOTHING).int()
 
 
-def best(logits: Tensor, nodes: PlainNodes, first: int = 0) -> tuple[Tensor, Tensor]:
-    """The greatest score float32[n] of n plain nodes, and the place int64[n] of the lowest token
+def best(logits: Tensor, nodes: DeviceNodes, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the greatest score float32[n] of n nodes, and the place int64[n] of the lowest token
     that has it, from logits float32[n,V] of V tokens from `first` on. NaN where there is any.
     """
     device = logits.device

@@ -9,7 +9,7 @@ import torch
 
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.errors import EngineError
-from forerun.executors.device_choice import plain_nodes
+from forerun.executors.device_choice import device_nodes
 from forerun.executors.host_choice import Logits, ReportsOf, put_path
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.torch.attention.plan_geometry import StepNodes, choosing_nodes, places_of
@@ -100,7 +100,7 @@ class TorchExecutor(ModelRunner, Executor):
         return StepNodes(
             choosing=choosing,
             reported=np.setdiff1d(self.sampler.scored(plan, trees), choosing),
-            plain=plain_nodes(self.sampler.choosing, plan, trees),
+            on_device=device_nodes(self.sampler.choosing, plan, trees),
             places=places_of(plan, trees, self.cache),
         )
 
@@ -131,10 +131,10 @@ class TorchExecutor(ModelRunner, Executor):
 
     def _chosen(self, round: TorchRound) -> Ints:
         """int32[M] as host_sampler.Choices has it: the paths along what the device chooses."""
-        trees, plain = round.trees, round.plain
+        trees, on_device = round.trees, round.on_device
         choice = np.full(len(trees.tokens), NOTHING, np.int32)
-        if len(plain.nodes):
-            chosen = dict(zip(plain.nodes.tolist(), self.choices_of(round), strict=True))
+        if len(on_device.nodes):
+            chosen = dict(zip(on_device.nodes.tolist(), self.choices_of(round), strict=True))
             for row, root in enumerate(trees.roots.tolist()):
                 if root in chosen:
                     put_path(choice, root, accept_row(trees, row, lambda node, _: chosen[node]))

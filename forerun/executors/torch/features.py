@@ -69,7 +69,7 @@ class TorchStepFeatures(TorchFeatures):
     """Features of nodes where the step left them; the next captured step overwrites its own.
 
     nodes    int[n] their flat numbers in the step's `trees`
-    ring     where `keep` writes them, by slot and position
+    ring     where `store` writes them, by slot and position
     written  the round has written them into the ring
     """
 
@@ -89,7 +89,7 @@ class TorchStepFeatures(TorchFeatures):
             )
         return replace(self, place=self.place[nodes], nodes=self.nodes[nodes])
 
-    def keep(self) -> TorchFeatureRing:
+    def store(self) -> TorchFeatureRing:
         """Write them into the executor's ring, unless the round has; returns the ring. Nothing
         leaves the device.
         """

@@ -13,7 +13,7 @@ from torch import Tensor
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.kept import kept_matrices, kept_sentence
 from forerun.errors import ConfigError, EngineError
-from forerun.executors.device_choice import PlainNodes
+from forerun.executors.device_choice import DeviceNodes
 from forerun.executors.host_choice import Logits
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention.attention import apart, attend, key_blocks
@@ -54,7 +54,7 @@ class TorchRound(Round):
 
     logits    float32[n,V] of the n nodes that choose a token, on the device
     row_of    int32[M] a flat node's row in `logits`; -1 = it has none
-    plain     the nodes that the device decides
+    on_device  the nodes that the device decides
     places    int64[M] slots of the flat nodes' keys and values (kv.py)
     reported  [m,H] residual streams of the m nodes that only report log-probabilities, and
     reported_of  int32[M] a flat node's row there; -1 = it has none
@@ -64,7 +64,7 @@ class TorchRound(Round):
 
     logits: Tensor = field(kw_only=True)
     row_of: Ints = field(kw_only=True)
-    plain: PlainNodes = field(kw_only=True)
+    on_device: DeviceNodes = field(kw_only=True)
     places: Slots = field(kw_only=True)
     reported: Tensor = field(kw_only=True)
     reported_of: Ints = field(kw_only=True)
@@ -211,7 +211,7 @@ class ModelRunner:
             masks,
             logits=decoder.logits(last[self._padded(nodes.choosing, len(nodes.choosing))]),
             row_of=_numbered(nodes.choosing, count),
-            plain=nodes.plain,
+            on_device=nodes.on_device,
             places=places,
             reported=last[self._padded(nodes.reported, len(nodes.reported))],
             reported_of=_numbered(nodes.reported, count),
@@ -288,12 +288,12 @@ class ModelRunner:
         return of_node
 
     def choices_of(self, round: TorchRound) -> list[int]:
-        """The device's choices at the plain nodes of a round, in the order of `round.plain.nodes`;
+        """Return the choices at the nodes of a round that the device decides, in their order;
         NOTHING where a node's logits are not finite. Waits for the device.
         """
-        nodes = round.plain.nodes
+        nodes = round.on_device.nodes
         rows = self._padded(round.row_of[nodes], len(nodes))
-        tokens: list[int] = choices(round.logits[rows], round.plain).tolist()
+        tokens: list[int] = choices(round.logits[rows], round.on_device).tolist()
         return tokens
 
     def move(self, source: Slots, target: Slots) -> None:

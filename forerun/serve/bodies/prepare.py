@@ -184,9 +184,7 @@ def _generation(
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     _check_limits(body, prompts, stopping, sampling, settings)
     asked = body.speculative
-    speculation = Speculation(
-        asked.enabled, asked.max_nodes, asked.max_depth, asked.stats, asked.trace
-    )
+    speculation = Speculation(asked.enabled, asked.max_nodes, asked.max_depth, asked.trace)
     predicted = _predicted(body, loaded)
     name = body.id_prefix + uuid.uuid4().hex
     id = name if body.request_id is None else body.id_prefix + body.request_id

@@ -65,7 +65,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     (
         "forerun:kv_pages_kept",
         "Pages that only the prefix index keeps.",
-        lambda s: s.load.pages_kept,
+        lambda s: s.load.pages_evictable,
     ),
     (
         "forerun:acceptance_length",

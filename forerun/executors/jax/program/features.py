@@ -50,7 +50,7 @@ class JaxFeatures:
         place, ring, there = self.place[nodes], self.ring[nodes], self.there[nodes]
         return replace(self, place=place, ring=ring, there=there)
 
-    def keep(self) -> "JaxFeatureRing":
+    def store(self) -> "JaxFeatureRing":
         """In the ring: nothing leaves the device. What no round has put there is moved."""
         late = ~self.there
         self.programs.move(Key("keep"), self.place[late], self.ring[late])

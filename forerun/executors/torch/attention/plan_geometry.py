@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.device_choice import PlainNodes
+from forerun.executors.device_choice import DeviceNodes
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.attention.kv import PagedCache, Slots
 from forerun.executors.torch.attention.tiles import (
@@ -29,13 +29,13 @@ class StepNodes:
 
     choosing  int32[n] nodes that choose a token
     reported  int32[m] nodes that only report log-probabilities
-    plain     nodes that the device decides
+    on_device  the nodes that the device decides
     places    int64[M] slots of the keys and values of all (kv.py)
     """
 
     choosing: Ints
     reported: Ints
-    plain: PlainNodes
+    on_device: DeviceNodes
     places: Slots
 
 

@@ -22,7 +22,7 @@ import torch
 
 from forerun.draft_shape import DraftShape
 from forerun.errors import EngineError
-from forerun.executors.device_choice import plain_nodes
+from forerun.executors.device_choice import device_nodes
 from forerun.executors.host_choice import history_of
 from forerun.executors.host_choice import report as report_of
 from forerun.executors.torch.captured.block_drafting import drafting_of
@@ -182,8 +182,8 @@ class CapturedExecutor(Executor):
         check_pages(plan, plan.kv_len + deepest, self.limits.page_size)
         staging = self.runner.staging(size)
         held = np.zeros_like(plan.constrained) if masks is not None else plan.constrained
-        plain = plain_nodes(self._shaped.choosing, replace(plan, constrained=held), trees)
-        place, decided = prepare_inputs(staging.buffers, size, plan, trees, plain)
+        nodes = device_nodes(self._shaped.choosing, replace(plan, constrained=held), trees)
+        place, decided = prepare_inputs(staging.buffers, size, plan, trees, nodes)
         staging.split(plan.kv_len)
         first = None
         if size.shaping or size.masked:

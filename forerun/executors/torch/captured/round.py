@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.device_choice import Choosing, PlainNodes
+from forerun.executors.device_choice import Choosing, DeviceNodes
 from forerun.executors.torch.triton.record import Record, Size
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Plan, Round, TokenLogprobs
@@ -114,7 +114,7 @@ Buffers = dict[str, AnyArray]
 
 
 def prepare_inputs(
-    buffers: Buffers, size: Size, plan: Plan, trees: TreeBatch, plain: PlainNodes
+    buffers: Buffers, size: Size, plan: Plan, trees: TreeBatch, nodes: DeviceNodes
 ) -> tuple[Ints, Bools]:
     """Write a step of which the host knows everything. Returns the place of every flat node, and
     bool[B] which rows the device decides.
@@ -122,14 +122,14 @@ def prepare_inputs(
     count = plan.rows
     row = np.repeat(np.arange(count), np.diff(trees.start))
     place = row * size.nodes + np.arange(len(row)) - trees.start[row]
-    decided = np.isin(trees.start[:-1], plain.nodes)
+    decided = np.isin(trees.start[:-1], nodes.nodes)
     buffers["kv_len"][:count] = plan.kv_len
     buffers["count"][:count] = np.diff(trees.start)
     buffers["decided"][:count] = decided
-    roots = np.searchsorted(plain.nodes, trees.start[:-1][decided])
+    roots = np.searchsorted(nodes.nodes, trees.start[:-1][decided])
     chosen = np.flatnonzero(decided)
-    _put_choosing(buffers, chosen, plain.seeds[roots], plain.temperatures[roots])
-    buffers["position"][chosen] = plain.positions[roots]
+    _put_choosing(buffers, chosen, nodes.seeds[roots], nodes.temperatures[roots])
+    buffers["position"][chosen] = nodes.positions[roots]
     buffers["tokens"][place] = trees.tokens
     buffers["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
     buffers["depth"][place] = trees.depth

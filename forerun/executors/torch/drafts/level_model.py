@@ -148,8 +148,8 @@ class LevelModel:
         self.cache.commit(extension)
         nodes, targets = work.ends, executor.limits.max_nodes + extension.slots
         if states is not None:
-            kept = states.kept(extension)
-            nodes, targets = kept.nodes, kept.targets
+            stored = states.stored(extension)
+            nodes, targets = stored.nodes, stored.targets
         last = outputs[indices(nodes, executor.device)]
         self.outputs[indices(targets, executor.device)] = last
         return self._candidates(read, work.scored, extension.candidates)

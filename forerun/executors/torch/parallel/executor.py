@@ -120,7 +120,7 @@ class ParallelExecutor(TorchExecutor):
         step can be run any more.
         """
         nodes = self.nodes_of(plan, trees)
-        wide = np.setdiff1d(nodes.choosing, nodes.plain.nodes)
+        wide = np.setdiff1d(nodes.choosing, nodes.on_device.nodes)
         step = SharedStep(plan, trees, nodes, wide, self.moved())
         self.ranks.send(step.message())
         with self.together():
@@ -131,8 +131,8 @@ class ParallelExecutor(TorchExecutor):
         return self._last
 
     def choices_of(self, round: TorchRound) -> list[int]:
-        """The choices that all ranks have made together at the plain nodes of a round, in their
-        order.
+        """Return the choices that all ranks have made together at the nodes of a round that the
+        device decides, in their order.
         """
         assert isinstance(round, SharedRound)
         found: list[int] = round.found.tokens.tolist()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.checkpoints.tensor_parallel import TensorParallel
-from forerun.executors.device_choice import PlainNodes
+from forerun.executors.device_choice import DeviceNodes
 from forerun.executors.torch.accept import best
 from forerun.executors.torch.attention.kv import Slots, indices
 from forerun.executors.torch.attention.plan_geometry import StepNodes
@@ -43,14 +43,14 @@ class SharedStep:
 
     def message(self) -> RankMessage:
         """The message from which `of` makes the step on another rank."""
-        plan, trees, nodes, plain = self.plan, self.trees, self.nodes, self.nodes.plain
+        plan, trees, nodes, on_device = self.plan, self.trees, self.nodes, self.nodes.on_device
         return RankMessage("step", arrays={
             "kv_len": plan.kv_len, "samples": plan.samples, "page_table": plan.page_table,
             "tokens": trees.tokens, "parents": trees.parents, "start": trees.start,
             "known": trees.known, "depth": trees.depth,
             "choosing": nodes.choosing, "reported": nodes.reported, "places": nodes.places,
-            "plain": plain.nodes, "seeds": plain.seeds, "positions": plain.positions,
-            "temperatures": plain.temperatures,
+            "on_device": on_device.nodes, "seeds": on_device.seeds,
+            "positions": on_device.positions, "temperatures": on_device.temperatures,
             "wide": self.wide, "source": self.moves[0], "target": self.moves[1],
         })  # fmt: skip
 
@@ -72,10 +72,10 @@ class SharedStep:
             *(none, found["kv_len"], known, found["samples"], none, none, found["page_table"]),
             constrained=np.zeros(len(none), np.bool_),
         )
-        plain = PlainNodes(
-            *(found[name] for name in ("plain", "seeds", "positions", "temperatures"))
+        on_device = DeviceNodes(
+            *(found[name] for name in ("on_device", "seeds", "positions", "temperatures"))
         )
-        nodes = StepNodes(found["choosing"], found["reported"], plain, found["places"])
+        nodes = StepNodes(found["choosing"], found["reported"], on_device, found["places"])
         return SharedStep(plan, trees, nodes, found["wide"], (found["source"], found["target"]))
 
 
@@ -95,21 +95,21 @@ class Gathered:
 def gathered(runner: ModelRunner, group: Group, round: TorchRound, wide: Ints) -> Gathered | None:
     """Collective: what rank 0 needs of a round to decide it; None on the others."""
     tokens: Ints | None = np.zeros(0, np.int32)
-    plain, vocab = round.plain, runner.limits.vocab
-    if len(plain.nodes):
-        logits = round.logits[indices(round.row_of[plain.nodes], runner.device)]
-        tokens = _choices(group, logits, plain, group.tp.span(vocab).start)
+    on_device, vocab = round.on_device, runner.limits.vocab
+    if len(on_device.nodes):
+        logits = round.logits[indices(round.row_of[on_device.nodes], runner.device)]
+        tokens = _choices(group, logits, on_device, group.tp.span(vocab).start)
     rows: Floats | None = np.zeros((0, vocab), np.float32)
     if len(wide):
         rows = _rows(group, round.logits[indices(round.row_of[wide], runner.device)], vocab)
     return None if tokens is None or rows is None else Gathered(tokens, rows)
 
 
-def _choices(group: Group, logits: Tensor, plain: PlainNodes, first: int) -> Ints | None:
+def _choices(group: Group, logits: Tensor, on_device: DeviceNodes, first: int) -> Ints | None:
     """Each rank's best, with the noise of the position, and of these the best: ties go to the
     lowest id, NaN anywhere is NOTHING.
     """
-    scores, tokens = best(logits, plain, first)
+    scores, tokens = best(logits, on_device, first)
     parts = group.gathered(torch.stack([scores.double(), (tokens + first).double()]))
     if not parts:
         return None

@@ -71,8 +71,7 @@ class CompletionsDialect(Dialect):
         loaded = self._served.loaded
         made = completion_generation(self._plain(body), loaded, service.settings)
         made = within(made, loaded.context)
-        counted = tuple(map(_counted, made.requests))
-        self._generation = replace(made, requests=counted, cut=_cut(body, len(counted) * made.n))
+        self._generation = replace(made, cut=_cut(body, len(made.requests) * made.n))
         return ParsedRequest(self._generation, self._served, ignored_in(body))
 
     def _plain(self, body: NativeBody) -> CompletionBody:
@@ -229,11 +228,6 @@ class InfillDialect(CompletionsDialect):
         ids = infill_prompt(body, loaded.tokenizer, loaded.context)
         marks = marks_of(loaded.tokenizer).all
         return replace(body.plain((ids,)), stop_token_ids=(*body.stop_token_ids, *marks))
-
-
-def _counted(request: Request) -> Request:
-    """Return the request with statistics of draft tokens at its end."""
-    return replace(request, speculation=replace(request.speculation, stats=True))
 
 
 def _prompt(parts: Parts, tokenizer: Tokenizer) -> Prompt:

@@ -8,7 +8,7 @@ import pytest
 
 from forerun.cache import store as stores
 from forerun.cache.store import PageStore
-from forerun.engine import kept_pages
+from forerun.engine import disk_pages
 from forerun.errors import EngineError
 from forerun.executors.toy import ToyExecutor, ToyPages
 from tests.engine.carrying import CarryingToy
@@ -21,8 +21,8 @@ SIZE = 1 << 20
 @pytest.fixture
 def engines(tmp_path, monkeypatch):
     """Makes engines on the toy that keep pages in one folder; they are shut down at the end."""
-    monkeypatch.setattr(kept_pages, "LEAST_SECONDS", 10.0)  # The toy reads faster than any disk.
-    monkeypatch.setattr(kept_pages, "LEAST_FOUND", 1)
+    monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 10.0)  # The toy reads faster than any disk.
+    monkeypatch.setattr(disk_pages, "LEAST_READ", 1)
     made = []
 
     def build(name="none", least=40, folder=tmp_path / "kv", limit=SIZE, executor=None, **shape):
@@ -30,7 +30,7 @@ def engines(tmp_path, monkeypatch):
         runs = engine._parts.executor
         tokens = 4 * (runs.limits.page_size + engine._core.scheduler.index.lookahead)
         print_ = f"toy-{runs.limits.page_size}-{tokens}"
-        engine.keep_pages(PageStore(folder, print_, tokens, runs.pages.page_bytes, limit), least)
+        engine.attach_store(PageStore(folder, print_, tokens, runs.pages.page_bytes, limit), least)
         made.append(engine)
         return engine
 
@@ -40,7 +40,7 @@ def engines(tmp_path, monkeypatch):
 
 
 def kept(engine):
-    return engine._core.scheduler.kept
+    return engine._core.scheduler.disk
 
 
 def written(engine):
@@ -262,8 +262,8 @@ def test_a_stalling_disk_delays_no_longer_than_reading_the_prompt(engines, monke
     first = engines()
     answer(first, ask(prompt=LONG))
     second = restarted(engines, first)
-    monkeypatch.setattr(kept_pages, "FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(kept_pages, "LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(disk_pages, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 0.05)
     go, read = threading.Event(), PageStore.read
     pages = iter(range(100))
 
@@ -281,7 +281,7 @@ def test_a_stalling_disk_delays_no_longer_than_reading_the_prompt(engines, monke
     go.set()
     written(second)
     second.forget_prefixes()
-    monkeypatch.setattr(kept_pages, "LEAST_SECONDS", 10.0)
+    monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 10.0)
     assert cached(answer(second, ask("c", LONG)), "c") == 92
 
 
@@ -289,7 +289,7 @@ def test_aborted_while_it_waits(engines, monkeypatch):
     first = engines()
     answer(first, ask(prompt=LONG))
     second = restarted(engines, first)
-    monkeypatch.setattr(kept_pages, "READ_BYTES", 1)
+    monkeypatch.setattr(disk_pages, "READ_BYTES", 1)
     go, read = threading.Event(), PageStore.read
     monkeypatch.setattr(PageStore, "read", lambda *of: (go.wait(30), read(*of))[1])
     ear = Ear()

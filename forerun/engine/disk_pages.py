@@ -2,11 +2,11 @@
 read, by one thread.
 
     engine's thread                           the store's thread
-    brings   what is on disk of a prompt  ->  _read    records, checked
-    _take_in pages, and their entries     <-           in parts
-    leave    an ended sequence's pages    ->  _write   those that are not on disk
-    _copy_out what they hold              <-           in parts
-                                          ->           appended to a segment
+    awaits    finds a prompt's pages      ->  _read    reads and checks their records
+    _insert   puts them into the index    <-           in parts
+    save      an ended sequence's pages   ->  _write   selects those that are not on disk
+    _contents_of  copies them             <-           in parts
+                                          ->           appends them to a segment
 
 Those with an arrow to the left run on the engine's thread before a step (Engine.before_step), a
 bounded part in each. Pages that were read are like those of any other request: the sequence waits
@@ -33,23 +33,25 @@ from forerun.interface.executor import PageContents
 log = logging.getLogger("forerun.engine")
 
 READ_BYTES, WRITE_BYTES = 16 << 20, 4 << 20
-"""What is copied into pages, and out of them, before one step, if a page is not more."""
+"""Most bytes copied into pages, and out of them, before one step; at least one page."""
 LEAST_TOKENS = 1024
-"""Prompts that are worth writing when they are new; of others the part that was found before."""
-LEAST_FOUND = 32
-"""Tokens that are worth reading from disk, and two pages."""
+"""Least tokens of a prompt that is written when it is new; of a shorter one only the part that
+another request had before.
+"""
+LEAST_READ = 32
+"""Least tokens to read from disk; at least two pages."""
 QUEUED = 64
-"""Ended sequences whose pages wait to be written; more push out the oldest."""
+"""Most ended sequences whose pages wait to be written; further ones push out the oldest."""
 LEAST_SECONDS, FIRST_SECONDS = 0.1, 10.0
-"""How long a sequence waits for its pages at least, and before any prompt was timed."""
+"""Least time that a sequence waits for its pages, and the time before any prompt was timed."""
 CLOSE_SECONDS = 5.0
-"""What writing may take at the end of service."""
+"""Most seconds of writing at the end of service."""
 
 Answer = TypeVar("Answer")
 
 
 class _ClosedError(Exception):
-    """The engine takes no more orders."""
+    """The engine runs no more functions posted to it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,12 +97,13 @@ class StoreStats:
     seconds_saved: float
 
 
-class KeptPages:
-    """A page store at work for one engine. Methods without another note are of its thread.
+class DiskPages:
+    """Reads and writes a page store beside an engine. Methods without another note run on the
+    engine's thread.
 
     running  sequences that have a slot; each may need another page
-    post   has a function called on the engine's thread before its next step; from any thread
-    least  LEAST_TOKENS
+    post   calls a function on the engine's thread before its next step; from any thread
+    least  as LEAST_TOKENS
     """
 
     def __init__(
@@ -151,9 +154,9 @@ class KeptPages:
         self._posted.wait(seconds)
         self._posted.clear()
 
-    def brings(self, sequence: Sequence) -> bool:
-        """Return whether a sequence, which reuses its prefix, shall wait for pages that are read
-        for it.
+    def awaits(self, sequence: Sequence) -> bool:
+        """Return whether a sequence, which reuses its prefix, has to wait for pages that are read
+        for it. The first call looks them up and queues the reading.
         """
         reading = self._readings.get(sequence.order)
         if reading is not None:
@@ -161,9 +164,9 @@ class KeptPages:
                 return True
             self._end(reading, "late")
             return False
-        if sequence.sought or not self._thread.is_alive():
+        if sequence.looked_up or not self._thread.is_alive():
             return False
-        sequence.sought = True
+        sequence.looked_up = True
         reading = self._find(sequence)
         if reading is None:
             return False
@@ -176,9 +179,9 @@ class KeptPages:
             self._changed.notify()
         return True
 
-    def leave(self, sequence: Sequence) -> None:
-        """Have the pages of a sequence written that are worth it, before it releases them; one
-        that never had any waits for none any more.
+    def save(self, sequence: Sequence) -> None:
+        """Queue the pages of an ending sequence for writing, if it has enough of them, before it
+        releases them; cancel its reading.
         """
         reading = self._readings.get(sequence.order)
         if reading is not None:
@@ -223,7 +226,9 @@ class KeptPages:
     # --- on the engine's thread ----------------------------------------------------------
 
     def _find(self, sequence: Sequence) -> _Reading | None:
-        """Return what is on disk of a prompt; None if that is not worth reading."""
+        """Return the pages of a prompt that are on disk; None if too few are to be worth
+        reading.
+        """
         index, salt = self._index, sequence.table.salt
         size, lookahead = index.page_size, index.lookahead
         tokens = sequence.tokens[: sequence.total - 1 + lookahead]
@@ -231,7 +236,7 @@ class KeptPages:
         known = index.acquire(tokens, salt)
         for entry in reversed(known):
             index.release(entry.page)
-        least = len(known) + max(-(-LEAST_FOUND // size), 2)
+        least = len(known) + max(-(-LEAST_READ // size), 2)
         if most < least:
             return None
         data, digest = tokens.tobytes(), b""
@@ -251,7 +256,7 @@ class KeptPages:
         return _Reading(sequence, digests, keys, monotonic() + max(seconds, LEAST_SECONDS))
 
     def _begin(self, reading: _Reading) -> int:
-        """Hold the pages that are in memory; return how many."""
+        """Hold the pages that are in memory. Returns how many there are."""
         if not reading.over:
             sequence, lookahead = reading.sequence, self._index.lookahead
             known = len(reading.keys) * self._index.page_size + lookahead
@@ -259,8 +264,8 @@ class KeptPages:
             reading.first = len(reading.chain)
         return len(reading.chain)
 
-    def _take_in(self, reading: _Reading, contents: list[bytes]) -> bool:
-        """Put pages into the index. Returns False if no more are wanted or there is no room."""
+    def _insert(self, reading: _Reading, contents: list[bytes]) -> bool:
+        """Put pages into the index. Returns False if no more are wanted or no page is free."""
         index, chain = self._index, reading.chain
         for content in contents:
             if reading.over:
@@ -281,7 +286,7 @@ class KeptPages:
         return not reading.over
 
     def _end(self, reading: _Reading, miss: str = "") -> None:
-        """Release the pages of a reading: they are kept. Idempotent."""
+        """Release the pages of a reading; they stay in the index. Idempotent."""
         if reading.over:
             return
         reading.over = True
@@ -297,8 +302,8 @@ class KeptPages:
             self._tokens += taken * self._index.page_size
             self._seconds += monotonic() - reading.began
 
-    def _copy_out(self, entries: list[CachedPage]) -> list[bytes]:
-        """Return what the first of these pages hold, up to one that was evicted."""
+    def _contents_of(self, entries: list[CachedPage]) -> list[bytes]:
+        """Return the contents of these pages, up to the first that was evicted."""
         contents: list[bytes] = []
         for entry in entries:
             if not self._index.knows(entry):
@@ -309,19 +314,19 @@ class KeptPages:
     # --- on the store's thread -----------------------------------------------------------
 
     def _on_engine(self, work: Callable[[], Answer]) -> Answer:
-        """Have `work` run on the engine's thread, and return its answer. Raises what it raises, and
-        _ClosedError.
+        """Run `work` on the engine's thread and return its result. Raises what it raises;
+        _ClosedError once the store is closing.
         """
         answer = Future[Answer]()
 
-        def order() -> None:
+        def run() -> None:
             try:
                 answer.set_result(work())
             except Exception as error:
                 log.exception("kv-store: pages could not be copied")
                 answer.set_exception(error)
 
-        self._post(order)
+        self._post(run)
         self._posted.set()
         while not self._closing:
             try:
@@ -349,7 +354,9 @@ class KeptPages:
                 log.warning("kv-store: a segment could not be closed: %s", error)
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for a job: reads first, then what was used last. None: there are no more."""
+        """Wait for the next job: readings first, then the newest writing. Returns None once the
+        store is closing.
+        """
         with self._changed:
             self._working, self._current = False, None
             self._changed.wait_for(lambda: self._reads or self._writes or self._closing)
@@ -375,14 +382,14 @@ class KeptPages:
                 part.append(content)
                 self._read_bytes += len(content)
                 if len(part) == most:
-                    if not self._on_engine(partial(self._take_in, reading, part)):
+                    if not self._on_engine(partial(self._insert, reading, part)):
                         return
                     part = []
             self.store.touch(reading.digests[first:])
         except OSError as error:
             miss = "failed"
             log.warning("kv-store: a page could not be read: %s", error)
-        self._on_engine(partial(self._take_in, reading, part))
+        self._on_engine(partial(self._insert, reading, part))
         self._on_engine(partial(self._end, reading, miss))
 
     def _write(self, salt: bytes, chain: list[CachedPage]) -> None:
@@ -396,7 +403,7 @@ class KeptPages:
         most = max(WRITE_BYTES // self._contents.page_bytes, 1)
         for begin in range(0, len(missing), most):
             part = missing[begin : begin + most]
-            contents = self._on_engine(partial(self._copy_out, [entry for entry, _ in part]))
+            contents = self._on_engine(partial(self._contents_of, [entry for entry, _ in part]))
             for (entry, digest), content in zip(part, contents, strict=False):
                 if not self._append(digest, entry.key[-own:], content):
                     self._dropped += len(missing) - begin
