@@ -33,7 +33,9 @@ def main(arguments: argparse.Namespace) -> int:
     refuse_load(arguments, "--speculative-grid")
     config = configured(EngineConfig, arguments)
     if not config.speculates:
-        raise ConfigError("there is nothing to measure with speculation off; choose a method.")
+        raise ConfigError(
+            "the grid measures drafting, but speculative-algorithm is OFF; choose another."
+        )
     ask = configured(AskConfig, arguments)
     config = replace(config, max_sequences=max(arguments.concurrency or LEVELS), policy="fixed")
     target = open_shown(config)

@@ -21,8 +21,10 @@ def main(arguments: argparse.Namespace) -> int:
     """
     action, name = arguments.action, arguments.model
     if (name is None) != (action == "list"):
-        wrong = "takes no model" if name else "needs a model"
-        raise ConfigError(f"forerun models {action} {wrong}: forerun models list shows them.")
+        wrong = f"takes no model name, but got {name}" if name else "needs the name of a model"
+        raise ConfigError(
+            f"forerun models {action} {wrong}; `forerun models list` shows all models."
+        )
     if action == "pull":
         return fetch.main(arguments)
     if action == "rm":

@@ -25,7 +25,10 @@ def main(arguments: argparse.Namespace) -> int:
     if memory is not None and config.device == "auto" and _leaves_open(config):
         config = replace(config, device="cuda")  # What a device has is said of a GPU.
     if memory is None and config.device.startswith("cuda") and not gpu_devices():
-        raise ConfigError("no GPU is here: say what a device has with --device-memory GIB.")
+        raise ConfigError(
+            "this machine has no GPU: give the memory of the one to plan for with --device-memory "
+            "GIB."
+        )
     with plain_warnings():
         size = sizing(
             config,

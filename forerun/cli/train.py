@@ -102,7 +102,10 @@ def _count_text(model: Model, files: list[str], out: Path) -> int:
     vocab = model.architecture.vocab
     table = text_table.count(model.tokenizer, vocab, text_table.pieces_of(map(Path, files)))
     if not write_ngrams(table, out / "draft"):
-        raise ConfigError(f"{', '.join(files)}: no two tokens come twice; give longer texts")
+        raise ConfigError(
+            f"{', '.join(files)}: no pair of tokens occurs twice, so there are no n-grams to "
+            "count; give longer texts"
+        )
     draft = out / "draft"
     say(f"{table.contexts:,} n-grams are in {draft}: --speculative-draft-model-path takes it")
     return 0

@@ -159,7 +159,7 @@ def _local(reference: str) -> Path:
         path.exists()
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(
-            f"{reference[:200]!r} is not a usable path: {type(error).__name__}"
+            f"{reference[:200]!r} cannot be a path on this machine: {error or type(error).__name__}"
         ) from error
     return path
 

@@ -365,7 +365,10 @@ def replay(path: Path) -> str | None:
     config, case = read(path)
     unknown = {asked.grammar for asked in case.requests} - {None, *GRAMMARS}
     if unknown:
-        raise RequestError(f"{path} names grammars that are not here: {sorted(map(str, unknown))}")
+        raise RequestError(
+            f"{path} names grammars that this version does not have: "
+            f"{', '.join(sorted(map(str, unknown)))}. Record the case again."
+        )
     fuzzer = Fuzzer(config, (Prompt("replay", "any", ({"role": "user", "content": "a"},)),), 0)
     try:
         return fuzzer.check(case)

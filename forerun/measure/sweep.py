@@ -117,12 +117,16 @@ def combinations(
     for deep, wide, most in product(sorted(steps), topks or (None,), tokens):
         try:
             if most < 2:
-                raise ConfigError(f"{most} draft tokens are the last accepted one: none is drafted")
+                raise ConfigError(
+                    f"{most} draft tokens count the last accepted token, so nothing would be "
+                    "drafted; give at least 2"
+                )
             check_shape(method, deep, wide, most)
             shallow = [each for each in steps if most - 1 <= each < deep]
             if shallow:
                 raise ConfigError(
-                    f"{deep} steps with {most} draft tokens are {min(shallow)} steps with {most}"
+                    f"{deep} steps with {most} draft tokens make the same trees as {min(shallow)} "
+                    "steps"
                 )
             setting = Setting(method.name, most, deep, "fixed", wide)
             setting.on(config)

@@ -65,7 +65,9 @@ def spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
     if count is None:
         return list(prompts)
     if not 1 <= count <= len(prompts):
-        raise ConfigError(f"{count} prompts were asked for, but there are 1 to {len(prompts)}.")
+        raise ConfigError(
+            f"{count} prompts cannot be taken of {len(prompts)}; choose 1 to {len(prompts)}."
+        )
     return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
@@ -103,8 +105,8 @@ class MadePrompts:
         (few, least), *_, (many, most) = sorted(counts.items())
         if most <= least:
             raise ConfigError(
-                f"The server counts {least} tokens in {few} words and {most} in {many}; lengths in "
-                "tokens cannot be made for it."
+                f"The server reports {least} prompt tokens for {few} words and {most} for {many}, "
+                "so prompts of a length in tokens cannot be made for it; leave --input-len out."
             )
         self._per_word = (most - least) / (many - few)
         self._around = least - few * self._per_word

@@ -159,7 +159,7 @@ def gpu_layers(where: str, text: str) -> dict[str, Any]:
     if text == "0":
         return {"device": "cpu"}
     raise ConfigError(
-        f"{where} {text} cannot be honoured: a model is not parted between two devices; give 0 "
+        f"{where} {text} cannot be honoured: a model is not split between CPU and GPU; give 0 "
         "(--device cpu) or all (--device cuda)."
     )
 

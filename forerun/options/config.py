@@ -282,13 +282,16 @@ class EngineConfig:
         chosen = self.executor in ("cpu", "torch", "jax") and self.dtype != "auto"
         kept = self.dtype == "file" and self.executor == "torch"
         if chosen and not kept and (self.dtype in NATIVE_DTYPES) != (self.executor == "cpu"):
+            native, formats = ", ".join(NATIVE_DTYPES), "float32, bfloat16, float16"
+            able = {"cpu": native, "torch": f"file, {formats}, float8"}.get(self.executor, formats)
             raise ConfigError(
-                f"dtype {self.dtype} does not go with the {self.executor} executor: the native "
-                "core and torch can compute with the file's own numbers, torch and jax in a format."
+                f"dtype is {self.dtype}, but the {self.executor} executor computes in: {able}. "
+                "Choose one of these, or leave dtype or executor out."
             )
         if self.enable_torch_compile and self.executor in ("cpu", "jax", "toy"):
             raise ConfigError(
-                f"enable-torch-compile needs the torch executor, but executor is {self.executor}."
+                f"enable-torch-compile needs the torch executor, but executor is {self.executor}; "
+                "leave one of them out."
             )
         if self.prefill_attention_backend not in ("auto", "triton") and (
             self.toy or self.executor in ("cpu", "jax", "toy") or self.device in ("cpu", "tpu")
@@ -299,15 +302,23 @@ class EngineConfig:
             )
         if self.kv_dtype != "same" and (self.toy or self.executor in ("cpu", "jax", "toy")):
             raise ConfigError(
-                f"kv-dtype {self.kv_dtype} needs the torch executor; the others have a format of "
-                "their own."
+                f"kv-dtype {self.kv_dtype} needs the torch executor; the others choose the format "
+                "of the cache by themselves: leave it out, or use --executor torch."
             )
         if self.kv_store_size is not None and self.kv_store is None:
-            raise ConfigError("kv-store-size bounds the folder of kv-store, but that names none.")
+            raise ConfigError(
+                "kv-store-size limits the size of the kv-store folder, but there is none: add "
+                "--kv-store FOLDER, or leave it out."
+            )
         if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
-            raise ConfigError("the toy model and the toy executor only work with each other.")
+            raise ConfigError(
+                f"model is {self.model} and executor is {self.executor}, but the toy model and the "
+                "toy executor only work together: leave executor out."
+            )
         if self.toy and self.tp_size > 1:
-            raise ConfigError(f"tp-size is {self.tp_size}, but the toy runs in one process.")
+            raise ConfigError(
+                f"tp-size is {self.tp_size}, but the toy model runs in one process: leave it out."
+            )
 
     def _check_device(self) -> None:
         if self.ep_size > self.tp_size:
@@ -324,7 +335,7 @@ class EngineConfig:
         if needed is not None and self.executor not in ("auto", needed):
             raise ConfigError(
                 f"device {self.device} needs the {needed} executor, but executor is "
-                f"{self.executor}."
+                f"{self.executor}: leave one of them out."
             )
 
     def _check_speculation(self) -> None:
@@ -337,8 +348,8 @@ class EngineConfig:
             )
         if self.speculative_draft_model_revision and not self.speculative_draft_model_path:
             raise ConfigError(
-                "speculative-draft-model-revision names a version of a draft, but "
-                "speculative-draft-model-path names none."
+                "speculative-draft-model-revision names a version of a draft on the hub, but "
+                "speculative-draft-model-path names no draft: give both or neither."
             )
 
     @property

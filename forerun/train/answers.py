@@ -205,7 +205,10 @@ class Writer:
                 if not messages:
                     self._first_message = ids[:begin]
                 return ids[:begin]
-        raise ModelError("the chat template hides the user's words; give a file of --prompts")
+        raise ModelError(
+            "the chat template does not render a user's message unchanged, so the target cannot "
+            "write users' messages; give a file of --prompts"
+        )
 
     def _unsettled(self, prompts: Iterator[Messages] | None) -> Iterator[tuple[int, Messages]]:
         """(number, messages) of the chats that are still to be begun, without an end where the

@@ -83,8 +83,8 @@ class TrainConfig:
         settle(self)
         if self.greedy + self.hot > 1:
             raise ConfigError(
-                f"greedy {self.greedy} and hot {self.hot} are shares of the same answers, and more "
-                "than all; lower one of them"
+                f"greedy is {self.greedy} and hot is {self.hot}: these shares of the answers add "
+                "up to more than 1; lower one of them"
             )
 
 

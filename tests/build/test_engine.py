@@ -101,7 +101,7 @@ def test_a_model_without_a_chat_template_says_what_to_do():
 
 
 def test_the_toy_runs_in_one_process():
-    with pytest.raises(ConfigError, match="tp-size is 2, but the toy runs in one process"):
+    with pytest.raises(ConfigError, match="tp-size is 2, but the toy model runs in one process"):
         EngineConfig(model="toy", tp_size=2)
 
 

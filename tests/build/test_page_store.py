@@ -106,7 +106,9 @@ def test_a_model_with_recurrent_layers_says_that_it_keeps_none(tmp_path):
 
 
 def test_what_cannot_be_kept(tmp_path):
-    with pytest.raises(ConfigError, match="kv-store-size bounds the folder of kv-store, but"):
+    with pytest.raises(
+        ConfigError, match="kv-store-size limits the size of the kv-store folder, but"
+    ):
         EngineConfig(model="toy", kv_store_size=1 << 20)
     with pytest.raises(ConfigError, match="kv-store-size is 5, but must be at least 65536"):
         replace(TOY, kv_store="x", kv_store_size=5)

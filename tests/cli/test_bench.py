@@ -317,7 +317,7 @@ def test_a_server_that_counts_all_prompts_alike_gets_no_made_ones(capsys):
     with scripted() as (script, url):
         script.count = lambda text: 64
         assert main(["bench", "--url", url, "--input-len", "100"]) == 2
-    assert "lengths in tokens cannot be made for it" in capsys.readouterr().err
+    assert "of a length in tokens cannot be made for it" in capsys.readouterr().err
 
 
 def test_a_second_run_has_other_prompts(capsys):

@@ -185,7 +185,7 @@ def test_seeds_and_stops_reach_the_sampler(capsys):
         (["tune", *TOY, "--out", "a.jpg"], 2, "end in .png"),
         (["eval", *TOY, "--speculative-algorithm", "off"], 2, "nothing to measure"),
         (["eval", *TOY, "--set", "a=/nowhere.jsonl"], 2, "/nowhere.jsonl"),
-        (["eval", *TOY, "--count", "999"], 2, "999 prompts were asked for"),
+        (["eval", *TOY, "--count", "999"], 2, "999 prompts cannot be taken of"),
         (
             ["train", "--out", "/o", "--preset", "table", "--start-from", "/d"],
             2,

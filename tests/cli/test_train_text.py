@@ -26,8 +26,8 @@ def test_text_files_become_a_draft(tmp_path):
     [
         (None, "cannot be read"),
         (b"\xff\xfe\x00", "UTF-8"),
-        (b"once", "no two tokens come twice"),
-        (b"", "no two tokens come twice"),
+        (b"once", "no pair of tokens occurs twice"),
+        (b"", "no pair of tokens occurs twice"),
     ],
 )
 def test_what_is_no_text_is_refused_by_name(tmp_path, capsys, content, says):

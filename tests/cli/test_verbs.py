@@ -59,7 +59,7 @@ def test_the_model_is_the_first_word_of_every_command(line):
 def test_models_alone_lists(capsys):
     assert run(capsys, "models", "--json") == run(capsys, "ls", "--json")
     code, _, told = run(capsys, "rm")
-    assert code == 2 and "needs a model" in told
+    assert code == 2 and "needs the name of a model" in told
 
 
 def test_what_is_served(server, capsys):

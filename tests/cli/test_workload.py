@@ -60,5 +60,5 @@ def test_spread_takes_what_was_asked_or_refuses():
     assert spread(prompts, None) == prompts
     assert spread(prompts, 1) == prompts[:1]
     for count in (0, len(prompts) + 1):
-        with pytest.raises(ConfigError, match="prompts were asked for"):
+        with pytest.raises(ConfigError, match="prompts cannot be taken of"):
             spread(prompts, count)

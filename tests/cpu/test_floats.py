@@ -134,5 +134,7 @@ def test_the_plan_counts_what_there_will_be(executor, folder):
 def test_it_is_this_executors_option():
     for dtype in ("file", "q8_0", "q4_1"):
         assert EXECUTORS["cpu"].unsuited(EngineConfig(device="cpu", dtype=dtype)) is None
-    with pytest.raises(ConfigError, match="dtype q4_1 does not go with the torch executor"):
+    with pytest.raises(
+        ConfigError, match="dtype is q4_1, but the torch executor computes in: file"
+    ):
         EngineConfig(executor="torch", dtype="q4_1")

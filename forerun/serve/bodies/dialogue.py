@@ -324,8 +324,9 @@ def _budget(
     if marks is None:
         if must:
             raise RequestError(
-                f"{name} cannot be kept: thoughts have a budget where the model's template has "
-                "marks around them (--reasoning-end names the last), and no tokens are banned.",
+                f"{name} cannot be honoured: it needs a chat template with marks around the "
+                "reasoning (--reasoning-end names the closing one) and a request that bans no "
+                "tokens.",
                 name,
             )
         return None
