@@ -20,8 +20,8 @@ _POLL_SECONDS = 0.2
 
 
 def cache_dir() -> Path:
-    """The user's cache directory for Forerun, by the platform's rules (XDG_CACHE_HOME on Linux). It
-    need not exist; nothing is created.
+    """Return the user's cache directory for Forerun, by the platform's rules (XDG_CACHE_HOME on
+    Linux). It need not exist; nothing is created.
     """
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
@@ -61,8 +61,8 @@ def make_room(folder: Path, size: int) -> None:
 
 
 def unwritable(folder: Path, error: OSError) -> DownloadError:
-    """The DownloadError that the cache directory `folder` cannot be written, for the caller to
-    raise.
+    """Return the error that the cache directory `folder` cannot be written; the caller raises
+    it.
     """
     return DownloadError(
         f"the cache directory {folder} cannot be written ({error.strerror or error}); "
@@ -72,7 +72,8 @@ def unwritable(folder: Path, error: OSError) -> DownloadError:
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """A context manager: hold an exclusive lock on the file `path`, which is made and kept; blocks.
+    """Hold an exclusive lock on the file `path`, which is created and stays; a context manager that
+    blocks.
 
     waiting  called a few times a second while another process holds it
 

@@ -35,7 +35,7 @@ def wait(process: "subprocess.Popen[bytes]") -> int:
 
 
 def _stays(pid: int) -> bool:
-    """Whether a stopped child neither goes on nor ends within STOPPED_SECONDS."""
+    """Return whether a stopped child neither continues nor ends within STOPPED_SECONDS."""
     what = os.WEXITED | os.WCONTINUED | os.WNOHANG | os.WNOWAIT
     for _ in range(round(STOPPED_SECONDS / LOOK)):
         if os.waitid(os.P_PID, pid, what) is not None:

@@ -16,13 +16,13 @@ class DraftShape(NamedTuple):
     depth: int = 0
 
     def full(self, block: bool) -> bool:
-        """Whether a full tree of this width and depth holds every draft: of a block's paths
-        (`block`) the best ones may be more than that on one level.
+        """Return whether a full tree of this width and depth holds every draft: the best of a
+        block's paths (`block`) may be more than that on one level.
         """
         return not block or self.width == 1 or 0 < self.nodes <= self.width**2
 
     def declared(self) -> list["DraftShape"]:
-        """The few shapes that such drafts come in, ascending, so that a device can prepare a
+        """Return the few shapes that such drafts have, ascending, so that a device can prepare a
         program for each.
 
         Depths are 1, 3, 7, ... and `depth` itself, every level as large as the others

@@ -14,7 +14,7 @@ _INTERESTING_ARM = ("asimd", "asimddp", "i8mm", "sve")
 
 
 def cpu_name() -> str:
-    """The processor's own name (/proc/cpuinfo), else the platform's word for it."""
+    """Return the processor's own name (/proc/cpuinfo), else the platform's."""
     for line in _lines("/proc/cpuinfo"):
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -22,7 +22,7 @@ def cpu_name() -> str:
 
 
 def _cpu_features() -> list[str]:
-    """The instruction sets, of those that matter to the kernels, that this CPU has."""
+    """Return the instruction sets of this CPU, of those that matter to the kernels."""
     for line in _lines("/proc/cpuinfo"):
         if line.startswith(("flags", "Features")):
             have = set(line.partition(":")[2].split())
@@ -31,7 +31,7 @@ def _cpu_features() -> list[str]:
 
 
 def cores() -> int:
-    """Logical CPUs this process may use, cgroup quota included; at least 1."""
+    """Return the logical CPUs that this process may use, cgroup quota included; at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit() and period.strip().isdigit():
@@ -40,8 +40,8 @@ def cores() -> int:
 
 
 def physical_cores() -> int:
-    """Cores this process may use, hyperthreads of one counted once, cgroup quota included; at least
-    1.
+    """Return the cores that this process may use, hyperthreads of one counted once, cgroup quota
+    included; at least 1.
     """
     if not hasattr(os, "sched_getaffinity"):
         return cores()
@@ -51,14 +51,18 @@ def physical_cores() -> int:
 
 
 def _memory_total() -> int:
-    """Bytes of memory this process may use at most (machine or cgroup, the smaller)."""
+    """Return the most bytes of memory that this process may use (machine or cgroup, the
+    smaller).
+    """
     total = _page_count("SC_PHYS_PAGES")
     limit = _text("/sys/fs/cgroup/memory.max").strip()
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def memory_available() -> int:
-    """Bytes that can be allocated now without swapping (machine and cgroup, the smaller)."""
+    """Return the bytes that can be allocated now without swapping (machine and cgroup, the
+    smaller).
+    """
     available = _page_count("SC_AVPHYS_PAGES")
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
@@ -82,8 +86,9 @@ def gpu_devices() -> list[str]:
 
 
 def tpu_devices() -> list[str]:
-    """The device files of this machine's TPU chips, sorted; empty without one. Newer ones come as
-    VFIO groups, which other devices do, too: those count only where Google's library is installed.
+    """Return the device files of this machine's TPU chips, sorted; [] without one. Newer ones
+    appear as VFIO groups, which other devices do, too: those count only if Google's library is
+    installed.
     """
     devices = [path for path in Path("/dev").glob("accel*") if path.name[5:].isdigit()]
     if find_spec("libtpu") is not None:
@@ -92,8 +97,8 @@ def tpu_devices() -> list[str]:
 
 
 def stamp() -> dict[str, Any]:
-    """The machine as JSON values, to stand beside every number that was measured on it: processor,
-    cores, memory in bytes, load, system, Python.
+    """Return the machine as JSON values, to accompany every number that was measured on it:
+    processor, cores, memory in bytes, load, system, Python.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {

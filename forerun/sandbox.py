@@ -50,8 +50,8 @@ class Fault(StrEnum):
         return self in (Fault.KILLED, Fault.SILENT)
 
     def words(self, seconds: float) -> str:
-        """The reason in words, for an error message; seconds: of processor time that an answer may
-        take.
+        """Return the reason as text for an error message. seconds: processor time that an answer
+        may take.
         """
         return self.value.format(seconds=seconds)
 
@@ -145,7 +145,7 @@ class SandboxProcess:
         return process
 
     def _ask_once(self, process: "subprocess.Popen[str]", line: str, patience: float) -> str:
-        """The process's answer to a line; empty if it had to be killed or died by itself."""
+        """Return the process's answer to a line; "" if it had to be killed or died by itself."""
         silent, heard = threading.Event(), threading.Event()
 
         def watch() -> None:

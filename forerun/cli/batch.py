@@ -77,8 +77,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
-    """The requests, their bodies as the bytes of JSON, and what the output says of the lines that
-    are none. Raises ConfigError if the file cannot be read or has no line.
+    """Read the requests, their bodies as JSON bytes, and the output for the lines that are none.
+    Raises ConfigError if the file cannot be read or has no line.
     """
     try:
         texts = path.read_text(encoding="utf-8-sig").split("\n")
@@ -104,7 +104,7 @@ def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
 
 
 def _request(text: str) -> tuple[Line, str | None]:
-    """A line's JSON object, and why it is no request; None if it is one."""
+    """Return a line's JSON object, and why it is no request; None if it is one."""
     try:
         line = parse_json(text.encode())
     except ApiError as error:
@@ -121,7 +121,7 @@ def _request(text: str) -> tuple[Line, str | None]:
 
 
 def _problem(line: Line) -> str | None:
-    """Why an object is no request; None if it is one."""
+    """Return why an object is no request; None if it is one."""
     wanted = {"custom_id": (str, "a text"), "url": (str, "a text"), "body": (dict, "an object")}
     if missing := [name for name in wanted if name not in line]:
         return f"it needs a custom_id, a url and a body, and has no {' and no '.join(missing)}."
@@ -134,13 +134,13 @@ def _problem(line: Line) -> str | None:
 
 
 def _answered(name: Any, response: Line | None, error: Line | None = None) -> Line:
-    """A line of the output."""
+    """Return a line of the output."""
     id = f"batch_req_{uuid.uuid4().hex}"
     return {"id": id, "custom_id": name, "response": response, "error": error}
 
 
 def _written(line: Line) -> str:
-    """A line as the file has it. A half of a surrogate pair, which UTF-8 has not, is escaped."""
+    """Return a line as text for the file. A lone surrogate, which UTF-8 cannot hold, is escaped."""
     try:
         text = json.dumps(line, ensure_ascii=False)
         text.encode()
@@ -150,8 +150,8 @@ def _written(line: Line) -> str:
 
 
 def keep_answers(path: Path) -> dict[str, int]:
-    """custom_id -> status of what was answered before. Errors and a line that was cut short are
-    taken out of the file; where there is none, an empty one is made.
+    """Return custom_id -> status of the answers in the output file, and remove errors and a
+    truncated line from it; create the file if it does not exist.
 
     Raises ConfigError if the file cannot be used, or holds a line that no batch has written.
     """
@@ -182,7 +182,7 @@ def keep_answers(path: Path) -> dict[str, int]:
 
 
 def _object(text: str) -> Line:
-    """A line's JSON object; an empty one where it is none, such as a line that was cut short."""
+    """Return a line's JSON object; an empty one if it is none, such as a truncated line."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -220,7 +220,7 @@ async def _answer_all(
 
 
 async def _answer(client: httpx.AsyncClient, line: Line) -> Line:
-    """One line of the output."""
+    """Send one request and return its line of the output."""
     kind = {"content-type": "application/json"}
     answer = await client.post(line["url"], content=line["body"], headers=kind)
     response = {

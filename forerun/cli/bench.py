@@ -119,12 +119,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _with_version(url: str) -> str:
-    """The address of an OpenAI API; /v1 where it has no path, as other commands take it."""
+    """Return the address of an OpenAI API: with /v1 if the address has no path, as other commands
+    take it.
+    """
     return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
 def _refuse_engine_flags(config: EngineConfig) -> None:
-    """A server that runs already has its own. Raises ConfigError naming the flag."""
+    """Raise ConfigError naming a flag of an engine: a server that runs already has its own."""
     usual = EngineConfig()
     given = command_line(replace(config, model=usual.model, draft_on_error=usual.draft_on_error))
     if given:

@@ -99,7 +99,7 @@ def _sweep(target: Target, arguments: argparse.Namespace, ask: AskConfig) -> Swe
 
 
 def table(cells: list[Cell], title: str) -> Table:
-    """A table for people: a row per setting and batch."""
+    """Return a table for the terminal: a row per setting and batch."""
     names = ("at once", "steps", "top-k", "draft tokens", "tokens/s", "over plain (interval)",
              "ms per step", "tokens per step", "accepted", "identical")  # fmt: skip
     view = columns(f"{title}: plain decoding beside every setting", names, left=0)

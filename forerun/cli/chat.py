@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _turn(talk: Conversation, text: str) -> None:
-    """One message or command. What cannot be done is said; nothing ends the conversation."""
+    """Handle one message or command. Errors are printed; none ends the conversation."""
     command, _, rest = text.partition(" ")
     if not text:
         return

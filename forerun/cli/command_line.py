@@ -32,8 +32,8 @@ def parsed(words: Sequence[str]) -> argparse.Namespace | None:
 
 
 def build_parser(having: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """The whole command line; of commands but those of `having` only that there are such, which
-    takes a sixth of the time.
+    """Return the parser of the whole command line; commands outside of `having` only have their
+    names, which takes a sixth of the time.
     """
     parser = Parser(
         prog="forerun",

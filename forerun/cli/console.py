@@ -47,9 +47,9 @@ def emit_json(value: Any) -> None:
 
 @contextmanager
 def bars() -> Iterator[Report]:
-    """A function that draws progress bars, one per task: what stands before the first colon, from
-    SHOWN seconds on. Where stderr is no terminal, but a log, it writes a line every QUIET seconds
-    instead.
+    """Yield a function that draws progress bars, one per task: its name is the text before the
+    first colon; it appears after SHOWN seconds. If stderr is no terminal, it writes a line every
+    QUIET seconds instead.
     """
     if not err.is_terminal:
         yield _lines()
@@ -90,7 +90,9 @@ def bars() -> Iterator[Report]:
 
 
 def _lines() -> Report:
-    """Progress for a log. What is over within QUIET seconds leaves no line."""
+    """Return a function that writes progress as lines of a log. A task that ends within QUIET
+    seconds writes none.
+    """
     last_shown = monotonic()
 
     def report(what: str, done: int, total: int) -> None:
@@ -159,5 +161,5 @@ def _say_device(target: Target) -> None:
 
 
 def interactive() -> bool:
-    """Whether stdin is a terminal, where a person types at us."""
+    """Return whether stdin is a terminal."""
     return sys.stdin.isatty()

@@ -31,7 +31,9 @@ class Conversation:
         write: Callable[[str], None],
         tell: Callable[[str], None],
     ) -> None:
-        """write: gets the text of answers as it comes. tell: gets a sentence for the user."""
+        """Begin a conversation. write: gets the text of answers as it arrives. tell: gets sentences
+        for the user.
+        """
         self.loaded, self.system = loaded, system
         self.ask = ask if ask.seed is not None else replace(ask, seed=secrets.randbits(32))
         self.turns: list[Turn] = []
@@ -58,13 +60,13 @@ class Conversation:
         return self._answer(self.turns[:-1])
 
     def stats(self) -> dict[str, Any]:
-        """Totals of the conversation: answers, tokens and tokens per step."""
+        """Return totals of the conversation: answers, tokens and tokens per step."""
         tokens = sum(len(item.tokens) for item in self.done)
         steps = acceptance_length([item.stats for item in self.done])
         return {"answers": len(self.done), "tokens": tokens, "tokens_per_step": steps}
 
     def messages(self) -> list[Turn]:
-        """All turns, the system message first."""
+        """Return all turns, the system message first."""
         return self._messages(self.turns)
 
     def _messages(self, turns: list[Turn]) -> list[Turn]:
@@ -88,8 +90,8 @@ class Conversation:
         return answer
 
     def _fitted(self, turns: list[Turn]) -> tuple[Ints, list[Turn]]:
-        """The prompt of the last turns that leave room for an answer: a question is never parted
-        from its answer, and the last question stays.
+        """Return the prompt of the last turns that leave room for an answer, and these turns: a
+        question stays with its answer, and the last question is always there.
         """
         while True:
             prompt = encode_chat(self.loaded, self._messages(turns))

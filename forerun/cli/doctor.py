@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def examine(with_torch: bool) -> dict[str, Any]:
-    """Facts of this machine as JSON values: memory, compiler, native core, torch, caches,
+    """Return facts of this machine as JSON values: memory, compiler, native core, torch, caches,
     packages.
     """
     missing = cpu.available()

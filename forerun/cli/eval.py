@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _named(text: str) -> tuple[str, Path]:
-    """NAME=FILE, or FILE named after itself."""
+    """Split NAME=FILE; a FILE alone is its own name."""
     name, _, path = text.rpartition("=")
     file = Path(path)
     if not file.is_file():
@@ -90,8 +90,8 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _simulation(target: Target) -> Simulate:
-    """The trainer's view of the target's draft. Raises ConfigError if there is no head or no
-    torch.
+    """Return the trainer's simulation of the target's draft. Raises ConfigError if there is no head
+    or no torch.
     """
     if not isinstance(target.draft, DraftFile):
         raise ConfigError("--simulate needs a draft head of the EAGLE family.")
@@ -107,7 +107,7 @@ def _simulation(target: Target) -> Simulate:
 
 
 def _promised(draft: str | None) -> float | None:
-    """The trainer's simulated chain length on its held-out answers."""
+    """Return the chain length that the trainer simulated on its held-out answers."""
     metrics = metrics_beside(draft)
     if metrics is None:
         return None
@@ -116,7 +116,7 @@ def _promised(draft: str | None) -> float | None:
 
 
 def table(findings: list[Finding]) -> Table:
-    """A table for people: a row per question, shape of drafts and temperature."""
+    """Return a table for the terminal: a row per question, shape of drafts and temperature."""
     names = ("prompts", "drafts", "T", "tokens per step", "agreement by position", "identical",
              "tokens/s", "over plain")  # fmt: skip
     drawn = columns("Acceptance, served", names, left=3)

@@ -128,7 +128,9 @@ def _claude(at: Server) -> Setup:
 
 
 def _limits(at: Server, context: str, output: str) -> dict[str, str]:
-    """Variables that tell a program the context and the longest answer, where they are known."""
+    """Return the variables that give a program the context and the longest answer, if they are
+    known.
+    """
     limits = {context: at.context, output: at.output}
     return {name: str(value) for name, value in limits.items() if name and value is not None}
 

@@ -69,8 +69,8 @@ def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.en
 
 
 def parted(words: Sequence[str], model_given: bool) -> tuple[str | None, str | None]:
-    """(model, prompt) of the words of `forerun run`. One word is a prompt, unless no other option
-    names the model and it can only mean one. Raises ConfigError for more than two.
+    """Split the words of `forerun run` into (model, prompt). One word is a prompt, unless no other
+    option names the model and it can only be one. Raises ConfigError for more than two.
     """
     if len(words) > 2:
         raise ConfigError("put the prompt between quotes: forerun run [MODEL] 'PROMPT'")
@@ -130,9 +130,9 @@ def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[G
 def entries(
     where: str, facts: Mapping[str, Any], options: Mapping[str, Option], command: str
 ) -> Iterable[Given]:
-    """The options of names and values that stand in `where`. Raises ConfigError for a name that
-    the command does not have or that is there twice, and for a list or a mapping where an option
-    takes one value.
+    """Yield the options for names and values that are written in `where`. Raises ConfigError for a
+    name that the command does not have or that appears twice, and for a list or a mapping for an
+    option of one value.
     """
     names: set[str] = set()
     for key, value in facts.items():
@@ -153,8 +153,8 @@ def entries(
 
 
 def _repeated(option: Option) -> bool:
-    """Whether an option may be said several times, so that a file may have a list for it. Of one
-    that sets nothing it makes no difference.
+    """Return whether an option may be given several times, so that a file may have a list for it.
+    Options that set nothing may.
     """
     held = (FIELDS[name].default for name in option.fields if name in FIELDS)
     return not option.fields or any(isinstance(one, tuple) for one in held)

@@ -107,7 +107,9 @@ def explained(error: Exception) -> int:
 
 
 def _want_of_memory(error: Exception) -> str:
-    """A sentence that the system gave this process no memory. Raises another error again."""
+    """Return a sentence that the system gave this process no memory. Raises any other error
+    again.
+    """
     reasons = [
         line for line in str(error).splitlines() if any(one in line.lower() for one in _DENIED)
     ]
@@ -145,8 +147,8 @@ def _end(_sent: int, _frame: FrameType | None) -> None:
 
 
 def console() -> None:
-    """Entry point of the `forerun` command: ends the process with `main`'s code. SIGTERM and SIGHUP
-    end it as Ctrl+C does.
+    """Run the `forerun` command and end the process with `main`'s code. SIGTERM and SIGHUP end it
+    as Ctrl+C does.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     for each in (signal.SIGINT, signal.SIGHUP):  # Ignored in the background, and under nohup.

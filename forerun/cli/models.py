@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _told(value: Any) -> str:
-    """A fact as a person reads it."""
+    """Return a fact as text for users."""
     if value is None or isinstance(value, bool):
         return "yes" if value else "none"
     if isinstance(value, dict):
@@ -57,7 +57,7 @@ def _told(value: Any) -> str:
 
 
 def listed() -> list[dict[str, Any]]:
-    """Built-in models, here or not, and what huggingface_hub keeps."""
+    """Return the built-in models, fetched or not, and the models in huggingface_hub's cache."""
     rows: list[dict[str, Any]] = []
     for name, model in BUILT_IN.items():
         path = cache_dir() / "models" / model.file_name
@@ -71,7 +71,7 @@ def _row(name: str, size: int, path: Path | None) -> dict[str, Any]:
 
 
 def described(name: str) -> dict[str, Any]:
-    """Facts about one model, which is fetched where it is not here. Raises ModelError."""
+    """Return facts about one model; fetches it if it is not on this machine. Raises ModelError."""
     with bars() as report:
         model = open_model(name, report)
     arch, draft = model.architecture, shipped_draft(name)
@@ -114,7 +114,9 @@ def remove(name: str) -> int:
 
 
 def _write_tokenizer(name: str, folder: Path) -> int:
-    """A folder that Hugging Face libraries read. Raises ModelError, ConfigError."""
+    """Write a folder with the tokenizer that Hugging Face libraries read. Raises ModelError,
+    ConfigError.
+    """
     with bars() as report:
         model = open_model(name, report)
     tokenizer = model.tokenizer
@@ -138,9 +140,7 @@ def _write_tokenizer(name: str, folder: Path) -> int:
 
 
 def _show_list(rows: list[dict[str, Any]]) -> None:
-    """Each where it is; a line that is too long is left to the terminal, so that a path which is
-    copied from it is whole.
-    """
+    """Print a line per model. Long lines are not broken, so that a path can be copied from them."""
     names = max(len("model"), *(len(row["name"]) for row in rows))
     sizes = [human(row["bytes"]) for row in rows]
     wide = max(map(len, ("size", *sizes)))
@@ -151,6 +151,6 @@ def _show_list(rows: list[dict[str, Any]]) -> None:
 
 
 def _short(path: str | None) -> str:
-    """A path as a shell takes it too, from the user's home on."""
+    """Return a path in a form that a shell takes, with ~ for the user's home."""
     home = f"{Path.home()}/"
     return f"~/{path.removeprefix(home)}" if path and path.startswith(home) else path or ""

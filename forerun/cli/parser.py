@@ -26,8 +26,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As argparse does. Raises ConfigError: a line for each name that no option has, and if
-        there is one, for each option that cannot be honoured.
+        """Parse as argparse does. Raises ConfigError with a line for each unknown name, and then
+        for each option that cannot be honoured.
         """
         parsed, rest = self.parse_known_args(args, namespace)
         options = vars(parsed).get("options") or {}
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _own(self, command: str | None) -> list[str]:
-        """Names of a command's flags that are no options of the engine's or the server's."""
+        """Return the names of a command's flags that are no options of the engine or the server."""
         parsers = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
         flags = parsers[0].choices[command]._option_string_actions if command and parsers else ()
         return [flag.lstrip("-") for flag in flags if flag.startswith("--")]

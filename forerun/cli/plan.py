@@ -48,12 +48,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _leaves_open(config: EngineConfig) -> bool:
-    """Whether the executor and the numbers are those of a GPU too."""
+    """Return whether the configured executor and dtype can run on a GPU too."""
     return config.executor in ("auto", "torch") and config.dtype not in NATIVE_DTYPES
 
 
 def facts(size: Sizing) -> dict[str, Any]:
-    """The plan as JSON values: bytes of each device, tokens, and what the model is."""
+    """Return the plan as JSON values: bytes of each device, tokens, and the model."""
     arch, config, plan = size.model.architecture, size.config, size.plan
     return {
         "model": size.model.name,
@@ -80,7 +80,7 @@ def facts(size: Sizing) -> dict[str, Any]:
 
 
 def sentences(size: Sizing) -> dict[str, str]:
-    """The plan for people, a line by name."""
+    """Return the plan as text for users, a line by name."""
     values = facts(size)
     each = f" on each of {values['devices']} devices" if values["devices"] > 1 else ""
     source = (

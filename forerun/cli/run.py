@@ -118,7 +118,7 @@ def compared(loaded: Loaded, request: Request) -> list[tuple[Timed, Timed]]:
 
 
 def summary(answer: Timed, twins: list[tuple[Timed, Timed]]) -> dict[str, Any]:
-    """The numbers of one answer; beside plain decoding, where its twins measured that."""
+    """Return the numbers of one answer; with plain decoding's, if its twins measured that."""
     done = answer.completion
     report: dict[str, Any] = {
         "tokens": len(done.tokens),
@@ -140,7 +140,7 @@ def summary(answer: Timed, twins: list[tuple[Timed, Timed]]) -> dict[str, Any]:
 
 
 def sentence(report: dict[str, Any]) -> str:
-    """The last line: speed, acceptance, and the comparison where one was made."""
+    """Return the last line: speed, acceptance, and the comparison if one was made."""
     speed = report["tokens_per_second"]
     parts = [
         f"{report['tokens']} tokens, "

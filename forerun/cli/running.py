@@ -11,7 +11,7 @@ SECONDS = 10.0
 
 
 def asked(url: str, path: str, key: str = "") -> dict[str, Any]:
-    """The JSON of a route. Raises ConfigError if no server answers there, or it refuses."""
+    """Return the JSON of a route. Raises ConfigError if no server answers there, or it refuses."""
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
         raise ConfigError(f"--url {url} is not an address such as http://127.0.0.1:8000.")

@@ -50,7 +50,9 @@ def main(
 def _models(
     arguments: argparse.Namespace, config: EngineConfig, settings: ServeSettings
 ) -> list[Named]:
-    """All that are named one by one, in a folder and in a file. Raises ConfigError."""
+    """Return all models that are named one by one, in a folder and in a file. Raises
+    ConfigError.
+    """
     if settings.served_name:
         raise ConfigError(
             "--served-name names a single model; name several in a file: --models-file."
@@ -64,7 +66,7 @@ def _models(
 
 
 def prepared(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeSettings]:
-    """The configurations, keys read from their file; logs go where they say from now on.
+    """Return the configurations, with the keys from their file, and set up logging as they say.
 
     Raises ConfigError.
     """
@@ -98,7 +100,7 @@ def _load(start: StartLog, config: EngineConfig) -> Loaded:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """API keys, one per line; empty lines and lines that begin with # do not count.
+    """Read API keys, one per line; empty lines and lines that begin with # do not count.
 
     Raises ConfigError if the file cannot be read or holds none.
     """

@@ -19,8 +19,8 @@ OWN = ("speculative_draft_model_path", "speculative_token_map", "chat_template",
 
 
 def in_folder(folder: Path) -> list[str]:
-    """References of all models in a folder: GGUF files, and folders with a config.json. Raises
-    ConfigError if there is none.
+    """Return the references of all models in a folder: GGUF files, and folders with a config.json.
+    Raises ConfigError if there is none.
     """
     try:
         inside = sorted(folder.iterdir())
@@ -50,8 +50,8 @@ class Named:
 
 
 def on_the_line(references: Sequence[str], config: EngineConfig) -> list[Named]:
-    """Models that are named one by one, with options of all. Raises ConfigError for an option that
-    is of one model.
+    """Return the models that are named one by one, which share all options. Raises ConfigError for
+    an option that belongs to one model.
     """
     plain = EngineConfig()
     for name in OWN if references else ():
@@ -64,8 +64,8 @@ def on_the_line(references: Sequence[str], config: EngineConfig) -> list[Named]:
 
 
 def in_file(path: Path, options: Mapping[str, Option], config: EngineConfig) -> list[Named]:
-    """Models of a YAML file: names, and below each its own options, by any name that `forerun
-    serve` takes; what it leaves out is as in `config`. Without `model` the name is the reference.
+    """Read the models of a YAML file: names, and below each its own options, by any name that
+    `forerun serve` takes; others are as in `config`. Without `model` the name is the reference.
 
     Raises ConfigError naming file, model and option.
     """
@@ -116,7 +116,7 @@ def _name(reference: str) -> str:
 
 
 def size_of(reference: str) -> int:
-    """Bytes of a model's files, as far as they are here or known; else 0."""
+    """Return the bytes of a model's files, as far as they are on this machine or known; else 0."""
     if reference in catalog.BUILT_IN:
         return catalog.BUILT_IN[reference].size
     path = Path(reference)

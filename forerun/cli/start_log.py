@@ -14,8 +14,8 @@ log = logging.getLogger("forerun")
 
 
 def as_log(settings: ServeSettings) -> bool:
-    """Whether a start is events of the log: with --log-format json, and where the log leaves such
-    lines out.
+    """Return whether the start is reported as log events: with --log-format json, or if the log
+    level hides such lines.
     """
     quiet = logging.getLevelNamesMapping()[settings.log_level.upper()] > logging.INFO
     return quiet or settings.log_format == "json"

@@ -60,7 +60,9 @@ def _typed(history: Path) -> Callable[[str], str | None]:
 
 
 def keys() -> Any:
-    """Ctrl-C clears what is half typed, and leaves where nothing is; Alt-Enter: a new line."""
+    """Return the key bindings: Ctrl-C clears a half-typed line and leaves at an empty one;
+    Alt-Enter inserts a new line.
+    """
     from prompt_toolkit.key_binding import KeyBindings
 
     bindings = KeyBindings()
@@ -80,7 +82,7 @@ def keys() -> Any:
 
 
 def _history(path: Path) -> Any:
-    """In the file, or in memory where it cannot be written."""
+    """Return the history in the file, or in memory if the file cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:
@@ -106,7 +108,7 @@ class Wrapped:
 
     @classmethod
     def for_terminal(cls) -> "Wrapped":
-        """Output as wide as the terminal; lines are not broken where stdout is none."""
+        """Return output as wide as the terminal; if stdout is none, lines are not broken."""
         wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         return cls(width=wide)
 

@@ -125,7 +125,7 @@ def _template(engine: EngineConfig, model: Model, raw: bool) -> ChatEncoder:
 
 
 def _start(config: TrainConfig, target: Architecture) -> DraftFile | None:
-    """The draft to go on from, if one is named; refused before anything is written."""
+    """Open the draft to continue training, if one is named. Raises before anything is written."""
     if config.start_from is None:
         return None
     draft = open_draft(Path(config.start_from), target)
@@ -190,7 +190,7 @@ def _corpus(
     out: Path,
     report: Report,
 ) -> Corpus:
-    """The chats of an earlier run, or new ones that the target writes now."""
+    """Return the chats of an earlier run, or let the target write new ones."""
     if (out / "corpus" / "corpus.json").exists():
         say(f"using the chats in {out / 'corpus'}")
         return open_corpus(out / "corpus")

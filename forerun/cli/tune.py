@@ -68,7 +68,9 @@ def _forget(config: EngineConfig) -> int:
 
 
 def table(cells: Sequence[Cell], fastest: Setting | None, title: str) -> Table:
-    """One row per setting, one column per batch size; dropped settings show when."""
+    """Return a table with a row per setting and a column per batch size; settings that were dropped
+    show when.
+    """
     batches = list(dict.fromkeys(cell.batch for cell in cells))
     names = ("setting", *(f"{batch} at once" for batch in batches))
     view = columns(f"{title}: speed over plain decoding (tokens per step)", names)
@@ -85,7 +87,7 @@ def table(cells: Sequence[Cell], fastest: Setting | None, title: str) -> Table:
 
 
 def _check_picture(path: Path) -> None:
-    """Before minutes of work. Raises ConfigError if no picture can be written."""
+    """Raise ConfigError if no picture can be written, before minutes of work."""
     if not path.parent.is_dir():
         raise ConfigError(f"--out {path}: there is no folder {path.parent}.")
     if path.suffix != ".png":
@@ -93,7 +95,7 @@ def _check_picture(path: Path) -> None:
 
 
 def _draw(path: Path, cells: Sequence[Cell], fastest: Setting | None, title: str) -> None:
-    """The ratios as PNG, where matplotlib is installed."""
+    """Draw the ratios as PNG, if matplotlib is installed."""
     if find_spec("matplotlib") is None:
         say("no picture: matplotlib is not installed (pip install 'forerun[plots]')")
         return

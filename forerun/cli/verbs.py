@@ -20,7 +20,9 @@ AGENTS = ("claude", "codex", "cline", "continue", "opencode", "qwen", "aider", "
 
 
 def expanded(words: Sequence[str]) -> list[str]:
-    """A command line with another's verb, in this one's words. `help COMMAND` is its --help."""
+    """Translate a command line with another tool's verb into this one's. `help COMMAND` is its
+    --help.
+    """
     if not words or words[0] not in SAME:
         return [*words]
     verb, *rest = words

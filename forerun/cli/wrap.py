@@ -7,7 +7,7 @@ from typing import TextIO
 
 
 def wrapped(text: str, indent: int = 0, stream: TextIO | None = None) -> str:
-    """`text` as it is to be printed on `stream` (default: standard error).
+    """Return `text` as it is to be printed on `stream` (default: standard error).
 
     On a terminal each line of it is broken at spaces so that none is longer than the terminal is
     wide, those after the first behind `indent` blanks; a word that is longer stays whole. Anywhere

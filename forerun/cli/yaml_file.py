@@ -16,9 +16,9 @@ _NULL, _MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
 
 
 def mapping(path: Path, levels: int = 1) -> Mapping[str, Any]:
-    """A YAML file that holds names and values. A value is a text as it was written, None if it
-    is null or left out, or a list of such; a mapping is one of names and values too down to
-    `levels`. A mapping below it, and what a list holds beside texts, is what YAML makes of it.
+    """Read a YAML file of names and values. A value is text as it was written, None if it is null
+    or left out, or a list of texts; down to `levels` it may be a mapping of names and values too. A
+    mapping below that, and other things in a list, are what YAML makes of them.
 
     Raises ConfigError naming the file, and the line of a name that is there twice.
     """

@@ -68,8 +68,8 @@ class AsyncLLM:
         return (await self.choices(messages, **options))[0]
 
     async def choices(self, prompt: Prompt, **options: Unpack[AskOptions]) -> list[Completion]:
-        """All n continuations of a text, or answers to a conversation, in the order of their
-        indices. Errors as of `generate`.
+        """Return all n continuations of a text, or answers to a conversation, in the order of their
+        indices. Raises as `generate`.
         """
         completions = [Completion(index) for index in range(checked(options).get("n", 1))]
         async with aclosing(self.stream(prompt, **options)) as deltas:

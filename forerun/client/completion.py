@@ -96,7 +96,7 @@ def make_request(
     grammar: CompiledGrammar | None = None,
     **options: Any,
 ) -> Request:
-    """A request from keyword options: every field of `Sampling`, plus stop, stop_token_ids and
+    """Make a request from keyword options: every field of `Sampling`, plus stop, stop_token_ids and
     include_stop.
 
     prompt       int32[T], not empty
@@ -191,7 +191,7 @@ def complete(
 
 
 def _take(engine: Submits, inbox: "queue.SimpleQueue[Delta]") -> Delta:
-    """The next delta; EngineError when the engine died instead of sending one."""
+    """Return the next delta. Raises EngineError if the engine died instead of sending one."""
     while True:
         try:
             return inbox.get(timeout=POLL_SECONDS)
@@ -201,8 +201,8 @@ def _take(engine: Submits, inbox: "queue.SimpleQueue[Delta]") -> Delta:
 
 
 def acceptance_length(stats: Sequence[SpeculationStats | None]) -> float:
-    """Tokens per verify step over finished sequences, those without statistics left out; 1.0 means
-    that no draft token was accepted, or that there was no step.
+    """Return the tokens per verify step over finished sequences, those without statistics left out;
+    1.0 means that no draft token was accepted, or that there was no step.
     """
     steps = sum(item.steps for item in stats if item)
     accepted = sum(item.accepted for item in stats if item)

@@ -99,11 +99,13 @@ class EngineClient(Protocol):
         ...
 
     async def stats(self) -> Stats:
-        """A snapshot of the engine's counters; the last known where it does not answer."""
+        """Return a snapshot of the engine's counters; the last one if the engine does not
+        answer.
+        """
         ...
 
     async def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: what drafts, and how much; the last known where the engine does
+        """Return facts for /server_info about drafter and policy; the last ones if the engine does
         not answer. Raises EngineError if it is gone.
         """
         ...
@@ -210,12 +212,12 @@ class LocalEngine:
         return await self._loop.run_in_executor(self._compiling, work)
 
     async def stats(self) -> Stats:
-        """A snapshot of the engine's counters, taken at once."""
+        """Return a snapshot of the engine's counters, taken at once."""
         self.last_stats = self._engine.stats()
         return self.last_stats
 
     async def describe(self) -> dict[str, Any]:
-        """Facts for /server_info, from Engine.describe."""
+        """Return facts for /server_info, from Engine.describe."""
         return self._engine.describe()
 
     def forget_prefixes(self) -> None:
@@ -230,7 +232,9 @@ class LocalEngine:
         await asyncio.to_thread(self._loaded.close)
 
     def _lost(self, why: str) -> None:
-        """On the engine's thread, or a rank's."""
+        """Report the end of the engine to the event loop. Runs on the engine's thread, or a
+        rank's.
+        """
         call_soon(self._loop, partial(self._lose, RankError(why)))
 
     def _lose(self, loss: EngineError) -> None:
@@ -239,7 +243,7 @@ class LocalEngine:
         self.lost.set()
 
     def _turned(self) -> None:
-        """On the engine's thread: the news of a step crosses in one piece."""
+        """Pass the deltas of a step to the event loop, all at once. Runs on the engine's thread."""
         if self._news:
             deltas = self._news.copy()
             self._news.clear()

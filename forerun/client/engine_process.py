@@ -181,8 +181,8 @@ class EngineProcess:
         return constraint
 
     async def stats(self) -> Stats:
-        """The counters; after ASK_SECONDS without an answer, or of a process that is gone, the last
-        known.
+        """Return the counters; the last ones if the process is gone or does not answer within
+        ASK_SECONDS.
         """
         with suppress(TimeoutError, EngineError):
             async with asyncio.timeout(ASK_SECONDS):
@@ -190,8 +190,8 @@ class EngineProcess:
         return self.last_stats
 
     async def describe(self) -> dict[str, Any]:
-        """Facts for /server_info; after ASK_SECONDS without an answer the last known. Raises
-        EngineError if the process is gone.
+        """Return facts for /server_info; the last ones if there is no answer within ASK_SECONDS.
+        Raises EngineError if the process is gone.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(ASK_SECONDS):
@@ -219,18 +219,20 @@ class EngineProcess:
             child.kill(self._process)
 
     def _wait(self, shares: bool) -> None:
-        """For the process's end, on a thread; one that shares its model may not be stopped."""
+        """Wait on a thread for the process's end. shares: its model is shared with other processes,
+        so it may not be stopped.
+        """
         stopped = child.wait(self._process) if shares else 0
         self._process.wait()
         call_soon(self._loop, partial(self._ended.set_result, stopped))
 
     async def _description(self) -> None:
-        """Request counters and facts, and wait until they are there. Raises EngineLostError."""
+        """Request counters and facts, and wait for them. Raises EngineLostError."""
         call = next(self._numbers)
         await self._call(call, messages.Describe(call))
 
     async def _call(self, call: int, message: messages.ToEngine) -> Any:
-        """The answer to a call. Raises what the engine raised, EngineLostError."""
+        """Send a call and return its answer. Raises what the engine raised, EngineLostError."""
         if self.loss is not None:
             raise self.loss
         self._calls[call] = self._loop.create_future()
@@ -241,13 +243,13 @@ class EngineProcess:
             del self._calls[call]
 
     def _send(self, message: messages.ToEngine) -> None:
-        """Raises UnicodeEncodeError."""
+        """Send a message. Raises UnicodeEncodeError for text that is not valid Unicode."""
         data = messages.encode(message)
         if not self._writer.is_closing():
             self._writer.write(len(data).to_bytes(4) + data)
 
     async def _read(self, reader: StreamReader) -> None:
-        """Until the process ends."""
+        """Handle the process's messages until it ends."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 size = int.from_bytes(await reader.readexactly(4))
@@ -307,7 +309,7 @@ class EngineProcess:
         self._lost_by(loss)
 
     def _lost_by(self, loss: EngineError) -> None:
-        """No step can run any more, for the first reason that is known."""
+        """Fail all requests: no step can run any more. The first known reason counts."""
         if not self._closing and self.loss is None:
             self.loss = loss
             self.lost.set()

@@ -42,8 +42,8 @@ log = logging.getLogger("forerun.engine")
 
 
 def run(fd: int, load: Load) -> int:
-    """Be the engine of the server at the other end of file descriptor `fd`; blocks until the server
-    has had enough. Returns the exit code: 0, or NOT_LOADED where `load` raised.
+    """Run the engine of the server at the other end of file descriptor `fd`; blocks until the
+    server closes the connection. Returns the exit code: 0, or NOT_LOADED if `load` raised.
 
     load  loads the model that the first message names
 
@@ -79,7 +79,7 @@ def run(fd: int, load: Load) -> int:
 
 
 def _failed(what: threading.ExceptHookArgs) -> None:
-    """A thread ends by an exception."""
+    """End this process because a thread ended by an exception."""
     try:
         threading.__excepthook__(what)
     finally:
@@ -144,7 +144,7 @@ class _Worker:
     # --- the thread that hears -------------------------------------------------------------
 
     def hear(self) -> None:
-        """Until the server is gone."""
+        """Handle the server's messages until it is gone."""
         try:
             while True:
                 self._do(messages.to_engine(self._connection.recv_bytes()))
@@ -209,14 +209,14 @@ class _Worker:
         self._outbox.put(messages.Lost(messages.Problem.of(RankError(why))))
 
     def _turned(self) -> None:
-        """On the engine's thread: the news of a step goes in one message."""
+        """Queue the deltas of a step as one message. Runs on the engine's thread."""
         if self._news:
             deltas = self._news.copy()
             self._news.clear()
             self._outbox.put(deltas)
 
     def _send(self) -> None:
-        """Whatever lies there, until the end; a sign of life where nothing does for a while."""
+        """Send queued messages until the end, and a sign of life if there were none for a while."""
         assert self._loaded is not None
         engine = self._loaded.engine
         with suppress(OSError):  # The server is gone: the receiving thread ends the process.

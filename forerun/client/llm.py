@@ -34,7 +34,7 @@ class LLM:
         self.loaded = load(EngineConfig(model=model, **config))
 
     def __enter__(self) -> Self:
-        """Nothing more to do: the model is loaded."""
+        """Return this object: the model is loaded already."""
         return self
 
     def __exit__(
@@ -70,8 +70,8 @@ class LLM:
         return self.choices(messages, **options)[0]
 
     def choices(self, prompt: Prompt, **options: Unpack[AskOptions]) -> list[Completion]:
-        """All n continuations of a text, or answers to a conversation, in the order of their
-        indices. Errors as of `generate`; ModelError if the model has no chat template.
+        """Return all n continuations of a text, or answers to a conversation, in the order of their
+        indices. Raises as `generate`; ModelError if the model has no chat template.
         """
         return complete(self.loaded.engine, [self.request(prompt, **options)])[0]
 
@@ -94,7 +94,7 @@ class LLM:
         return encode_chat(self.loaded, prompt)
 
     def request(self, prompt: Prompt, **options: Unpack[AskOptions]) -> Request:
-        """The request that the other methods submit; compiles its grammar. Raises RequestError
+        """Make the request that the other methods submit; compiles its grammar. Raises RequestError
         naming an option that is wrong or out of range, ModelError for messages to a model without a
         chat template.
         """

@@ -42,8 +42,8 @@ class Problem(msgspec.Struct):
 
     @classmethod
     def of(cls, error: ForerunError | ImportError) -> "Problem":
-        """The error as a value that crosses between processes: its nearest class that both sides
-        know, its message and its attributes.
+        """Return the error as a value that crosses between processes: its nearest class that both
+        sides know, its message and its attributes.
         """
         if isinstance(error, ImportError):
             return cls("ImportError", str(error), {"name": error.name})
@@ -52,7 +52,7 @@ class Problem(msgspec.Struct):
         return cls(kind, str(error), dict(vars(error)))
 
     def error(self) -> ForerunError | ImportError:
-        """The error again, of the class that `kind` names."""
+        """Return the error again, of the class that `kind` names."""
         if self.kind == "ImportError":
             return ImportError(self.message, name=self.fields["name"])
         made = _KINDS[self.kind](self.message)
@@ -150,7 +150,7 @@ class Loading(msgspec.Struct, tag=True, frozen=True):
     total: int
 
     def sentence(self) -> str:
-        """The same for users; without a share if the total is unknown."""
+        """Return the progress as text for users; without a share if the total is unknown."""
         return f"{self.what}, {100 * self.done // self.total} %" if self.total else self.what
 
 
@@ -222,7 +222,7 @@ FromEngine = Ready | Loading | NotLoaded | Deltas | Refused | Compiled | Descrip
 
 
 def _plain(value: Any) -> Any:
-    """Token ids as bytes, NumPy's numbers as Python's."""
+    """Return token ids as bytes, NumPy's numbers as Python's."""
     if isinstance(value, np.ndarray):
         return np.asarray(value, np.int32).tobytes()
     if isinstance(value, np.generic):

@@ -100,8 +100,8 @@ _KINDS = get_type_hints(AskOptions)
 
 
 def checked(options: AskOptions) -> AskOptions:
-    """The options in their declared types: numbers and lists of NumPy's become Python's, texts that
-    spell a number that number.
+    """Return the options in their declared types: NumPy's numbers and arrays become Python's, texts
+    that spell a number that number.
 
     Raises RequestError naming the first that is of another type or outside of RANGES; options that
     no request has stay as they are.

@@ -117,8 +117,8 @@ def check_reference(reference: str, revision: str | None = None) -> None:
 
 
 def is_here(reference: str) -> bool:
-    """Whether `open_model` would open it without fetching anything: a path, the toy, or a built-in
-    model that was fetched before. What the hub's cache holds is not looked at.
+    """Return whether `open_model` would open it without fetching anything: a path, the toy, or a
+    built-in model that was fetched before. Does not look into the hub's cache.
     """
     if reference in BUILT_IN:
         return (default_cache_dir() / "models" / BUILT_IN[reference].file_name).is_file()
@@ -142,8 +142,8 @@ def is_reference(word: str) -> bool:
 
 
 def shipped_draft(reference: str) -> Path | None:
-    """The folder of the draft head that this package has for a built-in model; None if it has
-    none.
+    """Return the folder of the draft head that ships with this package for a built-in model; None
+    if there is none.
     """
     folder = Path(__file__).parent.parent / "drafts" / reference
     return folder if reference in BUILT_IN and folder.is_dir() else None

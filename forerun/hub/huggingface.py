@@ -56,8 +56,8 @@ _PICKLED = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-
 
 
 def fetched(repository: str, cache: Path | None = None, revision: str | None = None) -> Path:
-    """The folder of a hub model, downloaded if it is not in huggingface_hub's cache yet; that
-    library draws its own progress.
+    """Return the folder of a hub model; downloads it if it is not in huggingface_hub's cache, with
+    that library's progress bars.
 
     repository  organisation/name
     cache       where to keep it; None = where huggingface_hub's own settings say
@@ -69,7 +69,7 @@ def fetched(repository: str, cache: Path | None = None, revision: str | None = N
 
 
 def config_fetched(repository: str, revision: str | None = None) -> Path:
-    """The folder of a hub model of which config.json alone has to be there; only that is fetched.
+    """Return the folder of a hub model, of which only config.json must exist; fetches only that.
     Raises DownloadError, also if the model has none.
     """
     folder = _snapshot(repository, ["config.json"], None, revision)
@@ -84,13 +84,15 @@ def config_fetched(repository: str, revision: str | None = None) -> Path:
 def fetched_pickled(
     repository: str, cache: Path | None = None, revision: str | None = None
 ) -> Path:
-    """As `fetched`, with pickled weights (pytorch_model*.bin), for a model that has no others."""
+    """Return the folder as `fetched`, with pickled weights (pytorch_model*.bin), for a model that
+    has no others.
+    """
     return _snapshot(repository, [*_PATTERNS, *_PICKLED], cache, revision)
 
 
 def draft_fetched(repository: str, revision: str | None) -> Path:
-    """The folder of a draft on the hub: its safetensors, or else its pickled weights. revision None
-    = main.
+    """Return the folder of a draft on the hub, with its safetensors, or else its pickled weights.
+    revision None = main.
 
     Raises DownloadError.
     """
@@ -101,8 +103,8 @@ def draft_fetched(repository: str, revision: str | None) -> Path:
 
 
 def token_map_fetched(named: str) -> Path:
-    """The path of a token map: a file on this machine, or `organisation/name/file` of the hub,
-    which is fetched; the path as it was named where it is neither. Raises DownloadError.
+    """Return the path of a token map: a file on this machine, or `organisation/name/file` of the
+    hub, which is fetched; any other text unchanged. Raises DownloadError.
     """
     repository, _, name = named.rpartition("/")
     if Path(named).exists() or _HUB_FILE.fullmatch(named) is None:
@@ -113,9 +115,9 @@ def token_map_fetched(named: str) -> Path:
 def gguf_fetched(
     reference: HubReference, cache: Path | None = None, revision: str | None = None
 ) -> Path:
-    """The path of one GGUF file of a hub model, downloaded with its further parts if it is not in
-    the cache yet; cache and revision as in `fetched`. Where the hub does not answer within
-    ASKING seconds, the cache's files count.
+    """Return the path of one GGUF file of a hub model; downloads it with its further parts if it is
+    not in the cache. cache, revision: as in `fetched`. If the hub does not answer within ASKING
+    seconds, the files in the cache count.
 
     Raises DownloadError, and ModelError if there is no such file.
     """

@@ -52,7 +52,7 @@ def hub_reference(text: str) -> HubReference | None:
 
 
 def _without_host(text: str) -> str:
-    """Without the hub's own address, long or short; others stay, and match nothing."""
+    """Return the text without the hub's own address, long or short."""
     own = urlsplit(constants.ENDPOINT).hostname or ""
     bare = text.removeprefix("https://").removeprefix("http://")
     host, _, rest = bare.partition("/")
@@ -61,8 +61,9 @@ def _without_host(text: str) -> str:
 
 
 def choose_gguf(names: list[str], reference: HubReference) -> str:
-    """The GGUF file that `reference` means among a repository's `names`: the one it names, by file
-    or kind of numbers, else the first kind of PREFERRED. Of one in several parts, the first part.
+    """Return the GGUF file that `reference` means among a repository's `names`: the one it names,
+    by file or quantisation, else the first quantisation of PREFERRED. Of one in several parts, the
+    first part.
 
     Raises NoGgufError if there is none, ModelError that lists what there is where the named one
     is absent.
@@ -90,11 +91,11 @@ def choose_gguf(names: list[str], reference: HubReference) -> str:
 
 
 def _kind(name: str) -> str:
-    """`model-Q4_K_M.gguf` -> q4_k_m."""
+    """Return the quantisation in a file's name: `model-Q4_K_M.gguf` -> q4_k_m."""
     return re.split(r"[-.]", _whole_name(name))[-1].lower()
 
 
 def _whole_name(name: str) -> str:
-    """Without its ending, and without which part it is."""
+    """Return a file's name without its ending and its part number."""
     match = PART.fullmatch(name)
     return match["stem"] if match else name.removesuffix(".gguf")

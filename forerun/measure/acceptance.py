@@ -70,8 +70,8 @@ Simulate = Callable[[Sequence[tuple[Ints, Ints]], int], float]
 
 
 def alone(config: EngineConfig) -> EngineConfig:
-    """A copy of `config` without the n-gram drafter beside a draft model ("+NGRAM"), since that is
-    what the draft's trainer simulated; `config` itself where no model drafts.
+    """Return a copy of `config` without the n-gram drafter beside a draft model ("+NGRAM"), as the
+    draft's trainer simulated it; `config` itself if no model drafts.
     """
     name = config.algorithm.name.removesuffix("+NGRAM")
     return replace(config, speculative_algorithm=name) if config.algorithm.model else config
@@ -130,8 +130,8 @@ def _size(config: EngineConfig) -> str:
 
 
 def shaped(config: EngineConfig, shape: DraftShape) -> EngineConfig:
-    """A copy of `config` that drafts this shape in every step: policy fixed. Raises ConfigError
-    if the algorithm cannot draft it.
+    """Return a copy of `config` that drafts this shape in every step (policy fixed). Raises
+    ConfigError if the algorithm cannot draft it.
     """
     return replace(
         config,
@@ -145,7 +145,8 @@ def shaped(config: EngineConfig, shape: DraftShape) -> EngineConfig:
 def serve(
     target: Target, config: EngineConfig, question: Question, progress: Progress
 ) -> tuple[list[Completion], float]:
-    """The answers to a question on a fresh engine, prompt by prompt, and the wall time in seconds.
+    """Answer a question on a fresh engine. Returns the answers, prompt by prompt, and the wall time
+    in seconds.
 
     At most question.at_once run at once; prompt i has seed question.seed + i. Raises ContextError
     if a prompt does not fit, EngineError if the engine fails.
@@ -173,8 +174,8 @@ def serve(
 
 
 def summed(histograms: Sequence[Sequence[int]]) -> np.ndarray:
-    """int64[.]: entry k counts the steps that accepted k draft tokens, over all sequences. [0] for
-    none.
+    """Return int64[.], whose entry k counts the steps that accepted k draft tokens, over all
+    sequences; [0] for none.
     """
     total = np.zeros(max(map(len, histograms), default=1), np.int64)
     for histogram in histograms:
@@ -183,8 +184,8 @@ def summed(histograms: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def drafting(done: Sequence[Completion]) -> np.ndarray:
-    """int64[.] as `summed`, over answers with statistics, without each answer's first step, which
-    read the prompt and could not draft.
+    """Return int64[.] as `summed`, over answers with statistics, without each answer's first step,
+    which read the prompt and could not draft.
     """
     total = summed([c.stats.histogram for c in done if c.stats])
     total[0] -= sum(1 for c in done if c.stats and c.stats.steps)
@@ -192,24 +193,24 @@ def drafting(done: Sequence[Completion]) -> np.ndarray:
 
 
 def mean_length(histogram: np.ndarray) -> float:
-    """Acceptance length: tokens per step, the target's own included, of a histogram as `summed`
-    gives it; 1.0 without steps.
+    """Return the acceptance length, tokens per step with the target's own, of a histogram of
+    `summed`; 1.0 without steps.
     """
     steps = histogram.sum()
     return 1.0 + float((np.arange(len(histogram)) * histogram).sum() / max(steps, 1))
 
 
 def agreement(histogram: np.ndarray) -> tuple[float, ...]:
-    """Entry j: the share of steps that accepted draft token j + 1, of those that accepted token j,
-    from a histogram as `summed` gives it; 0.0 where none got so far.
+    """Return in entry j the share of steps that accepted draft token j + 1, of those that accepted
+    token j, from a histogram of `summed`; 0.0 if no step accepted token j.
     """
     reached = histogram[::-1].cumsum()[::-1]
     return tuple(float(b / a) if a else 0.0 for a, b in pairwise(reached))
 
 
 def metrics_beside(folder: str | None) -> Path | None:
-    """The metrics.json that `forerun train` left beside a draft's folder; None if there is no
-    such file or no draft.
+    """Return the metrics.json that `forerun train` wrote beside a draft's folder; None if there is
+    no such file or no draft.
     """
     if folder is None:
         return None

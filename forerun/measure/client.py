@@ -145,7 +145,9 @@ async def _ask_once(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[st
 
 
 def _without_text(tokens: int, finish: str) -> str:
-    """Why nothing can be timed: a stop at once, special tokens alone, half of a character."""
+    """Return why nothing can be timed: the answer stopped at once, or has only special tokens or
+    half a character.
+    """
     ended = f"{tokens} token{'s' * (tokens != 1)} without text, finish_reason {finish or 'missing'}"
     advice = "--ignore-eos goes on where a model stops at once" if finish == "stop" else ""
     return f"the answer was empty ({ended})" + (f"; {advice}" if advice else "")
@@ -202,7 +204,8 @@ async def load_level(
 
 
 def find_model(url: str, api_key: str, wanted: str | None) -> str:
-    """The model name to ask for: `wanted`, or the first that GET {url}/models lists (10 s timeout).
+    """Return the name of the model to measure: `wanted`, or the first that GET {url}/models lists
+    (10 s timeout).
 
     Raises ConfigError if the server does not answer, not yet, or lists none.
     """

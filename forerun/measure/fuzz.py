@@ -233,7 +233,7 @@ class Fuzzer:
         return None
 
     def _shrink(self, failure: Failure) -> Failure:
-        """A smaller case that fails too, found greedily within SHRINK_RUNS runs."""
+        """Search greedily for a smaller case that fails too, within SHRINK_RUNS runs."""
         runs = 0
         smaller = True
         while smaller and runs < SHRINK_RUNS:
@@ -254,7 +254,7 @@ class Fuzzer:
     # --- one case ----------------------------------------------------------------------------
 
     def _opened(self, case: Case) -> Target:
-        """A target with the case's pages and slots; kept while they stay the same."""
+        """Return a target with the case's pages and slots; the last one if they are the same."""
         shape = {name: case.changes[name] for name in SHAPES if name in case.changes}
         if self._target is None or self._target[0] != shape:
             if self._target is not None:
@@ -337,7 +337,7 @@ def _drive(engine: Engine, requests: list[Request], case: Case) -> list[list[Com
 
 
 def _difference(expected: Completion, found: Completion) -> str | None:
-    """Where an answer differs from the reference, in words; None if nowhere."""
+    """Return, as text, where an answer differs from the reference; None if nowhere."""
     if found.finish == Finish.ABORT:
         told = len(found.tokens)
         whole = found.text.rstrip("\ufffd")  # A character that the end cuts is told as this one.

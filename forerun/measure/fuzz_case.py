@@ -136,7 +136,7 @@ class CaseSource:
         return tuple(ids)
 
     def _options(self) -> dict[str, Any]:
-        """Any sampling parameters; each is left at its default mostly."""
+        """Draw sampling parameters; most stay at their defaults."""
         ids = self._random.integers(0, self._vocab, 3).tolist()
         usual: dict[str, tuple[Any, ...]] = {
             "temperature": (0.0, 0.0, 0.3, 0.8, 1.5),
@@ -163,8 +163,8 @@ class CaseSource:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Smaller cases than this one, the boldest steps first: fewer requests, then fewer changes,
-    then plainer requests. Empty where nothing is left to take away.
+    """Yield smaller cases than this one, the largest reductions first: fewer requests, then fewer
+    changes, then simpler requests. Yields none if nothing is left to remove.
     """
     for number in range(len(case.requests)):
         if len(case.requests) > 1:
@@ -214,8 +214,8 @@ def write(failure: Failure, config: EngineConfig, path: Path) -> None:
 
 
 def read(path: Path) -> tuple[EngineConfig, Case]:
-    """The configuration and the case of a reproduction file. Raises ConfigError, which names the
-    file, if it cannot be read or is none.
+    """Read the configuration and the case of a reproduction file. Raises ConfigError, which names
+    the file, if it cannot be read or is none.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

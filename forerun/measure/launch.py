@@ -19,8 +19,8 @@ START_SECONDS = 600.0
 
 @contextmanager
 def launched(config: EngineConfig) -> Iterator[str]:
-    """A context manager: a `forerun serve` process with this configuration on a free port of
-    127.0.0.1. Yields its address, which ends in /v1; leaving ends the process.
+    """Run a `forerun serve` process with this configuration on a free port of 127.0.0.1, as a
+    context manager. Yields its address, which ends in /v1; leaving ends the process.
 
     Waits until /health answers 200, at most START_SECONDS. Raises EngineError with the end of its
     log where it does not come up.
@@ -46,7 +46,8 @@ def launched(config: EngineConfig) -> Iterator[str]:
 
 
 def healthy(port: int) -> bool:
-    """Whether a server on this port of 127.0.0.1 answers GET /health with 200 within 5 seconds.
+    """Return whether a server on this port of 127.0.0.1 answers GET /health with 200 within 5
+    seconds.
 
     Through a bare connection, since this is asked while the server measures what its steps cost:
     `httpx.get` makes a client each time, tens of milliseconds of one of its cores.

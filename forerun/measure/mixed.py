@@ -13,9 +13,9 @@ NEAR = 1e-3
 
 
 def options(index: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The options that prompt `index` gets beside a temperature, as keywords of `make_request`:
-    penalties, biases, several choices, stop strings, log-probabilities or cut-offs, nine kinds in
-    turn.
+    """Return the options that prompt `index` gets beside a temperature, as keywords of
+    `make_request`: penalties, biases, several choices, stop strings, log-probabilities or cut-offs,
+    nine kinds in turn.
     """
     common = set(tokenizer.encode_part(' ea1,"', False))
     bias = tuple((token, 2.0) for token in sorted(common))
@@ -44,9 +44,9 @@ def options(index: int, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def told_otherwise(expected: Completion, found: Completion) -> int | None:
-    """The output position at which two answers with the same tokens differ: in a token's
-    log-probabilities (by NEAR nats or more), or, at the end, in text or finish reason. None if
-    they agree.
+    """Return the output position at which two answers with the same tokens differ: in a token's
+    log-probabilities (by NEAR nats or more), or, at the end, in text or finish reason; None if they
+    agree.
     """
     for place, pair in enumerate(zip(expected.logprobs, found.logprobs, strict=False)):
         if not _near(*pair):

@@ -23,8 +23,8 @@ class Interval(NamedTuple):
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """The median of n independent values, and the sign test's interval between two of them, of at
-    least CONFIDENCE where there are enough values; what it has is in the result.
+    """Return the median of n independent values, and the sign test's interval between two of them,
+    of at least CONFIDENCE if there are enough values; the result has its actual confidence.
 
     values  ratios, say, one per pair of runs
 

@@ -96,8 +96,8 @@ def draw_frontier(path: Path, cells: Sequence[Cell], title: str) -> None:
 
 
 def frontier(cells: Sequence[Cell]) -> list[Cell]:
-    """The Pareto frontier: cells that no other beats in both acceptance length and milliseconds per
-    step, fastest step first.
+    """Return the Pareto frontier: cells that no other beats in both acceptance length and
+    milliseconds per step, fastest step first.
     """
     edge: list[Cell] = []
     for cell in sorted(cells, key=lambda cell: (cell.ms_per_step, -cell.acceptance_length)):
@@ -117,7 +117,7 @@ def _figure(title: str, wide: float, high: float) -> Any:
 
 
 def _counts(axes: Any, counts: Sequence[int], label: str) -> None:
-    """An axis of counts that double, with a tick at each."""
+    """Set an axis of counts that double, with a tick at each."""
     from matplotlib.ticker import NullLocator
 
     at = sorted(set(counts))

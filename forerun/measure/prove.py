@@ -283,7 +283,7 @@ def _first_divergence(
     temperature: float,
     pair: tuple[Completions, Completions],
 ) -> Divergence | None:
-    """The first answer that differs, examined; None if none does."""
+    """Return the first answer that differs, examined; None if none does."""
     both = zip(pair[0].prompts, pair[0].done, pair[1].done, strict=True)
     for index, expected, found in both:
         at = _differs(expected, found)
@@ -305,7 +305,9 @@ def _first_divergence(
 
 
 def _logit_gap(target: Target, text: Ints, a: int, b: int) -> float | None:
-    """Raw logit of `a` minus that of `b` after `text`; None if one is not in the top 20."""
+    """Return the raw logit of `a` minus that of `b` after `text`; None if one is not in the top
+    20.
+    """
     request = make_request(text, max_tokens=1, logprobs=TOP, ignore_eos=True)
     found = answers(target, replace(target.config, speculative_algorithm="OFF"), [request], 1)
     entry: TokenLogprobs = found.done[0].logprobs[0]
@@ -314,8 +316,8 @@ def _logit_gap(target: Target, text: Ints, a: int, b: int) -> float | None:
 
 
 def encode(target: Target, prompt: Prompt, tokens: int) -> Ints:
-    """int32[T]: the prompt's ids, by the chat template where the model has one, else of its last
-    user message. Raises ContextError if `tokens` of output would not fit behind it.
+    """Return int32[T], the prompt's ids, by the chat template if the model has one, else of its
+    last user message. Raises ContextError if `tokens` of output would not fit behind it.
     """
     if target.chat is not None:
         ids = encode_chat(target, prompt.messages)
@@ -330,7 +332,7 @@ def encode(target: Target, prompt: Prompt, tokens: int) -> Ints:
 
 
 def as_dict(proof: Proof) -> dict[str, Any]:
-    """The proof as JSON values, for --json: verdicts, and each run's fields."""
+    """Return the proof as JSON values, for --json: verdicts, and each run's fields."""
     return {
         "identical": proof.identical,
         "speculated": proof.speculated,

@@ -42,8 +42,8 @@ class Level:
 
 
 def one_repeat(side: str, at_once: int, timings: Sequence[Timing], seconds: float) -> Level:
-    """The Level of one repeat: throughput over `seconds` of wall time, percentiles in milliseconds.
-    Failed requests count as errors and in nothing else.
+    """Return the Level of one repeat: throughput over `seconds` of wall time, percentiles in
+    milliseconds. Failed requests count as errors and in nothing else.
     """
     good = [timing for timing in timings if timing.error is None]
     tokens = sum(timing.tokens for timing in good)
@@ -65,8 +65,8 @@ def one_repeat(side: str, at_once: int, timings: Sequence[Timing], seconds: floa
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """{"p50", "p90", "p99"} in milliseconds of values in seconds, by linear interpolation; {}
-    without values.
+    """Return {"p50", "p90", "p99"} in milliseconds of values in seconds, by linear interpolation;
+    {} without values.
     """
     if not seconds:
         return {}
@@ -75,8 +75,8 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def median_of(repeats: Sequence[Level]) -> Level:
-    """One Level of several repeats (at least one) of the same side and concurrency: each number the
-    median over the repeats that have it; requests, errors and tokens add up.
+    """Return one Level of several repeats (at least one) of the same side and concurrency: each
+    number is the median over the repeats that have it; requests, errors and tokens add up.
     """
     first = repeats[0]
 
@@ -120,8 +120,8 @@ def worded(ratio: Interval) -> str:
 
 
 def columns(title: str, names: Sequence[str], left: int = 1, caption: str | None = None) -> Table:
-    """An empty table of so many columns, the first `left` of them flush left. Where it is narrow,
-    headings are broken between words, and none is cut.
+    """Return an empty table with these columns, the first `left` of them flush left. In a narrow
+    terminal headings are broken between words, and none is cut.
     """
     drawn = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for place, name in enumerate(names):
@@ -131,8 +131,8 @@ def columns(title: str, names: Sequence[str], left: int = 1, caption: str | None
 
 
 def table(levels: Sequence[Level], title: str) -> Table:
-    """A rich table of levels for the terminal, at least 80 columns wide; times as p50 / p99
-    in ms.
+    """Return a table of levels for the terminal, at least 80 columns wide; times as p50 / p99 in
+    milliseconds.
     """
     caption = "times: p50 / p99 in ms; medians over repeats"
     names = (
@@ -165,5 +165,5 @@ def _pair(values: dict[str, float]) -> str:
 
 
 def as_dict(levels: Sequence[Level], facts: dict[str, Any]) -> dict[str, Any]:
-    """`facts` (what was asked, where) and the levels' fields as JSON values."""
+    """Return `facts` about the measurement and the levels' fields as JSON values."""
     return facts | {"levels": [asdict(level) for level in levels]}

@@ -45,7 +45,9 @@ class Published:
     positions: tuple[float, ...] = ()
 
     def rate(self) -> float:
-        """The conditional acceptance a in [0, 1] with 1 + a + ... + a^chain = tau, by bisection."""
+        """Return the conditional acceptance a in [0, 1] with 1 + a + ... + a^chain = tau, by
+        bisection.
+        """
         low, high = 0.0, 1.0
         for _ in range(60):
             middle = (low + high) / 2
@@ -53,8 +55,8 @@ class Published:
         return low
 
     def tokens(self, draft_tokens: int) -> float:
-        """Tokens that a round emits on average with `draft_tokens` draft tokens, up to `chain`: by
-        position where that is published, else from `rate`.
+        """Return the tokens that a round emits on average with `draft_tokens` draft tokens, up to
+        `chain`: by position if that is published, else from `rate`.
         """
         if self.positions:
             return 1.0 + sum(self.positions[:draft_tokens])
@@ -71,8 +73,8 @@ PUBLISHED = {
 
 
 def length(rate: float, draft_tokens: int) -> float:
-    """Tokens a round emits on average where each of `draft_tokens` is right with probability
-    `rate`, given that the one before was: 1 + rate + ... + rate^draft_tokens.
+    """Return the tokens that a round emits on average if each of `draft_tokens` is right with
+    probability `rate`, given that the one before was: 1 + rate + ... + rate^draft_tokens.
     """
     return float(sum(rate**depth for depth in range(draft_tokens + 1)))
 
@@ -96,8 +98,8 @@ def torch_bench(
     draft: DraftFile | None = None,
     **how: Any,
 ) -> StepBench:
-    """A StepBench on the torch executor, with as many sequences as the sweep's largest batch; its
-    rounds are captured where its device captures.
+    """Return a StepBench on the torch executor, with as many sequences as the sweep's largest
+    batch; its rounds are captured if its device captures.
 
     draft  a draft head beside it; None = none
     how    kv_dtype and prompts, as TorchExecutor takes them
@@ -122,8 +124,8 @@ def wait(device: torch.device) -> None:
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second, read and written counted, of copying `size` bytes on the device; the median
-    of 5.
+    """Measure the bytes per second, read and written counted, of copying `size` bytes on the
+    device; the median of 5.
     """
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -172,7 +174,7 @@ def measure(name: str, device: str, dtype: str, sweep: StepSweep) -> dict[str, A
 
 
 def _batch(steps: StepBench, rows: int, sweep: StepSweep) -> dict[str, Any]:
-    """The numbers of one batch."""
+    """Measure one batch and return its numbers."""
     step_ms = {k: steps.median(steps.step(rows, k), sweep.rounds) for k in sweep.nodes}
     draft_ms = steps.median(steps.draft_pass(rows), sweep.rounds)
     drafted_ms, within = {}, False
@@ -196,8 +198,8 @@ def _batch(steps: StepBench, rows: int, sweep: StepSweep) -> dict[str, Any]:
 
 
 def host_share(executor: Executor, work: Callable[[], float]) -> float | None:
-    """The share, in [0, 1], of the milliseconds that `work` returns which passed outside of
-    captured rounds; None if the executor captured none.
+    """Return the share, in [0, 1], of the milliseconds of `work` that passed outside of captured
+    rounds; None if the executor captured none.
     """
     before: dict[str, Any] = executor.describe()
     taken = work()
@@ -208,8 +210,9 @@ def host_share(executor: Executor, work: Callable[[], float]) -> float | None:
 
 
 def speed_ups(plain_ms: float, drafted_ms: dict[int, float]) -> dict[str, dict[str, float]]:
-    """For each published acceptance, the number of draft tokens that pays most and its speed over
-    plain decoding (SYNTHETIC: measured times, published lengths). 0 draft tokens count as 1.
+    """Return, for each published acceptance, the number of draft tokens that pays most and its
+    speed over plain decoding (SYNTHETIC: measured times, published lengths). 0 draft tokens count
+    as 1.
 
     plain_ms    a plain step
     drafted_ms  a drafting step, by nodes of a row, one more than its draft tokens
@@ -227,8 +230,8 @@ def speed_ups(plain_ms: float, drafted_ms: dict[int, float]) -> dict[str, dict[s
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The report as text for people: shape, floor, captures, and a line per batch; where it has an
-    error, that alone.
+    """Return the report as text for users: shape, floor, captures, and a line per batch; only the
+    error, if it has one.
     """
     if "error" in report:
         return [f"{report['shape']}: {report['error']}"]

@@ -25,8 +25,8 @@ WARM_UP = 3
 
 
 def limits_for(arch: Architecture, rows: int, nodes: int, context: int) -> ExecutorLimits:
-    """ExecutorLimits for a StepBench of `rows` sequences of such a model with `context` cached
-    tokens and chains of at most `nodes` nodes.
+    """Return ExecutorLimits for a StepBench of `rows` sequences of such a model with `context`
+    cached tokens and chains of at most `nodes` nodes.
     """
     pages = -(-(context + nodes) // PAGE)
     return ExecutorLimits(
@@ -95,24 +95,24 @@ class StepBench:
                 self._run(*self._plan([row], behind, self._tokens[behind : self._context], 0))
 
     def times(self, work: Callable[[], object], count: int, warm_up: int = WARM_UP) -> list[float]:
-        """Milliseconds of each of `count` calls of `work`, after `warm_up` more; sequences are
-        rewound before each, untimed.
+        """Return the milliseconds of each of `count` calls of `work`, after `warm_up` more;
+        sequences are rewound before each, untimed.
         """
         return self._timed(work, count, before=self.rewind, warm_up=warm_up)
 
     def median(self, work: Callable[[], object], count: int) -> float:
-        """The median of `times`, milliseconds."""
+        """Return the median of `times`, milliseconds."""
         return median(self.times(work, count))
 
     def step(self, rows: int, nodes: int) -> Callable[[], Round]:
-        """A callable that runs one step of `rows` sequences, each a chain of `nodes` nodes, whose
-        draft tokens are random and so mostly rejected, and returns its finished Round.
+        """Return a callable that runs one step of `rows` sequences, each a chain of `nodes` nodes,
+        whose draft tokens are random and so mostly rejected, and returns its finished Round.
         """
         return partial(self._run, *self._decoding(rows, nodes))
 
     def forward(self, rows: int, nodes: int) -> Callable[[], None]:
-        """A callable that begins the step of `step` and leaves `rewind` to finish it: of an
-        executor that does everything in `begin` this is the forward pass without choosing.
+        """Return a callable that begins the step of `step` and leaves it to `rewind` to finish it:
+        for an executor that does everything in `begin` this is the forward pass without choosing.
         """
         plan, trees = self._decoding(rows, nodes)
 
@@ -122,15 +122,15 @@ class StepBench:
         return begin
 
     def prompt(self, tokens: int) -> Callable[[], Round]:
-        """A callable that opens the first sequence anew, without cached tokens, and runs a chunk of
-        `tokens` prompt tokens, at most the context.
+        """Return a callable that opens the first sequence anew, without cached tokens, and runs a
+        chunk of `tokens` prompt tokens, at most the context.
         """
         return partial(self._fill, 0, tokens)
 
     def drafted(self, rows: int, nodes: int, levels: int) -> Callable[[], Round] | None:
-        """A callable as of `step` whose step also extends the head and grows a chain of `levels`
-        draft tokens within it; None without a head, or where the executor's steps do not draft.
-        Runs one step to find out.
+        """Return a callable as of `step` whose step also extends the head and grows a chain of
+        `levels` draft tokens within it; None without a head, or if the executor's steps do not
+        draft. Runs one step to see that.
         """
         if self._head is None:
             return None
@@ -142,8 +142,8 @@ class StepBench:
         return work if len(work().drafting) else None
 
     def draft_pass(self, rows: int) -> Callable[[], object]:
-        """A callable that runs one pass of the head over one draft token in each of `rows`
-        sequences. A head must be there (AssertionError).
+        """Return a callable that runs one pass of the head over one draft token in each of `rows`
+        sequences. Raises AssertionError without a head.
         """
         assert self._head is not None, "a pass needs a head"
         slots = np.arange(rows, dtype=np.int32)
@@ -164,7 +164,7 @@ class StepBench:
         return self._run(*self._plan([row], 0, self._tokens[:tokens], 0))
 
     def _reopen(self, row: int, cached: int) -> None:
-        """The slot's sequence, whose prompt are the cached tokens, behind `cached` of them."""
+        """Open the slot's sequence anew, with a prompt of `cached` tokens, behind all of them."""
         self.executor.close(row)
         text = TokenText(self._tokens[: self._context + 1])
         self.executor.open(SlotInit(row, text, self._context, self._sampling, cached=cached))
@@ -220,7 +220,8 @@ def milliseconds(
     warm_up: int = WARM_UP,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Milliseconds of each of `count` calls of `work`, after `warm_up` more that are not counted.
+    """Return the milliseconds of each of `count` calls of `work`, after `warm_up` more that are not
+    counted.
 
     wait    returns when the device has done everything; called before and after each
     before  called ahead of each, untimed

@@ -102,8 +102,8 @@ class Cell:
 def combinations(
     config: EngineConfig, steps: Sequence[int], topks: Sequence[int], tokens: Sequence[int]
 ) -> tuple[list[Setting], list[str]]:
-    """Every setting of the grid that `config`'s method can draft, and a sentence for each that it
-    cannot.
+    """Return every setting of the grid that `config`'s method can draft, and a sentence for each
+    that it cannot.
 
     steps   depths in draft tokens
     topks   widths; empty = the configured one
@@ -139,8 +139,8 @@ def combinations(
 
 
 def usual(config: EngineConfig) -> tuple[Setting, ...]:
-    """The settings worth a try with the drafter of a resolved configuration: SHAPES under both
-    policies, in TOPKS widths where a draft model drafts alone and no width was configured.
+    """Return the settings to try with the drafter of a resolved configuration: SHAPES under both
+    policies, in TOPKS widths if a draft model drafts alone and no width was configured.
     """
     method, asked = config.algorithm, config.speculative_eagle_topk
     alone = method.model and not method.lookup
@@ -195,8 +195,9 @@ def every(
 
 
 def halving(target: Target, sweep: Sweep, progress: Progress = lambda *_: None) -> list[Cell]:
-    """Successive halving: at each batch all settings run, the better half again with twice the
-    prompts, until one is left. A Cell for plain decoding and for each setting's last round.
+    """Measure by successive halving: at each batch all settings run, the better half again with
+    twice the prompts, until one is left. Returns a Cell for plain decoding and for each setting's
+    last round.
 
     Answers are compared with those of the plain run beside them. progress and errors as `every`.
     """
@@ -269,7 +270,7 @@ def verdict(cells: Sequence[Cell]) -> tuple[Setting | None, str]:
 
 
 def as_dict(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The cells as JSON values, each with its setting's name."""
+    """Return the cells as JSON values, each with its setting's name."""
     return [asdict(cell) | {"name": cell.setting.name} for cell in cells]
 
 
@@ -280,8 +281,8 @@ def pair(
     batch: int,
     draw: np.random.Generator,
 ) -> Pair:
-    """Plain decoding's answers and `config`'s to the same requests, `batch` in flight; which side
-    runs first is drawn from `draw`, which moves on. Raises as `every`.
+    """Return plain decoding's answers and `config`'s to the same requests, `batch` in flight; the
+    side that runs first is drawn from `draw`, which moves on. Raises as `every`.
     """
     sides = [replace(config, speculative_algorithm="OFF"), config]
     first = int(draw.integers(2))
@@ -290,7 +291,7 @@ def pair(
 
 
 def _visits(sweep: Sweep, draw: np.random.Generator) -> Iterator[Setting]:
-    """Every setting once per repeat, in an order drawn anew."""
+    """Yield every setting once per repeat, in an order drawn anew."""
     for _ in range(sweep.repeats):
         for number in draw.permutation(len(sweep.settings)).tolist():
             yield sweep.settings[number]
@@ -317,7 +318,9 @@ def _cell(
     runs: Sequence[Pair],
     reference: Completions | None = None,
 ) -> Cell:
-    """Reference  what the answers are held against; None: the plain run beside each"""
+    """Return the Cell of a setting. reference: answers to compare with; None: those of the plain
+    run beside each.
+    """
     done = [item for _, found in runs for item in found.done]
     expected = [item for plain, _ in runs for item in (reference or plain).done]
     stats = [item.stats for item in done if item.stats]
@@ -346,6 +349,6 @@ def _cell(
 
 
 def _ms_per_step(run: Completions, batch: int) -> float:
-    """Of the batch's steps: each sequence counts its own."""
+    """Return the milliseconds of a step of the batch: each sequence counts its own."""
     steps = sum(item.stats.steps for item in run.done if item.stats)
     return 1000.0 * run.seconds * min(batch, len(run.done)) / max(1, steps)

@@ -33,8 +33,8 @@ class Prompt:
 
 
 def read_prompts(path: Path | None = None) -> list[Prompt]:
-    """Prompts of a jsonl file: one object per line with `messages`, or with `prompt` (text); `id`
-    and `kind` are optional. None reads the built-in ones.
+    """Read prompts from a jsonl file: one object per line with `messages`, or with `prompt` (text);
+    `id` and `kind` are optional. None reads the built-in ones.
 
     Raises ConfigError, which names file and line, for a file that cannot be read, a bad line, or no
     prompt at all.
@@ -57,8 +57,8 @@ def read_prompts(path: Path | None = None) -> list[Prompt]:
 
 
 def spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
-    """`count` prompts, evenly spaced over all so that every kind has its part; all of them for
-    None.
+    """Return `count` prompts, evenly spaced over all so that every kind has its part; all of them
+    for None.
 
     Raises ConfigError if `count` is below 1 or there are fewer.
     """
@@ -72,7 +72,9 @@ def spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
 
 
 def labelled(prompt: Prompt, label: str) -> Prompt:
-    """A copy of the prompt with `label` before its first message, so that no prefix is shared."""
+    """Return a copy of the prompt with `label` before its first message, so that no prefix is
+    shared.
+    """
     first, *rest = prompt.messages
     return replace(prompt, messages=(first | {"content": label + first["content"]}, *rest))
 

@@ -116,8 +116,8 @@ _BY_NAME = {name: item for item in ALGORITHMS for name in (item.name, *item.alia
 
 
 def algorithm(name: str) -> Algorithm:
-    """The row of a method by its name or an alias, in any case. Raises ConfigError, which lists the
-    names, for one that is unknown.
+    """Return the row of a method by its name or an alias, in any case. Raises ConfigError, which
+    lists the names, for an unknown one.
     """
     method = _BY_NAME.get(name.strip().upper().replace("-", "_"))
     if method is None:
@@ -128,8 +128,9 @@ def algorithm(name: str) -> Algorithm:
 
 
 def capacity(steps: int, topk: int, block: bool = False) -> int:
-    """Tokens of the largest tree, the root included: `topk` on the first level, topk x topk on each
-    further one (EAGLE-2, arXiv 2406.16858, section 4.1); of a block, `topk` below every node.
+    """Return the tokens of the largest tree, the root included: `topk` on the first level, topk x
+    topk on each further one (EAGLE-2, arXiv 2406.16858, section 4.1); of a block, `topk` below
+    every node.
     """
     if block and topk > 1:
         return sum(topk**depth for depth in range(steps + 1))

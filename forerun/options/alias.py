@@ -124,21 +124,21 @@ class Alias:
 
 
 def chain_length(where: str, text: str) -> dict[str, Any]:
-    """Fields for a chain of so many draft tokens, the root not counted. Raises ConfigError, naming
-    `where`, for no whole number.
+    """Return the fields for a chain of so many draft tokens, the root not counted. Raises
+    ConfigError, naming `where`, for anything but a whole number.
     """
     steps = parsed(FIELDS["speculative_num_steps"], where, text)
     return {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps + 1}
 
 
 def draft_model(where: str, text: str) -> dict[str, Any]:
-    """Fields for a whole model that drafts (STANDALONE), named by `text`."""
+    """Return the fields for a whole model that drafts (STANDALONE), named by `text`."""
     return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": text}
 
 
 def grammar_backend(where: str, text: str) -> dict[str, Any]:
-    """No fields: llguidance matches all grammars, whichever known library is named (a line in the
-    log). Raises ConfigError for an unknown one.
+    """Return no fields: llguidance matches all grammars; logs that for a known other library.
+    Raises ConfigError for an unknown one.
     """
     name = text.lower()
     if name in ("xgrammar", "outlines", "lm-format-enforcer"):
@@ -149,8 +149,8 @@ def grammar_backend(where: str, text: str) -> dict[str, Any]:
 
 
 def gpu_layers(where: str, text: str) -> dict[str, Any]:
-    """The device for llama.cpp's number of layers on the GPU: 0 = cpu, all or 99 and more = cuda,
-    -1 or auto = our own choice. Raises ConfigError for a part of the layers.
+    """Return the device for llama.cpp's number of layers on the GPU: 0 = cpu, all or 99 and more =
+    cuda, -1 or auto = our own choice. Raises ConfigError for a part of the layers.
     """
     if text in ("-1", "auto"):
         return {}
@@ -165,8 +165,8 @@ def gpu_layers(where: str, text: str) -> dict[str, Any]:
 
 
 def gpu(where: str, text: str) -> dict[str, Any]:
-    """Fields that choose the CUDA device of this number. Raises ConfigError, naming `where`, for
-    anything but a whole number.
+    """Return the fields that choose the CUDA device of this number. Raises ConfigError, naming
+    `where`, for anything but a whole number.
     """
     if not text.isdecimal():
         raise ConfigError(f"{where} takes a whole number, not {text!r}.")
@@ -201,8 +201,8 @@ _KEYS_REFUSED = {
 
 
 def speculative_config(where: str, text: str) -> dict[str, Any]:
-    """Fields for the JSON object of vLLM's option of this name. Raises ConfigError for what is no
-    object, and for keys and methods that are unknown or cannot be honoured, each with its reason.
+    """Return the fields for the JSON object of vLLM's option of this name. Raises ConfigError, with
+    the reason, for text that is no object, and for unknown or unsupported keys and methods.
     """
     try:
         keys = json.loads(text)

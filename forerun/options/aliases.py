@@ -291,8 +291,8 @@ OPTIONS = tuple(option for alias in ALIASES for option in alias.options)
 
 
 def elsewhere(field: str) -> list[str]:
-    """The options of other servers that set this field of ours, each as "--name (server, server)";
-    none where only its own name does.
+    """Return the options of other servers that set this field of ours, each as "--name (server,
+    server)"; none if only its own name does.
     """
     return [
         f"{flag} ({', '.join(alias.sources)})"

@@ -390,8 +390,8 @@ class EngineConfig:
 
 
 def exact(config: EngineConfig) -> EngineConfig:
-    """The configuration itself, where speculation leaves every text as it is. Raises ConfigError
-    if its accept thresholds do not.
+    """Return the configuration if speculation changes no text. Raises ConfigError if its accept
+    thresholds let it.
     """
     if config.lossy:
         raise ConfigError(

@@ -25,7 +25,7 @@ def option(
     flag: str | None = None,
     spellings: Callable[[str], Any] = str,
 ) -> Any:
-    """A dataclass field that knows its help text, its bounds (inclusive) and its flag.
+    """Declare a dataclass field with its help text, its bounds (inclusive) and its flag.
 
     text       help, half a sentence
     choices    the allowed strings; () = any
@@ -59,7 +59,9 @@ def settle(config: Any) -> None:
 
 
 def _converted(item: "Field[Any]", value: Any) -> Any:
-    """A field's value in its declared type. Raises ValueError or ConfigError, naming the field."""
+    """Convert a field's value to its declared type. Raises ValueError or ConfigError, naming the
+    field.
+    """
     name = item.name.replace("_", "-")
     if not isinstance(value, str):
         return converted(name, value, item.type)
@@ -69,8 +71,8 @@ def _converted(item: "Field[Any]", value: Any) -> Any:
 
 
 def converted(name: str, value: Any, kind: Any) -> Any:
-    """A Python value in the type `kind`: paths become texts, NumPy's numbers and arrays Python's.
-    Raises ValueError, with `name`, if it is of another type.
+    """Convert a Python value to the type `kind`: paths become texts, NumPy's numbers and arrays
+    Python's. Raises ValueError, with `name`, if it is of another type.
     """
     try:
         simple = msgspec.to_builtins(value, builtin_types=(bytes, bytearray), enc_hook=_simple)
@@ -108,8 +110,8 @@ def _problem(item: "Field[Any]", value: Any) -> str:
 
 
 def parsed(item: "Field[Any]", where: str, text: str) -> Any:
-    """A field's value as it was written in `text`, bounds not looked at. Raises ConfigError, naming
-    `where`, if it is of another kind.
+    """Parse a field's value from `text`, without checking its bounds. Raises ConfigError, naming
+    `where`, for text of another type.
     """
     kind = kind_of(item)
     if kind is bool:
@@ -126,8 +128,8 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
 
 
 def whole(text: str) -> int:
-    """A whole number; 8k is 8000 and 8K is 8192, likewise m, M, g and G, as vLLM reads them; 8KB is
-    8000 and 8KiB is 8192, likewise MB, GB and TB. Raises ValueError.
+    """Parse a whole number; 8k is 8000 and 8K is 8192, likewise m, M, g and G, as vLLM reads them;
+    8KB is 8000 and 8KiB is 8192, likewise MB, GB and TB. Raises ValueError.
     """
     digits = text.rstrip("kKmMgGTiB")
     unit = _UNITS.get(text[len(digits) :].strip())
@@ -140,8 +142,8 @@ _UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def truth(where: str, text: str) -> bool:
-    """Whether `text` is one of YES. Raises ConfigError, naming `where`, if it is none of YES and
-    NO.
+    """Return whether `text` is one of YES. Raises ConfigError, naming `where`, if it is in neither
+    YES nor NO.
     """
     if text.lower() not in YES + NO:
         raise ConfigError(f"{where} is on or off (true or false), not {text!r}.")
@@ -158,7 +160,7 @@ def kind_of(item: "Field[Any]") -> type:
 
 
 def addresses(text: str) -> tuple[str, ...]:
-    """The addresses in `text`: one, several between commas, or a JSON list of strings. Raises
+    """Parse the addresses in `text`: one, several between commas, or a JSON list of strings. Raises
     ConfigError for any other JSON.
     """
     if not text.startswith("["):

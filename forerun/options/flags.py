@@ -74,12 +74,14 @@ def configured(kind: type[Config], arguments: argparse.Namespace) -> Config:
 
 
 def places(given: Iterable[Given]) -> dict[str, str]:
-    """Field -> where the option was written that set it last."""
+    """Return field -> where the option was written that set it last."""
     return {name: one.where for one in given for name in one.option.fields}
 
 
 def _placed(problem: str, written: Mapping[str, str]) -> str:
-    """A sentence that begins with a field's value, with where that was written before it."""
+    """Prefix a sentence that begins with a field's name by the place where its value was
+    written.
+    """
     name = problem.split(" is ", maxsplit=1)[0]
     where = written.get(name.replace("-", "_"), f"--{name}")
     return problem if where == f"--{name}" else f"{where}: {problem}"
@@ -88,7 +90,9 @@ def _placed(problem: str, written: Mapping[str, str]) -> str:
 def configured_both(
     first: type[Config], second: type[Other], arguments: argparse.Namespace
 ) -> tuple[Config, Other]:
-    """As `configured`, of two classes. Raises ConfigError with the problems of both, by line."""
+    """Return the configurations of two classes, as `configured`. Raises ConfigError with the
+    problems of both, one per line.
+    """
     problems: list[str] = []
     one: Config | None = None
     other: Other | None = None
@@ -106,8 +110,8 @@ def configured_both(
 
 
 def gather(given: Iterable[Given]) -> dict[str, Any]:
-    """Values of fields, by name, from options that were all given in one place. Of one name the
-    last holds; tuples add up.
+    """Merge options that were all given in one place into values of fields, by name. The last value
+    of a name counts; tuples add up.
 
     Raises ConfigError that lists, a line each, all that cannot be honoured, and names of one field
     that disagree.
@@ -195,8 +199,8 @@ def add_aliases(parser: argparse.ArgumentParser, aliases: Iterable[Option]) -> N
 
 
 def command_line(config: Any) -> list[str]:
-    """The flags that describe a configuration, fields at their defaults left out: the inverse of
-    `configured`.
+    """Return the flags that describe a configuration, fields at their defaults left out: the
+    inverse of `configured`.
     """
     line: list[str] = []
     for item in fields(config):
@@ -213,7 +217,7 @@ def command_line(config: Any) -> list[str]:
 
 
 def own_option(item: "Field[Any]") -> Option:
-    """The option that has a field's own name and flag, and assigns what `parsed` reads."""
+    """Return the option with a field's own name and flag, which assigns the result of `parsed`."""
 
     def assign(where: str, text: str) -> dict[str, Any]:
         return {item.name: parsed(item, where, text)}

@@ -51,9 +51,9 @@ NOWHERE = Affinity()
 
 
 def affinity_of(headers: Mapping[str, str], body: bytes) -> Affinity:
-    """Of a request with these headers (names in lower case) and this body. Keys and `cache_salt`
-    are part of every hash, so that who may not share a cache shares no place either. A body that
-    is no JSON object has no beginning: what is wrong with it, the replica says.
+    """Return the affinity of a request with these headers (names in lower case) and this body. Keys
+    and `cache_salt` are part of every hash, so that clients that may not share a cache share no
+    place either. A body that is no JSON object has no blocks: the replica reports the error.
     """
     try:
         asked = json.loads(body) if body else {}
@@ -73,7 +73,9 @@ def affinity_of(headers: Mapping[str, str], body: bytes) -> Affinity:
 
 
 def _text(asked: Mapping[str, Any]) -> str:
-    """All that is said, one message behind another: a conversation's later turns begin with it."""
+    """Return the text of all messages, one behind another: later turns of a conversation begin with
+    it.
+    """
     for name in _TEXTS:
         value = asked.get(name)
         if isinstance(value, str):
@@ -115,7 +117,7 @@ class PrefixAffinity:
         self._sent: OrderedDict[int, set[str]] = OrderedDict()
 
     def order(self, affinity: Affinity, loads: Mapping[str, int]) -> list[str]:
-        """All replicas, the best first. loads: requests that each has, by its name."""
+        """Return all replicas, the best first. loads: requests that each has, by its name."""
         if not loads:
             return []
         bound = ceil(self._overload * (sum(loads.values()) + 1) / len(loads))
@@ -131,7 +133,9 @@ class PrefixAffinity:
         return sorted(loads, key=cost)
 
     def cached(self, blocks: Sequence[int], replicas: Mapping[str, int]) -> dict[str, int]:
-        """Blocks from the beginning that each replica was sent before, and may still have."""
+        """Return how many blocks from the beginning each replica was sent before, and may still
+        have.
+        """
         found, there = dict.fromkeys(replicas, 0), set(replicas)
         for count, block in enumerate(blocks, 1):
             there &= self._sent.get(block, set())

@@ -26,8 +26,8 @@ def replicas(
     tries: int = TRIES,
     ready: float = READY_SECONDS,
 ) -> serve.Application:
-    """The replicas alone: health, drain and restarts are Ray Serve's; a replica that drains has
-    `settings.drain_seconds` for what it runs.
+    """Return the application of the replicas alone: health, drain and restarts are Ray Serve's; a
+    draining replica has `settings.drain_seconds` for its running requests.
 
     tries  times that replicas may fail to begin, before one has, until Ray gives up
     ready  seconds for each to load its model
@@ -61,8 +61,8 @@ def replicas(
 
 
 def application(config: EngineConfig, settings: ServeSettings, scale: Scale) -> serve.Application:
-    """The Ray Serve application: replicas behind a front, which Ray's proxies hand requests to.
-    Nothing runs yet.
+    """Return the Ray Serve application: replicas behind a front, which receives requests from Ray's
+    proxies. Starts nothing.
     """
     front = serve.deployment(
         Front, name="Front", max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0}
@@ -71,7 +71,7 @@ def application(config: EngineConfig, settings: ServeSettings, scale: Scale) -> 
 
 
 def builder(options: dict[str, str]) -> serve.Application:
-    """The same from words, for `serve run forerun.ray.app:builder model=... replicas=2` and for the
-    YAML of KubeRay. Raises ConfigError for a word that is no option.
+    """Return the application from options as text, for `serve run forerun.ray.app:builder model=...
+    replicas=2` and for the YAML of KubeRay. Raises ConfigError for an unknown option.
     """
     return application(*read(options))

@@ -39,8 +39,9 @@ class Head:
 
 
 async def answered(app: ASGIApp, asked: HttpRequest) -> AsyncIterator[Head | bytes]:
-    """A Head, then the body as it comes; what is there at once comes as one. Who stops listening is
-    told to the application as a client that went away. Raises what the application raises.
+    """Yield a Head, then the body as it arrives; parts that are there at once come as one. A reader
+    that stops is reported to the application as a client that went away. Raises what the
+    application raises.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     gone, given = asyncio.Event(), False

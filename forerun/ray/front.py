@@ -77,7 +77,9 @@ class Front:
         return refused(503, GONE, "replica_died")
 
     async def _metrics(self, asked: HttpRequest) -> Response:
-        """All replicas' on one page; where one refuses, what it says."""
+        """Return the metrics of all replicas on one page; the answer of a replica that refuses,
+        instead.
+        """
         if PrefixRouter.running == 0:
             return refused(503, NOBODY, "no_replica")
         try:
@@ -109,7 +111,7 @@ class Front:
         )
 
     async def _remembered(self, parts: AsyncIterator[bytes], replica: str) -> AsyncIterator[bytes]:
-        """The same parts; the answer's id, which stands in the first of them, is kept."""
+        """Yield the parts unchanged, and store the answer's id, which is in the first of them."""
         known = False
         async for part in parts:
             if not known and (found := RESPONSE.search(part)):
@@ -121,13 +123,15 @@ class Front:
 
 
 def answer(head: Head, parts: AsyncIterator[bytes]) -> Response:
-    """What a replica says, as it comes; if it dies meanwhile, an error in the stream's words."""
+    """Return a replica's answer as a stream; if the replica dies meanwhile, an error in the
+    stream's format.
+    """
     kind = dict(head.headers).get(b"content-type", b"").decode()
     return _response(head, StreamingResponse(_or_error(parts, kind), head.status))
 
 
 def _response(head: Head, response: Response) -> Response:
-    """It, with the replica's headers."""
+    """Return the response with the replica's headers."""
     response.raw_headers = [*head.headers, (b"x-forerun-replica", head.replica.encode())]
     return response
 
@@ -137,8 +141,8 @@ class NoReplicaError(Exception):
 
 
 async def _first(forwarded: DeploymentResponseGenerator, request: Request) -> Head | None:
-    """What the answer begins with; None: the client went away before, and the replica is told.
-    Raises what the replica's end raises, and NoReplicaError.
+    """Return the first part of an answer; None if the client went away before, which the replica is
+    informed of. Raises the replica's error, and NoReplicaError.
     """
     head = asyncio.ensure_future(anext(forwarded))
     gone = asyncio.ensure_future(request.receive())  # The body is read: what comes next is its end.
@@ -159,7 +163,7 @@ async def _first(forwarded: DeploymentResponseGenerator, request: Request) -> He
 
 
 async def _from(first: bytes, forwarded: DeploymentResponseGenerator) -> AsyncIterator[bytes]:
-    """The body. Who stops listening ends it at the replica too."""
+    """Yield the body. If its reader stops, the request ends at the replica too."""
     try:
         if first:
             yield first
@@ -187,8 +191,8 @@ async def _or_error(parts: AsyncIterator[bytes], kind: str) -> AsyncIterator[byt
 
 
 def refused(status: int, message: str, code: str) -> JSONResponse:
-    """The answer to a request that no replica gets: an error in OpenAI's words, its type by the
-    status.
+    """Return the answer to a request that no replica gets: an error in OpenAI's format, its type by
+    the status.
     """
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, status)

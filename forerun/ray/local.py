@@ -82,8 +82,8 @@ def _start() -> None:
 
 
 def on_devices(config: EngineConfig, count: int) -> tuple[EngineConfig, int]:
-    """The configuration with its device and its share of the processors, and how many GPUs each of
-    `count` replicas has. Raises ConfigError if there are too few.
+    """Return the configuration with its device and its share of the processors, and the number of
+    GPUs for each of `count` replicas. Raises ConfigError if there are too few.
     """
     cores = len(os.sched_getaffinity(0))
     config = replace(config, threads=config.threads or max(1, cores // count))
@@ -111,8 +111,8 @@ def on_devices(config: EngineConfig, count: int) -> tuple[EngineConfig, int]:
 def begun(
     config: EngineConfig, settings: ServeSettings, scale: Scale, ended: threading.Event
 ) -> DeploymentHandle | None:
-    """The replicas, all of them loaded, or those that can be; None: they were ended before. Raises
-    as `run`.
+    """Start the replicas. Returns their handle once all, or all that can, have loaded; None if they
+    were ended before. Raises as `run`.
     """
     count = scale.replicas
     serve.start(proxy_location="Disabled")
@@ -149,8 +149,8 @@ class ReplicaState:
 
 
 def look() -> ReplicaState:
-    """How the replicas do now: how many run, the last fault, and whether none will. Asks Ray Serve,
-    and waits for it.
+    """Return the state of the replicas, from Ray Serve: how many run, the last fault, and whether
+    none will.
     """
     (one,) = serve.status().applications.values()
     if not one.deployments:
@@ -183,7 +183,7 @@ def watched(count: int, ended: threading.Event) -> None:
 
 
 def fault(message: str) -> str:
-    """The last error that Ray's message has, for people; all of it where it has none."""
+    """Return the last error in Ray's message, for users; all of the message if it has none."""
     if found := RAISED.findall(message):
         return str(found[-1])
     if message.rstrip().endswith("ActorDiedError()"):

@@ -8,7 +8,8 @@ _ENGINE = re.compile(r'engine="\d+"')
 
 
 def merged(pages: Mapping[str, str]) -> str:
-    """The replicas' pages, by replica, as one: each family once, with every replica's samples.
+    """Merge the replicas' pages, by replica, into one: each family once, with every replica's
+    samples.
 
     A sample gets the label `replica`; its `engine` becomes the replica's number in the order of
     names, as vLLM numbers the engines that share one page.

@@ -34,15 +34,15 @@ class Replica:
         self._lifespan, self._begun = Lifespan(self._app), asyncio.Lock()
 
     async def forward(self, asked: HttpRequest) -> AsyncIterator[Head | bytes]:
-        """The answer to a request: a Head with this replica's name, then its body as it comes.
-        Begins the app at the first.
+        """Yield the answer to a request: a Head with this replica's name, then its body as it
+        arrives. Starts the app at the first request.
         """
         await self._begin()
         async for part in answered(self._app, asked):
             yield replace(part, replica=self._name) if isinstance(part, Head) else part
 
     async def whole(self, asked: HttpRequest) -> Head:
-        """The answer to a request in one piece: for what every replica is asked at once."""
+        """Return the answer to a request in one piece, for requests that go to every replica."""
         parts = [part async for part in self.forward(asked)]
         head = parts[0]
         assert isinstance(head, Head)
@@ -50,16 +50,16 @@ class Replica:
         return replace(head, body=head.body + b"".join(rest))
 
     async def check_health(self) -> None:
-        """Asked by Ray Serve. Raises RuntimeError if this replica should be started anew: its
-        engine is dead, or a step of it does not end.
+        """Raise RuntimeError if this replica must be restarted: its engine is dead, or a step of it
+        does not end. Called by Ray Serve.
         """
         head = await self.whole(HttpRequest("GET", "/health", b"", ((b"host", b"127.0.0.1"),), b""))
         if head.status != 200:
             raise RuntimeError(head.body.decode())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Asked by Ray Serve for QueueAndCache. cache: the share of pages that sequences hold, 0
-        to 1.
+        """Return the load for QueueAndCache: `cache`, the share of pages that sequences hold, 0 to
+        1. Called by Ray Serve.
         """
         await self._begin()
         load = (await self._app.state.service.served().engine.stats()).load
@@ -70,7 +70,7 @@ class Replica:
         return load(config)
 
     def _within(self, seconds: float, config: EngineConfig) -> Loaded:
-        """`load`, on a thread that is left where it is when it takes too long: Ray ends the process
+        """Run `load` on a thread, which is abandoned if it takes too long: Ray ends the process
         with it.
         """
         who = f"replica {self._name} (process {os.getpid()})"
@@ -99,6 +99,6 @@ class Replica:
             await self._lifespan.begin()
 
     def __del__(self) -> None:
-        """Ray Serve is done with it: what it ran has ended."""
+        """Stop the model: Ray Serve ends this replica."""
         if hasattr(self, "_loaded"):
             self._loaded.close()

@@ -20,7 +20,9 @@ class PrefixRouter(RequestRouter):
     running: ClassVar[int | None] = None
 
     def initialize_state(self, **options: Any) -> None:
-        """Called by Ray Serve with `request_router_kwargs`: PrefixAffinity's arguments."""
+        """Initialise with `request_router_kwargs`, PrefixAffinity's arguments. Called by Ray
+        Serve.
+        """
         self._affinity = PrefixAffinity(**options)
         self._sent: Counter[str] = Counter()
         self._running: set[str] = set()
@@ -31,8 +33,8 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Every candidate in a rank of its own, the best first: by cached prefix and load; as they
-        come without a request.
+        """Return every candidate in a rank of its own, the best first: by cached prefix and load;
+        unchanged without a request.
         """
         named = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         # Who was given up before it was sent is done, too.
@@ -55,7 +57,7 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """A request went to that replica: it counts as running there, and its blocks as cached."""
+        """Count a request as running at that replica, and its blocks as cached there."""
         id = pending_request.metadata.internal_request_id
         self._chosen.pop(id, None)
         self._running.add(id)
@@ -63,18 +65,22 @@ class PrefixRouter(RequestRouter):
         self._affinity.sent(_asked(pending_request), replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """It is over, well or not; or what is asked of all replicas is, which nobody routed."""
+        """Count a request as ended, well or not. Ignores requests that this router did not
+        route.
+        """
         if internal_request_id in self._running:
             self._running.remove(internal_request_id)
             self._sent[replica_id.unique_id] -= 1
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Ray Serve with all replicas that run, when that changes."""
+        """Store the number of running replicas. Called by Ray Serve when it changes."""
         super().update_replicas(replicas)
         PrefixRouter.running = len(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """What it had cached is gone; its requests are told to be over one by one."""
+        """Forget the blocks that were cached at a dead replica; Ray Serve reports the end of each
+        of its requests.
+        """
         super().on_replica_actor_died(replica_id)
         self._affinity.lost(replica_id.unique_id)
 

@@ -51,16 +51,17 @@ class QueueAndCache:
         self._target, self._cache = target, cache
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """How many replicas there should be. context: Ray's AutoscalingContext, whose replicas say
-        `cache` (Replica.record_autoscaling_stats).
+        """Return how many replicas there should be. context: Ray's AutoscalingContext, with the
+        replicas' `cache` (Replica.record_autoscaling_stats).
         """
         held = sum((context.aggregated_metrics or {}).get("cache", {}).values())
         return max(context.total_num_requests / self._target, held / self._cache), {}
 
 
 def read(words: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings, Scale]:
-    """Options by name, as flags have them without dashes or as fields: model=..., max-sequences=8,
-    replicas=2. Raises ConfigError: all words that are none, and all values that cannot be.
+    """Return the configurations of options by name, as flags without dashes or as fields:
+    model=..., max-sequences=8, replicas=2. Raises ConfigError that lists all unknown options and
+    all invalid values.
     """
     wanted = {name.replace("_", "-"): str(value) for name, value in words.items()}
     problems: list[str] = []
@@ -88,7 +89,7 @@ def read(words: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings, Scale]:
 
 
 def _of(kind: type[Any], wanted: dict[str, str], problems: list[str]) -> dict[str, Any]:
-    """Values of a class's fields; their words are taken out of `wanted`."""
+    """Return the values of a class's fields, and remove their options from `wanted`."""
     found: dict[str, Any] = {}
     for item in fields(kind):
         option = own_option(item)
