@@ -121,7 +121,7 @@ def default_block_features(layers: int, count: int) -> tuple[int, ...]:
 
 
 def expected_block_tensors(head: BlockHead) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of every tensor of a block drafter.
+    """Return canonical name -> shape of every tensor of a block drafter.
 
     Matrices are [out, in]. `d2t` holds offsets: target id of draft id i = i + d2t[i].
     """

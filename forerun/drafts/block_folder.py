@@ -48,7 +48,7 @@ class BlockFile(OpenedDraft[BlockHead]):
     kind: ClassVar[str] = "block drafter"
 
     def limited(self, token_map: Ints) -> "BlockFile":
-        """Raises ModelError: a block drafter's map of draft ids is in its own files."""
+        """Raise ModelError: a block drafter's map of draft ids is in its own files."""
         raise ModelError(
             f"{self.path} holds a block drafter, which takes no token map; leave "
             "speculative-token-map out"
@@ -56,7 +56,9 @@ class BlockFile(OpenedDraft[BlockHead]):
 
 
 def holds_block(folder: Path) -> bool:
-    """Whether a draft's configuration names a block drafter. Raises ModelError: no such file."""
+    """Return whether a draft's configuration names a block drafter. Raises ModelError if there is
+    no configuration.
+    """
     config = read_json(folder / "config.json")
     known = {*_DFLASH, *_DSPARK, *_OTHERS} & set(architectures(config))
     kind = config.get("speculators_model_type")
@@ -87,7 +89,7 @@ def open_block(folder: Path, target: Architecture) -> BlockFile:
 def _describe(
     config: dict[str, Any], shapes: dict[str, tuple[int, ...]], target: Architecture
 ) -> BlockHead:
-    """The drafter that configuration and tensors describe."""
+    """Return the drafter that configuration and tensors describe."""
     for name in architectures(config):
         if name in _OTHERS:
             raise ModelError(f"config.json: {name} does not run here: {_OTHERS[name]}")
@@ -164,14 +166,16 @@ class _Settings:
         return self._of(name).flag(name, default)
 
     def features(self) -> list[int]:
-        """Layer ids. A wrong set of as many would load and draft badly: so they are required."""
+        """Return the layer ids, which are required: a wrong set of as many would load and draft
+        badly.
+        """
         layers = self.value("target_layer_ids", self.keys.get("aux_hidden_state_layer_ids"))
         if not isinstance(layers, list) or not layers or any(type(i) is not int for i in layers):
             raise self.keys.unfit("dflash_config.target_layer_ids", layers, "a list of layers")
         return layers
 
     def causal(self) -> bool:
-        """Under its four spellings, of which none may contradict another."""
+        """Return the setting under its four spellings, of which none may contradict another."""
         values = {
             "dflash_config.causal_head": self.inner.get("causal_head"),
             "dflash_config.causal": self.inner.get("causal"),
@@ -185,7 +189,7 @@ class _Settings:
 
 
 def _refuse_scales(settings: _Settings, keys: Keys) -> None:
-    """Multipliers of some targets, which no drafter that runs here has."""
+    """Raise ModelError for multipliers of some targets, which no supported drafter has."""
     for name in ("output_multiplier", "input_embedding_scale"):
         if settings.value(name, 1.0) != 1.0:
             raise keys.unfit(name, settings.value(name, 1.0), "1 to run here")
@@ -196,7 +200,7 @@ def _refuse_scales(settings: _Settings, keys: Keys) -> None:
 
 
 def _vocab(keys: Keys, shapes: dict[str, tuple[int, ...]], vocab: int) -> int:
-    """Vd, which the output head's rows say before the configuration does."""
+    """Return Vd, by the output head's rows, else by the configuration."""
     stated = keys.integer("draft_vocab_size", vocab)
     return shapes["lm_head.weight"][0] if shapes.get("lm_head.weight") else stated
 

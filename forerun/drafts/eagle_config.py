@@ -105,7 +105,7 @@ def default_features(layers: int) -> tuple[int, int, int]:
 
 
 def head_for(target: Architecture, vocab: int) -> DraftHead:
-    """The EAGLE-3 head our trainer makes for `target`: its layer's shape, Vd = `vocab`.
+    """Return the EAGLE-3 head our trainer makes for `target`: its layer's shape, Vd = `vocab`.
 
     Raises ModelError if the target has too few layers to read features from.
     """
@@ -134,7 +134,7 @@ def head_for(target: Architecture, vocab: int) -> DraftHead:
 
 
 def expected_draft_tensors(head: DraftHead) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of every tensor of a head, target's tensors left out.
+    """Return canonical name -> shape of every tensor of a head, target's tensors left out.
 
     Matrices are [out, in]. `d2t` holds offsets: target id of draft id i = i + d2t[i].
     """

@@ -51,8 +51,8 @@ class DraftFile(OpenedDraft[DraftHead]):
     kind: ClassVar[str] = "EAGLE head"
 
     def limited(self, token_map: Ints) -> "DraftFile":
-        """The head, proposing nothing but the target ids int32[n] of `token_map` (FR-Spec). Raises
-        ModelError for one that has an output head of its own.
+        """Return the head, proposing only the target ids int32[n] of `token_map` (FR-Spec). Raises
+        ModelError if it has an output head of its own.
         """
         if self.head.trained_head or len(self.target_ids) < self.head.target_vocab:
             raise ModelError(
@@ -83,8 +83,8 @@ def open_draft(folder: Path, target: Architecture) -> DraftFile:
 
 
 def canonical(found: dict[str, TensorFile], folder: Path) -> dict[str, tuple[TensorFile, str]]:
-    """By canonical name, the file of each tensor and its name there; derived tensors are left out.
-    Raises ModelError if two are called alike.
+    """Return, by canonical name, the file of each tensor and its name there; derived tensors are
+    left out. Raises ModelError if two have one canonical name.
     """
     files: dict[str, tuple[TensorFile, str]] = {}
     for stored, file in found.items():
@@ -102,7 +102,7 @@ def canonical(found: dict[str, TensorFile], folder: Path) -> dict[str, tuple[Ten
 def _describe(
     config: dict[str, Any], shapes: dict[str, tuple[int, ...]], target: Architecture
 ) -> tuple[DraftHead, Keys]:
-    """The head that configuration and tensors describe, and the configuration."""
+    """Return the head that configuration and tensors describe, and the configuration."""
     nested = config.get("transformer_layer_config")
     sizes = Keys(nested if isinstance(nested, dict) else config, "config.json: ")
     keys = Keys(config, "config.json: ")
@@ -151,7 +151,8 @@ def _matrix(shapes: dict[str, tuple[int, ...]], name: str) -> tuple[int, int]:
 def _features(
     config: dict[str, Any], first: bool, parts: int, target: Architecture
 ) -> tuple[int, ...]:
-    """Indices of hidden states (see DraftHead.features) under the dialects' conventions.
+    """Return the indices of hidden states (see DraftHead.features) by the conventions of each
+    format.
 
     Nested eagle_config ids mean "output of layer i"; the top-level ids of speculators mean
     "entering layer i"; absent means EAGLE's default.
@@ -180,7 +181,9 @@ def _feature_norm(shapes: dict[str, tuple[int, ...]]) -> FeatureNorm:
 
 
 def _normed_residual(keys: Keys, speculators: bool) -> bool:
-    """Speculators' files mean True where they do not say; flat configurations mean False."""
+    """Return whether the residual is normed; the default is True in Speculators' files, False in
+    flat configurations.
+    """
     return keys.flag("norm_before_residual", speculators)
 
 
@@ -243,7 +246,9 @@ def _check_tensors(head: DraftHead, shapes: dict[str, tuple[int, ...]], folder: 
 def mapped_ids(
     vocab: int, target_vocab: int, files: Mapping[str, tuple[TensorFile, str]], folder: Path
 ) -> Ints:
-    """int32[Vd] from the offsets in d2t; the identity where there is no map. Raises ModelError."""
+    """Return int32[Vd] from the offsets in d2t; the identity if there is no map. Raises
+    ModelError.
+    """
     if "d2t" not in files:
         return np.arange(vocab, dtype=np.int32)
     file, stored = files["d2t"]

@@ -41,7 +41,7 @@ _NAMING = Naming(
 
 
 def open_in_gguf(target: GgufCheckpoint) -> PredictionLayers:
-    """As many as the file's metadata announce.
+    """Open as many prediction layers as the file's metadata declare.
 
     Raises ModelError: there are none; missing, unexpected or wrongly shaped tensors, all named.
     """
@@ -68,7 +68,7 @@ def open_in_gguf(target: GgufCheckpoint) -> PredictionLayers:
 
 
 def _wanted(file: GgufFile, target: Architecture, count: int) -> dict[str, AnyStored]:
-    """Canonical name -> what holds it of all that there may be."""
+    """Return canonical name -> stored tensor, for all that there may be."""
     arch, wanted = several(target, count), dict[str, AnyStored]()
     for layer, spec in enumerate(arch.layer_specs):
         prefix = f"blk.{target.layers + layer}."

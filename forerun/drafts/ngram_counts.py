@@ -27,10 +27,10 @@ CAUTION = 0.5
 
 
 def count_ngrams(tokens: AnyArray, wanted: AnyArray, starts: AnyArray, vocab: int) -> NgramTable:
-    """The n-gram table of the answers in chats, contexts of 1 to len(SEEN) tokens: modified
-    Kneser-Ney smoothing, interpolated (Chen and Goodman 1999, section 3). What comes after the
-    longest contexts is counted; after a shorter one, which speaks where the longer is unknown, how
-    many different tokens stood before it when a follower came.
+    """Return the n-gram table of the answers in chats, contexts of 1 to len(SEEN) tokens: modified
+    Kneser-Ney smoothing, interpolated (Chen and Goodman 1999, section 3). After the longest
+    contexts it counts followers; after a shorter one, which is used if the longer is unknown, the
+    different tokens that preceded it when a follower came.
 
     tokens  int[T] all chats
     wanted  bool[T] tokens of answers
@@ -76,7 +76,7 @@ def count_ngrams(tokens: AnyArray, wanted: AnyArray, starts: AnyArray, vocab: in
 
 
 def _different(*numbers: AnyArray) -> AnyArray:
-    """int[.]: the first place of every different combination of these int[n]."""
+    """Return int[.], the first place of every different combination of these int[n]."""
     kind = numbers[0]
     for more in numbers[1:]:
         kind = np.unique(kind, return_inverse=True)[1] * (int(more.max(initial=0)) + 1) + more
@@ -87,7 +87,7 @@ def _different(*numbers: AnyArray) -> AnyArray:
 def _predict(
     context: AnyArray, follower: AnyArray, contexts: int
 ) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray]:
-    """What follows contexts 0, 1, ... where `follower` came after each `context`.
+    """Return the followers of contexts 0, 1, ... where `follower` came after each `context`.
 
     rest float[contexts], predictions int[contexts], and of these, context after context and the
     likeliest first: tokens int[R], shares float[R]
@@ -139,6 +139,6 @@ def write_table(table: NgramTable, path: Path) -> None:
 
 
 def _small(numbers: AnyArray) -> AnyArray:
-    """Two bytes each where they suffice, else four."""
+    """Return numbers of two bytes each if they suffice, else of four."""
     kind = np.uint16 if int(numbers.max(initial=0)) < 1 << 16 else np.int32
     return np.ascontiguousarray(numbers, kind)

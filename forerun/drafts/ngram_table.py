@@ -110,7 +110,7 @@ class NgramTable:
 
 
 def read_ngram_table(path: Path, vocab: int) -> NgramTable:
-    """The table in a file, for a target of `vocab` tokens.
+    """Read the table in a file, for a target of `vocab` tokens.
 
     Raises ModelError: damaged, incomplete, or of another target.
     """
@@ -150,7 +150,7 @@ def _integers(file: TensorFile, name: str) -> Ints:
 
 
 def _ends(counts: Ints, first: int) -> Ints:
-    """int32[C+1] where each context's items begin, from how many it has."""
+    """Return int32[C+1], where each context's items begin, from how many it has."""
     ends = np.append(first, first + np.cumsum(counts, dtype=np.int64))
     held: Ints = np.minimum(ends, np.iinfo(np.int32).max).astype(np.int32)
     return held

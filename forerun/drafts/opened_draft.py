@@ -86,7 +86,7 @@ class OpenedDraft(Generic[Head]):
         return len(self.head.features) * self.head.target_hidden
 
     def tensor(self, name: str) -> Floats:
-        """A weight as float32 by its canonical name. Raises KeyError for an unknown name,
+        """Return a weight as float32 by its canonical name. Raises KeyError for an unknown name,
         ModelError if a number is not finite.
         """
         file, stored = self.files[name]

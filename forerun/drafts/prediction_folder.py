@@ -25,12 +25,14 @@ SUFFIX = "ForCausalLMNextN"
 
 
 def holds_prediction(folder: Path) -> bool:
-    """Whether a draft's configuration names prediction layers. Raises ModelError: no such file."""
+    """Return whether a draft's configuration names prediction layers. Raises ModelError if there is
+    no configuration.
+    """
     return any(name.endswith(SUFFIX) for name in architectures(read_json(folder / "config.json")))
 
 
 def open_prediction(folder: Path, target: Checkpoint) -> PredictionLayers:
-    """The prediction layers in a folder, for `target`.
+    """Open the prediction layers in a folder, for `target`.
 
     Raises ModelError: damaged, incomplete, or not for this target.
     """

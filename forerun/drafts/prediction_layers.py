@@ -81,11 +81,11 @@ class PredictionLayers:
         return several(self.target.architecture, self.count)
 
     def own(self, layer: int, part: str) -> str:
-        """Canonical name of a part, such as FUSE, of layer 0 .. K-1."""
+        """Return the canonical name of a part, such as FUSE, of layer 0 .. K-1."""
         return own_name(0 if self.apart else layer, part)
 
     def first(self, count: int) -> "PredictionLayers":
-        """Without the layers beyond the first `count`, which nothing shallower reads."""
+        """Return the first `count` layers."""
         if count >= self.count:
             return self
         beyond = [f"model.layers.{layer}." for layer in range(count, self.count)]
@@ -99,19 +99,21 @@ class PredictionLayers:
         return self.folder or self.target.path
 
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors, with those that are the target's."""
+        """Return the canonical names of all tensors, with those that are the target's."""
         borrowed = (name for name in BORROWED if name in self.target.names())
         return tuple(dict.fromkeys([*self.files, *borrowed]))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor of that canonical name. Raises KeyError for an unknown one."""
+        """Return the shape of the tensor of that canonical name. Raises KeyError for an unknown
+        one.
+        """
         if name not in self.files:
             return self.target.shape(name)
         return self.files[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
-        """The tensor as float32. Raises KeyError for an unknown name, ModelError if a number is
-        not finite.
+        """Return the tensor as float32. Raises KeyError for an unknown name, ModelError if a number
+        is not finite.
         """
         if name not in self.files:
             return self.target.tensor(name)
@@ -122,14 +124,14 @@ class PredictionLayers:
         return values
 
     def packed(self, name: str) -> Packed | None:
-        """A matrix as stored; None for a vector. Raises KeyError for an unknown name."""
+        """Return a matrix as stored; None for a vector. Raises KeyError for an unknown name."""
         if name not in self.files:
             return self.target.packed(name)
         return self.files[name].packed()
 
     def limited(self, token_map: Ints) -> "PredictionLayers":
-        """The layers, proposing nothing but the target ids int32[n] of `token_map` (FR-Spec).
-        Raises ModelError where they come with a choice of their own.
+        """Return the layers, proposing only the target ids int32[n] of `token_map` (FR-Spec).
+        Raises ModelError if they have a vocabulary of their own.
         """
         if self.vocab < self.architecture.vocab:
             raise ModelError(
@@ -265,7 +267,7 @@ def _copies(
     count: int,
     where: Path,
 ) -> dict[str, StoredTensor]:
-    """The file's embedding and head, by the target's names, where they are others than the
+    """Return the file's embedding and head, by the target's names, if they differ from the
     target's. Raises ModelError if not all layers have the same.
     """
     kept: dict[str, StoredTensor] = {}
@@ -288,7 +290,7 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _differs(target: Checkpoint, name: str, item: StoredTensor) -> bool:
-    """Whether a file's copy of the target's embedding or head is another one."""
+    """Return whether a file's copy of the target's embedding or head is another one."""
     tied = name == HEAD and target.architecture.tied_head
     theirs = target.packed(EMBEDDING if tied else name)
     return theirs is None or not np.array_equal(item.rows(), theirs.rows)

@@ -20,8 +20,8 @@ _MOST_BYTES = 64 << 20
 
 
 def read_token_map(path: Path, vocab: int) -> Ints:
-    """int32[Vd] ascending target ids, of a target of V = `vocab`. Raises ModelError naming the file
-    and what is wrong with it: not there, of another format, ids outside of the vocabulary, none.
+    """Return int32[Vd] ascending target ids, of a target of V = `vocab`. Raises ModelError naming
+    the file and its fault: not there, of another format, ids outside of the vocabulary, none.
     """
     if not path.is_file():
         raise ModelError(

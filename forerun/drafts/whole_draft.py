@@ -34,8 +34,8 @@ class VocabularyMap:
     shared: int
 
     def limited(self, token_map: Ints) -> "VocabularyMap":
-        """The vocabulary without all but the target ids int32[n] of `token_map` (FR-Spec). Raises
-        ModelError if nothing is left.
+        """Return the vocabulary with only the target ids int32[n] of `token_map` (FR-Spec). Raises
+        ModelError if none is left.
         """
         kept = np.isin(self.target_ids, token_map)
         if not kept.any():
@@ -43,7 +43,9 @@ class VocabularyMap:
         return VocabularyMap(self.inputs, self.own_ids[kept], self.target_ids[kept], self.shared)
 
     def every(self, own: int) -> bool:
-        """Whether all `own` ids of the draft may be proposed: its head is used as it is."""
+        """Return whether all `own` ids of the draft may be proposed, so that its head is used as it
+        is.
+        """
         return len(self.own_ids) == own and bool(np.all(self.own_ids == np.arange(own)))
 
 
@@ -79,8 +81,8 @@ class WholeDraft:
             )
 
     def limited(self, token_map: Ints) -> "WholeDraft":
-        """The draft, proposing nothing but the target ids int32[n] of `token_map` (FR-Spec). Raises
-        ModelError if nothing is left.
+        """Return the draft, proposing only the target ids int32[n] of `token_map` (FR-Spec). Raises
+        ModelError if none is left.
         """
         return replace(self, vocabulary=self.vocabulary.limited(token_map))
 

@@ -120,7 +120,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt as text, for people to read. Arguments and errors as of `encode`."""
+        """Return the prompt as text for users to read. Parameters and errors as of `encode`."""
         text, marker = self._render(messages, tools, add_generation_prompt, extra)
         return text.replace(marker, "")
 
@@ -132,8 +132,8 @@ class ChatTemplate:
         extra: Mapping[str, Any] | None,
         more: str = "",
     ) -> tuple[str, str]:
-        """The prompt with markers in the control strings of users, and the marker, which is not in
-        `more`.
+        """Return the prompt with markers in the control strings of users, and the marker, which is
+        not in `more`.
         """
         clean = [clean_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         options = dict(extra or {})
@@ -197,7 +197,7 @@ class ChatTemplate:
 
 
 def clean_message(message: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A copy of one message as templates expect it: text content, tool arguments as objects.
+    """Return a copy of one message as templates expect it: text content, tool arguments as objects.
 
     Raises RequestError naming the field below `path` that cannot be used.
     """
@@ -233,7 +233,9 @@ def _joined_parts(parts: list[Any], path: str) -> str:
 
 
 def _parsed_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as an object, which templates expect, not as JSON text."""
+    """Return tool calls with their arguments as objects, which templates expect, not as JSON
+    text.
+    """
     if not isinstance(calls, list):
         raise RequestError(f"{path} must be a list", path)
     return [_parsed_call(call, f"{path}[{index}]") for index, call in enumerate(calls)]
@@ -255,7 +257,7 @@ def _parsed_call(call: Any, path: str) -> dict[str, Any]:
 
 
 def _escaped(message: dict[str, Any], escape: Escape, own: Escape) -> dict[str, Any]:
-    """Escape a message. What the model itself said keeps strings that only look like controls:
+    """Escape a message. The model's own output keeps strings that only look like controls:
     templates parse `</think>` out of it.
     """
     role = message["role"]

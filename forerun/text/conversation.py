@@ -145,7 +145,7 @@ class TemplateTraits:
         return _holds(self._try([_user(_CITY), _user(_AGAIN)], None), [_CITY, _AGAIN])
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str | None:
-        """The rendered text; None if the template refuses."""
+        """Return the rendered text; None if the template refuses."""
         try:
             return self._render(messages, tools)
         except RequestError:
@@ -155,8 +155,8 @@ class TemplateTraits:
 def adapted(
     messages: Sequence[Message], tools: Sequence[Message] | None, traits: TemplateTraits
 ) -> tuple[list[Message], list[Message] | None]:
-    """The conversation and the tools in the form that a template with these traits takes, changed
-    as little as that needs.
+    """Return the conversation and the tools in the form that a template with these traits takes,
+    with as few changes as possible.
 
     messages  as `chat.clean_message` gives them; they are not changed. Tool arguments are objects
     tools     as in OpenAI's API; None or empty = none
@@ -215,7 +215,7 @@ def _with_calls(messages: list[Message], traits: TemplateTraits) -> list[Message
 
 
 def _styled(message: Message, style: CallStyle) -> Message:
-    """A message with calls, in this style."""
+    """Return a message with calls, in this style."""
     if style.written:
         return call_in_text(message, style.written)
     calls = [
@@ -234,7 +234,7 @@ def _arguments(call: Message, style: CallStyle) -> Any:
 
 
 def _one_call_each(messages: Iterable[Message]) -> list[Message]:
-    """Messages with several calls as one message per call, each before its own results."""
+    """Split messages with several calls into one message per call, each before its own results."""
     result, waiting = list[Message](), list[Message]()
     for message in messages:
         if message["role"] == "tool" and waiting:
@@ -259,8 +259,8 @@ def _one_call_each(messages: Iterable[Message]) -> list[Message]:
 
 
 def _with_system(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    """System messages where the template takes them: a first one at the head of the first user
-    message, a later one as a user message.
+    """Put system messages where the template takes them: a first one at the beginning of the first
+    user message, a later one as a user message.
     """
     count = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     head, rest = messages[:count], messages[count:]
@@ -284,7 +284,7 @@ def _after_results(messages: Iterable[Message]) -> list[Message]:
 
 
 def _merged_users(messages: Iterable[Message]) -> list[Message]:
-    """Neighbouring user messages as one."""
+    """Merge neighbouring user messages into one."""
     return _merged(messages, lambda before, role: before == role == "user")
 
 
@@ -301,13 +301,13 @@ def _merged(messages: Iterable[Message], joins: Callable[[str, str], bool]) -> l
 
 
 def _complete(tool: Mapping[str, Any]) -> Message:
-    """A tool with a description and parameters, if empty ones."""
+    """Return a tool with a description and parameters; missing ones are empty."""
     function = {"description": "", "parameters": {"type": "object", "properties": {}}}
     return {**tool, "function": function | tool["function"]}
 
 
 def _short(id: object) -> str:
-    """Nine letters or digits for a call's id, always the same for the same id."""
+    """Return nine letters or digits for a call's id, always the same for the same id."""
     return hashlib.sha256(str(id).encode()).hexdigest()[:9]
 
 
@@ -329,7 +329,7 @@ def _tool() -> Message:
 
 
 def _tool_turns(style: CallStyle, calls: int = 1) -> list[Message]:
-    """Two turns of a user; in the first a tool is called, so often at once."""
+    """Return two turns of a user; in the first a tool is called `calls` times at once."""
     ids = [f"{n}{_SHORT_ID[1:]}" if style.short_ids else f"{_LONG_ID}{n}" for n in range(calls)]
     turns = list[Message]()
     for n, id in enumerate(ids):

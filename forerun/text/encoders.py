@@ -41,13 +41,13 @@ class Encoders:
         self._made: dict[TextPlace, tokenizers.Tokenizer] = {}
 
     def __call__(self, text: str, first: bool) -> list[int]:
-        """Ids of a part of a text; see Codec. Raises RequestError if the tokenizer cannot cut it
-        into words, ModelError if the encoders cannot be built.
+        """Return the ids of a part of a text; see Codec. Raises RequestError if the tokenizer
+        cannot cut it into words, ModelError if the encoders cannot be built.
         """
         return self._encoded(text, TextPlace.FIRST if first else TextPlace.LATER)
 
     def within(self, text: str) -> list[int]:
-        """Ids of text that goes on behind other text. Raises as a call does."""
+        """Return the ids of text that continues other text. Raises as a call does."""
         return self._encoded(text, TextPlace.WITHIN)
 
     def _encoded(self, text: str, place: TextPlace) -> list[int]:
@@ -66,9 +66,9 @@ class Encoders:
 
 
 def without_controls(spec: Spec, controls: set[str]) -> Spec:
-    """A copy of a `tokenizer.json` document that knows no control strings: these are taken out of
-    the added tokens, of the vocabulary and of the merges. The other added tokens move into the
-    vocabulary, where they keep their ids.
+    """Return a copy of a `tokenizer.json` document without control strings: they are removed from
+    the added tokens, the vocabulary and the merges. The other added tokens move into the
+    vocabulary, with their ids.
     """
     model = dict(spec["model"])
     kept = [token for token in spec.get("added_tokens") or [] if token["content"] not in controls]
@@ -80,7 +80,9 @@ def without_controls(spec: Spec, controls: set[str]) -> Spec:
 
 
 def _for_places(spec: Spec) -> dict[TextPlace, tokenizers.Tokenizer]:
-    """An encoder for each place; one for all where places make no difference. Raises ModelError."""
+    """Return an encoder for each place; one for all if places make no difference. Raises
+    ModelError.
+    """
     made: list[tuple[Spec, tokenizers.Tokenizer]] = []
     found: dict[TextPlace, tokenizers.Tokenizer] = {}
     for place in TextPlace:
@@ -95,7 +97,9 @@ def _for_places(spec: Spec) -> dict[TextPlace, tokenizers.Tokenizer]:
 
 
 def _at(place: TextPlace, step: Spec) -> Spec | None:
-    """A step that puts nothing before a part at `place` where it should not; None = no step."""
+    """Return a step that puts nothing before a part at `place` where it should not; None = no
+    step.
+    """
     kind, scheme = step.get("type"), step.get("prepend_scheme")
     if place == TextPlace.FIRST or (place == TextPlace.LATER and scheme != "first"):
         return step
@@ -117,7 +121,7 @@ def _mapped(step: Spec | None, change: Callable[[Spec], Spec | None]) -> Spec | 
 
 
 def built(spec: Spec) -> tokenizers.Tokenizer:
-    """The tokenizer of a `tokenizer.json` document. Raises ModelError."""
+    """Build the tokenizer of a `tokenizer.json` document. Raises ModelError."""
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
     except BaseException as error:
@@ -127,7 +131,7 @@ def built(spec: Spec) -> tokenizers.Tokenizer:
 
 
 def _of_rust(error: BaseException) -> bool:
-    """Whether it is a panic of Rust, which is no Exception."""
+    """Return whether an exception is a panic of Rust, which is no Exception."""
     return type(error).__name__ == "PanicException"
 
 

@@ -34,8 +34,8 @@ class Escape:
         self._tails = {s[cut:] for s in strings for cut in range(1, len(s))}
 
     def text(self, text: str) -> str:
-        """User text with markers in its control strings, and at an end where a neighbour could
-        complete one. A plain word at an end, such as `user`, is left alone.
+        """Return user text with markers in its control strings, and at an end where a neighbour
+        could complete one. A plain word at an end, such as `user`, is left alone.
         """
         broken = self.key(text)
         sizes = range(1, min(self._longest, len(text)) + 1)
@@ -46,17 +46,19 @@ class Escape:
         return broken
 
     def key(self, text: str) -> str:
-        """A name that templates may look up: only whole control strings in it are broken."""
+        """Return a name that templates may look up, with markers in whole control strings only."""
         return self._whole.sub(lambda match: match[0][0] + self._marker + match[0][1:], text)
 
     def name(self, text: str) -> str:
-        """A role that no template knows, with a marker behind it: nothing around it can make it
-        part of a control string.
+        """Return a role that no template knows, with a marker behind it, so that nothing around it
+        can make it part of a control string.
         """
         return self.text(text) + self._marker
 
     def value(self, value: Any) -> Any:
-        """A copy of plain JSON data with `text` applied to every string and `key` to every key."""
+        """Return a copy of plain JSON data with `text` applied to every string and `key` to every
+        key.
+        """
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -67,13 +69,15 @@ class Escape:
 
 
 def _is_sign(text: str) -> bool:
-    """Whether it has anything but letters and digits; words alone must stay comparable."""
+    """Return whether a text has anything but letters and digits; words alone must stay
+    comparable.
+    """
     return not text.isalnum()
 
 
 def free_marker(data: Iterable[Any]) -> str:
-    """A private-use character that no string of the data holds. Raises RequestError if every one
-    is used.
+    """Return a private-use character that no string of the data holds. Raises RequestError if all
+    are used.
     """
     used: set[str] = set()
     for text in _strings(data):

@@ -99,9 +99,9 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> GgufTokenizer:
 def _without_twins(
     tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[dict[int, str], Sequence[int]]:
-    """Ids whose text is empty or that of another id, with their texts; and the types, of which
-    those ids' are UNUSED. Of several ids the last one is spelled, as in llama.cpp, unless that is
-    UNUSED itself. Control tokens among them have no text.
+    """Return the ids whose text is empty or that of another id, with their texts; and the types, in
+    which those ids are UNUSED. Of several ids the last one is spelled, as in llama.cpp, unless that
+    is UNUSED itself. Control tokens among them have no text.
     """
     spelled = {token: id for id, token in enumerate(tokens) if types[id] == UNUSED}
     spelled |= {token: id for id, token in enumerate(tokens) if types[id] != UNUSED}
@@ -187,7 +187,7 @@ def _sentence_piece(
 def _merges(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[list[str]]:
-    """The merges that a SentencePiece vocabulary implies: best score first.
+    """Return the merges that a SentencePiece vocabulary implies: best score first.
 
     Every way to cut a token into two tokens is a merge with that token's score. Ties between
     tokens go to the longer left part, then to the longer right part, as in transformers.
@@ -205,7 +205,7 @@ def _merges(
 
 
 def _vocab(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
-    """Without the entries that only pad the table."""
+    """Return the vocabulary without the entries that only pad the table."""
     return {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
 
 
@@ -215,7 +215,7 @@ def _added(index: int, text: str, special: bool) -> dict[str, Any]:
 
 
 def _prefix(text: str, index: int) -> dict[str, Any]:
-    """A post-processor that puts one token before the text."""
+    """Return a post-processor that puts one token before the text."""
     begin = {"SpecialToken": {"id": text, "type_id": 0}}
     body = {"Sequence": {"id": "A", "type_id": 0}}
     other = {"Sequence": {"id": "B", "type_id": 1}}
@@ -230,7 +230,9 @@ def _prefix(text: str, index: int) -> dict[str, Any]:
 def _ends(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[int, ...]:
-    """The declared end first, then control tokens that end a turn by their well-known names."""
+    """Return the end-of-text ids: the declared one first, then control tokens that end a turn by
+    their well-known names.
+    """
     declared = [_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
     controls = {
         token: index

@@ -36,12 +36,12 @@ _BEGINS = (START, CHANNEL, MESSAGE, CONSTRAIN, "to=")
 
 
 def shows_harmony(template: str) -> bool:
-    """Whether a chat template writes this format."""
+    """Return whether a chat template writes this format."""
     return all(mark in template for mark in (START, CHANNEL, MESSAGE))
 
 
 def begun_message(prompt_tail: str) -> str | None:
-    """The message that a prompt ends in, from its mark on; None if the tail shows none."""
+    """Return the message at the end of a prompt, from its mark on; None if the tail shows none."""
     _, mark, rest = prompt_tail.rpartition(START)
     return mark + rest if mark else None
 
@@ -178,7 +178,7 @@ class HarmonyReader:
 
 
 def _is_header(text: str) -> bool:
-    """Whether a text is the beginning of a header."""
+    """Return whether a text is the beginning of a header."""
     begun = text.lstrip().removeprefix(START).lstrip().removeprefix("assistant").lstrip()
     if not begun or "assistant".startswith(begun):
         return True

@@ -57,7 +57,7 @@ def _decoder(repeated: bool) -> json.JSONDecoder:
 
 @contextmanager
 def _faults(text: str) -> Iterator[None]:
-    """A context in which a text is read, and what is wrong with it becomes a JsonFault."""
+    """Turn errors in reading a text into JsonFault, as a context manager."""
     try:
         _check_containers(text)
         yield
@@ -93,7 +93,7 @@ def _finite(digits: str) -> float:
 
 
 def _integer(digits: str) -> int:
-    """A call of Python's, after which another thread may run: see read_json."""
+    """Parse an integer in Python code, after which another thread may run: see read_json."""
     return int(digits)
 
 

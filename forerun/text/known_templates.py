@@ -19,12 +19,12 @@ _TURN, _OVER = "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"
 
 
 def _same(before: str, after: str, begun: str, content: str = _CONTENT, first: str = "") -> str:
-    """Every turn between the same marks, which name its role."""
+    """Return a template with the same marks around every turn, which name its role."""
     return f"{first}{_EACH}{before}{content}{after}{_END}{_OPEN}{begun}{_FI}"
 
 
 def _own(system: str, user: str, assistant: str, begun: str, first: str = "") -> str:
-    """Each role's turns in a form of their own."""
+    """Return a template with marks of its own for each role's turns."""
     turns = f"{_SYSTEM}{system}{_USER}{user}{_ELSE}{assistant}{_FI}"
     return f"{first}{_EACH}{turns}{_END}{_OPEN}{begun}{_FI}"
 

@@ -31,8 +31,8 @@ class LengthBound:
     blanks: int = 0
 
     def least(self, text: str) -> int:
-        """Tokens that `text` has at least, whatever control strings in it become; 0 if nothing
-        is known.
+        """Return a lower bound for the tokens of `text`, for any reading of control strings in it;
+        0 if nothing is known.
 
         Takes a millisecond per megabyte. Lone surrogates are not counted.
         """
@@ -51,7 +51,7 @@ UNKNOWN = LengthBound(0, ascii=True)
 def length_bound(
     spec: dict[str, Any], pieces: Sequence[bytes], added: Iterable[str]
 ) -> LengthBound:
-    """The bound for a `tokenizer.json` document.
+    """Return the bound for a `tokenizer.json` document.
 
     pieces  the bytes that each id stands for
     added   texts of the added tokens
@@ -84,13 +84,15 @@ def _spaces(data: bytes) -> int:
 
 
 def _keeps_ascii(step: dict[str, Any]) -> bool:
-    """Whether a normalizer leaves as many printable ASCII characters as it was given, or more."""
+    """Return whether a normalizer's output has at least as many printable ASCII characters as its
+    input.
+    """
     if step.get("type") == "Replace":
         return step.get("pattern") == {"String": " "}
     return step.get("type") in _COMPOSING | {"Prepend"}
 
 
 def _cuts_only(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer keeps all of the text but white space."""
+    """Return whether a pre-tokenizer removes nothing but white space."""
     kept = str(step.get("behavior", "Isolated")).lower() != "removed"
     return step.get("type") in _CUTTING and kept

@@ -20,7 +20,7 @@ _OPEN = {"(": ")", "[": "]", "{": "}"}
 
 
 def with_filters(source: str) -> str:
-    """A template in which `'...' % x` and `.title()` are written as filters; all else stays."""
+    """Rewrite `'...' % x` and `.title()` in a template as filters; the rest is unchanged."""
     out, at = [], 0
     while tag := _TAG.search(source, at):
         out.append(source[at : tag.end()])
@@ -43,7 +43,9 @@ def with_filters(source: str) -> str:
 
 
 def _tokens(source: str, at: int, closer: str) -> tuple[list[str], int]:
-    """The tokens from `at` to the end of the tag, which is the last one, and where that is."""
+    """Return the tokens from `at` to the end of the tag, which is the last one, and the index
+    there.
+    """
     tokens: list[str] = []
     depth = 0
     while at < len(source):
@@ -85,15 +87,15 @@ def _rewritten(tokens: list[str]) -> str:
 
 
 def _behind(tokens: list[str], at: int) -> int:
-    """Where the next token is that is no white space."""
+    """Return the index of the next token that is no white space."""
     while at < len(tokens) and tokens[at].isspace():
         at += 1
     return at
 
 
 def _operand_end(tokens: list[str], at: int) -> int:
-    """Behind the operand that begins at `at`: a value with its attributes, calls and filters; `at`
-    itself where there is none.
+    """Return the index behind the operand that begins at `at`: a value with its attributes, calls
+    and filters; `at` if there is none.
     """
     first = at
     if tokens[at : at + 1] == ["-"]:
@@ -120,7 +122,7 @@ def _word(tokens: list[str], at: int) -> bool:
 
 
 def _closed(tokens: list[str], at: int) -> int:
-    """Behind the bracket that closes the one at `at`."""
+    """Return the index behind the bracket that closes the one at `at`."""
     depth = 0
     while at < len(tokens):
         depth += (tokens[at] in _OPEN) - (tokens[at] in _OPEN.values())
@@ -131,7 +133,7 @@ def _closed(tokens: list[str], at: int) -> int:
 
 
 def _arguments(operand: list[str]) -> str:
-    """What the filter is given: the items of a tuple, or one value."""
+    """Return the filter's arguments: the items of a tuple, or one value."""
     if operand[0] == "(" and _closed(operand, 0) == len(operand):
         inner, depth = operand[1:-1], 0
         for each in inner:

@@ -25,7 +25,9 @@ class Pieces:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """By byte, the printable character that byte-level BPE writes for it: GPT-2's table of 256."""
+    """Return, by byte, the printable character that byte-level BPE writes for it: GPT-2's table of
+    256.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
     table = {value: chr(value) for value in printable}
@@ -40,8 +42,8 @@ _BYTE_LETTERS = dict.fromkeys(range(256), "\ufffd") | {
 
 
 def pieces_of(spec: dict[str, Any], twins: Mapping[int, str] | None = None) -> Pieces:
-    """The bytes of every id of a `tokenizer.json` document. Raises ModelError for a decoder that is
-    neither byte-level nor SentencePiece's, or for ids far beyond the number of tokens.
+    """Return the bytes of every id of a `tokenizer.json` document. Raises ModelError for a decoder
+    that is neither byte-level nor SentencePiece's, or for ids far beyond the number of tokens.
 
     twins  ids that the document leaves out, and what they are called: other ids are called the
            same, or it is nothing
@@ -70,7 +72,9 @@ def pieces_of(spec: dict[str, Any], twins: Mapping[int, str] | None = None) -> P
 
 
 def _plain_step(step: dict[str, Any]) -> bool:
-    """Whether a decoder step does nothing beyond turning space marks and byte tokens back."""
+    """Return whether a decoder step does nothing beyond turning space marks and byte tokens
+    back.
+    """
     if step.get("type") == "Replace":
         return step.get("pattern") == {"String": SPACE_MARK} and step.get("content") == " "
     return step.get("type") in _HARMLESS | {"Metaspace"}
@@ -94,7 +98,9 @@ def _table(
 
 
 def _utf8(text: str) -> bytes:
-    """An added token stands for its own text, whatever its letters stand for in others."""
+    """Return the bytes of an added token, which stands for its own text even if other tokens use
+    its letters for bytes.
+    """
     return text.encode("utf-8", "replace")
 
 

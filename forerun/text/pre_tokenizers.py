@@ -50,7 +50,9 @@ _QWEN35 = (
 
 
 def _cased(digits: str, contractions: str = "", upper: str = _UPPER, lower: str = _LOWER) -> str:
-    """Words of capitals and then small letters, as o200k_base and its relatives cut them."""
+    """Return a pattern of words of capitals and then small letters, as o200k_base and its relatives
+    cut them.
+    """
     return (
         rf"{_HEAD}{upper}*{lower}+{contractions}|{_HEAD}{upper}+{lower}*{contractions}"
         rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_TAIL}"

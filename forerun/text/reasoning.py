@@ -34,7 +34,7 @@ class Marks:
 
     @classmethod
     def of(cls, closer: str) -> Self:
-        """The pair of a closer: its opener is the same text without the first slash."""
+        """Return the pair of a closer: its opener is the same text without the first slash."""
         return cls(closer.replace("/", "", 1), closer)
 
     @classmethod
@@ -54,8 +54,8 @@ class Marks:
         return Stage.ANSWERING if tail.endswith(self.closer) else Stage.UNDECIDED
 
     def begun(self, message: Mapping[str, Any]) -> str | None:
-        """The thought that a model's message breaks off in, without its opener; None if it
-        breaks off in none.
+        """Return the unfinished reasoning at the end of a model's message, without its opener; None
+        if there is none.
         """
         content = str(message.get("content") or "")
         if not content.strip():
@@ -65,7 +65,9 @@ class Marks:
         return content.lstrip()[len(self.opener) :] if opens else None
 
     def going_on(self, prompt: str, thought: str) -> str:
-        """A prompt for an answer, with a begun thought behind it; templates may have opened it."""
+        """Return a prompt for an answer, with unfinished reasoning behind it, which templates may
+        have opened.
+        """
         if not prompt.rstrip().endswith(self.opener):
             return f"{prompt}{self.opener}{thought}"
         return prompt + (thought.lstrip("\n") if prompt.endswith("\n") else thought)
@@ -90,8 +92,8 @@ class ReasoningReader:
         self._unclosed: list[str] = []
 
     def push(self, text: str) -> tuple[str, str]:
-        """(reasoning, answer) that the next piece of text makes certain, either possibly empty;
-        what may be part of a mark is held back.
+        """Return the (reasoning, answer) text that the next piece of text makes certain, either
+        possibly empty; text that may be part of a mark is held back.
         """
         if self._stage == Stage.ANSWERING and not self._bare:
             return "", text
@@ -103,9 +105,9 @@ class ReasoningReader:
         return reasoning, self._answer() if self._stage == Stage.ANSWERING else ""
 
     def finish(self, cut: bool = False) -> tuple[str, str]:
-        """(reasoning, answer) that was held back, once no text will follow. A thought that the
-        model ended its text in is its answer as well; cut: there was no room for more, so there is
-        no answer yet.
+        """Return the (reasoning, answer) text that was held back, once no text will follow.
+        Reasoning at whose end the model stopped is its answer as well; cut: there was no room for
+        more, so there is no answer yet.
         """
         held, self._held = self._held, ""
         if self._stage == Stage.THINKING:
@@ -114,7 +116,7 @@ class ReasoningReader:
         return "", held
 
     def _decide(self) -> None:
-        """Thinking if the text begins with the opener, answering once it cannot."""
+        """Switch to reasoning if the text begins with the opener, to the answer once it cannot."""
         begun, opener = self._held.lstrip(), self._marks.opener
         if begun.startswith(opener):
             self._stage, self._held = Stage.THINKING, begun[len(opener) :]
@@ -151,8 +153,8 @@ class ReasoningReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest proper beginning of `mark` that `text` ends with; 0 if there is
-    none.
+    """Return the length of the longest proper beginning of `mark` that `text` ends with; 0 if there
+    is none.
     """
     for size in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:size]):

@@ -15,8 +15,8 @@ LONGEST = 1 << 24
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
-    """The reply to one request of the server: {"text"}, {"refused"} where the names are at fault,
-    or {"unusable"} where the template is.
+    """Return the reply to one request of the server: {"text"}; {"refused"} if the names are at
+    fault, {"unusable"} if the template is.
 
     request  `source` of the template and `names` for it; without names it is compiled only
     """

@@ -71,7 +71,7 @@ class _Here:
         return self._template.render(names)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no process."""
 
 
 class BySize:
@@ -98,8 +98,8 @@ class BySize:
 
 
 def is_large(names: dict[str, Any]) -> bool:
-    """Whether names for a template have more than LARGE characters of JSON: what becomes of such a
-    conversation is then its own doing.
+    """Return whether names for a template have more than LARGE characters of JSON: then only this
+    conversation suffers if its rendering fails.
     """
     return len(json.dumps(names, ensure_ascii=False, separators=(",", ":"))) > LARGE
 

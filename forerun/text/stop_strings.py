@@ -25,7 +25,7 @@ class StopStrings:
         return self._depth[self._state]
 
     def feed(self, character: str) -> str | None:
-        """The stop string that `character` completes, or None."""
+        """Return the stop string that `character` completes, or None."""
         state = self._state
         while state and character not in self._next[state]:
             state = self._fallback[state]

@@ -55,7 +55,7 @@ class TextStream:
         return self._begun and not held and self._skipped is self._tokenizer.special_ids
 
     def push(self, token: int, early: bool = False) -> Piece:
-        """The text that token id `token` makes final. After a stop string nothing more comes.
+        """Return the text that token id `token` makes final; none after a stop string.
 
         early  a stop string that this token completes is text like any other
         """
@@ -71,7 +71,7 @@ class TextStream:
         return self._release(self._decoder.decode(piece), early)
 
     def finish(self) -> str:
-        """The text that was held back, once no token will follow; "" after a stop string."""
+        """Return the text that was held back, once no token will follow; "" after a stop string."""
         if self._stopped is not None:
             return ""
         tail = self._release(self._decoder.decode(b"", final=True)).text

@@ -186,7 +186,7 @@ _PAIR = re.compile(
 
 
 def _may_become(text: str, marks: Sequence[str]) -> bool:
-    """Whether what a text begins with may be, or become, one of the marks."""
+    """Return whether the beginning of a text is, or may become, one of the marks."""
     return any(mark.startswith(text) or text.startswith(mark) for mark in marks if mark)
 
 

@@ -37,7 +37,7 @@ class Template:
         self._environment = _environment(_plain_statements(source))
 
     def render(self, names: dict[str, Any]) -> str:
-        """The text for these names, which are the template's variables.
+        """Render the template with these names as its variables.
 
         Raises RequestError where they cannot be rendered or the template refuses them, ModelError
         if it does not end within FUEL.
@@ -55,9 +55,9 @@ class Template:
 
 
 def _plain_statements(source: str) -> str:
-    """Without transformers' `{% generation %}`, which marks training text and renders nothing, and
-    without what minijinja has not: `'...' % x`, and lists that are changed in place, which become
-    new lists.
+    """Return a template without transformers' `{% generation %}`, which marks training text and
+    renders nothing, and with replacements for statements that minijinja lacks: `'...' % x`, and
+    lists changed in place, which become new lists.
     """
     source = _GENERATION.sub(
         lambda m: f"{{%{m[1]} {'endif' if m[2] else 'if true'} {m[3]}%}}", source
@@ -97,7 +97,9 @@ def _environment(source: str) -> minijinja.Environment:
 
 
 def _iterable(value: Any) -> bool:
-    """As in Jinja: `none` is not (minijinja says it is, and its length is an error)."""
+    """Return whether a value is iterable, as in Jinja: `none` is not (for minijinja it is, and its
+    length is an error).
+    """
     return isinstance(value, Iterable)
 
 
@@ -116,7 +118,9 @@ def _tojson(
     separators: Sequence[str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Like transformers' filter: no HTML escapes. Markers stay themselves in either case."""
+    """Return a value as JSON, like transformers' filter: without HTML escapes. Markers are
+    unchanged.
+    """
     pair = None if separators is None else (separators[0], separators[1])
     text = json.dumps(
         value,

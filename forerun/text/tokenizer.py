@@ -34,7 +34,9 @@ class Codec(Protocol):
     """Encodes text in which no control string counts."""
 
     def __call__(self, text: str, first: bool) -> list[int]:
-        """Ids of `text`, which holds no lone surrogate; `first` = it begins the whole text."""
+        """Return the ids of `text`, which holds no lone surrogate; `first` = it begins the whole
+        text.
+        """
         ...
 
 
@@ -134,7 +136,9 @@ class Tokenizer:
 
     @classmethod
     def byte_level(cls) -> Self:
-        """Ids 0..255 are bytes, 256..258 the control tokens of ChatML. Needs no file."""
+        """Return a tokenizer whose ids 0..255 are bytes, 256..258 the control tokens of ChatML.
+        Needs no file.
+        """
         names = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
         added = [AddedToken(256 + index, text, True) for index, text in enumerate(names)]
         table = [bytes([value]) for value in range(256)] + [name.encode() for name in names]
@@ -148,7 +152,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
-        """From the `tokenizer.*` keys of a GGUF file, as plain Python values.
+        """Make a tokenizer from the `tokenizer.*` keys of a GGUF file, as plain Python values.
 
         Raises ModelError that names the key where one is missing or of an unknown kind.
         """
@@ -231,7 +235,7 @@ class Tokenizer:
         self.least_tokens("")
 
     def encode(self, text: str, specials: bool = False, bos: bool = False) -> Ints:
-        """int32[T]: the ids of `text`.
+        """Return int32[T], the ids of `text`.
 
         specials  control strings in the text become their ids; else they are encoded as plain text
         bos       the ids that the model expects before a plain text come first
@@ -251,7 +255,7 @@ class Tokenizer:
         return self._bound().least(text)
 
     def encode_part(self, text: str, first: bool) -> list[int]:
-        """Ids of a part of a text, in which no control string counts.
+        """Return the ids of a part of a text, in which control strings are plain text.
 
         first  it begins the whole text (SentencePiece puts a space there); else it stands behind a
                control token
@@ -263,7 +267,7 @@ class Tokenizer:
         return self._plain(text, first)
 
     def encode_within(self, text: str) -> list[int]:
-        """Ids of text that goes on behind other text: no space is put before it. Raises as
+        """Return the ids of text that continues other text: no space is put before it. Raises as
         encode_part.
         """
         _check_unicode(text)
@@ -291,8 +295,8 @@ class Tokenizer:
             yield text[start:]
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that token `id` stands for, possibly half a character; b"" for an id that no
-        token has.
+        """Return the bytes that token `id` stands for, possibly half a character; b"" for an id
+        that no token has.
         """
         return self.pieces[id] if 0 <= id < len(self.pieces) else b""
 
@@ -300,7 +304,7 @@ class Tokenizer:
         return self.token_bytes(id).decode("utf-8", "replace")
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of `ids`; what is not valid UTF-8 becomes U+FFFD.
+        """Return the text of `ids`; bytes that are not valid UTF-8 become U+FFFD.
 
         skip_special  control tokens count as no text
         """
@@ -322,14 +326,14 @@ class Tokenizer:
         return whole
 
     def without_lead(self, piece: bytes) -> bytes:
-        """The first non-empty piece of a text without the spaces that encoding put there."""
+        """Return the first non-empty piece of a text without the spaces that encoding put there."""
         spaces = len(piece) - len(piece.lstrip(b" "))
         return piece[min(spaces, self.leading_spaces) :]
 
 
 def matcher(strings: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that finds any of the strings, the longest where several begin at one place; it
-    finds nothing where there is none.
+    """Return a pattern that matches any of the strings, the longest if several begin at one place;
+    one that matches nothing if there are none.
     """
     longest_first = sorted(filter(None, strings), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -340,7 +344,7 @@ def _is_word(text: str, index: int) -> bool:
 
 
 def as_ids(numbers: Sequence[int], kind: Any = np.int32) -> NDArray[Any]:
-    """Ids as an array [T] of `kind`, in pieces: of millions, other threads have their turn in
+    """Return ids as an array [T] of `kind`, converted in pieces, so that other threads run in
     between.
     """
     ids: NDArray[Any] = np.empty(len(numbers), kind)
@@ -350,7 +354,9 @@ def as_ids(numbers: Sequence[int], kind: Any = np.int32) -> NDArray[Any]:
 
 
 def as_numbers(ids: Ints) -> list[int]:
-    """The ids int32[T] as Python numbers, made in pieces, so that other threads run in between."""
+    """Return the ids int32[T] as Python numbers, converted in pieces, so that other threads run in
+    between.
+    """
     numbers: list[int] = []
     for start in range(0, len(ids), _AT_ONCE):
         numbers += ids[start : start + _AT_ONCE].tolist()

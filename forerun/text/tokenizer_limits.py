@@ -29,9 +29,9 @@ _OFF = {"version": "1.0", "truncation": None, "padding": None}
 
 
 def served(spec: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a `tokenizer.json` document without what belongs to training: `truncation` and
-    `padding` would cut or lengthen what clients send, `dropout` would encode by chance. Raises
-    ModelError naming a setting that is neither that nor honoured.
+    """Return a copy of a `tokenizer.json` document without settings for training: `truncation` and
+    `padding` would cut or lengthen requests, `dropout` would encode by chance. Raises ModelError
+    naming a setting that is neither that nor honoured.
     """
     model = spec["model"]
     unknown = [name for name in spec if name not in _PARTS and spec[name]]
@@ -44,7 +44,9 @@ def served(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_foreign(spec: dict[str, Any], most: int) -> dict[str, Any]:
-    """A copy of a `tokenizer.json` document without added tokens whose ids are not below `most`."""
+    """Return a copy of a `tokenizer.json` document without added tokens whose ids are not below
+    `most`.
+    """
     added = spec.get("added_tokens") or []
     foreign = {token["content"] for token in added if int(token["id"]) >= most}
     vocab = spec["model"].get("vocab") or {}
@@ -86,8 +88,8 @@ def check_limits(spec: dict[str, Any]) -> None:
 
 
 def prefix_of(spec: dict[str, Any]) -> tuple[int, ...]:
-    """The ids that the post-processor of a `tokenizer.json` document puts before a text. What it
-    puts behind one, for training, is left out: an answer could not go on from there.
+    """Return the ids that the post-processor of a `tokenizer.json` document puts before a text.
+    Those behind a text, for training, are left out: an answer could not continue from there.
     """
     before: list[int] = []
     for step in steps(spec.get("post_processor"), "processors"):
@@ -111,8 +113,8 @@ def _tokens_around(step: dict[str, Any]) -> int:
 
 
 def steps(step: dict[str, Any] | None, members: str) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer: itself, or the members of sequences, however
-    nested.
+    """Yield the steps of a normalizer or pre-tokenizer: itself, or the members of sequences,
+    however nested.
 
     members  the key of a sequence's members. None has no steps
     """

@@ -62,7 +62,7 @@ class JsonCalls:
         return merged(calls), "", True
 
     def _closed(self, character: str) -> bool:
-        """Whether a character between calls completes the closer."""
+        """Return whether a character between calls completes the closer."""
         if not self._closer:
             return False
         self._between = (self._between + character)[-len(self._closer) :]
@@ -122,7 +122,7 @@ class _JsonCall:
         self._depth += character in "{["
 
     def _add(self, character: str) -> None:
-        """One more character of a key or value; white space only where it is inside."""
+        """Add a character to a key or value; white space only inside of it."""
         if character.isspace() and not self._quoted:
             self._blank += character if self._word else ""
             return
@@ -233,7 +233,7 @@ NOTHING = object()
 
 
 def merged(calls: list[CallPiece]) -> tuple[CallPiece, ...]:
-    """Neighbouring pieces of one call's arguments in one."""
+    """Merge neighbouring pieces of one call's arguments."""
     merged: list[CallPiece] = []
     for (index, name), pieces in groupby(calls, lambda piece: (piece.index, piece.name)):
         merged.append(CallPiece(index, name, "".join(piece.arguments for piece in pieces)))

@@ -20,8 +20,8 @@ For each call, write a JSON object with the function's name and arguments within
 
 
 def with_tools_in_text(messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[dict[str, Any]]:
-    """A copy of the conversation with the tools' signatures in its system message, which may be a
-    new one.
+    """Return a copy of the conversation with the tools' signatures in its system message, which may
+    be a new one.
     """
     offer = _OFFER.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages and messages[0]["role"] == "system":
@@ -45,7 +45,7 @@ def call_in_text(message: Mapping[str, Any], format: ToolFormat = HERMES) -> dic
 
 
 def result_in_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool's message as a user's, within <tool_response> tags."""
+    """Return a tool's message as a user's, within <tool_response> tags."""
     content = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
     return {"role": "user", "content": content}
 

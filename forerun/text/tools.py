@@ -125,12 +125,14 @@ _SIGNS = (
 
 
 def takes_tools(template: str) -> bool:
-    """Whether a chat template mentions `tools` at all."""
+    """Return whether a chat template mentions `tools` at all."""
     return re.search(r"\btools\b", template) is not None
 
 
 def format_of(template: str) -> ToolFormat:
-    """The format of calls that a chat template shows, by its marks; Hermes where it shows none."""
+    """Return the format of calls that a chat template shows, by its marks; Hermes if it shows
+    none.
+    """
     if shows_harmony(template):
         return HARMONY
     for sign, format in _SIGNS:
@@ -190,8 +192,8 @@ class ToolReader:
         return Parsed(content, tuple(calls))
 
     def finish(self, cut: bool = False) -> Parsed:
-        """The content that was held back, once no text will follow. cut: the answer ended for want
-        of room, so the beginning of a call is no content.
+        """Return the content that was held back, once no text will follow. cut: the answer ended
+        for want of room, so the beginning of a call is no content.
         """
         held, self._held = self._held, ""
         opener = self._format.opener
@@ -217,7 +219,7 @@ class ToolReader:
         return calls
 
     def _no_call(self) -> str:
-        """The text of a body, opener included, that had no call in it."""
+        """Return the text of a body without a call, opener included."""
         text = "".join(self._unread)
         self._unread.clear()
         return text
@@ -243,7 +245,9 @@ class ToolReader:
         return text[:cut]
 
     def _outside_llama(self) -> str:
-        """Only an answer that begins with a brace is a call."""
+        """Handle text outside of calls in Llama's format: only an answer that begins with a brace
+        is a call.
+        """
         text = self._held
         if not self._spoke and not text.strip():
             return ""

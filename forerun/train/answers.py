@@ -112,7 +112,7 @@ class Author(Protocol):
         ...
 
     def finished(self) -> list[tuple[int, Ints]]:
-        """(key, output int32[.] ids) of all that finished since the last call, each once.
+        """Return (key, output int32[.] ids) of all that finished since the last call, each once.
 
         Works or waits a while, and may come back with nothing yet. The end-of-text id is part of
         the output; no ids at all = that continuation failed.
@@ -192,8 +192,8 @@ class Writer:
                 )
 
     def first_message(self, messages: Messages) -> Ints:
-        """int32[.]: the template's ids up to where the next user's words would begin, after
-        `messages`. Raises ModelError if the template does not show them as they are.
+        """Return int32[.], the template's ids up to the beginning of the next user's text, after
+        `messages`. Raises ModelError if the template does not render a user's text unchanged.
         """
         if not messages and self._first_message is not None:
             return self._first_message
@@ -211,8 +211,8 @@ class Writer:
         )
 
     def _unsettled(self, prompts: Iterator[Messages] | None) -> Iterator[tuple[int, Messages]]:
-        """(number, messages) of the chats that are still to be begun, without an end where the
-        target asks itself.
+        """Yield (number, messages) of the chats that are still to be begun, endlessly if the target
+        writes users' messages itself.
         """
         for number, messages in enumerate(repeat([]) if prompts is None else prompts):
             if number not in self._settled:
@@ -275,8 +275,8 @@ class Session:
         return self._chat is not None
 
     def next(self) -> Ask | None:
-        """The continuation that this chat needs next: a user's turn (at T=1) or an answer; None
-        if the chat is over. Raises RequestError if the template refuses the messages.
+        """Return the continuation that this chat needs next: a user's turn (at T=1) or an answer;
+        None if the chat is over. Raises RequestError if the template refuses the messages.
         """
         if self._over:
             return None
@@ -301,8 +301,8 @@ class Session:
             self._take_question(ids)
 
     def result(self) -> Chat | None:
-        """The chat so far: its last usable answer is what is wanted, with everything before it as
-        context. None if no answer is usable.
+        """Return the chat up to its last usable answer, with everything before it as context; None
+        if no answer is usable.
         """
         return self._chat
 
@@ -332,8 +332,8 @@ class Session:
 
 
 def repeats(ids: Ints) -> bool:
-    """Whether some run of eight tokens occurs more than three times in ids int32[.]: loops are easy
-    to draft and would flatter the draft. False for short texts.
+    """Return whether some run of eight tokens occurs more than three times in ids int32[.]: loops
+    are easy to draft and would flatter the draft. False for short texts.
     """
     if len(ids) < 8:
         return False

@@ -13,7 +13,7 @@ from forerun.types import AnyArray
 
 
 def _padded(array: AnyArray, pieces: list[ChatPiece]) -> torch.Tensor:
-    """Rows of `array` [T, ...] for each piece, zero-padded at the end to the longest."""
+    """Return the rows of `array` [T, ...] for each piece, zero-padded at the end to the longest."""
     length = max(piece.end - piece.begin for piece in pieces)
     out = np.zeros((len(pieces), length, *array.shape[1:]), array.dtype)
     for row, piece in zip(out, pieces, strict=True):
@@ -22,9 +22,9 @@ def _padded(array: AnyArray, pieces: list[ChatPiece]) -> torch.Tensor:
 
 
 def stored_reader(corpus: Corpus) -> Callable[[list[ChatPiece]], TrainingBatch]:
-    """A function from pieces to batches, out of what `write_features` stored beside the corpus:
-    several epochs cost one pass of the target. On the CPU. Raises OSError if features are
-    missing.
+    """Return a function from pieces to batches, out of the features that `write_features` stored
+    beside the corpus: several epochs cost one pass of the target. On the CPU. Raises OSError if
+    features are missing.
     """
     stored = {
         name: np.load(corpus.folder / f"{name}.npy", mmap_mode="r")
@@ -49,7 +49,7 @@ def stored_reader(corpus: Corpus) -> Callable[[list[ChatPiece]], TrainingBatch]:
 def online_reader(
     corpus: Corpus, target: DenseTarget, features: tuple[int, ...], rows: torch.Tensor
 ) -> Callable[[list[ChatPiece]], TrainingBatch]:
-    """A function from pieces to batches whose features `target` computes then and there, on its
+    """Return a function from pieces to batches whose features `target` computes at once, on its
     device: no disk, for a fast device.
 
     features  hidden states to keep, as transformers numbers them

@@ -66,12 +66,12 @@ class Corpus:
         return len(self.starts) - 1
 
     def span(self, chat: int) -> slice:
-        """Where chat `chat`, from 0 to C-1, lies in the flat arrays."""
+        """Return the slice of chat `chat`, from 0 to C-1, in the flat arrays."""
         return slice(int(self.starts[chat]), int(self.starts[chat + 1]))
 
     def scored(self, chat: int) -> Ints:
-        """int32[n]: positions within the chat, ascending, whose next token belongs to an answer:
-        there the teacher's distribution is stored.
+        """Return int32[n], positions within the chat, ascending, whose next token belongs to an
+        answer: the teacher's distribution is stored there.
         """
         wanted = np.asarray(self.wanted[self.span(chat)])
         return np.flatnonzero(wanted[1:]).astype(np.int32)
@@ -200,16 +200,16 @@ def _check_space(folder: Path, shapes: Iterable[tuple[type, tuple[int, ...]]]) -
 
 
 def _chats_done(note: Path, facts: dict[str, object]) -> int:
-    """How many chats an earlier run finished with the same `facts`."""
+    """Return how many chats an earlier run finished with the same `facts`."""
     found = json.loads(note.read_text()) if note.exists() else {}
     same = all(found.get(name) == value for name, value in facts.items())
     return int(found["chats"]) if same else 0
 
 
 def distil(logits: Floats, ids: Ints, likely: int) -> tuple[Ints, Ints, Floats]:
-    """What is stored of a teacher's logits float32[n,V]: choice int32[n], the argmax over the full
-    vocabulary; and of the draft vocabulary ids int32[Vd] the `likely` best: draft ids int32[n,K]
-    and their probabilities float32[n,K], which sum to one.
+    """Return the stored form of a teacher's logits float32[n,V]: choice int32[n], the argmax over
+    the full vocabulary; and of the draft vocabulary ids int32[Vd] the `likely` best: draft ids
+    int32[n,K] and their probabilities float32[n,K], which sum to one.
     """
     known = torch.from_numpy(logits)
     best, where = known.index_select(1, torch.from_numpy(ids)).topk(likely)
@@ -227,8 +227,8 @@ class ChatPiece:
 def batches(
     corpus: Corpus, chats: range, length: int, tokens: int, seed: int
 ) -> Iterator[list[ChatPiece]]:
-    """One epoch over `chats`: lists of pieces, each the last `length` tokens at most of a chat,
-    shuffled by `seed`, similar lengths together.
+    """Yield one epoch over `chats`: lists of pieces, each the last `length` tokens at most of a
+    chat, shuffled by `seed`, similar lengths together.
 
     tokens  answer tokens of a batch, about: the loss is a mean over those, so steps are equally
     sure
@@ -263,9 +263,9 @@ def batches(
 
 
 def choose_vocabulary(corpus: Corpus, size: int, vocab: int, forced: Ints) -> Ints:
-    """int32[Vd] ascending target ids: `forced` ones, then the most frequent in the training
-    answers, then the lowest ids (merge order: the commonest pieces come first). All ids where size
-    >= vocab.
+    """Return int32[Vd] ascending target ids: `forced` ones, then the most frequent in the training
+    answers, then the lowest ids (merge order: the commonest pieces come first). All ids if size >=
+    vocab.
     """
     if size >= vocab:
         return np.arange(vocab, dtype=np.int32)

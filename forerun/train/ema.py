@@ -32,9 +32,7 @@ class WeightEma:
 
     @contextmanager
     def worn(self) -> Iterator[None]:
-        """A context manager: inside, the module has the averaged weights; after it, its own
-        again.
-        """
+        """Give the module the averaged weights within a context; its own again after it."""
         self._swap()
         try:
             yield

@@ -71,8 +71,8 @@ def _layer(about: DraftHead) -> dict[str, Any]:
 
 
 def rope_keys(rope: Rope) -> dict[str, Any]:
-    """The keys by which a config.json in transformers' format writes RoPE: rope_theta, and
-    rope_scaling where the rope is scaled.
+    """Return the keys by which a config.json in transformers' format writes RoPE: rope_theta, and
+    rope_scaling if the rope is scaled.
     """
     scaling: dict[str, Any] | None = None
     match rope.scaling:
@@ -99,7 +99,7 @@ def rope_keys(rope: Rope) -> dict[str, Any]:
 
 
 def _sglang(about: DraftHead) -> dict[str, Any]:
-    """Flat keys; feature ids in the "output of layer" sense."""
+    """Return flat keys; feature ids in the "output of layer" sense."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer(about),
@@ -121,7 +121,7 @@ def _sglang(about: DraftHead) -> dict[str, Any]:
 
 
 def _speculators(about: DraftHead) -> dict[str, Any]:
-    """Nested keys; feature ids in the "entering layer" sense."""
+    """Return nested keys; feature ids in the "entering layer" sense."""
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -166,7 +166,7 @@ def export_block(
 
 
 def _config(head: BlockHead, layers: int) -> dict[str, Any]:
-    """Flat keys; feature ids in the "output of layer" sense."""
+    """Return flat keys; feature ids in the "output of layer" sense."""
     config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3" if head.qk_norm else "llama",

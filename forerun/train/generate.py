@@ -125,7 +125,7 @@ class DenseAuthor:
         return self._collect(before) if before else []
 
     def _affordable(self, width: int) -> int:
-        """Rows whose cache fits into 60 % of the device's free memory."""
+        """Return the rows whose cache fits into 60 % of the device's free memory."""
         arch, item = self._target.arch, self._target.dtype.itemsize
         line = arch.layers * 2 * arch.kv_heads * self._context * arch.head_size * item
         if self._device.type != "cuda":
@@ -153,7 +153,9 @@ class DenseAuthor:
             self._prefill(group)
 
     def _prefill(self, group: list[tuple[int, Ask]]) -> None:
-        """Keys and values of all but the last prompt token; then the rows' own state."""
+        """Compute keys and values of all but the last prompt token, and then the rows' own
+        state.
+        """
         length = max(len(ask.prompt) for _, ask in group) - 1
         padded = np.zeros((len(group), length), np.int64)
         for line, (_, ask) in zip(padded, group, strict=True):
@@ -223,7 +225,7 @@ class DenseAuthor:
         return found
 
     def _step(self, size: int) -> None:
-        """One token for every row, reading `size` tokens of the cache. In place, no host."""
+        """Decode one token for every row, reading `size` tokens of the cache. In place, no host."""
         target, groups = self._target, self._target.arch.kv_heads
         specs = [spec.attention for spec in target.arch.layer_specs]
         biases = {
@@ -251,7 +253,7 @@ class DenseAuthor:
         self._advance(self._chosen(target.logits(target.final_norm(x[:, 0]))))
 
     def _chosen(self, logits: Tensor) -> Tensor:
-        """int64[B] from float32[B,V], overwritten."""
+        """Choose int64[B] tokens by logits float32[B,V], which are overwritten."""
         hot = self._temperature[:, None] > 0
         logits /= torch.where(hot, self._temperature[:, None], 1.0)
         noise = torch.empty_like(logits).exponential_().clamp_min_(1e-30).log_()

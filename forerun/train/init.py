@@ -185,7 +185,9 @@ def start_block(
 
 
 def _start_mask(mask: Tensor, tokens: Tensor, generator: torch.Generator) -> None:
-    """What tokens have in common, and twice as much of what none of them has."""
+    """Set a mask's embedding to the mean of all tokens plus twice a random direction orthogonal to
+    it, of the same length.
+    """
     mean = tokens.mean(0)
     other = torch.randn(mean.shape, generator=generator).to(mean.device)
     other -= mean * (other @ mean) / (mean @ mean)
@@ -213,8 +215,8 @@ def _look(drafter: BlockDrafter, tokens: Tensor, context: Tensor) -> None:
 
 
 def _readings(kinds: list[Tensor]) -> Tensor:
-    """[K,H] from K sets of vectors [n,H]: each reads 1 of its own set and 0 of the others, as
-    nearly as one direction can.
+    """Return [K,H] from K sets of vectors [n,H]: each reads 1 of its own set and 0 of the others,
+    as nearly as one direction can.
     """
     alike = sum((kind.T @ kind / len(kind) for kind in kinds), torch.zeros(()).to(kinds[0]))
     alike = alike + 0.01 * alike.diagonal().mean() * torch.eye(len(alike)).to(alike)

@@ -59,8 +59,8 @@ class TrainingSchedule:
     ema: float = 0.0
 
     def rate_at(self, step: float, total: int) -> float:
-        """The learning rate at update `step` of `total`: linear warm-up, then a cosine down to
-        floor * rate.
+        """Return the learning rate at update `step` of `total`: linear warm-up, then a cosine down
+        to floor * rate.
         """
         warm = max(self.warm_up * total, 1.0)
         if step < warm:
@@ -72,8 +72,8 @@ class TrainingSchedule:
 def unrolled_loss(
     trial: "TrainingRun", batch: TrainingBatch, seed: int, judging: bool
 ) -> tuple[Tensor, list[StepScore]]:
-    """The loss of a network that is fed its own outputs, as LossOf has it: `ttt_loss`, with all
-    rows and no decay where it only judges.
+    """Return the loss of a network that reads its own outputs, as LossOf: `ttt_loss`, with all rows
+    and no decay if it only evaluates.
     """
     schedule = trial.schedule
     plan = Unrolling(schedule.steps)
@@ -103,7 +103,7 @@ class TrainingRun:
     loss_of: LossOf = unrolled_loss
 
     def computing(self) -> AbstractContextManager[object]:
-        """A context manager: inside, matrix products of the head run in `compute`
+        """Return a context in which matrix products of the head run in `compute`
         (torch.autocast).
         """
         device = self.embed.device.type
@@ -168,7 +168,7 @@ class _Run:
 
 
 def _one_step(run: _Run, pieces: list[ChatPiece], progress: Progress) -> Tensor:
-    """One update. Returns the loss of the first unrolled step, on the device."""
+    """Run one update. Returns the loss of the first unrolled step, on the device."""
     trial, trained = run.trial, run.trained
     schedule = trial.schedule
     place = _done(schedule, progress) * progress.total
@@ -211,7 +211,7 @@ def _slope(
 
 
 def _done(schedule: TrainingSchedule, progress: Progress) -> float:
-    """How much of the training is done, 0 to 1: by steps, or by time where that is further."""
+    """Return the finished part of the training, 0 to 1: by steps, or by time if that is further."""
     by_time = progress.seconds / (60 * schedule.minutes) if schedule.minutes else 0.0
     return min(max(progress.step / progress.total, by_time), 1.0)
 
@@ -234,7 +234,7 @@ def _attend(trial: TrainingRun, loss: Tensor, progress: Progress) -> None:
 
 
 def _check(run: _Run, progress: Progress) -> None:
-    """Evaluate, keep the best, save. Raises TrainingError if nothing can be written."""
+    """Evaluate, store the best head, save. Raises TrainingError if nothing can be written."""
     trial, ema = run.trial, run.ema
     row = evaluate(trial, progress.step)
     progress.history.append(row)
@@ -250,7 +250,7 @@ def _check(run: _Run, progress: Progress) -> None:
 
 @contextmanager
 def _written(trial: TrainingRun) -> Iterator[None]:
-    """Inside, checkpoints are written. Raises TrainingError where they cannot be."""
+    """Turn errors of writing checkpoints into TrainingError, as a context manager."""
     try:
         yield
     except OSError as error:
@@ -268,8 +268,8 @@ def _keep_best(trial: TrainingRun, length: float, progress: Progress) -> None:
 
 
 def evaluate(trial: TrainingRun, step: int) -> Check:
-    """Judge the head as it is on the held-out chats: first-step loss in nats, agreement with the
-    target by position, simulated chain length. `step` is only noted. Changes nothing.
+    """Evaluate the head on the held-out chats: first-step loss in nats, agreement with the target
+    by position, simulated chain length. `step` is only recorded. Changes nothing.
     """
     schedule = trial.schedule
     groups = batches(trial.corpus, trial.corpus.held, schedule.length, schedule.tokens, 0)
@@ -305,7 +305,7 @@ def _epoch(trial: TrainingRun, number: int) -> Iterator[list[ChatPiece]]:
 
 
 def _batches_from(trial: TrainingRun, step: int) -> Iterator[list[ChatPiece]]:
-    """The endless sequence of batches, from batch `step` on: a function of the seed alone."""
+    """Yield the endless sequence of batches, from batch `step` on: a function of the seed alone."""
     number = seen = 0
     while True:
         for pieces in _epoch(trial, number):

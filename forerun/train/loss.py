@@ -25,8 +25,8 @@ class Teacher(Protocol):
     """The target's distributions over the draft vocabulary, at every token of a batch."""
 
     def at(self, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Of flat positions int64[n]: draft ids int64[n,K], or None for all Vd in order, and their
-        probabilities float32[n,K or Vd], which sum to one.
+        """Return, for flat positions int64[n], draft ids int64[n,K], or None for all Vd in order,
+        and their probabilities float32[n,K or Vd], which sum to one.
         """
         ...
 
@@ -39,7 +39,7 @@ class LikeliestTargets:
     chance: Tensor
 
     def at(self, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The stored ids int64[n,K] and probabilities [n,K] of flat positions int64[n]."""
+        """Return the stored ids int64[n,K] and probabilities [n,K] of flat positions int64[n]."""
         return self.ids[rows], self.chance[rows]
 
 
@@ -54,8 +54,8 @@ class DenseTargets:
     head: Tensor
 
     def at(self, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-        """None, all draft ids, and the softmax float32[n,Vd] over the draft vocabulary at flat
-        positions int64[n].
+        """Return None, for all draft ids, and the softmax float32[n,Vd] over the draft vocabulary
+        at flat positions int64[n].
         """
         return None, (self.last[rows] @ self.head.T).float().softmax(-1)
 
@@ -91,8 +91,8 @@ class DraftVocabulary:
 
     @staticmethod
     def of(target_ids: Tensor, head: Tensor) -> "DraftVocabulary":
-        """The vocabulary of the chosen target_ids int64[Vd], ascending, and the target's head
-        [V,H], whose rows are copied.
+        """Return the vocabulary of the chosen target_ids int64[Vd], ascending, and the target's
+        head [V,H], whose rows are copied.
         """
         draft_ids = torch.full((len(head),), -1, dtype=torch.int64, device=head.device)
         draft_ids[target_ids] = torch.arange(len(target_ids), device=head.device)
@@ -142,7 +142,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """D loss / d read."""
+        """Return d loss / d read."""
         (gradient,) = ctx.saved_tensors
         return gradient * grads[0].to(gradient.dtype), None, None, None, None
 
@@ -173,8 +173,9 @@ def ttt_loss(
     plan: Unrolling,
     seed: int = 0,
 ) -> tuple[Tensor, list[StepScore]]:
-    """Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): the sum over steps of decay**s
-    times the mean soft cross-entropy in nats, a scalar with a gradient, and each step's score.
+    """Compute the loss of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): the sum over
+    steps of decay**s times the mean soft cross-entropy in nats, a scalar with a gradient, and each
+    step's score.
 
     embed  [V,H] the target's embedding
     plan   steps, decay, and the share of rows that goes on
@@ -212,8 +213,8 @@ def ttt_loss(
 
 
 def simulated_length(accuracies: list[float]) -> float:
-    """Mean tokens per step of a chain of draft tokens, the target's own included: 1 + the sum over
-    j of the product of the first j accuracies.
+    """Return the mean tokens per step of a chain of draft tokens, the target's own included: 1 +
+    the sum over j of the product of the first j accuracies.
 
     accuracies[i] is the probability that draft token i agrees with the target, given that those
     before it did, on text that the target wrote itself. 1.0 for none.
@@ -238,7 +239,7 @@ class Anchors:
 
     @staticmethod
     def drawn(wanted: Tensor, most: int, seed: int) -> "Anchors":
-        """At most `most` blocks per text, drawn by `seed` among positions whose successor belongs
+        """Draw at most `most` blocks per text, by `seed`, among positions whose successor belongs
         to an answer.
 
         wanted  bool[B,T], on the CPU
@@ -274,8 +275,8 @@ def block_loss(
     plan: BlockPlan,
     seed: int = 0,
 ) -> tuple[Tensor, list[StepScore]]:
-    """The sum over draft tokens of decay**k times the mean soft cross-entropy in nats, a scalar
-    with a gradient, and each draft token's score.
+    """Return the sum over draft tokens of decay**k times the mean soft cross-entropy in nats, a
+    scalar with a gradient, and each draft token's score.
 
     embed  [V,H] the target's embedding
     plan   blocks per text, decay, and whether hits are counted
@@ -321,7 +322,7 @@ def block_loss(
 
 
 def _read(drafter: BlockDrafter, batch: TrainingBatch, embed: Tensor, anchors: Anchors) -> Tensor:
-    """What the output head reads, [B,N,places,H]."""
+    """Return the output head's input, [B,N,places,H]."""
     head, (texts, count) = drafter.head, anchors.places.shape
     length, device = batch.tokens.shape[1], batch.tokens.device
     before = _rotary(drafter, torch.arange(length, device=device))
@@ -349,7 +350,9 @@ def _read(drafter: BlockDrafter, batch: TrainingBatch, embed: Tensor, anchors: A
 
 
 def _seen(causal: bool, places: int, anchors: Anchors, length: int) -> Tensor:
-    """bool[B,N*places,T+N*places]: the features before its own anchor, and its own block."""
+    """Return bool[B,N*places,T+N*places]: the features before a block's own anchor, and its own
+    block.
+    """
     device, count = anchors.places.device, anchors.places.shape[1]
     root = anchors.places.repeat_interleave(places, 1)[:, :, None]
     context = torch.arange(length, device=device) < root

@@ -107,9 +107,9 @@ def write_corpus(
 
 
 def dense_author(source: TrainingTarget, config: TrainConfig) -> DenseAuthor:
-    """The author on config.train_device: dense batches on the target's weights, float32 on the CPU,
-    else bfloat16. Raises ConfigError for CUDA without a GPU, MemoryPlanError if one row does not
-    fit.
+    """Return the author on config.train_device: dense batches on the target's weights, float32 on
+    the CPU, else bfloat16. Raises ConfigError for CUDA without a GPU, MemoryPlanError if one row
+    does not fit.
     """
     return DenseAuthor(
         _dense(source, config.train_device),
@@ -122,7 +122,7 @@ def dense_author(source: TrainingTarget, config: TrainConfig) -> DenseAuthor:
 
 
 def _dense(source: TrainingTarget, name: str) -> DenseTarget:
-    """The target on a torch device: float32 on the CPU, bfloat16 elsewhere."""
+    """Return the target on a torch device: float32 on the CPU, bfloat16 elsewhere."""
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train-device is cuda, but torch sees no GPU; use --train-device cpu")
@@ -132,8 +132,8 @@ def _dense(source: TrainingTarget, name: str) -> DenseTarget:
 
 
 def forced_ids(tokenizer: Tokenizer) -> Ints:
-    """int32[.] ascending ids that every draft vocabulary has: special tokens, single bytes, pure
-    punctuation.
+    """Return int32[.] ascending ids that every draft vocabulary has: special tokens, single bytes,
+    pure punctuation.
 
     Answer text never shows the specials, and constrained text leans on bytes and punctuation.
     """
@@ -153,7 +153,7 @@ def make_draft(
     report: Report,
     start: DraftFile | None = None,
 ) -> Progress:
-    """Stages 2 to 5: vocabulary, features, start, training, export to `out`/draft.
+    """Run stages 2 to 5: vocabulary, features, start, training, export to `out`/draft.
 
     start   an EAGLE-3 draft to go on from; None = a new one
     report  called with (what, done, total)
@@ -233,7 +233,7 @@ def _student(
 def _vocabulary(
     source: TrainingTarget, corpus: Corpus, config: TrainConfig, start: DraftFile | None
 ) -> Ints:
-    """int32[Vd] the target ids of the draft vocabulary."""
+    """Return int32[Vd], the target ids of the draft vocabulary."""
     if start is not None:
         return start.target_ids
     vocab = source.checkpoint.architecture.vocab
@@ -243,7 +243,7 @@ def _vocabulary(
 def _teacher(
     source: TrainingTarget, features: tuple[int, ...], corpus: Corpus
 ) -> AbstractContextManager[Teacher]:
-    """The compiled core where it runs this target and serving would use it, else torch."""
+    """Return the compiled core if it runs this target and serving would use it, else torch."""
     if source.core:
         longest = corpus.longest
         return core_teacher(source.checkpoint, features, longest, source.threads)
@@ -272,7 +272,7 @@ def finish(
 
 
 def _line(progress: Progress, started: float) -> str:
-    """The live line: loss, per-position agreement, simulated length."""
+    """Return the live line: loss, per-position agreement, simulated length."""
     if not progress.history:
         return f"training: loss {progress.loss:.3f}"
     last = progress.history[-1]

@@ -106,8 +106,8 @@ class PredictionLayer(DraftLayer):
         return norm
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's hidden state [...,H] after its final norm, from features [...,H], its last
-        stream.
+        """Return the target's hidden state [...,H] after its final norm, from features [...,H], its
+        last stream.
         """
         made: Tensor = self.target_norm(features)
         return made
@@ -121,8 +121,8 @@ class PredictionLayer(DraftLayer):
         attend: Attend,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One draft step over N rows: what the output head reads and what the next step receives,
-        the same tensor [R,H] twice; with `only` of those rows, else R = N.
+        """Run one draft step over N rows. Returns the output head's input and the next step's, the
+        same tensor [R,H] twice; with `only` of those rows, else R = N.
 
         tokens     int64[N] the tokens that are read
         embedding  [V,H] the target's

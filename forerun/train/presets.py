@@ -168,7 +168,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 
 
 def resolve(preset: str, changes: dict[str, Any]) -> TrainConfig:
-    """The preset's values with the changes that are not None in their place.
+    """Return the preset's values, with the changes that are not None in their place.
 
     Raises KeyError for an unknown preset, ConfigError for a value out of bounds or an option that
     belongs to other methods.

@@ -19,8 +19,8 @@ class Problems:
 
 
 def read_prompts(path: Path, problems: Problems) -> Iterator[Messages]:
-    """Chats of a jsonl file, each ending with a user's turn: {"messages": [...]}, {"turns": [...]}
-    (the first turn) or {"prompt": "..."}.
+    """Yield the chats of a jsonl file, each ending with a user's turn: {"messages": [...]},
+    {"turns": [...]} (the first turn) or {"prompt": "..."}.
 
     A bad line is noted in problems.bad_lines and skipped. Raises OSError if the file cannot be
     read, when iteration begins.
@@ -38,7 +38,7 @@ def read_prompts(path: Path, problems: Problems) -> Iterator[Messages]:
 
 
 def _messages(record: Any) -> Messages:
-    """The chat of one record. Raises ValueError, KeyError or TypeError for what is none."""
+    """Return the chat of one record. Raises ValueError, KeyError or TypeError if it has none."""
     if "messages" in record:
         messages = [{"role": m["role"], "content": str(m["content"])} for m in record["messages"]]
         while messages and messages[-1]["role"] != "user":

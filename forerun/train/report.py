@@ -80,15 +80,15 @@ def write_report(path: Path, metrics: TrainingMetrics) -> None:
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
-    """An HTML table of text cells, which are escaped; `heads` is its first row."""
+    """Return an HTML table of text cells, which are escaped; `heads` is its first row."""
     lines = ["".join(f"<th>{escape(cell)}</th>" for cell in heads)]
     lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def plot(title: str, steps: Sequence[float], lines: Sequence[Line]) -> str:
-    """An SVG, as text, of curves over training steps: one per entry of `lines`, which has a value
-    for each of `steps`. Raises ValueError without values.
+    """Return an SVG, as text, of curves over training steps: one per entry of `lines`, which has a
+    value for each of `steps`. Raises ValueError without values.
     """
     values = [value for line in lines for value in line.values]
     low, high = min(values), max(values)

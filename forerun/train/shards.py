@@ -27,18 +27,18 @@ class Shards:
 
     @staticmethod
     def on(device: torch.device) -> "Shards":
-        """As many shards as torch has threads where the device is the CPU, else one."""
+        """Return as many shards as torch has threads if the device is the CPU, else one."""
         return Shards(torch.get_num_threads() if device.type == "cpu" else 1)
 
     def split(self, items: Sequence[Item]) -> list[list[Item]]:
-        """At most `count` lists; items are dealt in turn, so that neighbours in length go to
+        """Deal items in turn into at most `count` lists, so that neighbours in length go to
         different threads.
         """
         return [list(items[first :: self.count]) for first in range(min(self.count, len(items)))]
 
     def map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """The results of `work` in the order of the items, one thread each. Raises what `work`
-        raises.
+        """Run `work` on each item in a thread of its own. Returns the results in the items' order.
+        Raises what `work` raises.
         """
         run = self._pool.map if self._pool else map
         return list(run(work, items))

@@ -45,8 +45,8 @@ class Simulation:
         start_from_draft(self._head, draft, self._vocabulary)
 
     def length(self, chats: Sequence[tuple[Ints, Ints]], steps: int) -> float:
-        """Simulated tokens per step (`simulated_length`) of a chain of `steps` draft tokens on
-        chats of prompt and greedy answer, int32[.] each. Only the head's hits are computed, no
+        """Return the simulated tokens per step (`simulated_length`) of a chain of `steps` draft
+        tokens on chats of prompt and greedy answer, int32[.] each. Computes the head's hits, no
         loss.
         """
         hits, rows = np.zeros(steps), np.zeros(steps)
@@ -70,7 +70,9 @@ class Simulation:
     def _scores(
         self, tokens: Ints, asked: int, features: Floats, steps: int
     ) -> list[tuple[int, int]]:
-        """Of every unrolled step: how often the draft token is the answer's token, of how many."""
+        """Return for every unrolled step how often the draft token is the answer's token, and of
+        how many.
+        """
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         wanted = torch.zeros_like(ids, dtype=torch.bool)
         wanted[:, asked + 1 :] = True  # The prompt's own step says the first token.

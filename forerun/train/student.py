@@ -62,8 +62,8 @@ def check_target(target: Architecture, config: TrainConfig, start: DraftFile | N
 def eagle_student(
     checkpoint: Checkpoint, ids: Ints, config: TrainConfig, start: DraftFile | None
 ) -> Student:
-    """A new EAGLE-3 head for the draft vocabulary ids int32[Vd], or one that begins as `start` is.
-    Raises ModelError if the target cannot have one.
+    """Return a new EAGLE-3 head for the draft vocabulary ids int32[Vd], or one that begins as
+    `start` is. Raises ModelError if the target cannot have one.
     """
     about = head_for(checkpoint.architecture, len(ids)) if start is None else start.head
     head = EagleHead(about)
@@ -80,8 +80,8 @@ def eagle_student(
 
 
 def prediction_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Student:
-    """A new prediction layer for the draft vocabulary ids int32[Vd]. Raises ModelError for a target
-    beside which none is trained.
+    """Return a new prediction layer for the draft vocabulary ids int32[Vd]. Raises ModelError for a
+    target beside which none is trained.
     """
     about = PredictionSpec(checkpoint.architecture, len(ids))
     layer = PredictionLayer(about)
@@ -96,9 +96,9 @@ def prediction_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -
 
 
 def block_for(target: Architecture, vocab: int, config: TrainConfig) -> BlockHead:
-    """The block drafter that the trainer makes for `target`, for `vocab` draft ids: of its layers'
-    width, a mask of its own, and as many key heads as query heads, since features reach the block
-    through values alone.
+    """Return the block drafter that the trainer makes for `target`, for `vocab` draft ids: of its
+    layers' width, a mask of its own, and as many key heads as query heads, since features reach the
+    block through values alone.
     """
     return BlockHead(
         layers=config.block_layers,
@@ -124,8 +124,8 @@ def block_for(target: Architecture, vocab: int, config: TrainConfig) -> BlockHea
 
 
 def block_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Student:
-    """A new block drafter of config.steps draft tokens for the draft vocabulary ids int32[Vd].
-    Seeds torch. Raises ModelError if the target does not fit it.
+    """Return a new block drafter of config.steps draft tokens for the draft vocabulary ids
+    int32[Vd]. Seeds torch. Raises ModelError if the target does not fit it.
     """
     target = checkpoint.architecture
     about = block_for(target, len(ids), config)

@@ -27,8 +27,8 @@ attention.AttendApart, values may be narrower than keys.
 
 
 def embeddings(checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's embedding and output rows, each float32[V,H] on the CPU; one tensor where tied.
-    Raises ModelError if a tensor is missing.
+    """Return the target's embedding and output rows, each float32[V,H] on the CPU; one tensor if
+    tied. Raises ModelError if a tensor is missing.
     """
     embed = torch.from_numpy(checkpoint.tensor("model.embed_tokens.weight").copy())
     if checkpoint.architecture.tied_head:
@@ -60,8 +60,8 @@ class DenseTarget:
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, features: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Residual stream [B,T,H] after the last layer, and those entering the layers `features`,
-        in that order.
+        """Return the residual stream [B,T,H] after the last layer, and those entering the layers
+        `features`, in that order.
 
         tokens     int64[B,T]
         positions  int64[T] or [B,T]
@@ -86,8 +86,8 @@ class DenseTarget:
 
     @torch.no_grad()
     def run(self, tokens: Tensor, features: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """One causal pass over tokens int64[B,T], padded at the end: features [B,T,F*H] side by
-        side, and last [B,T,H] after the final norm. Without gradients.
+        """Run one causal pass over tokens int64[B,T], padded at the end. Returns features [B,T,F*H]
+        side by side, and last [B,T,H] after the final norm. Without gradients.
 
         features  feature i is the residual stream entering layer i (transformers' hidden_states[i])
         """
@@ -98,8 +98,8 @@ class DenseTarget:
     def causal(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of whole sequences to themselves as the layer's spec says, window, soft cap and
-        sinks included: context [B,A,T,E]. Arguments as of Attend.
+        """Return the attention of whole sequences to themselves by the layer's spec, window, soft
+        cap and sinks included: context [B,A,T,E]. Parameters as of Attend.
         """
         spec, length = self.arch.layer_specs[layer].attention, queries.shape[-2]
         windowed = spec.window is not None and spec.window < length
@@ -117,8 +117,8 @@ class DenseTarget:
         return masked_attention(queries, keys, values, bias, spec, sinks)
 
     def mask(self, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
-        """What is added to the scores of queries with keys, in the target's dtype: 0, or minus
-        infinity where one does not see the other (causality, window).
+        """Return the bias for scores of queries with keys, in the target's dtype: 0, or minus
+        infinity if one does not see the other (causality, window).
 
         query  int64[...,T,1] positions
         key    int64[S] positions, broadcast against `query`
@@ -130,18 +130,18 @@ class DenseTarget:
         return bias.masked_fill_(hidden, -torch.inf)
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """What the head reads, [...,H], from the stream [...,H] after the last layer."""
+        """Return the head's input, [...,H], from the stream [...,H] after the last layer."""
         return self._decoder.final_norm(x.flatten(0, -2)).view(x.shape)
 
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
-        """float32[n,V] from normed hidden states [n,H], without gradients."""
+        """Return float32[n,V] logits of normed hidden states [n,H], without gradients."""
         return self._decoder.read(last).float()
 
     @torch.no_grad()
     def choices(self, last: Tensor) -> Tensor:
-        """int64[...]: the argmax over the full vocabulary at each normed hidden state [...,H], a
-        chunk of rows at a time, without gradients.
+        """Return int64[...], the argmax over the full vocabulary at each normed hidden state
+        [...,H], a chunk of rows at a time, without gradients.
         """
         flat = last.reshape(-1, last.shape[-1])
         chunk = max(1, (1 << 26) // len(self.head))
@@ -157,7 +157,8 @@ def masked_attention(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Context [B,A,T,E] of queries [B,A,T,E] over keys and values [B,G,S,E], in the values' dtype.
+    """Return the context [B,A,T,E] of queries [B,A,T,E] over keys and values [B,G,S,E], in the
+    values' dtype.
 
     bias   added to the scores, [T,S] or what broadcasts to [B,A,T,S]: see DenseTarget.mask
     sinks  float32[A] or what broadcasts to [A,T]: a score of each query that carries no value

@@ -24,8 +24,8 @@ Teacher = Callable[[Ints, Ints], tuple[Floats, Floats]]
 def core_teacher(
     checkpoint: Checkpoint, features: tuple[int, ...], longest: int, threads: int | None = None
 ) -> Iterator[Teacher]:
-    """A context manager: the Teacher on the compiled core, for chats of at most `longest` tokens.
-    Leaving it frees the core.
+    """Yield the Teacher on the compiled core, for chats of at most `longest` tokens, as a context
+    manager. Leaving it frees the core.
 
     features  hidden states to return, as transformers numbers them
     threads   None = the core's own choice
@@ -41,8 +41,8 @@ def core_teacher(
 
 @contextmanager
 def dense_teacher(target: DenseTarget, features: tuple[int, ...]) -> Iterator[Teacher]:
-    """A context manager: the Teacher by one causal pass of `target` on the CPU, the slow twin of
-    `core_teacher`.
+    """Yield the Teacher by one causal pass of `target` on the CPU, as a context manager: the slow
+    twin of `core_teacher`.
     """
 
     @torch.no_grad()

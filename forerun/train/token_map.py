@@ -14,7 +14,7 @@ _PIECE = 1 << 20
 
 
 def token_map(text: Path, tokenizer: Tokenizer, vocab: int, size: int) -> Ints:
-    """int32[size] ascending target ids for a token map: special tokens, single bytes and
+    """Return int32[size] ascending target ids for a token map: special tokens, single bytes and
     punctuation, then the most frequent of the file `text` (UTF-8), then the lowest.
 
     Raises ConfigError if the file cannot be read, or `size` leaves no room beyond what every map

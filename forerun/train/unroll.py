@@ -55,11 +55,13 @@ class Unrollable(Protocol):
         ...
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The hidden state [...,H] that step 0 reads, from the target's features [...,F*H]."""
+        """Return the hidden state [...,H] that step 0 reads, from the target's features
+        [...,F*H].
+        """
         ...
 
     def __call__(self, *rows: Any) -> Any:
-        """As EagleHead.forward."""
+        """Run one draft step as EagleHead.forward."""
         ...
 
 
@@ -97,7 +99,7 @@ class Turn:
 def turns(
     wanted: Tensor, plan: Unrolling, seed: int = 0, device: torch.device | str = "cpu"
 ) -> list[Turn]:
-    """Which rows run at each step, one Turn per step, on `device`.
+    """Return the rows that run at each step, one Turn per step, on `device`.
 
     wanted  bool[B,T] on the CPU: tokens of answers
     seed    draws the rows that go on, where plan.thin < 1
@@ -125,7 +127,7 @@ def turns(
 
 
 def _ahead(wanted: Tensor, ahead: int) -> Tensor:
-    """bool[B,T]: is token q + ahead wanted."""
+    """Return bool[B,T]: whether token q + ahead is wanted."""
     shifted = torch.zeros_like(wanted)
     shifted[:, : max(wanted.shape[1] - ahead, 0)] = wanted[:, ahead:]
     return shifted
@@ -134,7 +136,8 @@ def _ahead(wanted: Tensor, ahead: int) -> Tensor:
 def unrolled(
     head: Unrollable, tokens: Tensor, features: Tensor, embed: Tensor, steps: list[Turn]
 ) -> list[Tensor]:
-    """What the output head reads of each step's rows: one tensor [R,H] per step, with gradients.
+    """Return the output head's input for each step's rows: one tensor [R,H] per step, with
+    gradients.
 
     tokens    int64[B,T]
     features  [B,T,F*H]
@@ -175,7 +178,9 @@ class _History:
         self._own: list[Tensor] = []
 
     def attend(self, _layer: int, heads: TrainedHeads) -> Tensor:
-        """[R,A,E] queries over step 0's causal keys [B*T,G,E] and the same row's later keys."""
+        """Return the context of queries [R,A,E] over step 0's causal keys [B*T,G,E] and the same
+        row's later keys.
+        """
         queries, keys, values = heads.turned()
         group = queries.shape[1] // keys.shape[1]
         q = self._gridded(queries * queries.shape[-1] ** -0.5)
@@ -197,13 +202,13 @@ class _History:
         return found.index_select(0, self.turn.places)
 
     def _gridded(self, rows: Tensor) -> Tensor:
-        """[R, ...] -> [B,M, ...]."""
+        """Reshape [R, ...] to [B,M, ...]."""
         grid = self.turn.grid
         gridded: Tensor = rows.index_select(0, grid.flatten()).unflatten(0, grid.shape)
         return gridded
 
     def _beyond(self, length: int) -> Tensor:
-        """bool[B,1,1,M,T]: true history that a row of the grid must not see."""
+        """Return bool[B,1,1,M,T]: true history that a row of the grid must not see."""
         position = (self.turn.rows % length)[self.turn.grid]
         column = torch.arange(length, device=position.device)
         return (column > position[..., None])[:, None, None]

@@ -73,7 +73,7 @@ class Calling:
         return f"<[{self.special[text]}]>" if text in self.special else literal(text)
 
     def free(self, terminal: str) -> tuple[str, list[str]]:
-        """A rule of free text made of `terminal` and of control tokens, and its lines."""
+        """Return a rule of free text made of `terminal` and of control tokens, and its lines."""
         if not self.others:
             return terminal, []
         ids = ",".join(map(str, sorted(self.others)))
@@ -109,7 +109,7 @@ class Rules:
         return replace(self, grammar=self.grammar.on_one_line())
 
     def after(self, start: Start, budget: ThinkingBudget | None = None) -> "Rules":
-        """A copy that constrains only what comes after `start`, which `budget` forces."""
+        """Return a copy that constrains only what comes after `start`, which `budget` forces."""
         return replace(self, grammar=self.grammar.after(start, budget))
 
 
@@ -119,7 +119,7 @@ def tool_rules(
     calling: Calling,
     answer: Grammar | None = None,
 ) -> Rules:
-    """The grammar of answers that may call `tools` in a model's format.
+    """Return the grammar of answers that may call `tools` in a model's format.
 
     tools    at least one; each one's arguments follow its schema
     calling  whether calls are required, and whether there may be several
@@ -159,7 +159,7 @@ def _in_channels(tools: Sequence[Signature], calling: Calling, answer: Grammar |
 
 
 def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> list[str]:
-    """The rules from `start` down to the calls."""
+    """Return the rules from `start` down to the calls."""
     opener = calling.mark(format.opener)
     between = {LLAMA3: '"; "', MISTRAL_ARGS: opener, PHI4: opener, KIMI: ""}
     again = '", "' if format.listed else between.get(format, f'"\\n" {opener}')
@@ -180,7 +180,7 @@ def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> lis
 
 
 def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> list[str]:
-    """The rules from `start` down to the calls, where free text may stand before them."""
+    """Return the rules from `start` down to the calls, with free text allowed before them."""
     lines = [f"calls: {calls}"]
     free, rules = calling.free("TEXT")
     if format is LLAMA3:
@@ -242,23 +242,25 @@ def _content(answer: Grammar) -> str:
 
 
 def json_texts(grammar: Grammar) -> str:
-    """Texts of a schema, which the compiling process rewrites (see llguidance_worker.py)."""
+    """Return the rule for texts of a schema, which the compiling process rewrites (see
+    llguidance_worker.py).
+    """
     options = [grammar.field, grammar.lenient, grammar.one_line]
     return f"%json {_plain({'x-forerun': options, 'schema': json.loads(grammar.source)})}"
 
 
 def _tag_texts(format: ToolFormat, grammar: Grammar) -> str:
-    """Arguments in tags, which the compiling process writes out (`with_tags`): what that takes
-    grows faster than a schema.
+    """Return the rule for arguments in tags, which the compiling process writes out (`with_tags`),
+    since that takes time that grows faster than a schema.
     """
     options = [grammar.field, grammar.lenient, format.name]
     return f"%tags {_plain({'x-forerun': options, 'schema': json.loads(grammar.source)})}"
 
 
 def with_tags(source: str) -> tuple[str, list[str]]:
-    """A grammar of calls with the rules of arguments in tags written out, and the paths of what is
-    left out of their schemas. Raises RequestError if a strict schema has a keyword that this form
-    cannot honour.
+    """Write out the rules of arguments in tags in a grammar of calls. Returns the grammar, and the
+    paths that are left out of their schemas. Raises RequestError if a strict schema has a keyword
+    that this form cannot honour.
     """
     out, left, at = "", list[str](), 0
     while match := _TAG_TEXTS.search(source, at):
@@ -290,12 +292,12 @@ def literal(text: str) -> str:
 
 
 def _plain(value: Any) -> str:
-    """JSON in which nothing looks like GBNF."""
+    """Return JSON in which nothing looks like GBNF."""
     return json.dumps(value, ensure_ascii=False).replace("::=", "::\\u003d")
 
 
 def without(texts: Sequence[str]) -> str:
-    """A Lark terminal that matches any text in which none of `texts` occurs."""
+    """Return a Lark terminal that matches any text in which none of `texts` occurs."""
     return " & ".join([ANY_TEXT, *(f"~({ANY_TEXT} {literal(text)} {ANY_TEXT})" for text in texts)])
 
 

@@ -81,7 +81,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Any, lenient: bool = False, field: str = "grammar") -> Self:
-        """Text that is JSON valid under `schema`: an object, or true or false.
+        """Return the grammar of JSON texts valid under `schema`: an object, or true or false.
 
         lenient  leave out keywords that cannot be honoured, instead of refusing them
         field    the request field that errors name
@@ -106,12 +106,12 @@ class Grammar:
 
     @classmethod
     def json_object(cls, field: str = "grammar") -> Self:
-        """Text that is any JSON object: `json_schema` of {"type": "object"}."""
+        """Return the grammar of any JSON object: `json_schema` of {"type": "object"}."""
         return cls.json_schema({"type": "object"}, field=field)
 
     @classmethod
     def regex(cls, pattern: str, field: str = "grammar") -> Self:
-        """Text that `pattern` matches as a whole, read as JavaScript reads it.
+        """Return the grammar of texts that `pattern` matches as a whole, with JavaScript's meaning.
 
         Raises RequestError that points at the fault where it is no regular expression, is larger
         than MAX_SOURCE, or forces a text of more than MAX_FORCED characters.
@@ -121,8 +121,8 @@ class Grammar:
 
     @classmethod
     def choice(cls, choices: Sequence[str], field: str = "grammar") -> Self:
-        """Text that is one of `choices`, exactly. Raises RequestError if there is none, one is
-        empty or no string, or all together are larger than MAX_SOURCE.
+        """Return the grammar of exactly one of `choices`. Raises RequestError if there is none, one
+        is empty or no string, or all together are larger than MAX_SOURCE.
         """
         if not choices or not all(isinstance(text, str) and text for text in choices):
             raise RequestError(f"{field} must be a list of at least one non-empty string", field)
@@ -135,8 +135,8 @@ class Grammar:
 
     @classmethod
     def grammar(cls, source: str, field: str = "grammar") -> Self:
-        """Text of a context-free grammar: GBNF (`root ::= ...`) or Lark (`start: ...`). Rules are
-        read when it is compiled.
+        """Return a context-free grammar: GBNF (`root ::= ...`) or Lark (`start: ...`). Its rules
+        are parsed when it is compiled.
 
         Raises RequestError if it is larger than MAX_SOURCE or nests brackets deeper than
         MAX_NESTING.
@@ -156,11 +156,13 @@ class Grammar:
 
     @classmethod
     def free(cls) -> Self:
-        """Any text: for an answer of which only the thought has a budget."""
+        """Return the grammar of any text, for an answer of which only the reasoning has a
+        budget.
+        """
         return cls(Kind.FREE, "any text")
 
     def after(self, start: Start, budget: ThinkingBudget | None = None) -> Self:
-        """A copy that begins after `start` instead of at once, which is forced by `budget`."""
+        """Return a copy that begins after `start` instead of at once; `budget` forces `start`."""
         return replace(self, start=start, budget=budget)
 
     def _checked(self) -> Self:

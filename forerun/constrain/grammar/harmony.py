@@ -16,8 +16,8 @@ def harmony_lines(
     required: bool,
     inside: bool,
 ) -> list[str]:
-    """The rules of an answer behind `<|start|>assistant`, or, with `inside`, behind the beginning
-    of a message's text.
+    """Return the rules of an answer behind `<|start|>assistant`, or, with `inside`, behind the
+    beginning of a message's text.
 
     names     of the functions; `json_N` are the rules of their arguments
     mark      how the grammar names a mark of the format

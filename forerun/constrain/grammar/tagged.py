@@ -155,7 +155,7 @@ class _Writer:
         return f"first_{index}_0"
 
     def _value(self, name: str, key: str, value: Any) -> None:
-        """A rule for one value and its closing tag."""
+        """Write a rule for one value and its closing tag."""
         declared = self._declared.get(key)
         kind = declared.get("type") if isinstance(declared, dict) else None
         if kind == "string" and self._tags.never:
@@ -245,7 +245,7 @@ class _Writer:
 
 
 def _whole(pattern: str) -> str:
-    """A pattern for the whole text, without anchors, in Lark's slashes."""
+    """Return a pattern for the whole text, without anchors, in Lark's slashes."""
     branches, depth, at, inside = [list[str]()], 0, 0, False
     while at < len(pattern):
         size = 2 if pattern[at] == "\\" else 1

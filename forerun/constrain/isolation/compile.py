@@ -172,7 +172,9 @@ class Compiler:
         return result
 
     def _begin(self, translated: Translated) -> Automaton | str | None:
-        """A new automaton for one request; None if it is to be followed elsewhere."""
+        """Return a new automaton for one request; None if it has to be followed in another
+        process.
+        """
         if translated.expensive:
             return None
         beginning = translated.begin(False)
@@ -187,7 +189,7 @@ class Compiler:
 
 
 def open_compiler(tokenizer: Tokenizer) -> Compiler | None:
-    """A compiler for the tokenizer; None if that declares no end-of-text token, so that no
+    """Return a compiler for the tokenizer; None if that declares no end-of-text token, so that no
     constrained text could end.
     """
     return Compiler(tokenizer) if tokenizer.eos_ids else None
@@ -202,7 +204,9 @@ class _Lane:
 
 
 def _named(grammar: Grammar, path: str) -> str:
-    """A path in a schema as one in the request; those of other grammars are so already."""
+    """Return a path in a schema as a path in the request; those of other grammars are paths there
+    already.
+    """
     return f"{grammar.field}.{path}" if grammar.kind is Kind.JSON_SCHEMA else path
 
 

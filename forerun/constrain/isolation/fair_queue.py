@@ -83,7 +83,8 @@ class LeastWorkedFirst:
 
     @contextmanager
     def place(self, worked: float) -> Iterator[None]:
-        """A context manager: wait until one of the places is free and this is next, then hold it.
+        """Wait until one of the places is free and this caller is next, then hold it, as a context
+        manager.
 
         worked  seconds worked in all turns so far; the smallest comes first
         """

@@ -36,8 +36,8 @@ from forerun.sandbox import serve
 def translate(
     kind: str, source: str, lenient: bool, one_line: bool, vocabulary: llguidance.LLTokenizer
 ) -> tuple[str, list[str]]:
-    """A request's grammar in llguidance's own form, and the paths of what is left out of a lenient
-    schema.
+    """Translate a request's grammar to llguidance's own form. Returns it, and the paths that are
+    left out of a lenient schema.
 
     kind        a Kind, as its value
     source      of the grammar
@@ -120,8 +120,8 @@ _SCHEMA = re.compile(r'%json (?=\{"x-forerun":)')
 
 
 def _with_schemas(source: str, vocabulary: llguidance.LLTokenizer) -> tuple[str, list[str]]:
-    """A Lark grammar with its schemas (see calls.py) as llguidance honours them, and the paths of
-    what is left out of them.
+    """Return a Lark grammar with its schemas (see calls.py) rewritten as llguidance honours them,
+    and the paths that are left out of them.
     """
     out, at = "", 0
     source, left_out = with_tags(source)
@@ -147,7 +147,7 @@ class Bytes:
     special_token_ids = (256,)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """One id per byte."""
+        """Return one id per byte."""
         return list(text.encode() if isinstance(text, str) else text)
 
 
@@ -162,7 +162,8 @@ _BYTES_OF_TOKEN = 8
 
 
 def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[str, Any]:
-    """The reply to one request of the server: {"grammar", "expensive", "unenforced"}, or {"error"}.
+    """Return the reply to one request of the server: {"grammar", "expensive", "unenforced"}, or
+    {"error"}.
 
     Translates the grammar, compiles it, computes its first mask and tries a few steps. Raises
     nothing that a source may cause.

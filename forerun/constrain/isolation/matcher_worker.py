@@ -30,7 +30,7 @@ class SentVocabulary:
         self.special_ids = frozenset[int](sent["special_ids"])
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that token `id` stands for. Raises IndexError beyond the vocabulary."""
+        """Return the bytes that token `id` stands for. Raises IndexError beyond the vocabulary."""
         return self._tokens[id]
 
     def encode_within(self, text: str) -> list[int]:

@@ -20,10 +20,10 @@ PATIENCE = 0.1
 
 
 def expensive(begin: Callable[[], Automaton], ends: frozenset[int], slow: float) -> bool:
-    """Whether a grammar should be followed in a process of its own: on one of WALKS random walks of
-    STEPS tokens it reaches a limit, or a step takes more than `slow` seconds of processor time, and
-    does so again when it is walked a second time. Once may be a bad moment of the machine, which
-    all later requests under the grammar would suffer for.
+    """Return whether a grammar should be followed in a process of its own: on one of WALKS random
+    walks of STEPS tokens it reaches a limit, or a step takes more than `slow` seconds of processor
+    time, and again when that walk is repeated. Once may be a bad moment of the machine, for which
+    all later requests under the grammar would pay.
 
     begin  makes an automaton at the beginning that shares nothing with those made before
     ends   end-of-text ids, which are not taken
@@ -64,7 +64,7 @@ def _walk(matcher: Automaton, seed: int, ends: frozenset[int]) -> Iterator[float
 
 
 def _legal(matcher: Automaton, ends: frozenset[int]) -> list[int]:
-    """Tokens that may follow, end of text aside."""
+    """Return the tokens that may follow, except end-of-text tokens."""
     if matcher.complete:
         return []
     bits = np.unpackbits(np.frombuffer(matcher.mask() or b"", np.uint8), bitorder="little")
@@ -72,7 +72,7 @@ def _legal(matcher: Automaton, ends: frozenset[int]) -> list[int]:
 
 
 def _onward(matcher: Automaton, tokens: list[int]) -> int:
-    """The first of these behind which the text goes on; -1 if there is none."""
+    """Return the first of these tokens after which the text can continue; -1 if there is none."""
     for token in tokens:
         ahead = matcher.fork()
         if ahead.take(token) and not ahead.complete:

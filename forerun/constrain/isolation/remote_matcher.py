@@ -42,7 +42,9 @@ class RemoteMatchers:
         self._vocabulary = vocabulary
 
     def process(self) -> SandboxProcess:
-        """A new matching process, not started yet; it is sent the vocabulary when it starts."""
+        """Return a new matching process, not started yet; it receives the vocabulary when it
+        starts.
+        """
         return SandboxProcess(
             COMMAND, CALL_SECONDS, self._init_message, self._encoded, stateful=True
         )
@@ -59,7 +61,7 @@ class RemoteMatchers:
         })  # fmt: skip
 
     def _encoded(self, question: Any) -> list[int]:
-        """Only this side has the tokenizer."""
+        """Encode a text for the process, which has no tokenizer."""
         return self._vocabulary.encode_within(question)
 
 

@@ -28,7 +28,7 @@ class Automaton(Protocol):
         ...
 
     def fork(self) -> Self:
-        """A copy at the same place; what becomes of one does not touch the other."""
+        """Return an independent copy at the same place."""
         ...
 
     def take(self, token: int) -> bool:
@@ -38,12 +38,14 @@ class Automaton(Protocol):
         ...
 
     def forced(self) -> list[int]:
-        """Ids of the tokens that alone can follow, in order; often none. Changes nothing."""
+        """Return the ids of the tokens that alone can follow, in order; often none. Changes
+        nothing.
+        """
         ...
 
     def mask(self) -> bytes | None:
-        """One bit per id of the tokenizer, set where the token may follow: token 8 t + i is bit i
-        of byte t. None = every token may. Changes nothing but `error`.
+        """Return one bit per id of the tokenizer, set if the token may follow: token 8 t + i is bit
+        i of byte t. None = every token may. Changes nothing but `error`.
         """
         ...
 
@@ -93,11 +95,11 @@ class Vocabulary(Protocol):
         ...
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that token `id` stands for, possibly half a character."""
+        """Return the bytes that token `id` stands for, possibly half a character."""
         ...
 
     def encode_within(self, text: str) -> list[int]:
-        """Ids of text that goes on behind other text (see Tokenizer.encode_within)."""
+        """Return the ids of text that continues other text (see Tokenizer.encode_within)."""
         ...
 
 

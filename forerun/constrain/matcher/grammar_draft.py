@@ -46,16 +46,14 @@ class GrammarState:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A context manager around questions to the matcher: adds the thread's processor time to
-        `seconds`.
-        """
+        """Add the thread's processor time within a context to `seconds`."""
         begun = thread_time()
         yield
         self.seconds += thread_time() - begun
 
     def mask(self, path: tuple[int, ...]) -> bytes | None:
-        """The mask at the end of `path`, where the matcher must stand; None = every token may
-        follow. Remembered until the root moves on.
+        """Return the mask at the end of `path`, where the matcher must be; None = every token may
+        follow. Cached until the root moves on.
 
         Where the matcher fails, `failed[path]` says why.
         """
@@ -105,14 +103,14 @@ class GrammarState:
         return Committed(len(tokens), released=matcher.released)
 
     def _likely(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
-        """The likeliest tokens at the end of `path`, where the matcher stands."""
+        """Return the likeliest tokens at the end of `path`, where the matcher is."""
         mask = self.mask(path)
         return [] if mask is None else self._prior.likely(mask, [*self._tail, *path])
 
 
 def guide(state: GrammarState, draft: Draft, depth: int) -> "GuidedDraft":
-    """The draft of one row under its grammar: what the grammar predicts, what is legal of `draft`,
-    and what is forced below that.
+    """Return the draft of one row under its grammar: the grammar's predictions, the legal part of
+    `draft`, and forced tokens below that.
 
     depth  longest path, in draft tokens
 
@@ -132,7 +130,7 @@ def guide(state: GrammarState, draft: Draft, depth: int) -> "GuidedDraft":
 
 
 def children(nodes: Iterable[int], parents: Ints) -> dict[int, list[int]]:
-    """The given nodes by their parents, in order; parents int32[M] by node."""
+    """Return the given nodes by their parents, in order. parents: int32[M] by node."""
     below: dict[int, list[int]] = {}
     for node in nodes:
         below.setdefault(int(parents[node]), []).append(node)
@@ -201,7 +199,7 @@ class GuidedDraft:
         return node
 
     def path(self, node: int) -> list[int]:
-        """Token ids from below the root down to `node`; empty for the root, -1."""
+        """Return the token ids from below the root down to `node`; [] for the root, -1."""
         tokens: list[int] = []
         while node >= 0:
             tokens.append(self._tokens[node])
@@ -210,8 +208,8 @@ class GuidedDraft:
         return tokens
 
     def best(self, nodes: int) -> Draft:
-        """A Draft of the `nodes` likeliest nodes. Ties go to what the drafter named first, so paths
-        stay whole.
+        """Return a Draft of the `nodes` likeliest nodes. Of equal ones the earlier comes first, so
+        that paths stay connected.
         """
         order = sorted(
             range(len(self._tokens)), key=lambda node: (-self._score[node], self.rank[node], node)

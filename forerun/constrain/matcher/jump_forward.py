@@ -46,9 +46,9 @@ class JumpForward:
         self._path: list[int] = []
 
     def draft_tokens(self) -> list[PredictedToken]:
-        """The tokens ahead, likeliest first, parents before children, MAX_AHEAD at most; none if
-        min_prob is above 1. Stops after PATIENCE seconds of work. Call it once; the matcher ends
-        where it stood.
+        """Return the tokens ahead, likeliest first, parents before children, MAX_AHEAD at most;
+        none if min_prob is above 1. Stops after PATIENCE seconds of work. Call it once; the matcher
+        ends at its place.
         """
         if self._min_prob > 1.0:
             return []
@@ -88,7 +88,9 @@ class JumpForward:
 
 
 def path_of(draft_tokens: list[PredictedToken], node: int) -> list[int]:
-    """Token ids from below the root down to number `node` of `draft_tokens`; empty for -1."""
+    """Return the token ids from below the root down to number `node` of `draft_tokens`; []
+    for -1.
+    """
     path: list[int] = []
     while node >= 0:
         path.append(draft_tokens[node].token)

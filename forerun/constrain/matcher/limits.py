@@ -15,8 +15,8 @@ a model may write spaces until max_tokens."""
 
 
 def json_options(one_line: bool) -> dict[str, Any]:
-    r"""Options with which llguidance reads a JSON schema: white space as WHITESPACE allows it, or,
-    on one line, exactly as Python's json.dumps writes it; strings with any `\\uXXXX`.
+    r"""Return options with which llguidance reads a JSON schema: white space as WHITESPACE allows
+    it, or, on one line, exactly as Python's json.dumps writes it; strings with any `\\uXXXX`.
     """
     spaces: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
     if one_line:

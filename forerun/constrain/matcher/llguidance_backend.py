@@ -47,8 +47,8 @@ class GuidanceAutomaton:
         return str(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def fork(self) -> "GuidanceAutomaton":
-        """A copy at the same place, in 2 to 6 microseconds after 100 tokens of JSON, 50 to 80 after
-        1,000.
+        """Return a copy at the same place, in 2 to 6 microseconds after 100 tokens of JSON, 50 to
+        80 after 1,000.
 
         Despite its name, deep_copy shares the lexer: where that reaches its limit on states, all
         fail that were forked from one beginning. So each request has its own.
@@ -75,13 +75,13 @@ class GuidanceAutomaton:
         return False
 
     def forced(self) -> list[int]:
-        """Ids that alone can follow, in order; none where the text is whole."""
+        """Return the ids that alone can follow, in order; none if the text is complete."""
         if self._matcher.is_stopped() or any(self._slashed()):
             return []
         return list(self._matcher.compute_ff_tokens())
 
     def mask(self) -> bytes:
-        """One bit per id, set where the token may follow (see Automaton.mask)."""
+        """Return one bit per id, set if the token may follow (see Automaton.mask)."""
         mask, slashed = bytes(self._matcher.compute_bitmask()), self._slashed()
         if not any(slashed):
             return mask
@@ -89,7 +89,9 @@ class GuidanceAutomaton:
         return bytes(both.tobytes())
 
     def _slashed(self) -> bytes:
-        """What may follow because the text ends with a backslash: a mask, or nothing."""
+        """Return a mask of the tokens that may follow because the text ends with a backslash; b""
+        if it does not.
+        """
         if self._before is None or self._slashes is None or self._before.is_error():
             return b""
         return self._slashes.of(bytes(self._before.compute_bitmask()))
@@ -98,9 +100,9 @@ class GuidanceAutomaton:
 def begin(
     vocabulary: llguidance.LLTokenizer, slashes: Slashes | None, text: str, apart: bool
 ) -> GuidanceAutomaton | str:
-    """A new automaton at the beginning of a grammar in llguidance's form, which shares nothing that
-    can fail with any other; or why there is none. Takes 0.5 to 1 ms, under 1,500 optional
-    properties 140; other threads run meanwhile.
+    """Return a new automaton at the beginning of a grammar in llguidance's form, which shares
+    nothing that can fail with any other; or why there is none. Takes 0.5 to 1 ms, under 1,500
+    optional properties 140; other threads run meanwhile.
 
     slashes  of the vocabulary, where the grammar is one with JSON
     apart  for a process of its own: a step may take more
@@ -128,9 +130,9 @@ class Guidance:
         self._slashes: dict[bool, Slashes] = {}
 
     def build(self, text: str) -> Callable[[bool], GuidanceAutomaton | str]:
-        """`begin` of this tokenizer and a grammar in llguidance's form, as the compiling process
-        has translated it. The first call of JSON, and of others, hands llguidance the vocabulary.
-        Raises nothing: `begin` says whether the grammar is sound.
+        """Return `begin` for this tokenizer and a grammar in llguidance's form, as the compiling
+        process translated it. The first call for JSON, and for others, passes llguidance the
+        vocabulary. Raises nothing: `begin` reports a faulty grammar.
         """
         of_json = text.startswith(_OF_JSON)
         if of_json not in self._vocabularies:
@@ -209,8 +211,9 @@ class _Vocabulary:
         return b"".join(self.tokens[id] for id in ids)
 
     def _longest(self, data: bytes) -> list[int]:
-        """Ids of the longest tokens, one after the other, as far as there are any: of what the
-        tokenizer writes otherwise (it normalizes, or the bytes are no characters).
+        """Return the ids of the longest tokens, one after the other, as far as there are any, for
+        text that the tokenizer would write otherwise (it normalizes, or the bytes are no
+        characters).
         """
         if not self._spelled:
             special = set(self.special_token_ids)

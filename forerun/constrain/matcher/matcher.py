@@ -85,8 +85,8 @@ class CompiledGrammar:
         return self.prototype is None or self.translated.expensive
 
     def begin(self) -> Automaton:
-        """A new automaton at the beginning, on this thread whatever it costs. Raises EngineError
-        if the library has none.
+        """Return a new automaton at the beginning, made on this thread at any cost. Raises
+        EngineError if the library has none.
         """
         if self.prototype is not None:
             return self.prototype.fork()
@@ -209,8 +209,8 @@ class Matcher:
             del self._trail[-steps:]
 
     def forced(self) -> list[int]:
-        """Ids that alone can follow here, in order; often none. While `waiting` those by which a
-        thinking budget ends the thought.
+        """Return the ids that alone can follow here, in order; often none. While `waiting`, those
+        by which a thinking budget ends the reasoning.
         """
         if self.waiting:
             return self._start.forced()
@@ -238,7 +238,7 @@ class Matcher:
         return position
 
     def _here(self) -> Automaton:
-        """An automaton that stands where the matcher stands; only for questions."""
+        """Return an automaton at the matcher's place, for questions only."""
         if not self._path:
             return self._automaton
         if self._path not in self._copies:
@@ -246,7 +246,7 @@ class Matcher:
         return self._copies[self._path]
 
     def _try(self, position: _Position, token: int) -> bool:
-        """Whether a draft token fits here; where it does, a copy stands behind it."""
+        """Return whether a draft token fits here; if it does, a copy is behind it."""
         if not (self._free or 0 <= token < self._vocab):
             return False
         copy = self._copies.pop(self._path, None) or self._copy()
@@ -261,7 +261,7 @@ class Matcher:
         return fits
 
     def _copy(self) -> Automaton:
-        """A new copy that stands where the matcher stands."""
+        """Return a new copy at the matcher's place."""
         known = range(len(self._path) - 1, 0, -1)
         near = next((size for size in known if self._path[:size] in self._copies), 0)
         copy = (self._copies[self._path[:near]] if near else self._automaton).fork()
@@ -277,7 +277,7 @@ class Matcher:
 
 
 def words(mask: bytes, size: int) -> Words:
-    """uint32[size] of a mask's bits, as NodeMasks has them: bit t % 32 of word t // 32. Ids beyond
+    """Return uint32[size] of a mask's bits, as in NodeMasks: bit t % 32 of word t // 32. Ids beyond
     the mask's end are forbidden; bits beyond `size` words are dropped.
     """
     out = np.zeros(size * 4, np.uint8)

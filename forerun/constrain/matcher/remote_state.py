@@ -28,8 +28,8 @@ class RemoteState:
         return self._matcher.ready
 
     def mask(self) -> bytes | None:
-        """One bit per known id, set where the token may follow; None = every token may. After a
-        failure it is the end of text alone: something must be emitted, though it does not count.
+        """Return one bit per known id, set if the token may follow; None = every token may. After a
+        failure only end-of-text tokens may: something must be emitted, though it does not count.
         """
         compiled, answer = self._compiled, self._matcher.answer
         if answer.error:  # What is emitted does not count; but something must be.

@@ -15,7 +15,7 @@ _ESCAPE = re.compile(rb"\\(.?)", re.DOTALL)
 
 
 def shown(token: bytes) -> bytes:
-    r"""A token of JSON as llguidance is shown it: with `/` for `\/`.
+    r"""Return a token of JSON in the form in which llguidance sees it: with `/` for `\/`.
 
     Where an escape began before the token, its pairs of backslash and letter may be others; then
     the text that is shown is not taken, never one that is no JSON.
@@ -47,12 +47,12 @@ class Slashes:
         self._begins = np.packbits(begins, bitorder="little")
 
     def begins(self, token: int) -> bool:
-        """Whether a token begins with a slash."""
+        """Return whether a token begins with a slash."""
         return bool(self._begins[token // 8] >> token % 8 & 1)
 
     def before(self, token: int) -> list[int] | None:
-        """Ids of what a token that ends with a backslash says before that, in the longest tokens.
-        None where it does not end so, or no tokens say that.
+        """Return the ids of the text of a token before its final backslash, in the longest tokens;
+        None if it does not end so, or no tokens have that text.
         """
         text = self._ends.get(token)
         if text is None:
@@ -68,7 +68,9 @@ class Slashes:
         return ids
 
     def of(self, mask: bytes) -> bytes:
-        """Those of the tokens in a mask that begin with a slash, as a mask of that length."""
+        """Return those of the tokens in a mask that begin with a slash, as a mask of that
+        length.
+        """
         bits = np.frombuffer(mask, np.uint8)
         found = np.zeros_like(bits)
         size = min(len(bits), len(self._begins))

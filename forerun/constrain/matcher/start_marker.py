@@ -44,7 +44,7 @@ class MarkerTokens:
         }
 
     def __len__(self) -> int:
-        """Bytes of the text."""
+        """Return the bytes of the text."""
         return len(self._text)
 
     def take(self, seen: int, token: int) -> tuple[int, bytes]:
@@ -77,8 +77,8 @@ class MarkerTokens:
         return self._spelling.get(rest)
 
     def beyond(self, seen: int) -> dict[int, bytes]:
-        """Tokens that go on behind the marker's end where the text ended with `seen` bytes of it,
-        and with what.
+        """Return the tokens that continue behind the marker's end if the text ended with `seen`
+        bytes of it, with the bytes behind it.
         """
         return self._beyond[seen]
 
@@ -192,14 +192,14 @@ class StartMarker:
 
 @cache
 def only(tokens: tuple[int, ...], vocab: int) -> bytes:
-    """The mask, one bit per id below `vocab`, that allows these tokens and no others."""
+    """Return the mask, one bit per id below `vocab`, that allows only these tokens."""
     bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").tobytes()
 
 
 def _all_but(tokens: list[int], vocab: int) -> bytes:
-    """The mask that forbids these tokens."""
+    """Return the mask that forbids these tokens."""
     bits = np.ones(-(-vocab // 32) * 32, np.uint8)
     bits[tokens] = 0
     return np.packbits(bits, bitorder="little").tobytes()

@@ -54,7 +54,7 @@ class Places:
             self._weights.popitem(last=False)
 
     def at(self, place: Hashable) -> Weights:
-        """Decayed counts by token of what was chosen at a place; {} if nothing was."""
+        """Return decayed counts by token of the choices at a place; {} if there were none."""
         return self._weights.get(place, {})
 
 
@@ -77,8 +77,8 @@ class TokenPrior:
             self._own.learn(place, token)
 
     def likely(self, mask: bytes, text: Sequence[int]) -> list[tuple[int, float]]:
-        """The likeliest tokens after `text` that `mask` allows, and their probabilities, best
-        first, CHILDREN at most; none if nothing is known.
+        """Return the likeliest tokens after `text` that `mask` allows, and their probabilities,
+        best first, CHILDREN at most; none if nothing is known.
 
         Estimates go from the most general place to the most special, each smoothed by the one
         before (back-off).
@@ -111,13 +111,13 @@ class TokenPrior:
 
 
 def last_of(text: Sequence[int]) -> Last:
-    """The last two tokens of a text, -1 for those before its beginning."""
+    """Return the last two tokens of a text, -1 for those before its beginning."""
     before, last = (-1, -1, *text[-2:])[-2:]
     return before, last
 
 
 def shared_places() -> Places:
-    """New places for all sequences of an engine: twenty megabytes at most."""
+    """Return new places for all sequences of an engine: twenty megabytes at most."""
     return Places(decay=0.9, size=16384)
 
 

@@ -68,8 +68,8 @@ class TreeGrammars:
             remote.close()
 
     def ready(self, slot: int, grammar: object) -> bool:
-        """Whether the slot's mask is known or can be computed here at once; only a matcher in a
-        process of its own is not always ready.
+        """Return whether the slot's mask is known or can be computed here at once; only a matcher
+        in a process of its own may not be ready.
         """
         remote = self._remote.get(slot)
         if remote is not None:
@@ -86,9 +86,9 @@ class TreeGrammars:
             self._answered.wait(seconds)
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
-        """B drafts under the grammars of slots int32[B]: without illegal tokens, with forced and
-        likely ones, nodes[b] draft tokens and depth[b] deep at most. A row that a process follows
-        gets no draft.
+        """Return B drafts under the grammars of slots int32[B]: without illegal tokens, with forced
+        and likely ones, nodes[b] draft tokens and depth[b] deep at most. A row whose matcher is in
+        another process gets no draft.
 
         Other rows pass unchanged, as do rows where nodes[b] is 0.
         """
@@ -104,7 +104,7 @@ class TreeGrammars:
         return guided
 
     def mask(self, slot: int) -> bytes | None:
-        """The mask of what may follow next in `slot`, one bit per id; None if every
+        """Return the mask of tokens that may follow next in `slot`, one bit per id; None if every
         token may.
         """
         if slot in self._remote:
@@ -113,8 +113,9 @@ class TreeGrammars:
         return state.mask(()) if state is not None else None
 
     def predicted(self, slots: Ints, min_prob: float) -> list[list[float]]:
-        """By slot of int32[B], the scores of what its grammar predicts with a probability of
-        `min_prob` or more, best first (control.policy.Lookahead); [] where none holds it.
+        """Return, by slot of int32[B], the scores of the tokens that its grammar predicts with a
+        probability of `min_prob` or more, best first (control.policy.Lookahead); [] without a
+        grammar.
         """
         scores: list[list[float]] = []
         for slot in slots.tolist():
@@ -127,8 +128,8 @@ class TreeGrammars:
         return scores
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
-        """Masks for the nodes of every constrained row that can be reached; None if no row of
-        slots int32[B] is constrained. Matchers end where they stood.
+        """Return masks for the reachable nodes of every constrained row; None if no row of slots
+        int32[B] is constrained. Matchers end at their places.
         """
         rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._compiled]
         if not rows:

@@ -16,8 +16,8 @@ Schema = dict[str, Any]
 
 
 def arrays(out: Schema, raw: Schema, contains: Any, resolve: Resolve) -> tuple[Schema, list[str]]:
-    """A copy of `out` with `uniqueItems`, `contains` and `unevaluatedItems` of `raw` in keywords
-    that llguidance enforces, and the names of those that cannot be.
+    """Return a copy of `out` with `uniqueItems`, `contains` and `unevaluatedItems` of `raw` in
+    keywords that llguidance enforces, and the names of those that cannot be.
 
     out       rewritten so far
     raw       the same schema as it was sent

@@ -84,8 +84,8 @@ def check_members(schema: Any, field: str) -> None:
 
 
 def finite(value: Any, bound: bool = False) -> Any:
-    """A copy of a schema in which bounds that no 64-bit float can be (`1.8e308`) are the largest
-    that can. `bound`: the value itself is a bound.
+    """Return a copy of a schema in which bounds beyond 64-bit floats (`1.8e308`) are the largest
+    float. `bound`: the value itself is a bound.
     """
     if isinstance(value, dict):
         return {key: finite(inner, key in _BOUNDS) for key, inner in value.items()}

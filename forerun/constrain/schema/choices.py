@@ -24,8 +24,8 @@ Schema = dict[str, Any]
 
 
 def exclusive_choice(raw: Schema, branches: list[Any], resolve: Resolve) -> list[Any] | None:
-    """The rewritten branches of a `oneOf` as branches of an `anyOf`, each without what another one
-    allows too; None if that cannot be said.
+    """Return the rewritten branches of a `oneOf` as branches of an `anyOf`, each without the values
+    that another one allows too; None if that cannot be expressed.
 
     raw       the schema as it was sent, with its `oneOf`
     branches  rewritten, one each
@@ -51,8 +51,8 @@ def exclusive_choice(raw: Schema, branches: list[Any], resolve: Resolve) -> list
 
 
 def negated(schema: Any, raw: Schema, resolve: Resolve) -> Any:  # noqa: PLR0911
-    """A schema of values that are not valid under `schema`, perhaps not of all of them; False if
-    there are none, None if none is known.
+    """Return a schema of values that are not valid under `schema`, perhaps not of all of them;
+    False if there are none, None if none is known.
 
     raw  what stands beside the `not`
     """

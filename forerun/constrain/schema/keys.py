@@ -17,7 +17,7 @@ _MERGING = ("anyOf", "allOf", "$ref")
 
 def with_plain_keys(root: Schema) -> None:
     """Forbid, in place, keys with escapes in every object schema that is merged with no other: its
-    further keys match a pattern of plain characters then.
+    further keys then match a pattern of plain characters.
     """
     definitions = root.get("$defs", {})
     merged: set[int] = set()
@@ -44,7 +44,7 @@ def _merges(schema: Schema) -> bool:
 
 
 def _mark(schema: Schema, definitions: dict[str, Any], merged: set[int]) -> None:
-    """Everything below a schema, and what is referred to there."""
+    """Mark everything below a schema, and everything it refers to."""
     todo: list[Any] = [schema]
     while todo:
         one = todo.pop()

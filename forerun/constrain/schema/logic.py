@@ -26,7 +26,7 @@ _DEPTH = 4
 
 
 def types(schema: Schema) -> frozenset[str] | None:
-    """The JSON types that a schema allows, by `type`, `const` or `enum`; None = all."""
+    """Return the JSON types that a schema allows, by `type`, `const` or `enum`; None = all."""
     given = schema.get("type")
     if given is not None:
         return frozenset([given] if isinstance(given, str) else given)
@@ -35,7 +35,7 @@ def types(schema: Schema) -> frozenset[str] | None:
 
 
 def type_of(value: Any) -> str:
-    """The JSON Schema type of a JSON value; a float without a fraction is an "integer"."""
+    """Return the JSON Schema type of a JSON value; a float without a fraction is an "integer"."""
     if isinstance(value, bool):
         return "boolean"
     names = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
@@ -49,8 +49,8 @@ _FEW: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}
 
 
 def values_of(schema: Schema) -> list[Any] | None:
-    """The list of values outside of which the schema allows none, though perhaps not all of them;
-    None where it may allow any.
+    """Return a list of values outside of which the schema allows none, though perhaps not all of
+    them; None if it may allow any.
     """
     if "const" in schema:
         return [schema["const"]]
@@ -60,9 +60,7 @@ def values_of(schema: Schema) -> list[Any] | None:
 
 
 def exact_values(schema: Any) -> list[Any] | None:
-    """The values that the schema allows, all of them and no others; None if that cannot be
-    listed.
-    """
+    """Return exactly the values that the schema allows; None if they cannot be listed."""
     if not isinstance(schema, dict) or schema.keys() - {"type", "const", "enum"} - NOTES:
         return None
     values = values_of(schema)
@@ -74,8 +72,8 @@ def exact_values(schema: Any) -> list[Any] | None:
 
 
 def key(value: Any) -> Any:
-    """A hashable that is equal exactly for values that JSON Schema calls equal (1 and 1.0, but not
-    true).
+    """Return a hashable that is equal exactly for values that JSON Schema calls equal (1 and 1.0,
+    but not true).
     """
     if isinstance(value, bool):
         return "boolean", value
@@ -87,13 +85,15 @@ def key(value: Any) -> Any:
 
 
 def _without_values(values: Iterable[Any], gone: Iterable[Any]) -> list[Any]:
-    """Those of `values` that equal none of `gone`, in order, as JSON compares (1 equals 1.0)."""
+    """Return those of `values` that equal none of `gone`, in order, as JSON compares (1 equals
+    1.0).
+    """
     known = {key(value) for value in gone}
     return [value for value in values if key(value) not in known]
 
 
 def without_types(kept: frozenset[str] | None, gone: frozenset[str]) -> list[str]:
-    """The types in `kept` (None = all) that share no value with those in `gone`, in TYPES'
+    """Return the types in `kept` (None = all) that share no value with those in `gone`, in TYPES'
     order.
     """
     names = frozenset(TYPES) - {"integer"} if kept is None else kept
@@ -106,7 +106,9 @@ def without_types(kept: frozenset[str] | None, gone: frozenset[str]) -> list[str
 
 
 def disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> bool:
-    """Whether certainly no value is valid under both schemas; False if that is not certain."""
+    """Return whether certainly no value is valid under both schemas; False if that is not
+    certain.
+    """
     one, other = resolve(one), resolve(other)
     if one is False or other is False:
         return True
@@ -135,8 +137,8 @@ def _parts(one: Schema, other: Schema) -> Iterable[tuple[Any, Any]]:
 
 
 def joined(base: Schema, branch: Any) -> Any:
-    """A schema of at least the values that are valid under both `base` and `branch`: the branch
-    with what stands beside it, merged only as far as `disjoint` needs.
+    """Return a schema of at least the values that are valid under both `base` and `branch`: the
+    branch with the keywords beside it, merged only as far as `disjoint` needs.
     """
     if not isinstance(branch, dict) or "$ref" in branch:
         return branch
@@ -209,15 +211,15 @@ def _properties(schema: Schema) -> dict[str, Any]:
 
 
 def _forbids(schema: Schema, name: str) -> bool:
-    """Whether no object under it has the property."""
+    """Return whether no object under a schema has the property."""
     if name in _properties(schema):
         return _properties(schema)[name] is False
     return schema.get("additionalProperties") is False and not schema.get("patternProperties")
 
 
 def beside(base: Schema, branch: Any) -> Any:
-    """A branch of a choice, joined with the type, keys and properties of `base`, which stands
-    beside the choice.
+    """Return a branch of a choice, joined with the type, keys and properties of `base`, the schema
+    around the choice.
     """
     if not isinstance(branch, dict):
         return branch
@@ -226,8 +228,8 @@ def beside(base: Schema, branch: Any) -> Any:
 
 
 def narrowed(one: Any, other: Any, resolve: Resolve) -> Schema | None:  # noqa: PLR0911
-    """A schema to hold beside `one` so that no value of `other` is left; {} if they are disjoint
-    already, None if none is known.
+    """Return a schema to hold beside `one` so that no value of `other` is left; {} if they are
+    disjoint already, None if none is known.
     """
     if disjoint(one, other, resolve):
         return {}
@@ -250,7 +252,7 @@ def narrowed(one: Any, other: Any, resolve: Resolve) -> Schema | None:  # noqa: 
 
 
 def other_values(gone: list[Any], known: Any) -> Any:
-    """A schema of values that are none of `gone`; False if there are none, None if none is
+    """Return a schema of values that are none of `gone`; False if there are none, None if none is
     known.
 
     known  a schema that they satisfy as well
@@ -278,7 +280,7 @@ _NUMBERS = frozenset({"integer", "number"})
 
 
 def _between(gone: list[Any], fractions: bool) -> list[Schema]:
-    """Schemas of the numbers before, between and behind those that are gone."""
+    """Return schemas of the numbers before, between and behind those that are gone."""
     numbers = sorted({value for value in gone if type_of(value) in _NUMBERS})
     kind = "number" if fractions else "integer"
     places = [None, *numbers, None]

@@ -20,8 +20,8 @@ _DIGITS = 10**18
 
 
 def exclusive(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy with the bounds of draft 4, where `exclusiveMinimum` is true or false, in today's
-    form.
+    """Return a copy with the bounds of draft 4, where `exclusiveMinimum` is true or false, in
+    today's form.
     """
     out = dict(schema)
     for bound, name in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
@@ -31,8 +31,8 @@ def exclusive(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A copy with bounds that llguidance does not round, the same or narrower, and the names of
-    those that cannot be kept (LARGE_BOUND says why).
+    """Return a copy with bounds that llguidance does not round, the same or narrower, and the names
+    of those that have none (see LARGE_BOUND).
     """
     out, faults, narrowed = dict(schema), list[str](), list[str]()
     for name, sign in (
@@ -77,8 +77,8 @@ def _inside(value: float, sign: int, exclusive: bool, limit: int) -> int | None:
 
 
 def exact(value: Any) -> bool:
-    """Whether llguidance writes this constant, numbers within it included, as it is. From 2**63 on
-    it writes the shortest decimal of the same float.
+    """Return whether llguidance writes this constant, numbers within it included, unchanged. From
+    2**63 on it writes the shortest decimal of the same float.
     """
     if isinstance(value, dict):
         return all(map(exact, value.values()))

@@ -14,8 +14,8 @@ Schema = dict[str, Any]
 
 
 def dependencies(schema: Schema) -> dict[str, list[Any]]:
-    """By key, what must hold where that key is there: lists of further keys, or schemas. {} without
-    dependencies.
+    """Return, by key, the conditions that hold if that key is present: lists of further keys, or
+    schemas. {} without dependencies.
     """
     by_key: dict[str, list[Any]] = {}
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
@@ -26,7 +26,7 @@ def dependencies(schema: Schema) -> dict[str, list[Any]]:
 
 
 def depending(name: str, needs: Any, required: list[str]) -> Schema:
-    """One dependency as a schema to hold beside the others; {} if it always holds.
+    """Return one dependency as a schema to hold beside the others; {} if it always holds.
 
     name      the key on which `needs` depends
     needs     names of keys, or a rewritten schema
@@ -48,8 +48,8 @@ def depending(name: str, needs: Any, required: list[str]) -> Schema:
 
 
 def counted(schema: Schema) -> tuple[Schema, list[str]]:
-    """A copy with minProperties and maxProperties as llguidance can count them, and the names of
-    those that it cannot.
+    """Return a copy with minProperties and maxProperties as llguidance can count them, and the
+    names of those that it cannot.
 
     It counts where all properties are required; keys that repeat, which only further keys can,
     count each time.
@@ -85,7 +85,7 @@ def counted(schema: Schema) -> tuple[Schema, list[str]]:
 
 
 def _chosen(optional: list[str], least: int, most: Any, required: int) -> list[Schema] | None:
-    """Alternatives of which optional keys are there; None if there are too many."""
+    """Return alternatives of the optional keys that are present; None if there are too many."""
     sizes = range(max(least, 0), len(optional) + 1)
     if most is None:
         sizes = range(least, least + 1)
@@ -103,8 +103,8 @@ def _chosen(optional: list[str], least: int, most: Any, required: int) -> list[S
 
 
 def named(schema: Schema, names: Any) -> Schema | None:  # noqa: PLR0911
-    """A copy with only the keys that `propertyNames` (`names`) allows; None if that cannot be
-    said.
+    """Return a copy with only the keys that `propertyNames` (`names`) allows; None if that cannot
+    be expressed.
     """
     properties = dict(schema.get("properties") or {})
     out = {**schema, "additionalProperties": False}

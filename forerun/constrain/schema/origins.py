@@ -32,7 +32,7 @@ class UnenforcedKeyword:
     why: str
 
     def __str__(self) -> str:
-        """As an error says it."""
+        """Return the keyword as text for an error."""
         return f"{self.path} cannot be honoured: {self.why}"
 
 
@@ -86,8 +86,8 @@ def _joined(*parts: str) -> str:
 
 
 def _named(path: str, raw: dict[str, Any]) -> str:
-    """A path in a rewritten schema as one in what was sent: the choice that it leads through may
-    be ours, and the keyword another one.
+    """Return a path in a rewritten schema as one in the schema that was sent: a choice on the path
+    may be ours, and the keyword another one.
     """
     inner: str | None = path
     while inner:
@@ -101,7 +101,9 @@ def _named(path: str, raw: dict[str, Any]) -> str:
 
 
 def _stands(schema: Any, path: str) -> bool:
-    """Whether a path leads to something in a schema, and not through what is joined with it."""
+    """Return whether a path leads to something in a schema, and not through a schema that is joined
+    with it.
+    """
     while path:
         step = _step(schema, path, None)
         if step is None or not step[0]:
@@ -111,8 +113,8 @@ def _stands(schema: Any, path: str) -> bool:
 
 
 def _step(node: Any, path: str, root: Any) -> tuple[str, Any, str] | None:
-    """The first step of a path, what stands there, and the rest of the path; None if there is
-    nothing. What is joined with a schema, by `allOf` or `$ref`, counts as part of it.
+    """Return the first step of a path, the value there, and the rest of the path; None if there is
+    nothing. Schemas joined by `allOf` or `$ref` count as part of it.
     """
     if isinstance(node, list) and path.startswith("["):
         index, _, rest = path[1:].partition("]")

@@ -34,8 +34,8 @@ _SINGLE = (
 
 
 def schemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object schema inside `schema`, itself first, each with its path (`properties.a.items`),
-    which begins with `path`. Long names are cut.
+    """Yield every object schema inside `schema`, itself first, each with its path
+    (`properties.a.items`), which begins with `path`. Long names are cut.
     """
     if not isinstance(schema, dict):
         return
@@ -45,8 +45,8 @@ def schemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """The schemas right below one, booleans and malformed ones included, each with its path, which
-    begins with `path`.
+    """Yield the schemas right below one, booleans and malformed ones included, each with its path,
+    which begins with `path`.
     """
     for key, value in schema.items():
         here = f"{path}.{key}" if path else key
@@ -61,8 +61,8 @@ def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def locate(source: str, message: str) -> str | None:
-    """The path of the first keyword, reference or value in a schema (`source`, JSON) that a
-    compiler's message quotes; None if none is found.
+    """Return the path of the first keyword, reference or value in a schema (`source`, JSON) that a
+    compiler's message quotes; None if there is none.
     """
     path = _located(json.loads(source), message)
     return None if path is None else _path(path[0], path[2])
@@ -85,7 +85,7 @@ def _path(path: str, key: str) -> str:
 
 
 def _located(schema: Any, message: str) -> tuple[str, dict[str, Any], str] | None:
-    """The keyword that a message is about: path of its schema, the schema, the keyword."""
+    """Return the keyword that a message is about: path of its schema, the schema, the keyword."""
     nodes, quoted = list(schemas(schema)), _quoted(message)
     apart, read = "not disjoint" in message, _patterns(message)
     for path, inner in nodes if apart or read else ():
@@ -108,8 +108,8 @@ def _located(schema: Any, message: str) -> tuple[str, dict[str, Any], str] | Non
 
 
 def _patterns(message: str) -> list[str]:
-    """The lines of a message that says what is wrong with a pattern: one of them is the pattern.
-    None where it says something else.
+    """Return the lines of a message about a faulty pattern, one of which is the pattern; [] for any
+    other message.
     """
     lines = [line.strip() for line in message.splitlines()]
     if "regex parse error" in message or not lines:
@@ -119,7 +119,7 @@ def _patterns(message: str) -> list[str]:
 
 
 def _is_named(pattern: Any, read: list[str]) -> bool:
-    """Whether a pattern is one of these lines, as it was sent or as the engine reads it."""
+    """Return whether a pattern is one of these lines, as it was sent or as the engine reads it."""
     if not isinstance(pattern, str) or not read:
         return False
     try:
@@ -129,7 +129,7 @@ def _is_named(pattern: Any, read: list[str]) -> bool:
 
 
 def _quoted(message: str) -> set[str]:
-    """Names that the message puts in quotes, and the keywords it writes bare."""
+    """Return the names that the message quotes, and its keywords without quotes."""
     parts = message.split('"')
     bare = message.replace("(", " ").replace(":", " ").split()
     return {*parts[1::2], *(word for word in bare if word in _BARE)}

@@ -32,8 +32,8 @@ _ATOM = r"\\[pPux]\{[^{}]*\}|\\.|\[:\w+:\]|."
 
 
 def portable(pattern: str, field: str) -> str:
-    """The pattern for Rust's regex engine, with the meaning that JavaScript gives it: `[`, `&&`,
-    `--` and `~~` are plain characters in a class; digits and letters are ASCII's.
+    """Return the pattern for Rust's regex engine, with JavaScript's meaning: `[`, `&&`, `--` and
+    `~~` are plain characters in a class; digits and letters are ASCII's.
 
     Raises RequestError, naming `field` and pointing at the character, if a bracket has no
     partner, groups nest deeper than MAX_NESTING, or every text is longer than MAX_FORCED: such a
@@ -69,8 +69,8 @@ def portable(pattern: str, field: str) -> str:
 
 
 def assertion(pattern: str, field: str) -> RequestError | None:
-    """An error that points at the first part of a portable pattern that matches a place and no
-    character: a word boundary, or the beginning or end of the text within it. None without one.
+    """Return an error that points at the first part of a portable pattern that matches a place and
+    no character: a word boundary, or the beginning or end of the text within it. None without one.
     """
     index = 0
     while index < len(pattern):
@@ -85,8 +85,8 @@ def assertion(pattern: str, field: str) -> RequestError | None:
 
 
 def unit_end(pattern: str, start: int, field: str) -> int:
-    """The index behind the escape, class, repetition or single character that begins at `start`.
-    Raises RequestError, naming `field`, for a class without end or an escape of nothing.
+    """Return the index behind the escape, class, repetition or single character that begins at
+    `start`. Raises RequestError, naming `field`, for a class without end or an escape of nothing.
     """
     if pattern[start] == "\\":
         if start + 1 == len(pattern):
@@ -102,7 +102,7 @@ def unit_end(pattern: str, start: int, field: str) -> int:
 
 
 def portable_class(text: str) -> str:
-    """A character class `text` ("[...]") in which no character means a set operation to Rust's
+    """Return a character class `text` ("[...]") in which no character is a set operation to Rust's
     engine.
     """
     head = "[^" if text.startswith("[^") else "["
@@ -118,7 +118,7 @@ def portable_class(text: str) -> str:
 
 
 def literal(text: str) -> str:
-    """A pattern that matches `text` and nothing else."""
+    """Return a pattern that matches only `text`."""
     return _SPECIAL.sub(r"\\\g<0>", text)
 
 
@@ -154,7 +154,7 @@ class _Tries:
         self._inner = 0
 
     def for_length(self, length: int) -> float:
-        """Tries at one place of a text of so many characters, at most."""
+        """Return the most tries at one place of a text of so many characters."""
         if self._endless or self._unbounded > 8 or self._doubled > 30:
             return inf
         return (length + 1.0) ** self._unbounded * 2.0**self._doubled
@@ -212,13 +212,15 @@ class _Lengths:
 
 
 def _times(bounds: str) -> int:
-    """The smaller of a repetition's `bounds`, MAX_FORCED + 1 at most: it may have many digits."""
+    """Return the smaller of a repetition's `bounds`, MAX_FORCED + 1 at most: it may have many
+    digits.
+    """
     digits = re.split("[,}]", bounds[1:])[0].lstrip("0")
     return min(int(digits[:9] or 0), MAX_FORCED + 1)
 
 
 def regex_error(text: str, index: int, message: str, field: str) -> RequestError:
-    """An error with the place shown: a few characters around it and a caret."""
+    """Return an error that shows the place: a few characters around it and a caret."""
     left = max(0, index - 30)
     shown = text[left : index + 10].replace("\n", " ")
     return RequestError(
@@ -229,5 +231,5 @@ def regex_error(text: str, index: int, message: str, field: str) -> RequestError
 
 
 def _escaped(atom: str) -> str:
-    """A regex for exactly this character; longer atoms are regexes already."""
+    """Return a regex for exactly this character; longer atoms are regexes already."""
     return literal(atom) if len(atom) == 1 else ASCII_MEMBERS.get(atom, atom)

@@ -41,8 +41,8 @@ Fault = tuple[int, str]
 
 
 def regex_fault(pattern: str) -> Fault | None:
-    """The first fault of a pattern that no dialect takes; None if one may take it. Takes time in
-    proportion to the pattern's length.
+    """Return the first fault of a pattern that no dialect takes; None if one may take it. Takes
+    time in proportion to the pattern's length.
     """
     if _UNJUDGED.search(pattern):
         return None
@@ -56,7 +56,7 @@ def regex_fault(pattern: str) -> Fault | None:
 
 
 def _fault(pattern: str, inner: re.Pattern[str], literal: bool) -> Fault | None:
-    """The same in one reading of sets.
+    """Return the first fault of a pattern in one reading of sets.
 
     inner    begins a set within a set
     literal  `]` is a character where it comes first
@@ -101,7 +101,9 @@ def _token_fault(token: re.Match[str], before: str, end: int, inside: bool) -> s
 
 
 def _less(one: str, other: str) -> bool:
-    """Whether one number is less, of digits without zeros in front: an integer may be too long."""
+    """Return whether one number is less, of digits without leading zeros: an integer may be too
+    long.
+    """
     return (len(one), one) < (len(other), other)
 
 

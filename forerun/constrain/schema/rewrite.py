@@ -92,8 +92,9 @@ class Rewriter:
             self.faults.append(keyword_fault)
 
     def resolve(self, schema: Any) -> Any:
-        """The schema that `schema` refers to, as it was sent, together with what stands beside the
-        reference; itself where it is no reference or that leads out of the document.
+        """Return the schema that `schema` refers to, as it was sent, together with the keywords
+        beside the reference; `schema` itself if it is no reference or that leads out of the
+        document.
         """
         for _ in range(8):
             if not isinstance(schema, dict) or "$ref" not in schema:
@@ -156,7 +157,7 @@ class Rewriter:
         return self._reference(place)
 
     def _reference(self, place: SchemaPlace, fresh: bool = False) -> dict[str, Any]:
-        """A reference to a schema that is rewritten once."""
+        """Return a reference to a schema that is rewritten once."""
         name = self._names.get(id(place.schema))
         if name is None or (fresh and name not in self.defined):
             name = self._names[id(place.schema)] = f"d{len(self.defined)}"
@@ -167,7 +168,7 @@ class Rewriter:
         return {"$ref": f"#/$defs/{name}"}
 
     def _inner(self, raw: dict[str, Any], path: str, out: dict[str, Any]) -> None:
-        """The schemas below this one."""
+        """Rewrite the schemas below this one."""
         begin = f"{path}." if path else ""
         if isinstance(raw.get("properties"), dict):
             inner = raw["properties"].items()
@@ -194,8 +195,8 @@ changed) to what becomes of it; False = no value is valid.
 
 
 def also(out: dict[str, Any], *schemas: Any) -> dict[str, Any]:
-    """A copy of `out` under which `schemas` must hold too (`allOf`); those that always hold are
-    left out.
+    """Return a copy of `out` under which `schemas` must hold too (`allOf`); those that always hold
+    are left out.
     """
     more = [schema for schema in schemas if schema not in ({}, True)]
     return {**out, "allOf": [*out.get("allOf", []), *more]} if more else out
@@ -248,7 +249,7 @@ def _strings(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
 
 
 def _of_length(schema: dict[str, Any], least: int, most: int | None) -> dict[str, Any]:
-    """A copy for strings of no fewer than `least` characters, and no more than `most`."""
+    """Return a copy for strings of no fewer than `least` characters, and no more than `most`."""
     bounds = {"minLength": max(least, schema.get("minLength", 0))}
     if most is not None:
         bounds["maxLength"] = min(most, schema.get("maxLength", most))
@@ -256,7 +257,9 @@ def _of_length(schema: dict[str, Any], least: int, most: int | None) -> dict[str
 
 
 def _patterns(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
-    """A pattern of keys that cannot be read forbids them where no further keys are allowed."""
+    """Rewrite patterns of keys. A pattern that cannot be read forbids its keys if no further keys
+    are allowed.
+    """
     given = raw.get("patternProperties")
     if not isinstance(given, dict):
         return out

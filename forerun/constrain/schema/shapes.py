@@ -60,7 +60,7 @@ def well_formed(schema: Any, told: Told, path: str = "") -> Any:
 
 
 def _value(name: str, value: Any, told: Told, path: str) -> tuple[Any, str]:  # noqa: PLR0911
-    """A keyword's value, and what it should have been where it is none."""
+    """Return a keyword's value, and the expected type if it has another."""
     if name in _COUNTS:
         whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
         return (int(value), "") if whole and value >= 0 else (None, "an integer of 0 or more")
@@ -81,7 +81,7 @@ def _value(name: str, value: Any, told: Told, path: str) -> tuple[Any, str]:  # 
 
 
 def _schemas(name: str, value: Any, told: Told, path: str) -> tuple[Any, str]:
-    """The same of keywords with schemas inside."""
+    """Return the same for keywords with schemas inside."""
     if name in _SINGLE and not (name == "items" and isinstance(value, list)):
         return well_formed(value, told, path), "" if _schema(value) else "a schema"
     if name in _SEVERAL or name == "items":

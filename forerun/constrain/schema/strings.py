@@ -86,9 +86,9 @@ class Unenforceable(Exception):  # noqa: N818
 
 
 def plain_patterns(pattern: str) -> list[str]:
-    """Patterns all of which together match what `pattern` matches, or less: look-aheads at the
-    beginning become patterns of their own. Raises Unenforceable for other look-around, word
-    boundaries, back-references and what is no regular expression.
+    """Return patterns all of which together match what `pattern` matches, or less: look-aheads at
+    the beginning become patterns of their own. Raises Unenforceable for other look-around, word
+    boundaries, back-references and invalid regular expressions.
     """
     parts, start = [], 0
     while pattern.startswith(("^(?=", "(?=") if not start else "(?=", start):
@@ -120,8 +120,8 @@ _SOME = re.compile(rf"\^{_ANY}(?:(\+)|\{{(\d+)(,?)(\d*)\}})\$")
 
 
 def only_lengths(pattern: str) -> tuple[int, int | None] | None:
-    """The least and the most characters of the texts that a pattern matches, where it says nothing
-    else of them; None if it does.
+    """Return the least and the most characters of the texts that a pattern matches, if it restricts
+    only their length; else None.
     """
     if _ALL.fullmatch(pattern):
         return 0, None
@@ -178,7 +178,9 @@ def _unit(unit: str) -> str:
 
 
 def _class(text: str) -> str:
-    """A character class that takes no control characters where it leaves out what JSON escapes."""
+    """Return a character class without control characters, if it excludes the characters that JSON
+    escapes.
+    """
     text = portable_class(text)
     negated = text.startswith("[^")
     inside = text[2 if negated else 1 : -1]
@@ -196,7 +198,7 @@ def _class(text: str) -> str:
 
 
 def other_than(words: Iterable[str]) -> str:
-    r"""A pattern of plain texts, without `"`, backslash and control characters, other than
+    r"""Return a pattern of plain texts, without `"`, backslash and control characters, other than
     `words`.
     """
     trie: dict[str, dict[str, object]] = {}
@@ -210,7 +212,7 @@ def other_than(words: Iterable[str]) -> str:
 
 
 def _otherwise(trie: dict[str, dict[str, object]]) -> str:
-    """Of what follows a common beginning: anything that leads to no end of a word."""
+    """Return a pattern of what follows a common beginning and leads to no end of a word."""
     inner = {key: below for key, below in trie.items() if key}
     parts = [f"{_but(inner)}{_but(())}*"]
     parts += [re.escape(key) + _otherwise(below) for key, below in inner.items()]  # type: ignore[arg-type]
@@ -218,7 +220,7 @@ def _otherwise(trie: dict[str, dict[str, object]]) -> str:
 
 
 def _but(characters: Iterable[str]) -> str:
-    """A class of the plain characters but these."""
+    """Return a class of the plain characters except these."""
     out, at = "[", 32
     for code in sorted({ord('"'), ord("\\"), 0x7F, *map(ord, characters)}):
         out += _range(at, code - 1)
@@ -227,7 +229,7 @@ def _but(characters: Iterable[str]) -> str:
 
 
 def _range(first: int, last: int) -> str:
-    """Without surrogates, which no text has."""
+    """Return a range of characters without surrogates, which no text has."""
     if first <= 0xDFFF and last >= 0xD800:
         return _range(first, 0xD7FF) + _range(0xE000, last)
     if first > last:
@@ -237,7 +239,7 @@ def _range(first: int, last: int) -> str:
 
 
 def lengths(least: int, most: int | None) -> str:
-    """A pattern of the texts of at least `least` and at most `most` characters; None = any
+    """Return a pattern of the texts of at least `least` and at most `most` characters; None = any
     number.
     """
     return rf"^[\s\S]{{{least},{'' if most is None else most}}}$"
