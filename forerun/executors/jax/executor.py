@@ -148,7 +148,7 @@ class JaxExecutor(Executor):
         return self._stack
 
     def draft_bytes(self, sizes: NetworkSizes) -> dict[str, int]:
-        """Bytes that `attach` allocates on all devices: draft_weight and draft_cache."""
+        """Return the bytes that `attach` allocates on all devices: draft_weight and draft_cache."""
         shape = self._shape.drafting(sizes, self.limits)
         size = self.dtype.itemsize
         arrays = size * sum(int(np.prod(part)) for part in shape)
@@ -275,7 +275,7 @@ class JaxExecutor(Executor):
         return round
 
     def _temperatures(self, slots: Ints, asked: EditsByRow) -> Floats:
-        """float32[B] at which programs choose."""
+        """Return float32[B], the temperatures at which programs choose."""
         choosing = self._sampler.choosing
         found: Floats = np.where(choosing.on_device[slots], choosing.temperature[slots], 0)
         for row, (sampling, _) in asked.items():
@@ -353,7 +353,7 @@ class JaxExecutor(Executor):
         return outcome
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: device, dtype, counts of programs and steps, bytes."""
+        """Return facts for /server_info: device, dtype, counts of programs and steps, bytes."""
         programs = self._programs
         return {
             "device": str(self._device),

@@ -6,7 +6,7 @@ from forerun.networks.layer_spec import Experts, GatedDelta, ShortConvolution
 
 
 def refusal(arch: Architecture) -> str | None:
-    """Why this executor cannot run the model, as one clause for an error message; None if it
+    """Return why this executor cannot run the model, as one clause for an error message; None if it
     can.
     """
     specs = arch.layer_specs

@@ -15,8 +15,8 @@ from forerun.networks.arch import Architecture
 def planned_bytes(
     arch: Architecture, shape: StateShape, buckets: Buckets, itemsize: int
 ) -> dict[str, int]:
-    """Bytes that the executor will allocate, all devices together: weight, cache, and round
-    (logits, noise and streams of the largest step).
+    """Return the bytes that the executor will allocate, all devices together: weight, cache, and
+    round (logits, noise and streams of the largest step).
 
     itemsize  bytes of a number in weights and cache
     """
@@ -47,7 +47,9 @@ def check_fits(parts: dict[str, int], device: Any, shards: int) -> None:
 
 
 def _free_on(device: Any, shards: int) -> int:
-    """Bytes that are free on so many devices like this one; the machine's where it does not say."""
+    """Return the free bytes of so many devices like this one; the machine's if it does not report
+    them.
+    """
     known = device.memory_stats() or {}
     if "bytes_limit" not in known:
         return memory_available()
@@ -55,7 +57,7 @@ def _free_on(device: Any, shards: int) -> int:
 
 
 def free_bytes(platform: str | None, shards: int) -> int:
-    """Bytes free on `shards` devices of a platform (None = jax's own choice); the machine's memory
-    where the device does not say. Raises ConfigError if jax has no such device.
+    """Return the free bytes of `shards` devices of a platform (None = jax's own choice); the
+    machine's memory if the device does not report it. Raises ConfigError if jax has no such device.
     """
     return _free_on(devices_of(platform)[0], shards)

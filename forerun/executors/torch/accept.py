@@ -37,7 +37,8 @@ class NodeNoise:
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
-    """Philox-4x32-10: four words and two key words, int64 that hold 32-bit words.
+    """Return four words of Philox-4x32-10 for four words and two key words, int64 that hold 32-bit
+    words.
 
     Products of two words overflow int64, which wraps: their low and high halves stay right.
     """
@@ -57,8 +58,8 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 def gumbel(
     seeds: AnyArray, positions: AnyArray, vocab: int, device: torch.device, first: int = 0
 ) -> Tensor:
-    """float32[n,V]: forerun.speculative.noise.gumbel of n seeds (uint64) and output positions, of
-    V tokens from `first` on.
+    """Return float32[n,V], forerun.speculative.noise.gumbel of n seeds (uint64) and output
+    positions, for V tokens from `first` on.
     """
     there = torch.from_numpy(seeds.view(np.int64)).to(device)
     before = first % 4  # Four tokens share a block of the generator.
@@ -67,7 +68,7 @@ def gumbel(
 
 
 def _gumbel(seeds: Tensor, positions: Tensor, vocab: int, first: int = 0) -> Tensor:
-    """float32[n,V] noise of int64[n] seeds and positions, from the block `first` on."""
+    """Return float32[n,V] noise of int64[n] seeds and positions, from the block `first` on."""
     low, high = (seeds & _LOW).unsqueeze(-1), ((seeds >> 32) & _LOW).unsqueeze(-1)
     block = torch.arange(first, first + -(-vocab // 4), device=seeds.device)
     nothing = torch.zeros((), dtype=torch.int64, device=seeds.device)

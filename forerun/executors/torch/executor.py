@@ -57,8 +57,8 @@ class TorchExecutor(ModelRunner, Executor):
         self.sampler.open(slot_init)
 
     def resumable(self, tokens: Ints, salt: bytes = b"") -> int:
-        """Behind how many of the cached tokens int32[n] a sequence may go on: all, or where layers
-        are recurrent as many as a state was kept for, by a sequence of this salt.
+        """Return how many of the cached tokens int32[n] a sequence may continue behind: all, or if
+        layers are recurrent, those up to the last checkpoint of a text of this salt.
         """
         return len(tokens) if self.states is None else self.states.book.resumable(tokens, salt)
 
@@ -130,7 +130,7 @@ class TorchExecutor(ModelRunner, Executor):
         return outcome
 
     def _chosen(self, round: TorchRound) -> Ints:
-        """int32[M] as host_sampler.Choices has it: the paths along what the device chooses."""
+        """Return int32[M] as in host_sampler.Choices: the paths along the device's choices."""
         trees, on_device = round.trees, round.on_device
         choice = np.full(len(trees.tokens), NOTHING, np.int32)
         if len(on_device.nodes):
@@ -145,7 +145,9 @@ class TorchExecutor(ModelRunner, Executor):
         return self.logits_of(round)
 
     def reports_of(self, round: TorchRound) -> ReportsOf | None:
-        """A way to log-probabilities that needs no logits on the host; None: there is none."""
+        """Return a way to log-probabilities that needs no logits on the host; None if there is
+        none.
+        """
         return None
 
     @property

@@ -24,8 +24,8 @@ class TorchFeatureRing:
         self.values = torch.zeros(ring_size(slots + 1), width, dtype=dtype, device=device)
 
     def at(self, slots: Ints, positions: Ints) -> "TorchFeatures":
-        """Features [n,F*H] of slots int32[n] at positions int32[n], on the device, not copied: they
-        are overwritten when a slot has moved on by RING_TOKENS tokens.
+        """Return features [n,F*H] of slots int32[n] at positions int32[n], on the device, not
+        copied: they are overwritten when a slot has moved on by RING_TOKENS tokens.
         """
         place = ring_place(slots.astype(np.int64), positions)
         return TorchFeatures(self.values, place)
@@ -55,11 +55,11 @@ class TorchFeatures:
     place: AnyArray
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return len(self.place)
 
     def tensor(self) -> Tensor:
-        """A copy [n,F*H] on the device."""
+        """Return a copy [n,F*H] on the device."""
         place = torch.from_numpy(np.asarray(self.place, np.int64)).to(self.values.device)
         return self.values[place]
 
@@ -80,8 +80,8 @@ class TorchStepFeatures(TorchFeatures):
     written: bool = False
 
     def select(self, nodes: AnyArray) -> "TorchStepFeatures":
-        """Features of the nodes int[n], by their flat numbers here, in this order; nothing is
-        copied. Raises EngineError if one is not there.
+        """Return features of the nodes int[n], by their flat numbers here, in this order; copies
+        nothing. Raises EngineError for a missing one.
         """
         if len(nodes) and not 0 <= nodes.min() <= nodes.max() < len(self.place):
             raise EngineError(
@@ -101,7 +101,7 @@ class TorchStepFeatures(TorchFeatures):
 
 
 def on_device(features: Features, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[n,F*H] whatever holds them. Raises EngineError for another executor's."""
+    """Return [n,F*H] of any kind of features. Raises EngineError for another executor's."""
     if isinstance(features, HostFeatures):
         return torch.from_numpy(features.values).to(device).to(dtype)
     if not isinstance(features, TorchFeatures):

@@ -32,20 +32,20 @@ class Group(Protocol):
     tp: TensorParallel
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`, the same bits on every rank. A row's bits depend on no other
-        row where the device keeps that promise elsewhere too: in float32 on the CPU.
+        """Return the sum of all ranks' `x`, the same bits on every rank. A row's bits depend on no
+        other row if the device gives that promise elsewhere too: in float32 on the CPU.
         """
         ...
 
     def gathered(self, x: Tensor) -> list[Tensor]:
-        """On rank 0 every rank's `x` [...], by rank; elsewhere an empty list. Raises RuntimeError
-        if a rank is gone.
+        """Return on rank 0 every rank's `x` [...], by rank; elsewhere []. Raises RuntimeError if a
+        rank is gone.
         """
         ...
 
     def everywhere(self, x: Tensor) -> list[Tensor]:
-        """Every rank's `x` [...], by rank, on every rank. Raises RuntimeError if a rank
-        is gone.
+        """Return every rank's `x` [...], by rank, on every rank. Raises RuntimeError if a rank is
+        gone.
         """
         ...
 
@@ -69,7 +69,7 @@ class Waits:
 
     @staticmethod
     def size_of(tp: TensorParallel) -> int:
-        """Bytes of the shared file: three int64 for each rank."""
+        """Return the bytes of the shared file: three int64 for each rank."""
         return 24 * tp.size
 
     def enter(self) -> None:
@@ -131,8 +131,8 @@ class Processes:
             self._group = dist.ProcessGroupNCCL(store, tp.rank, tp.size, nccl)
 
     def sum(self, x: Tensor) -> Tensor:
-        """As Group.sum. On the CPU in the order of the ranks: gloo's own sum would add in an order
-        that depends on where in the tensor a number stands.
+        """Implement Group.sum. On the CPU in the order of the ranks: gloo's own sum would add in an
+        order that depends on a number's place in the tensor.
         """
         if not self._on_cpu:
             x = x.contiguous()
@@ -144,7 +144,7 @@ class Processes:
         return first
 
     def gathered(self, x: Tensor) -> list[Tensor]:
-        """As Group.gathered. Waits for all ranks."""
+        """Implement Group.gathered. Waits for all ranks."""
         options = dist.GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(x) for _ in range(self.tp.size)] if self.tp.rank == 0 else []
@@ -152,13 +152,13 @@ class Processes:
         return parts
 
     def everywhere(self, x: Tensor) -> list[Tensor]:
-        """As Group.everywhere. Waits for all ranks."""
+        """Implement Group.everywhere. Waits for all ranks."""
         parts = [torch.empty_like(x) for _ in range(self.tp.size)]
         self._wait(self._group.allgather([parts], [x.contiguous()]))
         return parts
 
     def _wait(self, work: Any) -> None:
-        """Until it is done. On the CPU it is waited for in pieces."""
+        """Wait for `work`. On the CPU in pieces."""
         if not self._on_cpu or self._waits is None:
             work.wait()
             return
@@ -169,9 +169,9 @@ class Processes:
         self._waits.leave()
 
     def close(self) -> None:
-        """As Group.close; on CUDA collectives that run are aborted. Gloo may go on after this: now
-        and then it does not learn that the rank it sends to is gone, and waits for it, PATIENCE at
-        most.
+        """Implement Group.close; on CUDA running collectives are aborted. Gloo may continue after
+        this: now and then it does not learn that the rank it sends to is gone, and waits for it,
+        PATIENCE at most.
         """
         held = [self._group]
         self._group = None
@@ -186,7 +186,7 @@ class Processes:
 
 
 def _done(work: Any) -> bool:
-    """Whether it is, within LOOK. Raises RuntimeError if it failed."""
+    """Return whether `work` is done within LOOK seconds. Raises RuntimeError if it failed."""
     try:
         work.wait(LOOK)
     except RuntimeError:

@@ -34,7 +34,9 @@ def activations(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def kv_shape(arch: Architecture) -> KvShape:
-    """Shape of the key/value cache of `arch`: of each of its layers that attend a `cache_layer`."""
+    """Return the shape of the key/value cache of `arch`: a `cache_layer` for each layer that
+    attends.
+    """
     return KvShape(len(arch.attention_specs), arch.cache_layer)
 
 
@@ -45,7 +47,7 @@ def planned_bytes(
     dtype: str,
     kept: Sequence[Grouped] = (),
 ) -> dict[str, int]:
-    """Bytes by purpose. On the CPU a tied head is a second, packed copy of the embedding.
+    """Return bytes by purpose. On the CPU a tied head is a second, packed copy of the embedding.
 
     kept  matrices that stay in few bits
     """

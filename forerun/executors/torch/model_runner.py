@@ -189,7 +189,7 @@ class ModelRunner:
         masks: NodeMasks | None = None,
         step: TorchStateStep | None = None,
     ) -> TorchRound:
-        """One forward pass. Of the plan nothing is read but kv_len, samples and page_table.
+        """Run one forward pass. Of the plan it reads only kv_len, samples and page_table.
 
         step  its way through `states`, where there are any
         """
@@ -258,9 +258,9 @@ class ModelRunner:
         return apart(of_layer)
 
     def logits_of(self, round: TorchRound) -> Logits:
-        """float32[V] on the host of a flat node of the step that ran last. Those of nodes that only
-        log-probabilities are wanted of are made here, as many at a time as may choose a token, so
-        that a long prompt needs no more room than any step.
+        """Return a function that gives float32[V], on the host, of a flat node of the last step.
+        Those of nodes that only need log-probabilities are computed here, as many at a time as may
+        choose a token, so that a long prompt needs no more room than any step.
         """
         size = self.limits.scored_nodes
 
@@ -303,7 +303,7 @@ class ModelRunner:
         move(self.cache, begin, end, None)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info. row_sizes: row counts that products are run at."""
+        """Return facts for /server_info. row_sizes: row counts that products are run at."""
         sizes = self._decoder.row_sizes if self._decoder else ()
         return {
             "device": str(self.device),
@@ -322,14 +322,14 @@ class ModelRunner:
         self._decoder = self._cache = self.states = None
 
     def _padded(self, values: Ints, rows: int) -> Tensor:
-        """int64[rows] on the device: values, then zeros."""
+        """Return int64[rows] on the device: values, then zeros."""
         out = np.zeros(rows, np.int64)
         out[: len(values)] = values
         return torch.from_numpy(out).to(self.device)
 
 
 def _numbered(nodes: Ints, count: int) -> Ints:
-    """int32[count]: the place in `nodes` that each of so many nodes has; -1 = none."""
+    """Return int32[count], the place in `nodes` that each of so many nodes has; -1 = none."""
     numbers = np.full(count, -1, np.int32)
     numbers[nodes] = np.arange(len(nodes), dtype=np.int32)
     return numbers

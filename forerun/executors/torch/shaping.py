@@ -60,11 +60,13 @@ class Shaping:
     cuts: bool
 
     def number(self, name: str) -> Tensor:
-        """float32[R,1,1]: one of RULES by name, whose inputs are bits of float32."""
+        """Return float32[R,1,1], one of RULES by name, whose inputs are bits of float32."""
         return self.rules[name].view(torch.float32)[:, None, None]
 
     def part(self, begin: int, end: int) -> "Shaping":
-        """The rows from `begin` to before `end`; views, histories and biases of all slots."""
+        """Return the rows from `begin` to before `end`; views, histories and biases of all
+        slots.
+        """
         rows = slice(begin, end)
         rules = {name: values[rows] for name, values in self.rules.items()}
         mine = self.tokens[rows], self.above[rows], self.positions[rows], self.temperatures[rows]
@@ -79,8 +81,8 @@ everywhere, so that no token is chosen.
 
 
 def unpacked(words: Tensor, which: Tensor, vocab: int) -> Tensor:
-    """bool[...,V]: what masks allow. words int32[R,ceil(V/32)]; which int32[...] row of a node, -1
-    = everything.
+    """Return bool[...,V], the tokens that masks allow. words int32[R,ceil(V/32)]; which int32[...]
+    row of a node, -1 = everything.
     """
     bits = torch.arange(32, dtype=torch.int32, device=words.device)
     mine = words[which.clamp_min(0).long()]
@@ -108,7 +110,9 @@ def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> T
 
 
 def without(banned: Tensor, allowed: Tensor | None) -> Tensor:
-    """bool[R,N,V]: what is allowed and not banned; banned all the same where nothing else is."""
+    """Return bool[R,N,V], the tokens that are allowed and not banned; banned ones too if nothing
+    else is allowed.
+    """
     if allowed is None:
         return ~banned
     left = allowed & ~banned
@@ -116,7 +120,7 @@ def without(banned: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def _edited(logits: Tensor, shaping: Shaping, history: Tensor) -> Tensor:
-    """Penalties and biases; history: int32[R,1,V]."""
+    """Apply penalties and biases; history: int32[R,1,V]."""
     _, nodes, _ = logits.shape
     drafted = torch.zeros_like(logits, dtype=torch.int32)
     where = shaping.tokens[:, None].expand(-1, nodes, -1).long()
@@ -132,8 +136,8 @@ def _edited(logits: Tensor, shaping: Shaping, history: Tensor) -> Tensor:
 
 
 def cut(out: Tensor, shaping: Shaping) -> Tensor:
-    """float32[R,N,V]: of logits what min_p, top_k and top_p leave, -inf elsewhere; all where a row
-    is greedy.
+    """Return float32[R,N,V], the logits that min_p, top_k and top_p leave, -inf elsewhere; all if a
+    row is greedy.
     """
     hot = (shaping.temperatures > 0)[:, None, None]
     heated = out / torch.where(shaping.temperatures > 0, shaping.temperatures, 1.0)[:, None, None]
@@ -153,7 +157,7 @@ def cut(out: Tensor, shaping: Shaping) -> Tensor:
 
 
 def _double(rules: dict[str, Tensor]) -> Tensor:
-    """float64[R]: top_p. Where it is 1, more: rounding must not cut; where it is 0, enough for the
+    """Return float64[R], top_p. If it is 1, more: rounding must not cut; if it is 0, enough for the
     likeliest token, which always stays.
     """
     low, high = (rules[name].long() for name in ("top_p_low", "top_p_high"))
@@ -190,8 +194,9 @@ def _chunks(rows: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def reported(logits: Tensor, choices: Tensor, top: int) -> Tensor:
-    """int32[M,1+2K]: of M nodes with logits float32[M,V] the log-probability of the choice, ids of
-    the K = `top` best, ties by lowest id, and theirs; log-probabilities in nats, bits of float32.
+    """Return int32[M,1+2K]: for M nodes with logits float32[M,V] the log-probability of the choice,
+    ids of the K = `top` best, ties by lowest id, and theirs; log-probabilities in nats, bits of
+    float32.
     """
     vocab = logits.shape[-1]
     most = logits.max(-1, keepdim=True).values

@@ -101,7 +101,7 @@ class JaxBlockModel:
         self._executor.programs.run(Key("enter", size), whole)
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Raises EngineError: a block drafter proposes a whole block at once."""
+        """Raise EngineError: a block drafter proposes a whole block at once."""
         raise EngineError("a block drafter proposes a block, not level by level")
 
     def block(self, block: DraftBlock) -> BlockCandidates:
@@ -139,8 +139,8 @@ class JaxBlockModel:
         return np.ascontiguousarray(found[0]), np.ascontiguousarray(found[1]).view(np.float32)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: algorithm, vocab, features, block_size, causal, and bytes by
-        purpose.
+        """Return facts for /server_info: algorithm, vocab, features, block_size, causal, and bytes
+        by purpose.
         """
         return {
             "algorithm": self._about.algorithm,

@@ -34,8 +34,8 @@ class DraftDecoder(NamedTuple):
 
     @classmethod
     def of(cls, about: WholeDraft, sharding: Sharding) -> "DraftDecoder":
-        """The network of a draft checkpoint, cut over the target's devices where its dimensions
-        divide, else whole on each.
+        """Return the network of a draft checkpoint, divided over the target's devices if its
+        dimensions divide, else whole on each.
         """
         arch = about.checkpoint.architecture
         return cls(about, JaxDecoder(arch, where_it_divides(arch, sharding)))
@@ -56,14 +56,14 @@ class DraftDecoder(NamedTuple):
         )
 
     def enter(self, params: Params, features: Array) -> Array:
-        """The features as given, [...,0]: a whole model reads nothing of the target."""
+        """Return the features unchanged, [...,0]: a whole model reads nothing of the target."""
         del params
         return features
 
     def run(
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
-        """One pass over target ids tokens int32[R,N], mapped to its own ids, at `position`
+        """Run one pass over target ids tokens int32[R,N], mapped to its own ids, at `position`
         int32[R,N].
 
         Ran.read is [R,N,H] after the last layer; `hidden` is handed through unread.
@@ -74,7 +74,7 @@ class DraftDecoder(NamedTuple):
         return Ran(ran.last, hidden, ran.keys, ran.values)
 
     def logits(self, params: Params, read: Array) -> Array:
-        """float32[n,Vd] from streams [n,H] after its last layer."""
+        """Return float32[n,Vd] from streams [n,H] after its last layer."""
         weights = params["draft"]
         if "rows" not in weights:
             return self.decoder.logits(weights, read)
@@ -83,7 +83,7 @@ class DraftDecoder(NamedTuple):
 
 
 def load_decoder(network: DraftDecoder, dtype: Any, stacked: bool) -> Params:
-    """params["draft"] of a whole draft model, on the devices, in `dtype`; `stacked` where its
+    """Load params["draft"] of a whole draft model onto the devices, in `dtype`; `stacked` if its
     layers are alike and may run in a scan.
 
     Where not every token may be proposed, only the head's rows of those that may are kept. Raises

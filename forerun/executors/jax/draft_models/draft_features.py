@@ -10,7 +10,7 @@ from forerun.types import Ints
 
 
 def streams_of(extension: Extension, features: Features | None) -> Ints:
-    """int32[n]: the row of `DraftArrays.streams` that holds each token's features.
+    """Return int32[n], the row of `DraftArrays.streams` that holds each token's features.
 
     Raises EngineError if there are none, if they are another executor's, or if they are
     not one row per token.

@@ -62,8 +62,8 @@ class JaxEagleHead(NamedTuple):
         return self.about.heads % shards == 0 and self.about.kv_heads % shards == 0
 
     def enter(self, params: Params, features: Array) -> Array:
-        """Hidden states [...,H] from the target's features [...,F*H], F side by side: EAGLE's fused
-        projection (arXiv 2503.01840), or for eagle1 the target's final norm.
+        """Return hidden states [...,H] from the target's features [...,F*H], F side by side:
+        EAGLE's fused projection (arXiv 2503.01840), or for eagle1 the target's final norm.
         """
         about, weights = self.about, params["draft"]
         if about.algorithm == "eagle1":
@@ -82,8 +82,8 @@ class JaxEagleHead(NamedTuple):
     def run(
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
-        """One draft step of target ids tokens int32[R,N] beside hidden states [R,N,H] at position
-        int32[R,N]: one decoder layer on both.
+        """Run one draft step of target ids tokens int32[R,N] beside hidden states [R,N,H] at
+        position int32[R,N]: one decoder layer on both.
         """
         about, weights = self.about, params["draft"]
         embedded = self._embed(params, tokens)
@@ -108,7 +108,7 @@ class JaxEagleHead(NamedTuple):
         return Ran(read, output, keys[None], values[None])
 
     def logits(self, params: Params, read: Array) -> Array:
-        """float32[n,Vd] from `Ran.read`, [n,H]."""
+        """Return float32[n,Vd] from `Ran.read`, [n,H]."""
         made = product(read, params["draft"]["lm_head"].T).astype(jnp.float32)
         return self.target.sharding.put(made, None, None)
 
@@ -145,8 +145,8 @@ class JaxEagleHead(NamedTuple):
 
 
 def load_head(head: JaxEagleHead, checkpoint: Checkpoint, draft: DraftFile, dtype: Any) -> Params:
-    """params["draft"] of an EAGLE head, on the devices: matrices in `dtype`, vectors in float32.
-    The output head is the target's rows where the draft has none of its own.
+    """Load params["draft"] of an EAGLE head onto the devices: matrices in `dtype`, vectors in
+    float32. The output head is the target's rows if the draft has none of its own.
 
     Raises ModelError for a head without an embedding of its width, and what reading a tensor
     raises.
@@ -181,7 +181,9 @@ def load_head(head: JaxEagleHead, checkpoint: Checkpoint, draft: DraftFile, dtyp
 
 
 def _short(name: str) -> str:
-    """fc.weight -> fc, layers.0.mlp.up_proj.weight -> up_proj, fc_norm.1.weight -> fc_norm.1."""
+    """Return the short name of a parameter: fc.weight -> fc, layers.0.mlp.up_proj.weight ->
+    up_proj, fc_norm.1.weight -> fc_norm.1.
+    """
     plain = name.removesuffix(".weight")
     for prefix in ("layers.0.self_attn.", "layers.0.mlp.", "layers.0."):
         plain = plain.removeprefix(prefix)
@@ -189,7 +191,7 @@ def _short(name: str) -> str:
 
 
 def _where(head: JaxEagleHead, name: str, dimensions: int) -> Any:
-    """The sharding of a parameter by its short name."""
+    """Return the sharding of a parameter by its short name."""
     about, sharding = head.about, head.target.sharding
     cut = {
         "lm_head": about.vocab % sharding.shards == 0,
@@ -202,7 +204,7 @@ def _where(head: JaxEagleHead, name: str, dimensions: int) -> Any:
 
 
 def _own_embedding(draft: DraftFile) -> Any:
-    """The head's embedding, where the target's is not as wide as the head."""
+    """Return the head's embedding, if the target's is not as wide as the head."""
     head, name = draft.head, "embed_tokens.weight"
     if head.hidden == head.target_hidden:
         return None

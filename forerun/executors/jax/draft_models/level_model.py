@@ -135,7 +135,7 @@ class JaxLevelModel:
     def _extend(
         self, extension: Extension, chains: _Chains, size: Bucket, lines: list[_Line]
     ) -> AnyArray:
-        """One dispatch of `extend`, packed."""
+        """Run one dispatch of `extend`, packed."""
         whole, views = blank(extend_shapes(size, self._executor.width))
         for line, (row, nodes) in enumerate(lines):
             count, first = len(nodes), int(chains.start[row])
@@ -150,7 +150,7 @@ class JaxLevelModel:
         return whole
 
     def _beside(self, extension: Extension, features: Features | None) -> _Chains:
-        """With the rows of the streams that hold them."""
+        """Return the chains with the rows of the streams that hold their features."""
         return _Chains.of(extension, streams_of(extension, features))
 
     def expand(self, level: DraftLevel) -> Candidates:
@@ -182,7 +182,7 @@ class JaxLevelModel:
     def _expand(
         self, level: DraftLevel, paths: list[Ints], size: Bucket, depth: int, lines: list[_Line]
     ) -> AnyArray:
-        """One dispatch of `expand`, packed."""
+        """Run one dispatch of `expand`, packed."""
         whole, views = blank(expand_shapes(size, self._executor.width, depth))
         for line, (row, nodes) in enumerate(lines):
             root = self._limits.max_nodes + int(level.slots[row])
@@ -198,11 +198,13 @@ class JaxLevelModel:
         return whole
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """Raises EngineError: this network proposes level by level."""
+        """Raise EngineError: this network proposes level by level."""
         raise EngineError("this draft model proposes level by level, not a block")
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: algorithm, features or layers, vocab, and bytes by purpose."""
+        """Return facts for /server_info: algorithm, features or layers, vocab, and bytes by
+        purpose.
+        """
         return {**self._facts, "vocab": self.traits.vocab, **self._bytes}
 
     def _candidates(self, nodes: Ints, asked: int, first: int = 0) -> Candidates:

@@ -57,7 +57,7 @@ class PredictionHead(NamedTuple):
         )
 
     def enter(self, params: Params, features: Array) -> Array:
-        """The target's final norm of features [...,H], which are its stream after the last
+        """Return the target's final norm of features [...,H], which are its stream after the last
         layer.
         """
         return self.target.final_norm(params, features)
@@ -65,7 +65,7 @@ class PredictionHead(NamedTuple):
     def run(
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
-        """One draft step (DeepSeek-V3, arXiv 2412.19437, section 2.2) of target ids tokens
+        """Run one draft step (DeepSeek-V3, arXiv 2412.19437, section 2.2) of target ids tokens
         int32[R,N] beside hidden states [R,N,H]: fuse both, one decoder layer, final norm.
 
         The normed output is read and fed back; where `zeroed` is true the entry at position 0 has
@@ -89,7 +89,7 @@ class PredictionHead(NamedTuple):
         return Ran(out, out, keys[None], values[None])
 
     def logits(self, params: Params, read: Array) -> Array:
-        """float32[n,Vd] from `Ran.read` [n,H], by its own head where it has one, else by the
+        """Return float32[n,Vd] from `Ran.read` [n,H], by its own head if it has one, else by the
         target's.
         """
         head = params["draft"].get("head")
@@ -100,8 +100,8 @@ class PredictionHead(NamedTuple):
 
 
 def load_prediction(head: PredictionHead, dtype: Any) -> Params:
-    """params["draft"] of the first prediction layer, on the devices, matrices in `dtype`. Raises
-    what reading a tensor raises (ModelError).
+    """Load params["draft"] of the first prediction layer onto the devices, matrices in `dtype`.
+    Raises what reading a tensor raises (ModelError).
     """
     draft, sharding = head.about, head.target.sharding
     own = {

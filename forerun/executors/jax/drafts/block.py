@@ -52,7 +52,8 @@ class BlockNetwork(NamedTuple):
         return 0 if self.about.anchored else 1
 
     def kept(self, params: Params, features: Array, position: Array) -> tuple[Array, Array]:
-        """Keys and values, each [layers,R,N,G,E], that the drafter keeps of the target's features.
+        """Return keys and values, each [layers,R,N,G,E], of the target's features, for the
+        drafter's cache.
 
         features  [R,N,F*H] aux hidden states, side by side
         position  int32[R,N]
@@ -67,7 +68,7 @@ class BlockNetwork(NamedTuple):
         return keys, values
 
     def block(self, params: Params, roots: Array, position: Array, attend: Attend) -> Array:
-        """Logits float32[R,places,Vd] of one block below each root, in one pass.
+        """Return logits float32[R,places,Vd] of one block below each root, in one pass.
 
         roots     int32[R] target ids of the decided tokens that begin the blocks; mask tokens
                   follow
@@ -103,7 +104,7 @@ class BlockNetwork(NamedTuple):
         return rotation(position, params["draft"]["frequencies"], factor)
 
     def _heads(self, layer: Params, part: str, x: Array, rotary: tuple[Array, Array]) -> Array:
-        """Queries or keys [R,N,heads,E], normed where the drafter does so, rotated."""
+        """Return queries or keys [R,N,heads,E], normed if the drafter norms them, rotated."""
         found = product(x, layer[f"{part}_proj"])
         heads = found.reshape(*x.shape[:2], -1, self.about.head_size)
         if self.about.qk_norm:
@@ -113,7 +114,9 @@ class BlockNetwork(NamedTuple):
     def _keys_values(
         self, layer: Params, x: Array, rotary: tuple[Array, Array]
     ) -> tuple[Array, Array]:
-        """Each [R,N,G,E], keys rotated; of features or of the block's states, alike."""
+        """Return keys and values, each [R,N,G,E], keys rotated; of features or of the block's
+        states.
+        """
         values = product(x, layer["v_proj"]).reshape(*x.shape[:2], -1, self.about.head_size)
         return sanitised(self._heads(layer, "k", x, rotary), values)
 
@@ -127,7 +130,8 @@ _OWN = {"embed_tokens": "embed", "lm_head": "head"}
 def load_block(
     network: BlockNetwork, checkpoint: Checkpoint, draft: BlockFile, dtype: Any
 ) -> Params:
-    """params["draft"] of a block drafter, on the devices, matrices in `dtype`, vectors in float32.
+    """Load params["draft"] of a block drafter onto the devices, matrices in `dtype`, vectors in
+    float32.
 
     A drafter with a vocabulary of its own but no head gets the target's rows of it, read from
     `checkpoint`. Raises what reading a tensor raises (ModelError).

@@ -22,17 +22,17 @@ from forerun.executors.jax.rounds.inputs import Shapes, views_of
 
 
 def enter_shapes(size: Bucket, width: int) -> Shapes:
-    """Parts of the int32 vector that `enter` reads: by row kv_len; by node `stream`, the row of the
-    streams that holds its features, and `real`, 1 where there is a node; page tables of `width`
-    places.
+    """Return the parts of the int32 vector that `enter` reads: by row kv_len; by node `stream`, the
+    row of the streams that holds its features, and `real`, 1 if there is a node; page tables of
+    `width` places.
     """
     nodes = dict.fromkeys(("stream", "real"), (size.rows, size.nodes))
     return {"kv_len": (size.rows,), **nodes, "table": (size.rows, width)}
 
 
 def block_shapes(rows: int, width: int) -> Shapes:
-    """Parts of the int32 vector that `block` reads: by row kv_len, root token and page table of
-    `width` places.
+    """Return the parts of the int32 vector that `block` reads: by row kv_len, root token and page
+    table of `width` places.
     """
     return {"kv_len": (rows,), "root": (rows,), "table": (rows, width)}
 
@@ -45,8 +45,8 @@ class BlockPasses(NamedTuple):
     width: int
 
     def enter(self, params: Params, state: State, whole: Array, *, size: Bucket) -> State:
-        """The state with keys and values of accepted positions [R,N] written into the drafter's
-        pages.
+        """Return the state with keys and values of accepted positions [R,N] written into the
+        drafter's pages.
 
         whole  int32[total] vector of `enter_shapes(size, width)`; padding is written nowhere
         """
@@ -64,8 +64,8 @@ class BlockPasses(NamedTuple):
         return state._replace(draft=held._replace(keys=keys, values=values))
 
     def block(self, params: Params, state: State, whole: Array, *, size: Bucket) -> Array:
-        """Candidates of one block below each of R = size.rows roots, int32[2,R,depth,k]: draft ids,
-        and the bits of float32 log-probabilities (nats), best first; k = size.nodes.
+        """Return the candidates of one block below each of R = size.rows roots, int32[2,R,depth,k]:
+        draft ids, and the bits of float32 log-probabilities (nats), best first; k = size.nodes.
 
         whole  int32 vector of `block_shapes`. Changes nothing.
         """

@@ -40,15 +40,15 @@ class DraftNetwork(Protocol):
         ...
 
     def enter(self, params: Params, features: Array) -> Array:
-        """Hidden states [...,H] from the target's features [...,width], F streams side by side;
-        width 0 where the network reads none.
+        """Return hidden states [...,H] from the target's features [...,width], F streams side by
+        side; width 0 if the network reads none.
         """
         ...
 
     def run(
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
-        """One draft step over R rows of N nodes, as a pure function.
+        """Run one draft step over R rows of N nodes, as a pure function.
 
         tokens    int32[R,N] target ids
         hidden    [R,N,H] what stands beside each token: `enter`'s result, or an earlier step's
@@ -59,5 +59,5 @@ class DraftNetwork(Protocol):
         ...
 
     def logits(self, params: Params, read: Array) -> Array:
-        """float32[n,Vd] logits from `Ran.read`, [n,.]."""
+        """Return float32[n,Vd] logits from `Ran.read`, [n,.]."""
         ...

@@ -29,8 +29,8 @@ DEPTHS = (4, 16, 64)
 
 
 def extend_shapes(size: Bucket, width: int) -> Shapes:
-    """Parts of the int32 vector that `extend` reads. By row: kv_len; root, the row of `outputs`
-    where the last node's output is kept (and, of a network that runs roots, its keys and values).
+    """Return the parts of the int32 vector that `extend` reads. By row: kv_len; root, the row of
+    `outputs` for the last node's output (and, of a network that runs roots, its keys and values).
 
     By node: tokens; stream, the row of its features; read, the row of `reads` to write; real, 1
     where there is a node. Page tables have `width` places.
@@ -45,8 +45,8 @@ def extend_shapes(size: Bucket, width: int) -> Shapes:
 
 
 def expand_shapes(size: Bucket, width: int, depth: int) -> Shapes:
-    """Parts of the int32 vector that `expand` reads. By row: kv_len; root, the row of `outputs` of
-    its root.
+    """Return the parts of the int32 vector that `expand` reads. By row: kv_len; root, the row of
+    `outputs` of its root.
 
     By node: tokens; above, the row of `outputs` of its parent; number; depth below the first level;
     path, the numbers of the `depth` draft nodes above it, -1 = none. Page tables have `width`
@@ -63,8 +63,8 @@ def expand_shapes(size: Bucket, width: int, depth: int) -> Shapes:
 
 
 def blank(shapes: Shapes) -> tuple[Ints, dict[str, AnyArray]]:
-    """A zero vector int32[total] of these parts with no node in it, and views of the parts: places
-    to write are NOWHERE, paths -1.
+    """Return a zero vector int32[total] of these parts without a node, and views of the parts:
+    places to write are NOWHERE, paths -1.
     """
     whole = np.zeros(total(shapes), np.int32)
     views = views_of(whole, shapes)
@@ -87,8 +87,8 @@ class DraftPrograms(NamedTuple):
         return self.drafting.network.sizes.runs_root
 
     def extend(self, params: Params, state: State, whole: Array, *, size: Bucket) -> State:
-        """The state after permanent nodes [R,N] ran through the draft network: their keys and
-        values in its pages, outputs of roots in `outputs`, what the head reads in `reads`.
+        """Return the state after permanent nodes [R,N] ran through the draft network: their keys
+        and values in its pages, outputs of roots in `outputs`, the head's inputs in `reads`.
 
         whole  int32[total] vector of `extend_shapes(size, width)`
         """
@@ -114,8 +114,8 @@ class DraftPrograms(NamedTuple):
     def expand(
         self, params: Params, state: State, whole: Array, *, size: Bucket, levels: int
     ) -> State:
-        """The state after draft nodes [R,N] ran, each of which has at most `levels` draft nodes
-        above it.
+        """Return the state after draft nodes [R,N] ran, each of which has at most `levels` draft
+        nodes above it.
 
         Their keys, values and outputs go to the draft nodes' places; pages stay as they are.
 
@@ -147,7 +147,7 @@ class DraftPrograms(NamedTuple):
         return state._replace(draft=_read(held._replace(outputs=outputs), number, ran.read))
 
     def candidates(self, params: Params, state: State, rows: Array, *, size: Bucket) -> Array:
-        """int32[2,FEW,k] of rows int32[FEW] of `reads`: draft ids, and bits of float32
+        """Return int32[2,FEW,k] for rows int32[FEW] of `reads`: draft ids, and bits of float32
         log-probabilities (nats), best first; k = size.nodes. Changes nothing.
         """
         logits = self.drafting.network.logits(params, _held(state).reads[rows])

@@ -82,7 +82,7 @@ class _Growing(NamedTuple):
     def of(
         cls, first: tuple[Array, Array, Array], roots: _Roots, shape: tuple[int, int]
     ) -> "_Growing":
-        """Roots and the level below them."""
+        """Return trees of the roots and the level below them."""
         (width, levels), (path, kept) = shape, roots.path
         more, wide = (levels - 1) * width, width * width - width
         seen = jnp.pad(kept, ((0, 0), (0, more)))[:, None]
@@ -227,7 +227,7 @@ class JaxDrafting(NamedTuple):
     def _grow(
         self, params: Params, given: Inputs, roots: _Roots, past: Past, shape: tuple[int, int]
     ) -> list[tuple[Array, Array, Array]]:
-        """Tokens, parents and values, [R,.] each: of the first level, then of all others."""
+        """Return tokens, parents and values, [R,.] each: of the first level, then of all others."""
         width, levels = shape
         noise = _of_rows(given, roots.accepted)
         tokens, values = self._children(params, roots.read, noise, width)
@@ -291,8 +291,8 @@ class JaxDrafting(NamedTuple):
 
 
 def children(logits: Array, ids: Array, noise: Noise, width: int) -> tuple[Array, Array]:
-    """The best children of n nodes, best first: target ids int32[n,width] and values
-    float32[n,width] in nats, -inf where a logit is NaN.
+    """Return the best children of n nodes, best first: target ids int32[n,width] and values
+    float32[n,width] in nats, -inf if a logit is NaN.
 
     logits  float32[n,Vd]
     ids     int32[Vd] target id of every draft id
@@ -322,7 +322,7 @@ def children(logits: Array, ids: Array, noise: Noise, width: int) -> tuple[Array
 
 
 def log_normaliser(logits: Array) -> Array:
-    """float32[n]: log(sum(exp(logits))) in nats over the last axis of logits [n,V], maximum
+    """Return float32[n], log(sum(exp(logits))) in nats over the last axis of logits [n,V], maximum
     subtracted.
     """
     most = logits.max(-1)
@@ -331,8 +331,8 @@ def log_normaliser(logits: Array) -> Array:
 
 
 def committed(held: DraftArrays, ran: Ran, target: Array) -> DraftArrays:
-    """The draft's arrays with a pass's keys and values written at slots target int32[R,N]; NOWHERE
-    writes nothing.
+    """Return the draft's arrays with a pass's keys and values written at slots target int32[R,N];
+    NOWHERE writes nothing.
     """
     keys, values = (
         into.at[:, target.reshape(-1)].set(of_nodes(new), mode="drop")

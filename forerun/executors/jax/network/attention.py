@@ -42,7 +42,7 @@ class Layer(NamedTuple):
 
 
 def ancestors(intervals: Array) -> Array:
-    """bool[R,N,N]: [r,i,j] is True where node j of row r is node i or an ancestor of it.
+    """Return bool[R,N,N]: [r,i,j] is True if node j of row r is node i or an ancestor of it.
 
     intervals  int32[2,R,N] enter and leave of each node, as forerun.speculative.verify.intervals
     """
@@ -62,7 +62,7 @@ class Tree(NamedTuple):
 
 
 def attend(queries: Array, fresh: tuple[Array, Array], past: Past, tree: Tree, how: Layer) -> Array:
-    """Attention of R rows of N nodes: context [R,N,A,E], in the dtype of the queries.
+    """Return the attention of R rows of N nodes: context [R,N,A,E], in the dtype of the queries.
 
     queries  [R,N,A,E], rotated
     fresh    keys and values [R,T,G,E] that are not in pages, those of the same nodes among them; of
@@ -103,12 +103,12 @@ def _values(keys: Array, values: Array, spec: AttentionSpec) -> Array:
 
 
 def _masked(scores: Array, seen: Array, spec: AttentionSpec) -> Array:
-    """Scores [R,G,A/G,N,T], capped, where seen [R,N or 1,T]; -inf elsewhere."""
+    """Return scores [R,G,A/G,N,T], capped, where seen [R,N or 1,T]; -inf elsewhere."""
     return jnp.where(seen[:, None, None], softcapped(scores, spec.softcap), -jnp.inf)
 
 
 def _scores(queries: Array, keys: Array) -> Array:
-    """float32[R,G,A/G,N,T]."""
+    """Return scores float32[R,G,A/G,N,T]."""
     return jnp.einsum(
         "rngae,rtge->rgant",
         queries,
@@ -119,7 +119,7 @@ def _scores(queries: Array, keys: Array) -> Array:
 
 
 def _mixed(weights: Array, values: Array) -> Array:
-    """float32[R,G,A/G,N,E]."""
+    """Return weighted values float32[R,G,A/G,N,E]."""
     return jnp.einsum(
         "rgant,rtge->rgane",
         weights.astype(values.dtype),
@@ -130,7 +130,9 @@ def _mixed(weights: Array, values: Array) -> Array:
 
 
 def _first(scores: Array, values: Array) -> tuple[Array, Array, Array]:
-    """Greatest score, sum of weights and weighted values; every node sees itself at least."""
+    """Return the greatest score, sum of weights and weighted values; every node sees itself at
+    least.
+    """
     most = scores.max(-1)
     weights = jnp.exp(scores - most[..., None])
     return most, weights.sum(-1), _mixed(weights, values)

@@ -46,7 +46,7 @@ Weights = dict[str, Any]
 
 
 def mixture(weights: Weights, about: Experts, activation: str, x: Array) -> Array:
-    """The weighted sum of the experts' outputs, float32[R,N,H], without the shared expert.
+    """Return the weighted sum of the experts' outputs, float32[R,N,H], without the shared expert.
 
     weights  the layer's, `gate` [H,count], its correction and stacked `experts.*`
     about    how many there are, and how many a row takes
@@ -99,8 +99,8 @@ _LEAST = 1e-20
 
 
 def shared(weights: Weights, activation: str, x: Array) -> Array:
-    """float32[R,N,H]: the output of the expert that every row runs, times the sigmoid of
-    its gate, where it has one.
+    """Return float32[R,N,H], the output of the expert that every row runs, times the sigmoid of its
+    gate, if it has one.
     """
     wide = GATES[activation](
         product(x, weights["shared.gate_proj"]), product(x, weights["shared.up_proj"])
@@ -115,8 +115,8 @@ def shared(weights: Weights, activation: str, x: Array) -> Array:
 def enter(
     weights: Weights, about: Latent, heads: int, x: Array, rotary: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    """Queries [R,N,A,rank+rope] and keys [R,N,1,rank+rope] of x [R,N,H], rotated, keys ready for
-    pages.
+    """Return queries [R,N,A,rank+rope] and keys [R,N,1,rank+rope] of x [R,N,H], rotated, keys ready
+    for pages.
 
     weights  the layer's; heads: A; rotary: cos and sin of the nodes' positions
     """
@@ -145,14 +145,14 @@ def leave(weights: Weights, about: Latent, context: Array) -> Array:
 
 
 def _of_heads(weights: Weights, about: Latent, heads: int) -> Array:
-    """[rank,A,nope+value]"""
+    """Return kv_b_proj by head, [rank,A,nope+value]."""
     matrix: Array = weights["kv_b_proj"]
     return matrix.reshape(about.rank, heads, -1)
 
 
 def _sanitised(latent: Array, key: Array) -> Array:
-    """kv.sanitised of keys that begin with their values: what is no number in the latent becomes 0,
-    and the rotated key NaN.
+    """Return keys that begin with their values, as kv.sanitised: a number of the latent that is not
+    finite becomes 0, and the rotated key NaN.
     """
     spoiled = (latent * 0).sum(-1, keepdims=True)
     clean = jnp.nan_to_num(latent, nan=0.0, posinf=0.0, neginf=0.0)
@@ -205,7 +205,7 @@ class JaxDecoder(NamedTuple):
         attend: Attend,
         aux_layers: tuple[int, ...] = (),
     ) -> Forwarded:
-        """One forward pass over tokens and positions, int32[R,N] each.
+        """Run one forward pass over tokens and positions, int32[R,N] each.
 
         params      of the model (weights.py)
         attend      how nodes see pages and each other
@@ -254,24 +254,24 @@ class JaxDecoder(NamedTuple):
         return lax.scan(layer, x, (layers, jnp.arange(self.arch.layers)))
 
     def embed(self, params: Params, tokens: Array) -> Array:
-        """[...,H] rows of the embedding for tokens int32[...], without embedding_scale; ids out of
-        range are clipped.
+        """Return [...,H], rows of the embedding for tokens int32[...], without embedding_scale; ids
+        out of range are clipped.
         """
         return jnp.take(params["embed"], tokens, axis=0, mode="clip")
 
     def logits(self, params: Params, last: Array) -> Array:
-        """float32[n,V] from residual streams [n,H] after the last layer: `final_norm`, then
+        """Return float32[n,V] from residual streams [n,H] after the last layer: `final_norm`, then
         `read`.
         """
         return self.read(params, self.final_norm(params, last))
 
     def final_norm(self, params: Params, last: Array) -> Array:
-        """[...,H]: the final RMSNorm of residual streams [...,H] after the last layer."""
+        """Return [...,H], the final RMSNorm of residual streams [...,H] after the last layer."""
         return rms_norm(last, params["norm"], self.arch.norm_eps)
 
     def read(self, params: Params, normed: Array) -> Array:
-        """float32[n,V] logits from normed hidden states [n,H], with the model's final soft cap, if
-        it has one.
+        """Return float32[n,V] logits from normed hidden states [n,H], with the model's final soft
+        cap, if it has one.
         """
         head: Array = params["embed"] if self.arch.tied_head else params["head"]
         made = self.sharding.put(product(normed, head.T).astype(jnp.float32), None, None)
@@ -285,8 +285,8 @@ class JaxDecoder(NamedTuple):
         rotary: Rotary,
         attend: Callable[..., Array],
     ) -> tuple[Array, tuple[Array, Array]]:
-        """One decoder layer: the residual stream [R,N,H] after it, and its keys and values
-        [R,N,G,E] each, rotated and ready for pages.
+        """Run one decoder layer. Returns the residual stream [R,N,H] after it, and its keys and
+        values [R,N,G,E] each, rotated and ready for pages.
 
         spec     what the layer is
         weights  its parameters by short name

@@ -107,8 +107,8 @@ class StateShape:
 
     @classmethod
     def of(cls, limits: ExecutorLimits, scratch: int, largest_chunk: int) -> "StateShape":
-        """Sizes with room for any step: `scratch` padded nodes of rounds and chunks of at most
-        `largest_chunk` tokens.
+        """Return sizes with room for any step: `scratch` padded nodes of rounds and chunks of at
+        most `largest_chunk` tokens.
         """
         return cls(
             slots=limits.pages * limits.page_size,
@@ -118,14 +118,14 @@ class StateShape:
         )
 
     def cache_bytes(self, arch: Architecture, itemsize: int) -> int:
-        """Bytes of keys and values of pages and scratch, all devices together; `itemsize` bytes per
-        number.
+        """Return the bytes of keys and values of pages and scratch, all devices together;
+        `itemsize` bytes per number.
         """
         per_slot = arch.layers * arch.cache_layer.numbers * itemsize
         return (self.slots + self.scratch) * per_slot
 
     def drafting(self, sizes: NetworkSizes, limits: ExecutorLimits) -> tuple[tuple[int, ...], ...]:
-        """Shapes of DraftArrays, in its order, for a network of these sizes."""
+        """Return the shapes of DraftArrays, in its order, for a network of these sizes."""
         room, nodes = self.hidden + ring_size(limits.slots), limits.max_nodes
         layer, roots = sizes.cache[0], limits.slots * sizes.runs_root
         places = self.slots + nodes + roots
@@ -134,7 +134,7 @@ class StateShape:
         return (room, sizes.width), keys, values, (kept, sizes.hidden), (kept, sizes.read)
 
     def made(self, arch: Architecture, dtype: jnp.dtype, sharding: Sharding) -> State:
-        """A State of zeros, allocated on the devices."""
+        """Allocate a State of zeros on the devices."""
         keys, values = _planes(arch.layers, self.slots + self.scratch, arch.cache_layer)
         return State(
             keys=jnp.zeros(keys, dtype, device=sharding.cache),
@@ -144,14 +144,14 @@ class StateShape:
 
 
 def _planes(layers: int, places: int, layer: CacheLayer) -> tuple[tuple[int, ...], ...]:
-    """Shapes of keys and values; of values no numbers where keys begin with them."""
+    """Return the shapes of keys and values; values have no numbers if keys begin with them."""
     size = layer.head_size
     return tuple((layers, places, layer.kv_heads, n) for n in (size, (layer.planes - 1) * size))
 
 
 def slots_of(table: Array, positions: Array, page_size: int) -> Array:
-    """int32[R,T]: slot of each position [R,T] through page tables [R,W]. A missing page (-1) counts
-    as page 0, positions beyond the table as its last page; the caller masks them.
+    """Return int32[R,T], the slot of each position [R,T] through page tables [R,W]. A missing page
+    (-1) counts as page 0, positions beyond the table as its last page; the caller masks them.
     """
     last = table.shape[1] - 1
     page = jnp.take_along_axis(table, jnp.minimum(positions // page_size, last), 1)
@@ -159,7 +159,7 @@ def slots_of(table: Array, positions: Array, page_size: int) -> Array:
 
 
 def of_nodes(made: Array) -> Array:
-    """[L,R*N,G,E] of keys or values [L,R,N,G,E], E of which may be 0."""
+    """Return [L,R*N,G,E] of keys or values [L,R,N,G,E], E of which may be 0."""
     layers, rows, nodes, *rest = made.shape
     return made.reshape(layers, rows * nodes, *rest)
 
@@ -174,16 +174,17 @@ def after(slots: Array, made: Array) -> Array:
 
 
 def sanitised(keys: Array, values: Array) -> tuple[Array, Array]:
-    """Keys and values [...,E] that may go into pages: a NaN or infinity in a value becomes 0 there
-    and NaN in its key, where masks hide it; in a value, zero times NaN would spoil other nodes.
+    """Return keys and values [...,E] that may go into pages: a NaN or infinity in a value becomes 0
+    there and NaN in its key, where masks hide it; in a value, zero times NaN would spoil other
+    nodes.
     """
     spoiled = (keys * 0 + values * 0).sum(-1, keepdims=True)
     return keys + spoiled, jnp.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def first_without_page(plan: Plan, reach: np.ndarray, page_size: int) -> int | None:
-    """The first row of a plan that has a position below reach int[B] without a page; None = all
-    have them.
+    """Return the first row of a plan that has a position below reach int[B] without a page; None =
+    all have them.
     """
     pages = -(-reach // page_size)
     width = plan.page_table.shape[1]

@@ -21,7 +21,9 @@ def product(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 
 def products(what: str, x: Array, weights: Array) -> Array:
-    """The einsum `what` of x and one matrix per head or expert, in the dtype of x; as `product`."""
+    """Return the einsum `what` of x and one matrix per head or expert, in the dtype of x; as
+    `product`.
+    """
     made = jnp.einsum(
         what,
         x,
@@ -33,8 +35,8 @@ def products(what: str, x: Array, weights: Array) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """RMSNorm (arXiv 1910.07467) of x [...,H]: x / rms(x) * weight [H] in float32, returned in the
-    dtype of `x`.
+    """Return the RMSNorm (arXiv 1910.07467) of x [...,H]: x / rms(x) * weight [H] in float32, in
+    the dtype of `x`.
     """
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
@@ -42,8 +44,8 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def swiglu(gate: Array, up: Array) -> Array:
-    """silu(gate) * up (SwiGLU, arXiv 2002.05202) of gate and up [...,I], computed in float32, in
-    the dtype of `gate`.
+    """Return silu(gate) * up (SwiGLU, arXiv 2002.05202) of gate and up [...,I], computed in
+    float32, in the dtype of `gate`.
     """
     wide = gate.astype(jnp.float32)
     return (wide / (1 + jnp.exp(-wide)) * up).astype(gate.dtype)
@@ -53,8 +55,8 @@ _GELU = 2 * (2 / np.pi) ** 0.5
 
 
 def geglu(gate: Array, up: Array) -> Array:
-    """gelu(gate) * up of gate and up [...,I], with GELU's tanh approximation (arXiv 1606.08415),
-    computed in float32, in the dtype of `gate`.
+    """Return gelu(gate) * up of gate and up [...,I], with GELU's tanh approximation (arXiv
+    1606.08415), computed in float32, in the dtype of `gate`.
     """
     wide = gate.astype(jnp.float32)
     angle = _GELU * (wide + 0.044715 * wide * wide * wide)
@@ -62,8 +64,8 @@ def geglu(gate: Array, up: Array) -> Array:
 
 
 def erf_geglu(gate: Array, up: Array) -> Array:
-    """gelu(gate) * up by the error function, of [...,I] each, computed in float32, in the dtype of
-    `gate`.
+    """Return gelu(gate) * up by the error function, of [...,I] each, computed in float32, in the
+    dtype of `gate`.
     """
     wide = gate.astype(jnp.float32)
     return (wide * (0.5 * lax.erfc(wide * -(0.5**0.5))) * up).astype(gate.dtype)
@@ -74,15 +76,15 @@ GATES = {"silu": swiglu, "gelu_tanh": geglu, "gelu": erf_geglu}
 
 
 def softcapped(x: Array, cap: float | None) -> Array:
-    """`x` [...] itself where cap is None, else cap * tanh(x / cap), between -cap and cap (arXiv
-    2408.00118, section 2).
+    """Return `x` [...] unchanged if cap is None, else cap * tanh(x / cap), between -cap and cap
+    (arXiv 2408.00118, section 2).
     """
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """RoPE on heads x [..., heads, E], half-split layout, by cos and sin [..., E/2]; in float32,
-    dtype of `x`.
+    """Apply RoPE to heads x [..., heads, E], half-split layout, by cos and sin [..., E/2]; in
+    float32, dtype of `x`.
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, -1)
     cos, sin = cos[..., None, :], sin[..., None, :]

@@ -45,7 +45,9 @@ class Sharding:
         return int(self.mesh.shape["model"]) if self.cut else 1
 
     def of(self, *axes: str | None) -> NamedSharding:
-        """The sharding of an array, one mesh axis ("model", "data") or None per dimension."""
+        """Return the sharding of an array, one mesh axis ("model", "data") or None per
+        dimension.
+        """
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     @property
@@ -59,8 +61,8 @@ class Sharding:
         return self.of(None, None, "model", None) if self.cut else self.whole
 
     def weight(self, name: str, dimensions: int) -> NamedSharding:
-        """The sharding of a parameter by its short name and number of dimensions: a matrix, or the
-        bias or norm of that name.
+        """Return the sharding of a parameter by its short name and number of dimensions: a matrix,
+        or the bias or norm of that name.
         """
         part = name.removeprefix("shared.").removesuffix(".bias")
         if not self.cut:
@@ -115,8 +117,8 @@ def check_shards(arch: Architecture, shards: int, devices: int) -> None:
 
 
 def devices_of(platform: str | None) -> list[Any]:
-    """The devices that jax has of a platform; None = its own choice. Raises ConfigError without
-    one.
+    """Return the devices that jax has of a platform; None = its own choice. Raises ConfigError if
+    there are none.
     """
     try:
         return jax.devices(platform)
@@ -125,8 +127,8 @@ def devices_of(platform: str | None) -> list[Any]:
 
 
 def where_it_divides(arch: Architecture, sharding: Sharding) -> Sharding:
-    """The target's sharding for another model; a copy with everything whole on every device where
-    that model does not divide.
+    """Return the target's sharding for another model; a copy with everything whole on every device
+    if that model does not divide.
     """
     try:
         check_shards(arch, sharding.shards, sharding.shards)
@@ -136,8 +138,8 @@ def where_it_divides(arch: Architecture, sharding: Sharding) -> Sharding:
 
 
 def make_sharding(arch: Architecture, shards: int, platform: str | None = None) -> Sharding:
-    """The mesh of the first `shards` devices. Raises ConfigError as `devices_of` and `check_shards`
-    do.
+    """Return the mesh of the first `shards` devices. Raises ConfigError as `devices_of` and
+    `check_shards`.
     """
     devices = devices_of(platform)
     check_shards(arch, shards, len(devices))

@@ -32,13 +32,15 @@ Params = dict[str, Any]
 
 
 def can_stack(arch: Architecture) -> bool:
-    """Whether all layers have the same spec, so that their weights can be stacked for a scan."""
+    """Return whether all layers have the same spec, so that their weights can be stacked for a
+    scan.
+    """
     return len(set(arch.layer_specs)) == 1
 
 
 def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked: bool) -> Params:
-    """A checkpoint's parameters on the devices, as the pytree above; each device reads its own part
-    only.
+    """Load a checkpoint's parameters onto the devices, as the pytree above; each device reads only
+    its own part.
 
     dtype  of matrices; stacked: layers in one array per name. Raises ModelError if a tensor is
     missing or of another shape.
@@ -71,7 +73,7 @@ def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked:
 def load_named(
     checkpoint: Checkpoint, names: dict[str, str], dtype: Any, sharding: Sharding
 ) -> Params:
-    """Parameters on the devices under the short names in `names`, which maps them to the
+    """Load parameters onto the devices under the short names in `names`, which maps them to the
     checkpoint's. Raises ModelError if a tensor is missing.
     """
     reader = _Reader(checkpoint, dtype, sharding)
@@ -79,8 +81,8 @@ def load_named(
 
 
 def load_layer(checkpoint: Checkpoint, dtype: Any, sharding: Sharding) -> Params:
-    """Parameters of the first decoder layer, by short name, in `dtype`, on the devices of
-    `sharding`. Raises ModelError if a tensor cannot be read.
+    """Load the parameters of the first decoder layer, by short name, in `dtype`, onto the devices
+    of `sharding`. Raises ModelError if a tensor cannot be read.
     """
     group = _grouped(checkpoint, "model.layers.0.")
     reader = _Reader(checkpoint, dtype, sharding)
@@ -88,7 +90,7 @@ def load_layer(checkpoint: Checkpoint, dtype: Any, sharding: Sharding) -> Params
 
 
 def _grouped(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
-    """Short name -> full name, or the names of all experts, of one layer's parameters."""
+    """Return short name -> full name, or the names of all experts, of one layer's parameters."""
     found: dict[str, Any] = {}
     for name in checkpoint.names():
         if not name.startswith(prefix):
@@ -112,8 +114,8 @@ class _Reader:
         self._offset = checkpoint.architecture.norm_offset
 
     def made(self, short: str, names: Any) -> Array:
-        """One parameter from one name or a (nested) list of names, an axis in front per level. A
-        callback per device reads only its part.
+        """Load one parameter from one name or a (nested) list of names, an axis in front per level.
+        A callback per device reads only its part.
         """
         experts = short.startswith("experts.")
         shape, axes = _shape(names, self._checkpoint.shape)
@@ -141,7 +143,7 @@ class _Reader:
 
 
 def _shape(names: Any, of: Callable[[str], tuple[int, ...]]) -> tuple[tuple[int, ...], int]:
-    """The shape of a parameter, and how many axes come from lists of names."""
+    """Return the shape of a parameter, and how many axes come from lists of names."""
     if isinstance(names, str):
         return tuple(of(names)), 0
     inner, axes = _shape(names[0], of)

@@ -23,8 +23,8 @@ class Drafted:
 
     @classmethod
     def of(cls, rows: Bools, width: int, levels: int) -> "Drafted":
-        """Arrays int32[B,K], all zero until `fill`, for the trees of the rows in bool[B]; K =
-        full_size(width, levels).
+        """Return arrays int32[B,K], all zero until `fill`, for the trees of the rows in bool[B]; K
+        = full_size(width, levels).
         """
         made = np.zeros((3, len(rows), full_size(width, levels)), np.int32)
         return cls(rows, width, levels, *made)
@@ -38,8 +38,8 @@ class Drafted:
             into[list(batch.rows)] = found
 
     def joined(self, made: Bools) -> NextDrafts:
-        """The finished NextDrafts, for those of its rows that are also in made bool[B]: rows that
-        were decided in the step.
+        """Return the finished NextDrafts, for those of its rows that are also in made bool[B]: rows
+        that were decided in the step.
         """
         return NextDrafts(
             self.rows & made,

@@ -33,15 +33,15 @@ class JaxFeatures:
     def of(
         cls, programs: JaxPrograms, round: JaxRound, begin: int, accepted: Bools
     ) -> "JaxFeatures":
-        """Of a round that is read, bool[M] which nodes programs have accepted; the ring begins at
-        row `begin` of the streams.
+        """Return the features of a round whose record was read. accepted: bool[M], nodes that
+        programs have accepted; the ring begins at row `begin` of the streams.
         """
         ring = begin + ring_places(round.plan, round.trees, np.arange(len(round.place)))
         return cls(programs, round.place, ring, accepted, begin)
 
     def select(self, nodes: AnyArray) -> "JaxFeatures":
-        """The rows nodes int[n], in this order, without a copy. Raises EngineError if a node is
-        out of range.
+        """Return the rows nodes int[n], in this order, without a copy. Raises EngineError if a node
+        is out of range.
         """
         if len(nodes) and not 0 <= nodes.min() <= nodes.max() < len(self.place):
             raise EngineError(
@@ -51,13 +51,15 @@ class JaxFeatures:
         return replace(self, place=place, ring=ring, there=there)
 
     def store(self) -> "JaxFeatureRing":
-        """In the ring: nothing leaves the device. What no round has put there is moved."""
+        """Move the rows into the ring, if no round has written them there; nothing leaves the
+        device.
+        """
         late = ~self.there
         self.programs.move(Key("keep"), self.place[late], self.ring[late])
         return JaxFeatureRing(self.programs, self.begin)
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return len(self.place)
 
 
@@ -69,8 +71,8 @@ class JaxFeatureRing:
     begin: int
 
     def at(self, slots: Ints, positions: Ints) -> JaxFeatures:
-        """Features [n,F*H] of slots int32[n] at positions int32[n], where they are kept on the
-        device; not copied.
+        """Return features [n,F*H] of slots int32[n] at positions int32[n], on the device; not
+        copied.
         """
         place = self.begin + ring_place(slots.astype(np.int64), positions)
         return JaxFeatures(self.programs, place, place, np.ones(len(place), np.bool_), self.begin)

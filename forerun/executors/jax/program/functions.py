@@ -70,8 +70,8 @@ class Functions:
         return JaxDrafting(self.network, self.page_size, shape.slots, shape.nodes)
 
     def of(self, kind: str) -> Callable[..., Any]:
-        """The program named `kind` (programs.py lists them) as a pure function, not compiled.
-        Raises AttributeError for another name.
+        """Return the program named `kind` (programs.py lists them) as a pure function, not
+        compiled. Raises AttributeError for another name.
         """
         if hasattr(self, kind):
             return cast("Callable[..., Any]", getattr(self, kind))
@@ -85,8 +85,8 @@ class Functions:
     def chunk(
         self, params: Params, state: State, whole: Array, *, size: Bucket
     ) -> tuple[State, Array]:
-        """The state with keys, values and streams of N known tokens of one row; and int32[0],
-        nothing.
+        """Return the state with keys, values and streams of N known tokens of one row; and
+        int32[0].
 
         whole  int32 vector of inputs.py for `size`
         """
@@ -94,7 +94,8 @@ class Functions:
         return self._kept(state, given, passed, given.trees.real), jnp.zeros(0, jnp.int32)
 
     def round(self, params: Params, state: State, whole: Array, *, key: Key) -> tuple[State, Array]:
-        """One step of R rows: forward, choose, walk, commit; with key.levels also extend and draft.
+        """Run one step of R rows: forward, choose, walk, commit; with key.levels also extend and
+        draft.
 
         Returns the state and a record: int32[R*N] choices along the accepted paths of decided rows,
         NOTHING elsewhere; then what was drafted (drafting.py), then what ran (future_map.py), where
@@ -147,19 +148,19 @@ class Functions:
         return lines(self.decoder.logits(params, state.hidden[asked[0]]), asked[1])
 
     def logits(self, params: Params, state: State, rows: Array) -> Array:
-        """float32[FEW,V] logits of rows int32[FEW] of the streams."""
+        """Return float32[FEW,V] logits of rows int32[FEW] of the streams."""
         return self.decoder.logits(params, state.hidden[rows])
 
     def move(self, params: Params, state: State, moves: Array) -> State:
-        """The state with keys and values of slots moves[0] copied to slots moves[1]; moves
+        """Return the state with keys and values of slots moves[0] copied to slots moves[1]; moves
         int32[2,MOVED].
         """
         del params
         return _moved(state, moves[0], moves[1])
 
     def keep(self, params: Params, state: State, moves: Array) -> State:
-        """The state with features at rows moves[0] of the draft's streams copied to rows moves[1];
-        moves int32[2,MOVED].
+        """Return the state with features at rows moves[0] of the draft's streams copied to rows
+        moves[1]; moves int32[2,MOVED].
         """
         del params
         held = state.draft
@@ -209,7 +210,7 @@ class Functions:
         return state._replace(draft=held), grown
 
     def _entered(self, state: State, whole: Array, size: Bucket) -> Inputs:
-        """A round's, with what carried rows carry on from."""
+        """Return a round's inputs, in which carried rows continue from their slots."""
         given = Inputs.of(whole, size, self.width)
         if self.future is None:
             return given
@@ -230,7 +231,7 @@ class Functions:
         return given, self.decoder.forward(params, given.trees.tokens, position, of_layer, asked)
 
     def _slots(self, given: Inputs) -> Array:
-        """int32[R*N] of nodes, in pages."""
+        """Return int32[R*N], the slots of nodes in pages."""
         position = given.kv_len[:, None] + given.depth
         return slots_of(given.table, position, self.page_size).reshape(-1)
 
@@ -266,7 +267,9 @@ class Functions:
 
 
 def _put(held: Array, streams: Array, place: Array) -> Array:
-    """Rows `held` with streams [R,N,.] where a batch's nodes have theirs, side by side."""
+    """Return the rows `held` with streams [R,N,.] at the places of a batch's nodes, side by
+    side.
+    """
     flat = streams.reshape(len(place), streams.shape[-1]).astype(held.dtype)
     return lax.dynamic_update_slice(held, flat, (place[0], 0))
 

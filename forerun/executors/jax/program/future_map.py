@@ -37,8 +37,8 @@ class FutureMap(NamedTuple):
 
     @classmethod
     def of(cls, slots: int, width: int, levels: int) -> "FutureMap":
-        """A map for S slots of trees of `levels` levels and this width, in which no round has left
-        anything.
+        """Return a map for S slots of trees of `levels` levels and this width, in which no round
+        has left anything.
         """
         trees = slots, full_size(width, levels)
         rows, more = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
@@ -48,8 +48,8 @@ class FutureMap(NamedTuple):
 
 
 def enter(given: Inputs, held: FutureMap, shape: tuple[int, int]) -> Inputs:
-    """A round's inputs, where rows that are carried get length, root, tree and positions from their
-    slots; other rows stay as the host packed them.
+    """Return a round's inputs, in which carried rows get length, root, tree and positions from
+    their slots; other rows stay as the host packed them.
 
     shape  width and levels of the trees
     """
@@ -73,7 +73,7 @@ def enter(given: Inputs, held: FutureMap, shape: tuple[int, int]) -> Inputs:
 def _trees(
     given: Inputs, held: FutureMap, kv_len: Array, shape: tuple[int, int]
 ) -> tuple[Trees, Array]:
-    """The best nodes of the slots' trees below their last tokens, and their depth [R,N]."""
+    """Return the best nodes of the slots' trees below their last tokens, and their depth [R,N]."""
     bounds, (rows, nodes), (width, levels) = given.bounds, given.depth.shape, shape
     slot = jnp.maximum(bounds.slot, 0)
     index = np.arange(held.tokens.shape[1])
@@ -87,7 +87,7 @@ def _trees(
     real = chosen < len(index)
 
     def of(values: Array, nothing: int) -> Array:
-        """[R,N-1] of the chosen nodes, in their places."""
+        """Return [R,N-1] of the chosen nodes, in their places."""
         rest = ((0, 0), (0, nodes - 1 - count))
         padded = jnp.pad(values, ((0, 0), (0, 1)))
         found = jnp.where(real, jnp.take_along_axis(padded, chosen, 1), nothing)
@@ -123,8 +123,8 @@ def _seen(parents: Array, levels: int) -> Array:
 def leave(
     held: FutureMap, given: Inputs, choices: Array, kept: Array, grown: Array
 ) -> tuple[FutureMap, Array]:
-    """The map after a round, and int32[3*R*N] of what ran: tokens, parents, and which nodes there
-    are.
+    """Return the map after a round, and int32[3*R*N] of the nodes that ran: tokens, parents, and
+    which nodes exist.
 
     choices, kept  [R,N] of the round
     grown          int32[3*R*K] what was drafted (drafting.py); trees of another shape than the map

@@ -177,7 +177,9 @@ class JaxPrograms:
         return rest
 
     def ask(self, key: Key, *given: Any) -> np.ndarray:
-        """The result of a program that changes nothing, copied to the host; waits for it."""
+        """Run a program that changes nothing. Returns its result, copied to the host; waits
+        for it.
+        """
         self.dispatches += 1
         found: np.ndarray = jax.device_get(
             self._of(key)(self.params, self.state, *self._there(given))
@@ -195,8 +197,8 @@ class JaxPrograms:
         return self._everything[size]
 
     def lines(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """int32[n,line_size] of the report program for rows int32[n] of the streams and the tokens
-        int32[n] that follow them; n >= 1. Waits.
+        """Return int32[n,line_size] of the report program for rows int32[n] of the streams and the
+        tokens int32[n] that follow them; n >= 1. Waits.
         """
         found = []
         for begin in range(0, len(rows), REPORTED):
@@ -208,7 +210,7 @@ class JaxPrograms:
         return np.concatenate(found)
 
     def logits(self, rows: np.ndarray) -> np.ndarray:
-        """float32[n,V] logits of rows int32[n] of the streams, n >= 1, on the host."""
+        """Return float32[n,V] logits of rows int32[n] of the streams, n >= 1, on the host."""
         return np.concatenate(self.parts(Key("logits"), rows, 0))
 
     def move(self, key: Key, source: np.ndarray, target: np.ndarray, unused: int = 0) -> None:
@@ -223,8 +225,8 @@ class JaxPrograms:
             self.run(key, moves)
 
     def parts(self, key: Key, rows: np.ndarray, axis: int = 1) -> list[np.ndarray]:
-        """Results of a program that reads FEW rows at a time, for rows int32[n], as a list of
-        arrays on the host; the rows lie along `axis`. Empty for no row.
+        """Return the results of a program that reads FEW rows at a time, for rows int32[n], as a
+        list of arrays on the host; the rows lie along `axis`. [] for no row.
         """
         found = []
         for begin in range(0, len(rows), FEW):
@@ -235,7 +237,9 @@ class JaxPrograms:
         return found
 
     def text(self, key: Key) -> str:
-        """The compiler's text of a program (HLO), for tests and people; compiles it if need be."""
+        """Return the compiler's text of a program (HLO), for tests and people; compiles it if need
+        be.
+        """
         return str(self._of(key).as_text())
 
     def _there(self, given: Any) -> Any:
@@ -266,7 +270,7 @@ class JaxPrograms:
         return made.lower(_shapes(self.params), _shapes(self.state), *self._given(key))
 
     def _given(self, key: Key) -> tuple[Any, ...]:
-        """Shapes of what a program takes beside parameters and state."""
+        """Return the shapes of a program's inputs beside parameters and state."""
 
         def ints(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._whole)

@@ -45,8 +45,8 @@ class JaxRound(Round):
 
 
 def asked_of(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
-    """By row: sampling parameters and edits of the rows that a plain round cannot decide but a
-    shaped one can.
+    """Return, by row, sampling parameters and edits of the rows that a round needs for rows with
+    more parameters than temperature.
 
     Left to the host are rows with accept thresholds, with more than `room` edits, or with more
     reported alternatives than a program finds.
@@ -68,8 +68,8 @@ def asked_of(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
 
 
 def certain(plan: Plan, sampler: HostSampler) -> bool:
-    """Whether the programs' choices for all rows are final without the host: no grammar, no
-    penalty, no top_p, no threshold, no long report. Only then may the next round go on from this
+    """Return whether the programs' choices for all rows are final without the host: no grammar, no
+    penalty, no top_p, no threshold, no long report. Only then may the next round begin from this
     one.
     """
     samplings = [sampler.of_row(plan, row).sampling for row in range(plan.rows)]
@@ -109,8 +109,8 @@ def complete(round: JaxRound) -> None:
 def left_to_move(
     round: JaxRound, outcome: Outcome, scratch: int, page_size: int
 ) -> tuple[Ints, Ints]:
-    """int[n] each: slots in scratch (from `scratch` on) and slots in pages, of what the host
-    accepted in rows that no program decided.
+    """Return int[n] each, slots in scratch (from `scratch` on) and slots in pages, of nodes that
+    the host accepted in rows that no program decided.
     """
     plan, trees = round.plan, round.trees
     source, target = [plan.slots[:0]], [plan.slots[:0]]
@@ -177,8 +177,8 @@ class Answers:
         self._logits: dict[int, Floats] = {}
 
     def of_node(self, node: int) -> Floats:
-        """float32[V] raw logits of a flat node, fetched with a few of the next ones and remembered;
-        all NaN where it did not run, or where a later step has overwritten it.
+        """Return float32[V] raw logits of a flat node, fetched with a few of the next ones and
+        cached; all NaN if it did not run, or if a later step has overwritten it.
         """
         place = self._round.place
         if place[node] < 0 or not self._there:
@@ -191,8 +191,8 @@ class Answers:
         return self._logits[node]
 
     def reports(self, top: int, pairs: list[tuple[int, int]]) -> Reports:
-        """Log-probabilities of (flat node, token) pairs with `top` alternatives each, as
-        host_choice.ReportsOf; what came with the record is not fetched again.
+        """Return the log-probabilities of (flat node, token) pairs with `top` alternatives each, as
+        host_choice.ReportsOf; those that came with the record are not fetched again.
         """
         if top > TOP or not pairs:
             return reports_of(self.of_node, top, pairs)

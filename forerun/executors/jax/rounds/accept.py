@@ -35,7 +35,8 @@ class NodeSampling(NamedTuple):
 
 
 def choose(logits: Array, sampling: NodeSampling, allowed: Array | None = None) -> Array:
-    """The target's choice at each of n nodes, int32[n]: argmax of logits / temperature + noise.
+    """Return the target's choice at each of n nodes, int32[n]: argmax of logits / temperature +
+    noise.
 
     logits   float32[n,V]
     allowed  bool[n,V], None = everything; all else is excluded
@@ -56,7 +57,7 @@ def choose(logits: Array, sampling: NodeSampling, allowed: Array | None = None) 
 
 
 def sampled(scaled: Array, sampling: NodeSampling) -> Array:
-    """int32[n]: argmax of scaled float32[n,V] plus Gumbel noise, ties to the lowest id.
+    """Return int32[n], the argmax of scaled float32[n,V] plus Gumbel noise, ties to the lowest id.
 
     `scaled` are logits over the temperature. Noise in float32 leaves one token almost always; among
     those within its error of the best, exact noise decides, so the result is that of exact noise
@@ -72,7 +73,7 @@ def sampled(scaled: Array, sampling: NodeSampling) -> Array:
     start = pending, jnp.full_like(best, -jnp.inf), near.argmax(-1).astype(jnp.int32)
 
     def examine(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """The lowest pending token of every node."""
+        """Decide the lowest pending token of every node."""
         pending, score, token = state
         candidate = pending.argmax(-1).astype(jnp.int32)
         noise = exact(words_of(sampling.seeds, sampling.positions, candidate))
@@ -111,7 +112,7 @@ def twins(trees: Trees) -> Array:
 
 
 def walk(choices: Array, trees: Trees) -> Array:
-    """bool[R,N]: nodes on the accepted path, its root included.
+    """Return bool[R,N], the nodes on the accepted path, its root included.
 
     choices  int32[R,N] of all nodes, NOTHING where there is none
 
@@ -129,6 +130,8 @@ def walk(choices: Array, trees: Trees) -> Array:
 
 
 def unpacked(bits: Array, vocab: int) -> Array:
-    """bool[n,V] of grammar masks uint32[n,ceil(V/32)]: bit t % 32 of word t // 32 is token t."""
+    """Return bool[n,V] of grammar masks uint32[n,ceil(V/32)]: bit t % 32 of word t // 32 is token
+    t.
+    """
     token = jnp.arange(vocab)
     return (bits[:, token // 32] >> (token % 32).astype(jnp.uint32)) & 1 > 0

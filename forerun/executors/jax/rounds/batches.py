@@ -57,8 +57,9 @@ class Buckets:
 
     @classmethod
     def of(cls, limits: ExecutorLimits, draft_nodes: int) -> "Buckets":
-        """The sizes for these limits and trees of at most `draft_nodes` draft tokens: rows and
-        nodes in powers of four, then the largest; chunks of 16, 64 and at most 256 known tokens.
+        """Return the sizes for these limits and trees of at most `draft_nodes` draft tokens: rows
+        and nodes in powers of four, then the largest; chunks of 16, 64 and at most 256 known
+        tokens.
         """
         rows = _powers(limits.slots)
         nodes = _powers(min(1 + draft_nodes, limits.max_nodes))
@@ -75,7 +76,7 @@ class Buckets:
         return tuple(sorted(sizes, key=lambda size: size.total))
 
     def round(self, rows: int, nodes: int) -> Bucket | None:
-        """The size of the one round that runs `rows` rows of `nodes` nodes; None if none
+        """Return the size of the one round that runs `rows` rows of `nodes` nodes; None if none
         does.
         """
         if rows > self.rows[-1] or nodes > self.nodes[-1]:
@@ -90,7 +91,7 @@ class Buckets:
 
 
 def _powers(most: int) -> tuple[int, ...]:
-    """1, 4, 16, ... below `most`, then `most`."""
+    """Return 1, 4, 16, ... below `most`, then `most`."""
     found = [1]
     while found[-1] * 4 < most:
         found.append(found[-1] * 4)
@@ -114,7 +115,7 @@ class Batch:
     begins: tuple[int, ...]
 
     def places(self) -> Ints:
-        """int32[R,N]: the row of State.hidden that each node has.
+        """Return int32[R,N], the row of State.hidden that each node has.
 
         Padding has places too, right behind its row's nodes; in a round these are the row's own.
         """
@@ -132,7 +133,7 @@ def batches(
     room: int = 0,
     weights: dict[int, int] | None = None,
 ) -> list[Batch]:
-    """All dispatches of a step, prompt chunks first, in the order in which they must run.
+    """Return all dispatches of a step, prompt chunks first, in the order in which they must run.
 
     shape    where chunks begin in State.hidden
     weights  by row of the plan: edits of its logits (shaping.py); other rows weigh nothing
@@ -157,7 +158,7 @@ def batches(
 
 
 def _groups(rows: list[_Row], weights: dict[int, int], room: int) -> list[list[_Row]]:
-    """The rows in their order, in as few groups as `room` allows."""
+    """Return the rows in their order, in as few groups as `room` allows."""
     groups: list[list[_Row]] = []
     held = 0
     for row in rows:
@@ -197,7 +198,9 @@ def _cheapest(count: int, sizes: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _rounds(groups: list[list[_Row]], buckets: Buckets) -> Iterator[Batch]:
-    """One round where all rows fit into one; else some per number of nodes, without empty rows."""
+    """Yield one round if all rows fit into one; else some per number of nodes, without empty
+    rows.
+    """
     begin = 0
     for rows in groups:
         for size, some in sized(rows, buckets, len(groups) > 1):

@@ -56,17 +56,17 @@ def _shapes(size: Bucket, width: int) -> Shapes:
 
 
 def packed_size(size: Bucket, width: int) -> int:
-    """Length of the int32 vector of a dispatch, for page tables of `width` places."""
+    """Return the length of the int32 vector of a dispatch, for page tables of `width` places."""
     return total(_shapes(size, width))
 
 
 def total(shapes: Shapes) -> int:
-    """Length of a vector that holds parts of these shapes one behind the other."""
+    """Return the length of a vector that holds parts of these shapes one behind the other."""
     return sum(int(np.prod(shape)) for shape in shapes.values())
 
 
 def views_of(whole: Any, shapes: Shapes) -> dict[str, Any]:
-    """Reshaped views of a NumPy or jnp vector, by the names of `shapes`, in their order."""
+    """Return reshaped views of a NumPy or jnp vector, by the names of `shapes`, in their order."""
     views, begin = {}, 0
     for name, shape in shapes.items():
         end = begin + int(np.prod(shape))
@@ -121,8 +121,8 @@ def packed(
 def packed_carried(
     batch: Batch, plan: Plan, ends: Ints, most: Ints, choosing: Choosing, asked: Rows, width: int
 ) -> Ints:
-    """The vector int32[packed_size] of a round that goes on from another: every row takes length,
-    root and tree from its slot.
+    """Return the vector int32[packed_size] of a round that begins from another: every row takes
+    length, root and tree from its slot.
 
     ends  int32[B] as in `Executor.begin_after`
     most  int32[B] draft tokens of each row at most
@@ -140,7 +140,7 @@ def packed_carried(
 
 
 def _blank(batch: Batch, width: int) -> tuple[Ints, dict[str, Any]]:
-    """A vector without rows, and its views."""
+    """Return a vector without rows, and its views."""
     size = batch.size
     whole = np.zeros(packed_size(size, width), np.int32)
     views = views_of(whole, _shapes(size, width))

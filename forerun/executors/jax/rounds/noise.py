@@ -25,7 +25,7 @@ APPROXIMATE_ERROR = 2e-5
 
 
 def _multiply(word: Array, constant: int) -> tuple[Array, Array]:
-    """High and low halves of the 64-bit products of uint32 words and a constant."""
+    """Return the high and low halves of the 64-bit products of uint32 words and a constant."""
     high, low = word >> 16, word & 0xFFFF
     top, bottom = np.uint32(constant >> 16), np.uint32(constant & 0xFFFF)
     cross = high * bottom + ((low * bottom) >> 16)
@@ -36,7 +36,7 @@ def _multiply(word: Array, constant: int) -> tuple[Array, Array]:
 def philox(
     counter: tuple[Array, ...], key: tuple[Array, Array], looped: bool = False
 ) -> tuple[Array, ...]:
-    """The four words uint32[...] of Philox-4x32-10 (Salmon et al., SC 2011).
+    """Return the four words uint32[...] of Philox-4x32-10 (Salmon et al., SC 2011).
 
     counter  two to four words uint32[...], the others being zero
     key      two words uint32[...]
@@ -60,7 +60,7 @@ def philox(
 
 
 def noise_words(seeds: Array, positions: Array, vocab: int) -> Array:
-    """uint32[n,V]: the noise words of all tokens at n nodes.
+    """Return uint32[n,V], the noise words of all tokens at n nodes.
 
     seeds      uint32[2,n] low and high halves
     positions  int32[n] output positions
@@ -75,8 +75,8 @@ def noise_words(seeds: Array, positions: Array, vocab: int) -> Array:
 
 
 def words_of(seeds: Array, positions: Array, tokens: Array) -> Array:
-    """uint32[...]: noise words of single tokens int32[...]; seeds uint32[2,...] and output
-    positions int32[...] of the same shape.
+    """Return uint32[...], the noise words of single tokens int32[...]; seeds uint32[2,...] and
+    output positions int32[...] of the same shape.
     """
     block = (tokens // 4).astype(jnp.uint32)
     place = positions.astype(jnp.uint32)
@@ -85,7 +85,8 @@ def words_of(seeds: Array, positions: Array, tokens: Array) -> Array:
 
 
 def approximate(words: Array) -> Array:
-    """Gumbel variables float32[...] of words uint32[...], wrong by less than APPROXIMATE_ERROR.
+    """Return Gumbel variables float32[...] of words uint32[...], wrong by less than
+    APPROXIMATE_ERROR.
 
     Near u = 1 the logarithm is taken of what is missing to 1, which a float32 holds exactly enough.
     """
@@ -101,8 +102,8 @@ def approximate(words: Array) -> Array:
 
 
 def exact(words: Array) -> Array:
-    """Gumbel variables float32[...] of words uint32[...], computed in float64 and rounded as
-    forerun.speculative.noise does, bit for bit.
+    """Return Gumbel variables float32[...] of words uint32[...], computed in float64 and rounded as
+    in forerun.speculative.noise, bit for bit.
     """
     with jax.enable_x64(True):
         uniform = (lax.convert_element_type(words, np.float64) + np.float64(0.5)) * _STEP

@@ -28,20 +28,20 @@ _RUN = 256
 
 
 def is_told(sampling: Sampling) -> bool:
-    """Whether a program reports the log-probabilities of the tokens it chooses: they are wanted,
-    and no more than TOP alternatives.
+    """Return whether a program reports the log-probabilities of the tokens it chooses: the request
+    wants them, and no more than TOP alternatives.
     """
     return sampling.logprobs is not None and sampling.logprobs <= TOP
 
 
 def line_size(vocab: int) -> int:
-    """Numbers of a line: 1 + 2 * min(TOP, vocab)."""
+    """Return the numbers of a line: 1 + 2 * min(TOP, vocab)."""
     return 1 + 2 * min(TOP, vocab)
 
 
 def mass(weights: Array) -> Array:
-    """float32[...]: sums of [...,V] over the last axis, in runs of _RUN, so that the relative error
-    stays below MASS_ERROR.
+    """Return float32[...], sums of [...,V] over the last axis, in runs of _RUN, so that the
+    relative error stays below MASS_ERROR.
     """
     vocab = weights.shape[-1]
     padding = [(0, 0)] * (weights.ndim - 1) + [(0, -vocab % _RUN)]

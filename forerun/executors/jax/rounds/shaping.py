@@ -73,8 +73,8 @@ def edits_of(sampling: Sampling, history: History) -> Edits:
 
 
 def room_for_edits(slots: int, context: int, vocab: int) -> int:
-    """Edits that one dispatch holds, all rows together: some of each row's, and one whole context's
-    different tokens. A multiple of _READ.
+    """Return the edits that one dispatch holds, all rows together: some of each row's, and one
+    whole context's different tokens. A multiple of _READ.
     """
     needed = FEW_EDITS * slots + min(context, vocab) + MOST_BIASES
     return -(-needed // _READ) * _READ
@@ -172,7 +172,7 @@ class Edited(NamedTuple):
 
     @classmethod
     def of(cls, shaping: JaxShaping, rows: int, vocab: int) -> "Edited":
-        """The edits of `rows` rows as tables [R,V]: counts int32, seen and banned bool, bias
+        """Return the edits of `rows` rows as tables [R,V]: counts int32, seen and banned bool, bias
         float32. They are scattered _READ at a time: a program reads no more than there are.
         """
 
@@ -196,7 +196,7 @@ class Edited(NamedTuple):
 def choose_shaped(
     logits: Array, sampling: NodeSampling, trees: Trees, shaping: JaxShaping, allowed: Array
 ) -> Array:
-    """int32[R,N]: the target's choice at R rows of N nodes under every sampling parameter.
+    """Return int32[R,N], the target's choice at R rows of N nodes under every sampling parameter.
 
     logits   float32[R,N,V]
     allowed  bool[R,N,V] of grammar masks
@@ -241,7 +241,7 @@ def choose_shaped(
 
 
 def _edited(logits: Array, trees: Trees, shaping: JaxShaping, listed: Edited) -> Array:
-    """Penalties and biases; a product is rounded before anything is added to it."""
+    """Apply penalties and biases; a product is rounded before anything is added to it."""
     rows, nodes, vocab = logits.shape
     above = trees.seen & (jnp.arange(nodes) > 0)
     line, node, _ = jnp.indices((rows, nodes, nodes))
@@ -262,14 +262,16 @@ def _edited(logits: Array, trees: Trees, shaping: JaxShaping, listed: Edited) ->
 
 
 def _ordered(values: Array) -> Array:
-    """uint32 that compare as float32 values do; both zeros are one."""
+    """Return uint32 that compare as float32 values do; both zeros are one."""
     bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
     negative = bits >> 31 > 0
     return jnp.where(negative, ~bits, bits | np.uint32(1 << 31))
 
 
 def _bitwise(reaches: Reaches, shape: tuple[int, ...]) -> Array:
-    """The largest uint32 that `reaches` holds for, of those that it holds for below; else 0."""
+    """Return the largest uint32 that `reaches` holds for, of those that it holds for below;
+    else 0.
+    """
 
     def step(index: Array, found: Array) -> Array:
         candidate = found | (np.uint32(1 << 31) >> index.astype(jnp.uint32))
@@ -280,12 +282,12 @@ def _bitwise(reaches: Reaches, shape: tuple[int, ...]) -> Array:
 
 
 def _before(ties: Array) -> Array:
-    """int32[...,V]: how many ties have a lower id."""
+    """Return int32[...,V], how many ties have a lower id."""
     return jnp.cumsum(ties, -1, dtype=jnp.int32) - ties.astype(jnp.int32)
 
 
 def _largest(values: Array, count: Array) -> Array:
-    """bool[...,V]: the `count` [...] largest, ties to the lowest id."""
+    """Return bool[...,V], the `count` [...] largest, ties to the lowest id."""
     keys = _ordered(values)
 
     def reaches(least: Array) -> Array:
@@ -298,7 +300,9 @@ def _largest(values: Array, count: Array) -> Array:
 
 
 def _nuclei(values: Array, top_p: Array) -> tuple[Array, Array]:
-    """bool[...,V]: fewer and more tokens than the most likely ones that hold top_p [...]."""
+    """Return bool[...,V] twice: fewer and more tokens than the most likely ones that hold top_p
+    [...].
+    """
     keys = _ordered(values)
     weights = jnp.exp(values - values.max(-1, keepdims=True))
     whole = mass(weights)

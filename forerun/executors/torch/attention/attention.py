@@ -80,7 +80,7 @@ class Seen:
         return Seen(np.append(first, 0), last)
 
     def first_block(self, nodes: Ints) -> int:
-        """The first block, by number, of which any of the nodes int32[n] sees a key."""
+        """Return the number of the first block of which any of the nodes int32[n] sees a key."""
         return 0 if self.first is None else int(self.first[nodes].min()) // BLOCK
 
 
@@ -107,7 +107,7 @@ def key_blocks(
     device: torch.device,
     window: int | None = None,
 ) -> list[KeyBlock]:
-    """All blocks of a target's step, by ascending position. The same for every layer of one
+    """Return all blocks of a target's step, by ascending position. The same for every layer of one
     window, in tokens; None: every node sees all before it.
 
     places  int64[M] where the nodes' keys and values are (kv.py)
@@ -131,7 +131,7 @@ def blocks_of(
     window: int | None = None,
     begin: int = 0,
 ) -> list[KeyBlock]:
-    """All blocks of a pass, by ascending position.
+    """Return all blocks of a pass, by ascending position.
 
     position  int32[M] of every flat node
     null      where there is no key
@@ -164,7 +164,9 @@ def _stacked(
 
 
 def _row_tiles(row: RowKeys, seen: Seen, null: int) -> Iterator[tuple[int, Ints, Slots]]:
-    """(block, at most TILE nodes, BLOCK slots) for all that the nodes of one row can see."""
+    """Yield (block, at most TILE nodes, BLOCK slots) for everything that the nodes of one row can
+    see.
+    """
     full = len(row.cached) // BLOCK
     for nodes in _tiles(row.nodes):
         for block in range(seen.first_block(nodes), full):
@@ -215,8 +217,8 @@ def attend(
     spec: AttentionSpec | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values; of latent attention
-    [M,A,rank].
+    """Return the context [M,A,E] of queries [M,A,E] over one layer's keys and values; of latent
+    attention [M,A,rank].
 
     The step's own keys and values must be where the blocks say. Queries that no block names get
     zeros.
@@ -285,7 +287,7 @@ class _Running:
         self._sum.index_copy_(1, nodes, summed)
 
     def context(self, dtype: torch.dtype) -> Tensor:
-        """[M,A,E]. A node's total is at least 1, its greatest score's own weight."""
+        """Return [M,A,E]. A node's total is at least 1, its greatest score's own weight."""
         out = self._sum / self._total.clamp_min(1).unsqueeze(-1)
         return out[:, :-1].transpose(0, 1).flatten(1, 2).to(dtype)
 
@@ -295,5 +297,5 @@ AttendApart = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def apart(attend: AttendApart) -> Attend:
-    """For a decoder: what attends to queries, keys and values that are rotated."""
+    """Return the attention function for a decoder, of rotated queries, keys and values."""
     return lambda layer, heads: attend(layer, *heads.turned(), heads.sinks)

@@ -12,7 +12,9 @@ WIDE = 256
 
 
 def lines_for(queries: int) -> int:
-    """Lines of a program for so many queries of a tile: a power of two that tensor cores take."""
+    """Return the lines of a program for so many queries of a tile: a power of two that tensor cores
+    take.
+    """
     return max(16, 1 << (queries - 1).bit_length())
 
 
@@ -47,7 +49,9 @@ def shape_for(lines: int, itemsize: int, size: int, major: int) -> Shape:
 
 @cache
 def major_of(device: torch.device) -> int:
-    """First number of the compute capability; 9 where kernels are interpreted, not compiled."""
+    """Return the first number of the compute capability; 9 if kernels are interpreted, not
+    compiled.
+    """
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 

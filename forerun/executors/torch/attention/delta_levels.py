@@ -27,7 +27,7 @@ class DeltaWalk(Protocol):
         ...
 
     def advance(self, states: Tensor, way: Any, tokens: Tokens) -> Tensor:
-        """float32[M,Hv,Dv]: what the nodes read. Writes the states after known tokens."""
+        """Return float32[M,Hv,Dv], the nodes' results. Writes the states after known tokens."""
         ...
 
     def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
@@ -83,7 +83,7 @@ class ByLevels:
         return LevelWay(*rows, levels)
 
     def advance(self, states: Tensor, way: LevelWay, tokens: Tokens) -> Tensor:
-        """As DeltaWalk.advance: float32[M,Hv,Dv], nodes of equal depth at once."""
+        """Implement DeltaWalk.advance: float32[M,Hv,Dv], nodes of equal depth at once."""
         sorted_tokens, found = tokens.ordered(way.order), []
         here = states.index_select(0, way.rows)
         for level in way.levels:
@@ -97,8 +97,8 @@ class ByLevels:
         return torch.cat(found).index_select(0, way.back)
 
     def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
-        """As DeltaWalk.follow: reads the rows int32[n] of `states`, advances them by a token,
-        writes them back.
+        """Implement DeltaWalk.follow: read the rows int32[n] of `states`, advance them by a token,
+        write them back.
         """
         where = indices(rows, self._device)
         here = states.index_select(0, where)

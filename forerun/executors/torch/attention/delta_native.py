@@ -45,7 +45,7 @@ class NativeDelta:
         finalize(self, self._library.forerun_delta_close, self._handle)
 
     def way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> NativeWay:
-        """As DeltaWalk.way: int32 and int64 arrays that the compiled core reads."""
+        """Implement DeltaWalk.way: int32 and int64 arrays that the compiled core reads."""
         targets = np.full(len(trees.tokens), -1, np.int64)
         for row, node in ends.items():
             if row not in slots:
@@ -59,13 +59,15 @@ class NativeDelta:
         )
 
     def advance(self, states: Tensor, way: NativeWay, tokens: Tokens) -> Tensor:
-        """As DeltaWalk.advance: float32[M,Hv,Dv], by the compiled core, in the nodes' own order."""
+        """Implement DeltaWalk.advance: float32[M,Hv,Dv], by the compiled core, in the nodes' own
+        order.
+        """
         found = torch.empty(tokens.values.shape)
         self._run(states, way, tokens, found)
         return found
 
     def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
-        """As DeltaWalk.follow: writes the rows int32[n] of `states`, by the compiled core."""
+        """Implement DeltaWalk.follow: write the rows int32[n] of `states`, by the compiled core."""
         count = len(rows)
         ones, none = np.ones(count, np.int32), np.full(count, -1, np.int64)
         start = np.arange(count + 1, dtype=np.int32)

@@ -51,7 +51,7 @@ class Geometry:
 
 
 def positions_of(geometry: Geometry) -> Tensor:
-    """The nodes' positions int32[M], in tokens, which a layer with a window needs. Raises
+    """Return the nodes' positions int32[M], in tokens, which a layer with a window needs. Raises
     EngineError if the step has none.
     """
     if geometry.position is None:

@@ -59,7 +59,7 @@ SCALE_BYTES = 4
 
 
 def indices(values: AnyArray, device: torch.device) -> Tensor:
-    """A copy of integers as int64 on the device, which is what tensors are indexed by."""
+    """Return a copy of integers as int64 on the device, by which tensors are indexed."""
     return torch.from_numpy(np.array(values, np.int64)).to(device)
 
 
@@ -84,7 +84,7 @@ CacheTensor = Tensor | Narrow
 
 
 def read(cached: CacheTensor, slots: Tensor) -> Tensor:
-    """[G, *slots.shape, E] what is in `slots` int64; from float8 as float32."""
+    """Return [G, *slots.shape, E], the contents of `slots` int64; of float8 as float32."""
     flat = slots.flatten()
     if isinstance(cached, Narrow):
         scale = cached.scale.index_select(1, flat)[..., None]
@@ -108,8 +108,8 @@ def put(cached: CacheTensor, place: slice | Tensor, rows: Tensor) -> None:
 
 
 def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
-    """Queries [M,A,E] of `heads`, normed and rotated; their keys and values go into the slots
-    int[M] of `layer`. The slow twin of forerun.executors.torch.triton.triton_layers.enter.
+    """Return the queries [M,A,E] of `heads`, normed and rotated; write their keys and values to the
+    slots int[M] of `layer`. The slow twin of forerun.executors.torch.triton.triton_layers.enter.
     """
     queries, keys, values = heads.turned()
     write(layer, slots.long(), keys, values)
@@ -131,8 +131,8 @@ def write(
 
 
 def _finite_latent(keys: Tensor, rank: int) -> Tensor:
-    """`_finite_values` where values are the keys' first `rank` numbers: what is not finite is moved
-    into the rest.
+    """Make values finite as `_finite_values`, if they are the keys' first `rank` numbers: a number
+    that is not finite is moved to the rest.
     """
     rest = keys[..., rank:] + (keys * 0).sum(-1, keepdim=True)
     return torch.cat([keys[..., :rank].nan_to_num(0, 0, 0), rest], -1)
@@ -186,7 +186,8 @@ class PagedCache:
                 self.layers.append((Narrow(keys, scales[0]), Narrow(values, scales[-1])))
 
     def slots_of(self, table: Ints, row: AnyArray | int, positions: AnyArray) -> Slots:
-        """int64[n] slots of positions [n] in rows [n], or all in one, of a page table int32[B,W].
+        """Return int64[n], the slots of positions [n] in rows [n], or all in one, of a page table
+        int32[B,W].
 
         Raises EngineError if a position has no page.
         """
@@ -199,7 +200,7 @@ class PagedCache:
         return found
 
     def scratch(self, nodes: AnyArray) -> Slots:
-        """int64[n]: the slots of scratch that hold keys and values of the step's nodes int[n]."""
+        """Return int64[n], the slots of scratch for keys and values of the step's nodes int[n]."""
         return self.scratch_begin + nodes.astype(np.int64)
 
     def move(self, source: Tensor, target: Tensor, kept: Tensor | None = None) -> None:

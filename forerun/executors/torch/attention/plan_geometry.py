@@ -40,8 +40,8 @@ class StepNodes:
 
 
 def choosing_nodes(plan: Plan, trees: TreeBatch) -> Ints:
-    """int32[n] flat nodes, ascending, at which a token is chosen: roots of rows that sample, and
-    draft tokens.
+    """Return int32[n] flat nodes, ascending, at which a token is chosen: roots of rows that sample,
+    and draft tokens.
     """
     if trees.decode_only:
         return np.flatnonzero(plan.samples).astype(np.int32)
@@ -52,8 +52,8 @@ def choosing_nodes(plan: Plan, trees: TreeBatch) -> Ints:
 
 
 def places_of(plan: Plan, trees: TreeBatch, cache: PagedCache) -> Slots:
-    """int64[M] where the keys and values of a step's flat nodes are: of known tokens in their pages
-    at once, because they become permanent whatever is accepted; of draft tokens in scratch, one
+    """Return int64[M], the slots for keys and values of a step's flat nodes: known tokens go to
+    their pages at once, because they become permanent in any case; draft tokens to scratch, one
     after the other. Raises EngineError if a known token's position has no page.
     """
     row = np.repeat(np.arange(plan.rows), np.diff(trees.start))
@@ -73,7 +73,9 @@ def geometry_of(
     gqa_group: int,
     device: torch.device,
 ) -> Geometry:
-    """The geometry of one step, copied to the device. places: int64[M] of the nodes (kv.py)."""
+    """Return the geometry of one step, copied to the device. places: int64[M] of the nodes
+    (kv.py).
+    """
     bounds = pairwise(trees.start.tolist())
     spans = [intervals(trees.parents[begin:end] - begin) for begin, end in bounds]
     rows = PassRows(trees.start, plan.kv_len, plan.page_table, positions(trees, plan.kv_len))
@@ -108,7 +110,7 @@ class PassRows:
         gqa_group: int,
         device: torch.device,
     ) -> Geometry:
-        """The Geometry of the rows, cut into tiles and parts, on the device. tree_intervals
+        """Return the Geometry of the rows, cut into tiles and parts, on the device. tree_intervals
         int32[2,M], places int64[M] slots of the nodes; gqa_group as of tiles.tile_nodes.
         """
         tile = tile_nodes(int(np.diff(self.start).max()), gqa_group)

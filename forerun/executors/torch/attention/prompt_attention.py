@@ -49,8 +49,8 @@ class PromptAttention:
     def __call__(
         self, queries: Tensor, keys: CacheTensor, values: CacheTensor, spec: AttentionSpec
     ) -> Tensor:
-        """Context [M,A,E] of queries [M,A,E], rotated, over one layer's keys and values, of a layer
-        that `takes`.
+        """Return the context [M,A,E] of queries [M,A,E], rotated, over one layer's keys and values,
+        of a layer that `takes`.
         """
         packed = self._packed
         key, value = (
@@ -68,14 +68,14 @@ class PromptAttention:
 
 
 def takes(spec: AttentionSpec) -> bool:
-    """Whether PromptAttention can make scores as `spec` says: without a cap, sinks and latent
-    heads.
+    """Return whether PromptAttention can compute the scores of `spec`: without a cap, sinks and
+    latent heads.
     """
     return spec.softcap is None and not spec.sinks and spec.latent is None
 
 
 def prompt_rows(trees: TreeBatch, tile: int) -> list[int]:
-    """Rows without draft tokens that tiles of so many nodes would cut."""
+    """Return the rows without draft tokens that tiles of so many nodes would cut."""
     lengths = np.diff(trees.start)
     found: list[int] = np.flatnonzero((trees.known == lengths) & (lengths > tile)).tolist()
     return found
@@ -84,8 +84,8 @@ def prompt_rows(trees: TreeBatch, tile: int) -> list[int]:
 def without(
     geometry: Geometry, plan: Plan, trees: TreeBatch, groups: int, rows: list[int]
 ) -> Geometry | None:
-    """The geometry of a step but for some rows; None if no other is left. What attention gives
-    for the nodes of those rows is left undefined.
+    """Return the geometry of a step without some rows; None if no other is left. The attention of
+    those rows' nodes is then undefined.
     """
     tiles = tiles_of(trees.start, geometry.tile)
     tiles = np.ascontiguousarray(tiles[~np.isin(tiles[:, 0], rows)])

@@ -70,7 +70,7 @@ class TorchStateStep(StateStep):
 
 
 def chosen_walk(device: torch.device) -> DeltaWalk:
-    """NativeDelta on a CPU where the compiled core is there; else ByLevels on `device`."""
+    """Return NativeDelta on a CPU with the compiled core; else ByLevels on `device`."""
     if device.type == "cpu" and native.available() is None:
         return NativeDelta()
     return ByLevels(device)
@@ -107,7 +107,7 @@ class States(StateSteps):
         return rows_of(limits) * arch.state_bytes
 
     def copy(self, row: int | None, to: int) -> None:
-        """As StateSteps.copy, in all layers."""
+        """Implement StateSteps.copy, in all layers."""
         for table in (self.windows, self.matrices):
             if table is not None:
                 table[:, to] = 0.0 if row is None else table[:, row]
@@ -142,7 +142,7 @@ class States(StateSteps):
         return out
 
     def follow(self, step: StateStep, slots: Ints, nodes: Ints) -> None:
-        """As StateSteps.follow, in all layers."""
+        """Implement StateSteps.follow, in all layers."""
         assert isinstance(step, TorchStateStep)
         trees = step.trees
         row = np.searchsorted(trees.start, nodes, side="right") - 1

@@ -25,16 +25,17 @@ PROGRAMS = 264
 
 
 def most_parts(queries: int) -> int:
-    """Parts of a prefix, at most, in a step of so many queries: for each part there is room for
-    all queries' sums (triton_attention.py), which long prompts must not multiply. They fill the
+    """Return the most parts of a prefix in a step of so many queries: for each part there is room
+    for all queries' sums (triton_attention.py), which long prompts must not multiply. They fill the
     device with their own tiles.
     """
     return max(1, MOST_PARTS * FREE_QUERIES // max(queries, FREE_QUERIES))
 
 
 def programs_for(tiles: int, groups: int, most: int = MOST_PARTS) -> int:
-    """Programs worth having, for each of `groups` key/value heads, over so many tiles. most: parts
-    of a prefix; kernels make room for as many as there are programs more than tiles.
+    """Return the number of useful programs, for each of `groups` key/value heads, over so many
+    tiles. most: parts of a prefix; kernels have room for as many as there are programs more than
+    tiles.
     """
     spare = max(MOST_PARTS - 1, PROGRAMS // groups - tiles)
     if most < MOST_PARTS:
@@ -61,7 +62,9 @@ def split_of(lengths: AnyArray, programs: int) -> Ints:
 
 
 def tile_nodes(nodes: int, gqa_group: int) -> int:
-    """Nodes of a tile where the largest row has `nodes` and `gqa_group` heads share their keys."""
+    """Return the nodes of a tile if the largest row has `nodes` and `gqa_group` heads share their
+    keys.
+    """
     tile = 1
     while tile < nodes and 2 * tile * gqa_group <= LINES:
         tile *= 2

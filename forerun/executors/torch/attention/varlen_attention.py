@@ -46,8 +46,8 @@ class PackedPrompts:
 
     @staticmethod
     def of(plan: Plan, trees: TreeBatch, cache: PagedCache, rows: list[int]) -> "PackedPrompts":
-        """The prompts of these rows of a step, at least one, as one varlen call reads them: where
-        their nodes and keys begin, and the slots of their keys.
+        """Return the prompts of these rows of a step, at least one, as one varlen call reads them:
+        where their nodes and keys begin, and the slots of their keys.
         """
         count = np.diff(trees.start)[rows].astype(np.int32)
         keys = (plan.kv_len[rows] + count).astype(np.int32)
@@ -82,9 +82,9 @@ class VariableLength(Protocol):
         packed: PackedPrompts,
         spec: AttentionSpec,
     ) -> Tensor:
-        """Context [n,A,E] of queries [n,A,E] over keys and values [S,G,E] of one dtype, each row's
-        nodes at the last of its own keys, each seeing those up to its own position, within the
-        window of `spec`.
+        """Return the context [n,A,E] of queries [n,A,E] over keys and values [S,G,E] of one dtype,
+        each row's nodes at the last of its own keys, each seeing those up to its own position,
+        within the window of `spec`.
         """
         ...
 
@@ -92,8 +92,8 @@ class VariableLength(Protocol):
 def flash(
     queries: Tensor, keys: Tensor, values: Tensor, packed: PackedPrompts, spec: AttentionSpec
 ) -> Tensor:
-    """As VariableLength, by FlashAttention on CUDA: one launch. Row by row where it knows neither
-    the dtype nor the head size. torch.nn.attention.varlen would take cuDNN in some versions.
+    """Compute VariableLength by FlashAttention on CUDA: one launch. Row by row if it does not
+    support the dtype or the head size. torch.nn.attention.varlen would take cuDNN in some versions.
     """
     if queries.dtype not in SIXTEEN_BITS or queries.shape[-1] > 256 or queries.shape[-1] % 8:
         return row_by_row(queries, keys, values, packed, spec)
@@ -118,7 +118,7 @@ def flash(
 def row_by_row(
     queries: Tensor, keys: Tensor, values: Tensor, packed: PackedPrompts, spec: AttentionSpec
 ) -> Tensor:
-    """Context [Q,A,E] as VariableLength says, on any device and in any dtype: the slow twin of
+    """Compute VariableLength's context [Q,A,E] on any device and in any dtype: the slow twin of
     `flash`.
     """
     context = torch.empty_like(queries)

@@ -53,7 +53,7 @@ class BlockDrafting(Drafting):
         self._blocks: dict[Size, _Blocks] = {}
 
     def fits(self, size: Size) -> bool:
-        """Whether there is scratch for the blocks, and a child for every place."""
+        """Return whether there is scratch for the blocks, and a child for every place."""
         run = size.rows * self._model.places(size.levels)
         return run <= self._max_nodes and size.width <= len(self._model.ids)
 
@@ -62,7 +62,7 @@ class BlockDrafting(Drafting):
     def work(
         self, size: Size, committed: CommittedRound, features: Tensor | None, grown: Tensor
     ) -> Tensor | None:
-        """As Drafting.work. Needs features [M,F*H] of the step."""
+        """Implement Drafting.work. Needs features [M,F*H] of the step."""
         assert features is not None, "the traits ask for features"
         if size not in self._blocks:
             self._blocks[size] = _Blocks(size, self._model)
@@ -88,7 +88,7 @@ class BlockDrafting(Drafting):
         return kernels.follow(extended, accepted, prepared, committed.inputs, levels)
 
     def _propose(self, blocks: "_Blocks", committed: CommittedRound, starts: TreeStarts) -> Tensor:
-        """[R,levels,H] what the output head reads."""
+        """Return [R,levels,H], the output head's input."""
         model, accepted, size = self._model, committed.accepted, blocks.size
         choices = accepted.choices.view(size.rows, -1)
         roots = choices.gather(1, accepted.last[:, None].long()).clamp_min(0)
@@ -99,7 +99,7 @@ class BlockDrafting(Drafting):
         return model.read_at(read, size.levels)
 
     def _grow(self, size: Size, starts: TreeStarts, read: Tensor, grown: Tensor) -> None:
-        """Full trees, into grown int32[3,R,K]."""
+        """Write full trees into grown int32[3,R,K]."""
         rows, levels, width = size.rows, size.levels, size.width
         # The best of each depth, whatever stands above them.
         candidates = grown.new_empty(3, rows * levels, width)
@@ -160,7 +160,7 @@ class _Blocks:
         self.slots = there(model.cache.scratch_begin + np.arange(len(place)))
 
     def geometry(self, committed: CommittedRound, starts: TreeStarts) -> Geometry:
-        """Behind the rows' new ends."""
+        """Return the geometry of blocks behind the rows' new ends."""
         return Geometry(
             start=self._start,
             slots=self.slots,

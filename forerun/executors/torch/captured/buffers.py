@@ -34,8 +34,8 @@ class BufferDims(NamedTuple):
 
 
 def changes_of(size: Size, page_size: int) -> int:
-    """Entries of page tables sent with a round, at most: as many as its rows' new positions
-    may begin, and those of the round before, where that was not looked at.
+    """Return the most entries of page tables sent with a round: as many as its rows' new positions
+    may begin, and those of the round before, if its outcome was not read yet.
     """
     return size.rows * (1 + -(-2 * size.nodes // page_size))
 
@@ -80,7 +80,9 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
 
 
 def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
-    """Numbers that the inputs of a round take, of `rows` rows and `nodes` nodes in all at most."""
+    """Return the numbers that the inputs of a round take, of `rows` rows and `nodes` nodes in all
+    at most.
+    """
     largest = Size(rows, -(-nodes // rows), shaping=1, masked=1)
     count = sum(int(np.prod(shape)) for shape in _shapes(largest, dims).values())
     # Other sizes have more tiles, and more changes.
@@ -112,7 +114,7 @@ class RoundBuffers:
         self.blank = self._blank(dims)
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """The parts of inputs int32[.] of this size, by name."""
+        """Return the parts of inputs int32[.] of this size, by name."""
         parts = whole.split([int(np.prod(shape)) for shape in self._shapes.values()])
         named = zip(self._shapes.items(), parts, strict=True)
         views = {name: part.view(shape) for (name, shape), part in named}
@@ -146,7 +148,7 @@ class StagingBuffer:
     """
 
     def __init__(self, room: Tensor) -> None:
-        """As large as the device's room."""
+        """Allocate a buffer as large as the device's."""
         self._room = torch.zeros(len(room), dtype=torch.int32, pin_memory=room.is_cuda)
         self._views: dict[Size, tuple[Tensor, dict[str, AnyArray], Tensor]] = {}
         self.wait: Callable[[], None] = lambda: None
@@ -214,7 +216,9 @@ class PageTables:
         self._mirror.fill(-1)
 
     def of(self, size: Size, inputs: dict[str, Tensor]) -> Tensor:
-        """int32[R,W] of a round's rows, after what was sent with it. Launches only."""
+        """Return int32[R,W], the tables of a round's rows with the entries sent with it. Launches
+        only.
+        """
         self.write(inputs["sent_to"].view(torch.int64)[:, 0], inputs["sent"])
         return torch.index_select(self._table, 0, inputs["slot"], out=self._rows[: size.rows])
 

@@ -58,14 +58,16 @@ def declared(
 
 
 def row_counts(slots: int) -> list[int]:
-    """Rows of the declared rounds, ascending: what 1 to `slots` rows are padded to, `slots` at
-    most.
+    """Return the rows of the declared rounds, ascending, to which 1 to `slots` rows are padded;
+    `slots` at most.
     """
     return sorted({min(padded_rows(rows), slots) for rows in range(1, slots + 1)})
 
 
 def row_nodes(limits: ExecutorLimits, draft: DraftShape) -> tuple[int, ...]:
-    """Nodes that a row may have at most in a step of 1, 2, ... rows for it to be a round."""
+    """Return the most nodes that a row may have in a step of 1, 2, ... rows for it to be a
+    round.
+    """
     counts, most = row_counts(limits.slots), limits.scored_nodes
     padded = (next(n for n in counts if n >= rows) for rows in range(1, limits.slots + 1))
     return tuple(max(1, min(_longest(count, draft), most // count)) for count in padded)
@@ -87,7 +89,7 @@ def covering(size: Size, captured: Iterable[Size]) -> Size | None:
 
 
 def _of_rows(rows: int, room: int, draft: DraftShape, fits: Fits) -> Iterator[Size]:
-    """Rounds of so many rows, of which each has `room` nodes at most."""
+    """Yield rounds of so many rows, each of at most `room` nodes."""
     longest = min(1 + draft.nodes, room)
     counts = [nodes for nodes in NODES if nodes < longest]
     if draft.depth:  # Drafts of a head are as long as it grows them; of others there are fewer.
@@ -104,9 +106,9 @@ def _of_masked(rows: int, room: int, draft: DraftShape, fits: Fits) -> Iterator[
 
 
 def _growing(rows: int, longest: int, draft: DraftShape, fits: Fits) -> list[Size]:
-    """Rounds that verify drafts of the sizes that have room, and grow as many levels; the last has
-    `longest` nodes and the most levels. A path has no more levels than draft tokens: deeper ones
-    are no use.
+    """Return rounds that verify drafts of the sizes that have room, and grow as many levels; the
+    last has `longest` nodes and the most levels. A path has no more levels than draft tokens:
+    deeper ones are no use.
     """
     sizes, above = list[Size](), 0
     for nodes, width, levels in draft.declared() if draft.depth else ():
@@ -119,6 +121,6 @@ def _growing(rows: int, longest: int, draft: DraftShape, fits: Fits) -> list[Siz
 
 
 def _longest(rows: int, draft: DraftShape) -> int:
-    """Nodes of a row in the largest declared round of so many rows, if all had room."""
+    """Return the nodes of a row in the largest declared round of so many rows, if all had room."""
     forced = FORCED if draft.nodes and rows * FORCED <= FREE else 1
     return max(1 + draft.nodes, forced)

@@ -53,7 +53,7 @@ class Drafting:
         self._kernels, self._max_nodes = kernels, max_nodes
 
     def fits(self, size: Size) -> bool:
-        """Whether there is scratch for the nodes that run, and a child for every place."""
+        """Return whether there is scratch for the nodes that run, and a child for every place."""
         raise NotImplementedError
 
     # --- launches only: no shape and no branch depends on a value ---------------------------
@@ -88,7 +88,7 @@ class Drafting:
             self._kernels.move(part, source, target, kept)
 
     def _candidates(self, read: Tensor) -> Tensor:
-        """int32[2*R*CANDIDATES]."""
+        """Return int32[2*R*CANDIDATES], ids and log-probabilities for the record."""
         model = self._model
         logits = model.logits(read).float()
         best, which = logits.topk(min(CANDIDATES, len(model.ids)), -1)
@@ -110,7 +110,7 @@ class LevelDrafting(Drafting):
         self._forests: dict[Size, Forest] = {}
 
     def fits(self, size: Size) -> bool:
-        """Whether there is scratch for the nodes that run, and a child for every place."""
+        """Return whether there is scratch for the nodes that run, and a child for every place."""
         run = size.rows * max(size.levels - 1, 0) * size.width
         return run <= self._max_nodes and size.width <= len(self._model.ids)
 
@@ -119,7 +119,7 @@ class LevelDrafting(Drafting):
     def work(
         self, size: Size, committed: CommittedRound, features: Tensor | None, grown: Tensor
     ) -> Tensor | None:
-        """As Drafting.work; features [M,F*H], None if the model reads none."""
+        """Implement Drafting.work; features [M,F*H], None if the model reads none."""
         model = self._model
         if size not in self._forests:
             device = committed.accepted.choices.device
@@ -174,7 +174,7 @@ class LevelDrafting(Drafting):
     def _grow(
         self, forest: Forest, table: Tensor, starts: TreeStarts, roots: Tensor | None, grown: Tensor
     ) -> None:
-        """Full trees below the rows' new ends, into grown int32[3,R,K]."""
+        """Grow full trees below the rows' new ends, into grown int32[3,R,K]."""
         model, kernels, size = self._model, self._kernels, forest.size
         width, rows = size.width, size.rows
 

@@ -120,7 +120,9 @@ class CapturedExecutor(Executor):
         return self
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """As TorchExecutor does, of every step; what was captured is forgotten."""
+        """Store these layers' streams in every step, as TorchExecutor does; discards all captured
+        programs.
+        """
         self.eager.request_aux_hidden_states(layers)
         self.runner.request_aux_hidden_states(layers, self.eager.ring)
 
@@ -140,8 +142,8 @@ class CapturedExecutor(Executor):
     # --- a step ------------------------------------------------------------------------------
 
     def size_of(self, plan: Plan, trees: TreeBatch, masked: bool = False) -> Size | None:
-        """The declared size that the step runs as, with what is requested where it fits; None if
-        it cannot be run as a round.
+        """Return the declared size that the step runs as, with the requested drafting if it fits;
+        None if it cannot be run as a round.
         """
         if not (trees.known == 1).all() or not plan.samples.all():
             return None
@@ -150,7 +152,7 @@ class CapturedExecutor(Executor):
     def _size(
         self, slots: Ints, nodes: int, draft_request: DraftRequest | None, masked: bool = False
     ) -> Size | None:
-        """The declared size for rows, in these slots, of so many nodes."""
+        """Return the declared size for rows, in these slots, of so many nodes."""
         runner, drafting = self.runner, self.runner.drafting
         size = Size(len(slots), nodes)
         more = masked or not self._sampler.choosing.on_device[slots].all()
@@ -306,7 +308,7 @@ class CapturedExecutor(Executor):
         return slot_init.sampling, history_of(slot_init)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: the eager executor's, and of the rounds."""
+        """Return facts for /server_info: the eager executor's, and those of the rounds."""
         runner = self._runner
         return self.eager.describe() | {
             "captured": [tuple(size) for size in runner.programs.captured] if runner else [],
@@ -322,8 +324,8 @@ class CapturedExecutor(Executor):
 
 
 def with_captures(eager: TorchExecutor, overlap: bool = False) -> TorchExecutor | CapturedExecutor:
-    """The executor behind captured rounds, which may go on from each other (`overlap`), where its
-    device captures and all its layers attend (0046); else itself.
+    """Return the executor behind captured rounds, which may begin from each other (`overlap`), if
+    its device captures and all its layers attend (0046); else itself.
     """
     records = recorder(eager.device)
     if records is None or eager.kernels is None or eager.states is not None:

@@ -90,8 +90,8 @@ class CudaRecorder:
 
 
 def recorder(device: torch.device) -> CudaRecorder | None:
-    """A recorder of its own pool and stream on a CUDA device; None elsewhere, where nothing is
-    captured.
+    """Return a recorder with its own pool and stream on a CUDA device; None elsewhere, where
+    nothing is captured.
     """
     return CudaRecorder(device) if device.type == "cuda" else None
 
@@ -120,7 +120,7 @@ class CapturedPrograms(Programs[Size]):
             self._replays[size]()
 
     def forget(self) -> None:
-        """As Programs.forget, and waits until all that was begun is done."""
+        """Discard all programs, as Programs.forget, after waiting for everything that was begun."""
         self._records.forget()
         self._warm.clear()
         super().forget()

@@ -173,7 +173,7 @@ def _put_choosing(
 
 
 def tree_intervals(trees: TreeBatch, row: AnyArray) -> AnyArray:
-    """int32[2,M]: enter and leave (geometry.py) of every flat node; row int[M] its row."""
+    """Return int32[2,M], enter and leave (geometry.py) of every flat node; row int[M] its row."""
     counts = np.diff(trees.start)
     if np.array_equal(trees.parents[trees.depth > 0], np.flatnonzero(trees.depth > 0) - 1):
         return np.stack([trees.depth, counts[row]])

@@ -134,7 +134,9 @@ class CudaGraphRunner:
         self._forget()
 
     def lacks(self, size: Size) -> bool:
-        """Whether rounds leave for each other, but no room is left for the trees of this size."""
+        """Return whether rounds begin from each other, but there is no room for the trees of this
+        size.
+        """
         kept = self.future
         return (
             kept is not None
@@ -155,8 +157,8 @@ class CudaGraphRunner:
         self._runs.clear()
 
     def runs_as(self, size: Size) -> Size | None:
-        """The captured size that a round of this size runs at, None if there is none; the size
-        itself while programs are not sealed.
+        """Return the captured size that a round of this size runs at, None if there is none; the
+        size itself while programs are not sealed.
         """
         if not self.programs.sealed:
             return size

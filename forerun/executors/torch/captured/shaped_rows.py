@@ -113,7 +113,7 @@ class ShapedRows:
         return (lambda: self._write(rows)) if rows else None
 
     def set_counted(self, slot: int, tokens: int) -> None:
-        """A round has added to a slot's history, which counts so many tokens now."""
+        """Record that a round has extended a slot's history to so many tokens."""
         if self._kind[slot]:
             self._counted[slot] = tokens
 
@@ -126,7 +126,7 @@ class ShapedRows:
         return entries
 
     def _biases(self, slot: int, sampling: Sampling) -> AnyArray | None:
-        """The slot's biases; None if nothing changes."""
+        """Return the slot's biases; None if nothing changes."""
         if not sampling.logit_bias and slot not in self._biased:
             return None
         biases = np.zeros(self._history.shape[1], np.float32)
@@ -152,7 +152,7 @@ class ShapedRows:
         noise: NodeNoise,
         kernels: Kernels,
     ) -> Tensor:
-        """int32[R*N]: choices from logits float32[R*N,V]; noise: of every node."""
+        """Return int32[R*N] choices from logits float32[R*N,V]; noise: of every node."""
         shape = size.rows, size.nodes
         shaping = masks = None
         if size.shaping:
@@ -185,7 +185,9 @@ class ShapedRows:
 
 
 def _above(intervals: Tensor) -> Tensor:
-    """bool[R,N,N]: whether node j > 0 is node i or above it; intervals [2,R,N]: geometry.py."""
+    """Return bool[R,N,N], whether node j > 0 is node i or above it; intervals [2,R,N]:
+    geometry.py.
+    """
     enter, leave = intervals
     inside = (enter[:, None] <= enter[:, :, None]) & (enter[:, :, None] < leave[:, None])
     above: Tensor = inside & (torch.arange(enter.shape[1], device=enter.device) > 0)
@@ -199,13 +201,13 @@ def _kind(sampling: Sampling) -> int:
 
 
 def _penalised(sampling: Sampling) -> bool:
-    """Whether its choices depend on what was said."""
+    """Return whether the choices depend on earlier tokens."""
     counted = sampling.frequency_penalty or sampling.presence_penalty
     return bool(counted) or sampling.repetition_penalty != 1.0
 
 
 def _rules(sampling: Sampling, vocab: int) -> dict[str, int]:
-    """RULES of a sequence, as int32 bits."""
+    """Return RULES of a sequence, as int32 bits."""
     floats = {
         "repetition": sampling.repetition_penalty,
         "frequency": sampling.frequency_penalty,

@@ -12,8 +12,8 @@ from forerun.speculative.accept import NOTHING
 def chosen_together(
     logits: Tensor, noise: NodeNoise, group: Group, kernels: Kernels, vocab: int
 ) -> Tensor:
-    """int32[M] on every rank: what `kernels.choose` gives of all ranks' logits [M,V/N] side by
-    side, of which these are one's. Launches only.
+    """Return int32[M] on every rank: the result of `kernels.choose` for all ranks' logits [M,V/N]
+    side by side, of which these are one's. Launches only.
     """
     best = kernels.best(logits, noise, group.tp.span(vocab).start)
     parts = torch.stack(group.everywhere(torch.stack([best[0].view(torch.int32), best[1]])))

@@ -75,7 +75,7 @@ class HeadsProjections:
         return self._qkv, self._out, *([] if self._gate is None else [self._gate])
 
     def heads(self, x: Tensor, rotary: Rotary) -> Heads:
-        """Heads, not yet normed or rotated, of rows [M,H] at the positions of `rotary`."""
+        """Return heads, not yet normed or rotated, of rows [M,H] at the positions of `rotary`."""
         arch, qkv = self._arch, self._qkv(x)
         q_norm, k_norm = self._q_norm, self._k_norm
         if q_norm is not None and k_norm is not None and self._wide:
@@ -88,14 +88,14 @@ class HeadsProjections:
         )
 
     def _normed(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        """[M,(A+2G)*E], all query heads normed as one row, and all key heads."""
+        """Return [M,(A+2G)*E], all query heads normed as one row, and all key heads."""
         arch, norm = self._arch, self._parts.norm
         keys = arch.kv_heads * arch.head_size
         q, k, v = qkv.split([arch.heads * arch.head_size, keys, keys], -1)
         return torch.cat([norm(q, q_norm, arch.norm_eps), norm(k, k_norm, arch.norm_eps), v], -1)
 
     def out(self, context: Tensor, gate: Tensor | None) -> Tensor:
-        """[M,H] of context [M,A,E]; gate [M,A*E] of the same heads, None: not gated."""
+        """Return [M,H] of context [M,A,E]; gate [M,A*E] of the same heads, None: not gated."""
         rows = context.flatten(1)
         return self._out(rows if gate is None else opened(rows, gate))
 
@@ -143,8 +143,8 @@ class Block:
         return *self._attention.linears, *self._feed_forward.linears
 
     def enter(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The residual stream [M,H] entering this layer, which is x + more, and what its attention
-        reads.
+        """Return the residual stream [M,H] entering this layer, x + more, and the input of its
+        attention.
         """
         return self._joined(x, more, self._before_attention)
 
@@ -157,8 +157,8 @@ class Block:
         sizes: tuple[int, ...],
         recur: Recur = no_states,
     ) -> tuple[Tensor, Tensor]:
-        """Two parts [M,H] of the residual stream after this layer, from what `enter` gave. They are
-        added where the next one enters, together with its norm.
+        """Return two parts [M,H] of the residual stream after this layer, from the results of
+        `enter`. They are added where the next one enters, together with its norm.
 
         sizes  row counts that experts' products may be run at; empty = any
         """
@@ -176,7 +176,7 @@ class Block:
     def _joined(
         self, x: Tensor, more: Tensor | None, weight: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The sum, and that normed, if there is a weight."""
+        """Return the sum, and the normed sum if there is a weight."""
         parts, eps = self._parts, self._arch.norm_eps
         if weight is None:
             x = x if more is None else x + more
@@ -228,11 +228,13 @@ class Ends:
         return self.dtype if self._as_they_are else torch.float32
 
     def final_norm(self, last: Tensor) -> Tensor:
-        """[n,H]: what the head reads, from residual streams [n,H] after the last layer."""
+        """Return [n,H], the head's input, from residual streams [n,H] after the last layer."""
         return self._parts.norm(last, self._norm, self.arch.norm_eps)
 
     def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
-        """float32[n,V] from residual streams [n,H] after the last layer; or into `out` [n,V]."""
+        """Return float32[n,V] from residual streams [n,H] after the last layer; or write them into
+        `out` [n,V].
+        """
         count = len(last)
         padding = padded_rows(count, self.row_sizes) - count
         normed = self.final_norm(F.pad(last, (0, 0, 0, padding)) if padding else last)
@@ -242,7 +244,9 @@ class Ends:
         return logits.float() if out is None else out.copy_(logits)
 
     def read(self, normed: Tensor) -> Tensor:
-        """[n,V] of what `final_norm` returned, [n,H], in `logits_dtype`; n as M in `forward`."""
+        """Return [n,V] logits of the results of `final_norm`, [n,H], in `logits_dtype`; n as M in
+        `forward`.
+        """
         logits, cap, scale = self.head(normed), self.arch.final_softcap, self.arch.logit_scale
         if scale != 1.0:
             logits = logits.float() * scale
@@ -293,7 +297,9 @@ class Decoder(Ends):
             self.row_sizes = invariant_sizes([*linears, self.head])
 
     def rotary(self, positions: Tensor) -> tuple[Rotary, ...]:
-        """Cos and sin, float32[M,E/2] each, of positions int64[M]; in the order of `ropes`."""
+        """Return cos and sin, float32[M,E/2] each, of positions int64[M]; in the order of
+        `ropes`.
+        """
         return tuple(
             rotation(positions, frequencies, rope.attention_factor)
             for rope, frequencies in zip(self.ropes, self.frequencies, strict=True)
@@ -328,7 +334,7 @@ class Decoder(Ends):
         return x, [kept[layer] for layer in features]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[M,H] for tokens int64[M]: rows of the embedding, not scaled."""
+        """Return [M,H] for tokens int64[M]: rows of the embedding, not scaled."""
         if self._group is None:
             return F.embedding(tokens, self.embedding)
         tokens = tokens - self._first

@@ -85,7 +85,7 @@ class DeltaProjections:
         )
 
     def out(self, found: Tensor, gate: Tensor) -> Tensor:
-        """[M,H] of what was read of the states, float32[M,Hv,Dv], and z [M,Hv,Dv]."""
+        """Return [M,H] of the states' results, float32[M,Hv,Dv], and z [M,Hv,Dv]."""
         rows, wide = found.to(gate.dtype).flatten(0, 1), gate.float()
         normed = self._parts.norm(rows, self._norm, self._arch.norm_eps).view(gate.shape)
         opened = normed.float() * (wide / (1 + torch.exp(-wide)))
@@ -93,7 +93,7 @@ class DeltaProjections:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)) of each number, without overflow; shape and dtype of `x`."""
+    """Return log(1 + exp(x)) of each number, without overflow; shape and dtype of `x`."""
     return x.clamp_min(0) + torch.log1p(torch.exp(-x.abs()))
 
 
@@ -115,11 +115,11 @@ class Tokens:
     tiled: bool = False
 
     def ordered(self, order: Tensor) -> "Tokens":
-        """Copies of the nodes `order`, int64[n], in that order."""
+        """Return copies of the nodes `order`, int64[n], in that order."""
         return self._each(lambda part: part.index_select(0, order))
 
     def part(self, begin: int, end: int) -> "Tokens":
-        """The nodes from `begin` to before `end`; views."""
+        """Return the nodes from `begin` to before `end`; views."""
         return self._each(lambda part: part[begin:end])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
@@ -154,7 +154,7 @@ def _of_unit_length(x: Tensor) -> Tensor:
 
 
 def advance(states: Tensor, tokens: Tokens) -> None:
-    """One token more, in place: `states` float32[n,Hv,Dk,Dv], of n tokens."""
+    """Advance `states` float32[n,Hv,Dk,Dv] by one token each, of n tokens, in place."""
     keys = _each_value_head(tokens.keys, states, tokens.tiled).unsqueeze(-1)
     states *= tokens.decay[..., None, None]
     change = (tokens.values - summed(states * keys)) * tokens.beta.unsqueeze(-1)
@@ -162,22 +162,22 @@ def advance(states: Tensor, tokens: Tokens) -> None:
 
 
 def read(states: Tensor, tokens: Tokens) -> Tensor:
-    """float32[n,Hv,Dv]: what the queries of n tokens find in their states."""
+    """Return float32[n,Hv,Dv], the results of the queries of n tokens in their states."""
     queries = _each_value_head(tokens.queries, states, tokens.tiled)
     return summed(states * queries.unsqueeze(-1))
 
 
 def _each_value_head(x: Tensor, states: Tensor, tiled: bool) -> Tensor:
-    """[n,Hv,Dk] of key heads [n,Hk,Dk]: several value heads share one; they follow each other, or
-    stand in turns (`tiled`).
+    """Return [n,Hv,Dk] of key heads [n,Hk,Dk]: several value heads share one; they follow each
+    other, or alternate (`tiled`).
     """
     times = states.shape[1] // x.shape[1]
     return x.repeat(1, times, 1) if tiled else x.repeat_interleave(times, 1)
 
 
 def summed(x: Tensor) -> Tensor:
-    """[...,D] of [...,n,D]: halves are added to each other until one row is left. A sum of the
-    library adds in an order that depends on the shape of the whole.
+    """Return [...,D] of [...,n,D]: halves are added to each other until one row is left. A
+    library's sum adds in an order that depends on the shape of the whole.
     """
     while (rows := x.shape[-2]) > 1:
         half = rows // 2

@@ -30,7 +30,7 @@ class DraftInputs(Protocol):
         eps: float,
         hidden_first: bool = False,
     ) -> Tensor:
-        """[n,2H]."""
+        """Return [n,2H]."""
         ...
 
 
@@ -81,7 +81,7 @@ class LatentHeads:
     gate: None = None
 
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [M,A,E], keys [M,1,E] and values [M,1,rank], E = rank + rope."""
+        """Return queries [M,A,E], keys [M,1,E] and values [M,1,rank], E = rank + rope."""
         rotate, (latent, key) = self.parts.rotate, self.latent
         queries = torch.cat([self.queries[0], rotate(self.queries[1], *self.rotary)], -1)
         latent = latent.unsqueeze(1)
@@ -112,7 +112,7 @@ class Heads:
     gate: Tensor | None = None
 
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [M,A,E], keys and values [M,G,E], normed and rotated: the slow twin of
+        """Return queries [M,A,E], keys and values [M,G,E], normed and rotated: the slow twin of
         Kernels.enter, which also writes them.
         """
         groups = self.kv_heads
@@ -127,8 +127,8 @@ AnyHeads = Heads | LatentHeads
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (arXiv 1910.07467) of x [...,W] by a weight [W] over the last axis, in float32 or
-    better; shape and dtype of `x`.
+    """Return the RMSNorm (arXiv 1910.07467) of x [...,W] by a weight [W] over the last axis, in
+    float32 or better; shape and dtype of `x`.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -136,7 +136,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum x + more, rounded to the dtype of `x`, and `rms_norm` of that; all [M,H]."""
+    """Return the sum x + more, rounded to the dtype of `x`, and `rms_norm` of that; all [M,H]."""
     added = x + more
     return added, rms_norm(added, weight, eps)
 
@@ -149,7 +149,8 @@ def draft_inputs(
     eps: float,
     hidden_first: bool = False,
 ) -> Tensor:
-    """[n,2H]: `rms_norm` of the embeddings of tokens int[n] beside that of hidden states [n,H].
+    """Return [n,2H]: `rms_norm` of the embeddings of tokens int[n] beside that of hidden states
+    [n,H].
 
     embedding  [V,H]; norms: of both, in this order, whichever stands first
     """
@@ -161,7 +162,7 @@ def draft_inputs(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, in float32; dtype of `gate`.
+    """Return silu(gate) * up, in float32; dtype of `gate`.
 
     Not F.silu: on the CPU its bits depend on where in the tensor an element stands.
     """
@@ -174,8 +175,8 @@ _GELU = 2 * (2 / torch.pi) ** 0.5
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up with GELU's tanh approximation (arXiv 1606.08415), in float32; dtype of
-    `gate`.
+    """Return gelu(gate) * up with GELU's tanh approximation (arXiv 1606.08415), in float32; dtype
+    of `gate`.
 
     0.5 g (1 + tanh(a)) = g / (1 + exp(-2a)). Not F.gelu: on the CPU its bits depend on where in
     the tensor an element stands.
@@ -186,15 +187,15 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def erf_geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up by the error function, in float32; dtype of `gate`. On every device: no
-    kernel of ours computes it.
+    """Return gelu(gate) * up by the error function, in float32; dtype of `gate`. On every device:
+    no kernel of ours computes it.
     """
     wide = gate.float()
     return (wide * (0.5 * torch.erfc(wide * -(0.5**0.5))) * up).to(gate.dtype)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Gpt-oss's gate (layer_spec.Activation) of gate and up [...,I], in float32; dtype of
+    """Return gpt-oss's gate (layer_spec.Activation) of gate and up [...,I], in float32; dtype of
     `gate`.
     """
     wide = gate.float().clamp(max=CLAMP)
@@ -203,26 +204,26 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
-    """Each number of `x` as cap * tanh(x / cap), between -cap and cap (arXiv 2408.00118, section
-    2); `x` without a cap.
+    """Return each number of `x` as cap * tanh(x / cap), between -cap and cap (arXiv 2408.00118,
+    section 2); `x` without a cap.
     """
     return x if cap is None else torch.tanh(x / cap) * cap
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on heads x [..., heads, E], half-split layout, by cos and sin [..., E/2]."""
+    """Apply RoPE to heads x [..., heads, E], half-split layout, by cos and sin [..., E/2]."""
     first, second = x.chunk(2, -1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def opened(x: Tensor, gate: Tensor) -> Tensor:
-    """sigmoid(gate) * x, in float32; shape and dtype of `x`."""
+    """Return sigmoid(gate) * x, in float32; shape and dtype of `x`."""
     return (x / (1 + torch.exp(-gate.float()))).to(x.dtype)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate`, computed in float32; shape and dtype of `x`."""
+    """Return `rotate`, computed in float32; shape and dtype of `x`."""
     return rotate(x.float(), cos, sin).to(x.dtype)
 
 
@@ -240,7 +241,9 @@ PLAIN = Elementwise(rms_norm, add_norm, swiglu, turned, geglu, draft_inputs, cla
 
 
 def compiled(parts: Elementwise) -> Elementwise:
-    """By torch.compile, for any number of rows: one kernel each, made when it first runs."""
+    """Compile the functions with torch.compile, for any number of rows: one kernel each, made when
+    it first runs.
+    """
     made: dict[str, Any] = {
         field.name: torch.compile(getattr(parts, field.name), dynamic=True)
         for field in fields(parts)

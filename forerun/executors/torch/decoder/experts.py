@@ -68,8 +68,8 @@ class Mixture:
         return self._router, *(linear for part in parts for linear in part.linears)
 
     def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """[M,H] -> [M,H], summed over the ranks. `sizes`: row counts that products may be run at;
-        empty = any.
+        """Return [M,H] for x [M,H], summed over the ranks. `sizes`: row counts that products may be
+        run at; empty = any.
         """
         wide = self._about.router.scores == "sigmoid"
         logits = self._router(x.float() if wide else x).float()
@@ -96,7 +96,7 @@ class Mixture:
         return self._sum((mixed + shared).to(x.dtype))
 
     def _launched(self, x: Tensor, chosen: Tensor, grouped: GroupedProduct) -> Tensor:
-        """`_outputs`, launched: nothing here waits for the device."""
+        """Compute `_outputs` by launches: nothing here waits for the device."""
         count, k = chosen.shape
         pairs = Pairs.of(chosen, len(self._about.here))
         opened, up = grouped(x, self._gate_up, pairs, k).chunk(2, -1)
@@ -106,8 +106,8 @@ class Mixture:
         return found.view(count, k, -1)
 
     def _outputs(self, x: Tensor, chosen: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """[M,k,H]: what each row's experts make of it, 0 of those that are not here. The host waits
-        for the choices.
+        """Return [M,k,H], the outputs of each row's experts, 0 for those of other ranks. The host
+        waits for the choices.
         """
         count, width = chosen.shape
         order = chosen.flatten().argsort(stable=True)
@@ -123,8 +123,8 @@ class Mixture:
 
 
 def _places(chosen: Tensor, here: range) -> Tensor:
-    """Experts by their places among those that are here, from their numbers; of one that is not,
-    how many are.
+    """Return the experts' places among those of this rank, from their numbers; for one of another
+    rank, the number of this rank's.
     """
     place = chosen - here.start
     return torch.where((place >= 0) & (place < len(here)), place, len(here))

@@ -62,8 +62,8 @@ class FewBits:
     through: Tensor
 
     def integers(self, first: int, last: int) -> Tensor:
-        """float32[n,K] the numbers of rows from `first` to `last`, before zero points and scales,
-        in the columns' own order.
+        """Return float32[n,K], the numbers of rows from `first` to `last`, before zero points and
+        scales, in the columns' own order.
         """
         found = self.numbers[:, first:last].transpose(0, 1)
         if self.kind == "int4":
@@ -73,8 +73,8 @@ class FewBits:
         return found.float().flatten(1)[:, : self.shape[1]]
 
     def widened(self, first: int, last: int) -> Tensor:
-        """float32[last-first,K]: the rows from `first` to before `last` as numbers, zeros taken off
-        and scales multiplied.
+        """Return float32[last-first,K], the rows from `first` to before `last` as numbers, zeros
+        subtracted and scales multiplied.
         """
         numbers, columns = self.integers(first, last), self.shape[1]
 
@@ -114,8 +114,8 @@ class FewBitsProducts:
 
 
 def few_bits_product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
-    """FewBitsProduct in plain torch: the slow twin. It widens a few rows of the weight at a time,
-    for TILE rows of `x` at a time.
+    """Compute FewBitsProduct in PyTorch operations, the slow twin. It widens a few rows of the
+    weight at a time, for TILE rows of `x` at a time.
     """
     outputs, inputs = weight.shape
     step = max(1, PIECE // inputs)
@@ -135,12 +135,12 @@ IN_TORCH = FewBitsProducts(few_bits_product)
 
 
 def _tensor(array: AnyArray) -> Tensor:
-    """A copy: files' views are read-only."""
+    """Return a copy as a tensor: files' views are read-only."""
     return torch.from_numpy(np.array(array, order="C"))
 
 
 def alike(matrices: Sequence[Grouped]) -> bool:
-    """Whether matrices one above the other are one weight in few bits."""
+    """Return whether matrices one above the other are one weight in few bits."""
     first = matrices[0]
     facts = {(m.kind, m.shape[1], m.group, m.block, m.zeros, m.scale) for m in matrices}
     orders = {None if m.order is None else m.order.tobytes() for m in matrices}
@@ -148,7 +148,8 @@ def alike(matrices: Sequence[Grouped]) -> bool:
 
 
 def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
-    """Matrices that are `alike`, one above the other, on a device; pieces are read side by side.
+    """Load matrices that are `alike`, one above the other, on a device; pieces are read side by
+    side.
 
     Raises what reading them raises.
     """
@@ -162,7 +163,7 @@ def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
     zeros = torch.empty(first.groups, outputs, device=device) if first.zeros else None
 
     def put(matrix: Grouped, begin: int, end: int, at: int) -> None:
-        """Rows from `begin` to `end` of a matrix, where row `at` of the weight is."""
+        """Copy rows from `begin` to `end` of a matrix to row `at` of the weight and on."""
         found = matrix.read(slice(begin, end))
         rows = F.pad(_tensor(found.numbers), (0, blocks * block - inputs))
         rows = rows.view(-1, blocks, block)
@@ -197,7 +198,7 @@ def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
 
 
 def rounded(weight: Tensor) -> FewBits:
-    """A weight [N,K] of any floats in float8, with a scale for each row."""
+    """Return a weight [N,K] of any floats in float8, with a scale for each row."""
     outputs, inputs = weight.shape
     block, found = whole_block(inputs), float8_rows(weight)
     numbers = F.pad(found.numbers.view(torch.uint8), (0, -inputs % block))
@@ -208,5 +209,5 @@ def rounded(weight: Tensor) -> FewBits:
 
 
 def _through(outputs: int, device: torch.device) -> Tensor:
-    """`FewBits.through` of a weight with so many outputs."""
+    """Return `FewBits.through` for a weight with so many outputs."""
     return torch.zeros(-(-FEW // 16) * -(-outputs // COLUMNS), dtype=torch.int32, device=device)

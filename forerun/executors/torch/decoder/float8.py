@@ -19,8 +19,8 @@ class Float8Rows(NamedTuple):
 
 
 def float8_rows(x: Tensor) -> Float8Rows:
-    """Rows [M,K] as float8 with one scale each, the row's largest number over float8's. NaN stays
-    NaN.
+    """Return rows [M,K] as float8 with one scale each, the row's largest number over float8's. NaN
+    stays NaN.
     """
     wide = x.float()
     # Times the inverse: CUDA divides by a number so, the CPU does not.

@@ -38,8 +38,8 @@ class Pairs:
 
     @staticmethod
     def of(chosen: Tensor, count: int) -> "Pairs":
-        """Rows and experts, ordered by expert, of choices int64[M,k] among `count` experts. Only
-        launches.
+        """Return rows and experts, ordered by expert, of choices int64[M,k] among `count` experts.
+        Only launches.
         """
         expert = chosen.flatten()
         ordered, order = expert.sort(stable=True)

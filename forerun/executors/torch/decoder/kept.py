@@ -18,7 +18,7 @@ class FewBitsLinear:
         self.weight, self.bias, self.by = weight, bias, by
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M,K] -> [M,N]."""
+        """Return [M,N] for x [M,K]."""
         return self.by.product(x, self.weight, self.bias)
 
 
@@ -29,7 +29,7 @@ class SideBySide:
         self.shape, self._parts = shape, parts
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M,K] -> [M,N]."""
+        """Return [M,N] for x [M,K]."""
         return torch.cat([part(x) for part in self._parts], -1)
 
 
@@ -41,7 +41,7 @@ class GatedFeedForward(FeedForward):
         self._first, self._activation = gate_up, activation
 
     def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """As FeedForward."""
+        """Implement FeedForward: [M,H] for x [M,H]."""
         first = self._first
         assert first.by.gated is not None
         between = first.by.gated(x, first.weight, first.bias, self._activation)

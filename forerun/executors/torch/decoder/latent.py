@@ -51,7 +51,9 @@ class LatentProjections:
         return *products, *self._into.linears, *self._out_of.linears
 
     def heads(self, x: Tensor, rotary: Rotary) -> LatentHeads:
-        """Queries and the latent row of rows [M,H] at the positions of `rotary`, not rotated."""
+        """Return queries and the latent row of rows [M,H] at the positions of `rotary`, not
+        rotated.
+        """
         arch, about, norm = self._arch, self._latent, self._parts.norm
         down = self._down(x)
         kept = down[:, -about.rank - about.rope :]
@@ -66,7 +68,7 @@ class LatentProjections:
         return LatentHeads(pair, (latent, key), rotary, self._parts, sinks=self._sinks)
 
     def out(self, context: Tensor, gate: Tensor | None) -> Tensor:
-        """[M,H] of context [M,A,rank]; there is no gate."""
+        """Return [M,H] of context [M,A,rank]; there is no gate."""
         return self._out(self._out_of(context).flatten(1))
 
 
@@ -84,7 +86,7 @@ class EachHead:
             self._weight = weight.transpose(1, 2).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M,A,out]."""
+        """Return [M,A,out]."""
         if not self.linears:
             return torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1)
         return torch.stack([linear(x[:, head]) for head, linear in enumerate(self.linears)], 1)

@@ -37,13 +37,13 @@ class Linear:
         self._weight: Tensor = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M,K] -> [M,N]."""
+        """Return [M,N] for x [M,K]."""
         if not self._on_cpu or len(x) <= MOST_ROWS:
             return self._product(x)
         return torch.cat([self._product(part) for part in x.split(MOST_ROWS)])
 
     def into(self, x: Tensor, out: Tensor) -> Tensor:
-        """[M,K] -> `out` [M,N], without a copy where the device's library can."""
+        """Write [M,N] for x [M,K] into `out`, without a copy if the device's library can."""
         if self._on_cpu or self._bias is not None:
             return out.copy_(self(x))
         return torch.mm(x, self._weight.t(), out=out)
@@ -63,7 +63,7 @@ class Product(Protocol):
     shape: tuple[int, int]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M,N]."""
+        """Return [M,N] for x [M,K]."""
         ...
 
 
@@ -79,17 +79,17 @@ class FeedForward:
         self._gate_up, self._down, self._gate = gate_up, down, gate
 
     def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """[M,H] -> [M,H]. `sizes`, for experts only: M is already one of them."""
+        """Return [M,H] for x [M,H]. `sizes`, for experts only: M is already one of them."""
         return self._down(self._gate(*self._gate_up(x).chunk(2, -1)))
 
 
 def alone(x: Tensor) -> Tensor:
-    """`x` [M,H] as it is: the sum over ranks, of one."""
+    """Return `x` [M,H] unchanged: the sum over one rank."""
     return x
 
 
 def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:
-    """Rows to run for `rows` wanted ones, so that only products of `sizes` occur.
+    """Return the rows to run for `rows` wanted ones, so that only products of `sizes` occur.
 
     No sizes: any number of rows may be run.
     """
@@ -104,7 +104,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, MOST_ROWS)
 
 
 def invariant_sizes(linears: Iterable[Product]) -> tuple[int, ...]:
-    """Row counts of SIZES at which these products give each row the bits of the largest.
+    """Return the row counts of SIZES at which these products give each row the bits of the largest.
 
     Tried on random numbers, once per shape; kernels are chosen by shape, never by value. The
     largest is always among them; that a row's place in it does not matter is seen from the
@@ -133,5 +133,5 @@ class WholeLinear:
         self.weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M,K] -> [M,N]."""
+        """Return [M,N] for x [M,K]."""
         return F.linear(x, self.weight, self._bias)

@@ -29,7 +29,9 @@ class Lane(Protocol):
         ...
 
     def buffer(self, size: int) -> Tensor:
-        """uint8[size] in pinned memory; waits until all that was sent of it before has left it."""
+        """Return uint8[size] in pinned memory; waits until everything sent of it before has left
+        it.
+        """
         ...
 
     def send(self, out: Tensor, held: Tensor) -> None:
@@ -53,29 +55,31 @@ class CudaLane:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def begin(self) -> None:
-        """As Lane.begin: this lane's stream waits for the device's current one."""
+        """Implement Lane.begin: this lane's stream waits for the device's current one."""
         self._stream.wait_stream(self.cuda.current_stream(self._device))
 
     def buffer(self, size: int) -> Tensor:
-        """As Lane.buffer; allocated anew where a larger one than so far is wanted."""
+        """Implement Lane.buffer; allocates anew if a larger one than so far is wanted."""
         self._sent.synchronize()
         if len(self._buffer) < size:
             self._buffer = self.pinned(size)
         return self._buffer[:size]
 
     def pinned(self, size: int) -> Tensor:
-        """uint8[size] of the host that the device reads without a copy between."""
+        """Return uint8[size] of the host that the device reads without a copy between."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def send(self, out: Tensor, held: Tensor) -> None:
-        """As Lane.send. The device changes the dtype: `copy_` from the host would do that there."""
+        """Implement Lane.send. The device changes the dtype: `copy_` from the host would do that on
+        the host.
+        """
         with self.cuda.stream(self._stream):
             there = held if held.dtype == out.dtype else held.to(out.device, non_blocking=True)
             out.copy_(there, non_blocking=True)
             self._sent.record(self._stream)
 
     def end(self) -> None:
-        """As Lane.end: the device's current stream waits for this lane's."""
+        """Implement Lane.end: the device's current stream waits for this lane's."""
         self.cuda.current_stream(self._device).wait_stream(self._stream)
 
 

@@ -32,8 +32,8 @@ _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def numbers_of(kind: str, rows: AnyArray) -> Tensor:
-    """[n,K] of rows uint8[n,bytes of a row], copied: in the dtype they are stored in, or float32
-    where they are quantised.
+    """Return [n,K] of rows uint8[n,bytes of a row], copied: in their stored dtype, or float32 if
+    they are quantised.
     """
     if kind in _STORED:
         return torch.from_numpy(np.array(rows, order="C")).view(_STORED[kind])
@@ -42,8 +42,8 @@ def numbers_of(kind: str, rows: AnyArray) -> Tensor:
 
 
 def pieces_of(packed: Packed) -> Iterator[tuple[slice, Tensor]]:
-    """A packed matrix from top to bottom, a piece at a time: its rows as a slice, and their numbers
-    float32[n,K].
+    """Yield a packed matrix from top to bottom, a piece at a time: its rows as a slice, and their
+    numbers float32[n,K].
     """
     for rows in _pieces(packed):
         yield rows, numbers_of(packed.kind, packed.rows[rows])
@@ -57,7 +57,7 @@ def _pieces(packed: Packed) -> Iterator[slice]:
 def some_rows(
     checkpoint: Checkpoint, name: str, which: Ints, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """[n,K] rows int32[n] of a matrix; nothing else of it is read."""
+    """Return [n,K], rows int32[n] of a matrix; reads nothing else of it."""
     packed = checkpoint.packed(name)
     if packed is None:
         return torch.from_numpy(checkpoint.tensor(name)[which]).to(device, dtype)
@@ -95,14 +95,14 @@ class Weights:
         self._staging = staging(device)
 
     def vector(self, name: str) -> Tensor | None:
-        """The vector float32[N] of that name, whatever the dtype; None if the model has no such
+        """Return the vector float32[N] of that name, in any dtype; None if the model has no such
         tensor.
         """
         return self._load(name).float() if name in self._names else None
 
     def required(self, name: str) -> Tensor:
-        """The tensor of that name, of any shape [...], as float32, without the offset that norms
-        have in some families. Raises as Checkpoint.tensor where it is missing.
+        """Return the tensor of that name, of any shape [...], as float32, without the offset that
+        norms have in some families. Raises as Checkpoint.tensor if it is missing.
         """
         return self._load(name).float()
 
@@ -112,19 +112,19 @@ class Weights:
         return stored + self._norm_offset if self._norm_offset else stored
 
     def matrix(self, name: str) -> Tensor:
-        """[N,K] of that name, in the activations' dtype, on the device."""
+        """Return [N,K] of that name, in the activations' dtype, on the device."""
         return self._stacked((name,))
 
     def block_linear(self, *names: str) -> Product:
-        """The matrices called names, one above the other, as one product of the blocks."""
+        """Return the named matrices, one above the other, as one product of the blocks."""
         if not self._narrow or self._few_bits is None:
             return self.linear(*names)
         weight = rounded(self._stacked(tuple(f"{name}.weight" for name in names)))
         return FewBitsLinear(weight, self._bias(names), self._few_bits)
 
     def linear(self, *names: str) -> Product:
-        """As `block_linear`, but never rounded to float8: one product [M,K] -> [M,N] of the named
-        weights one above the other, with their biases.
+        """Return one product [M,K] -> [M,N] as `block_linear`, but never rounded to float8, with
+        biases.
         """
         kept = None if self._few_bits is None or self._narrow else self._kept(names)
         if kept is not None:
@@ -133,22 +133,22 @@ class Weights:
         return self._products(weight, self._bias(names))
 
     def feed_forward(self, prefix: str) -> tuple[Product, Product]:
-        """The products of layers.FeedForward: gate and up, one above the other, and down; names
-        begin with `prefix`.
+        """Return the products of layers.FeedForward: gate and up, one above the other, and down;
+        names begin with `prefix`.
         """
         gate_up = self.block_linear(f"{prefix}.gate_proj", f"{prefix}.up_proj")
         return gate_up, self.block_linear(f"{prefix}.down_proj")
 
     def wide_linear(self, *names: str) -> Product:
-        """As `linear`, with weights in float32 whatever the dtype."""
+        """Return a product as `linear`, with weights in float32 for any dtype."""
         weight = self._stacked(tuple(f"{name}.weight" for name in names)).float()
         biases = [self.vector(f"{name}.bias") for name in names]
         present = [bias for bias in biases if bias is not None]
         return self._products(weight, torch.cat(present) if present else None)
 
     def experts(self, prefix: str, which: range, *parts: str) -> Stacked:
-        """`parts` of experts prefix.N for each N of `which`, one above the other, as one tensor; in
-        float8 where the blocks' weights are.
+        """Return `parts` of experts prefix.N for each N of `which`, one above the other, as one
+        tensor; in float8 if the blocks' weights are.
         """
         rows = [self._checkpoint.shape(f"{prefix}.{which[0]}.{part}.weight") for part in parts]
         shape = len(which), sum(each[0] for each in rows), rows[0][1]
@@ -172,13 +172,13 @@ class Weights:
         return Stacked(numbers, scale, bias)
 
     def head(self, embedding: Tensor) -> Product:
-        """The output head [V,H]; `embedding` is what it is tied to, if it is."""
+        """Return the output head [V,H]; `embedding` is the tensor that it may be tied to."""
         if "lm_head.weight" in self._names:
             return self.linear("lm_head")
         return self._products(embedding, None)
 
     def _kept(self, names: tuple[str, ...]) -> Product | None:
-        """The matrices called names as one product in few bits, or side by side where some are, but
+        """Return the named matrices as one product in few bits, or side by side if some are, but
         not all alike; None if none is.
         """
         assert self._few_bits is not None
@@ -192,13 +192,15 @@ class Weights:
         return SideBySide(parts, (sum(part.shape[0] for part in parts), kept[0].shape[1]))
 
     def _bias(self, names: tuple[str, ...]) -> Tensor | None:
-        """[N] in the dtype, of these matrices one after the other."""
+        """Return [N] in the dtype, the biases of these matrices one after the other; None without
+        any.
+        """
         biases = [self.vector(f"{name}.bias") for name in names]
         present = [bias for bias in biases if bias is not None]
         return torch.cat(present).to(self.dtype) if present else None
 
     def _stacked(self, names: tuple[str, ...]) -> Tensor:
-        """[N,K]: these matrices, one above the other."""
+        """Return [N,K], these matrices one above the other."""
         shapes = [self._checkpoint.shape(name) for name in names]
         rows = [shape[0] for shape in shapes]
         whole = torch.empty(sum(rows), shapes[0][1], dtype=self.dtype, device=self.device)

@@ -78,7 +78,7 @@ class BlockDrafter(nn.Module):
             self.lm_head = nn.Linear(head.hidden, head.vocab, bias=False)
 
     def layer(self, number: int) -> DraftLayer:
-        """The decoder layer of that number, from 0."""
+        """Return the decoder layer of that number, from 0."""
         return cast(DraftLayer, self.layers[number])
 
     def read_features(self, features: Tensor) -> Tensor:
@@ -95,8 +95,8 @@ class BlockDrafter(nn.Module):
         return [self.layer(number).heads(made, rotary, context=True) for number in layers]
 
     def embedded(self, tokens: Tensor, embedding: Tensor) -> Tensor:
-        """[..., places, H] of blocks int[..., places], by the drafter's own embedding and mask
-        where it has them, else by `embedding` [V,H].
+        """Return [..., places, H] of blocks int[..., places], by the drafter's own embedding and
+        mask if it has them, else by `embedding` [V,H].
         """
         own = self.embed_tokens.weight if self.head.own_embedding else None
         rows = F.embedding(tokens, embedding if own is None else own)
@@ -184,7 +184,9 @@ class TorchBlockModel:
         return int(not about.anchored) + depth if about.causal else about.places
 
     def read_at(self, read: Tensor, depth: int) -> Tensor:
-        """[R,depth,H] what draft tokens are read from, of `forward`'s [R*places,H]."""
+        """Return [R,depth,H], the rows from which draft tokens are read, of `forward`'s
+        [R*places,H].
+        """
         first = int(not self.about.anchored)
         blocks: Tensor = read.unflatten(0, (-1, self.places(depth)))
         return blocks[:, first : first + depth]
@@ -207,7 +209,7 @@ class TorchBlockModel:
         return no_candidates(len(extension.scored))
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Raises EngineError: a block drafter proposes a block at once."""
+        """Raise EngineError: a block drafter proposes a block at once."""
         raise EngineError("a block drafter proposes a block, not level by level")
 
     @torch.inference_mode()
@@ -247,8 +249,8 @@ class TorchBlockModel:
         return rotation(indices(position, self._executor.device), *self.ropes[0])
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: the algorithm, Vd, the target's layers that are read, places of a
-        block, and bytes by purpose.
+        """Return facts for /server_info: the algorithm, Vd, the target's layers that are read,
+        places of a block, and bytes by purpose.
         """
         return {
             "algorithm": self.about.algorithm,
@@ -261,7 +263,7 @@ class TorchBlockModel:
 
 
 def _loaded(executor: TorchTarget, draft: BlockFile) -> BlockDrafter:
-    """The trained class with the file's weights."""
+    """Return the trained class with the file's weights."""
 
     def weights(name: str) -> Tensor:
         return torch.from_numpy(np.array(draft.tensor(name))).to(executor.device, executor.dtype)
@@ -273,7 +275,9 @@ def _loaded(executor: TorchTarget, draft: BlockFile) -> BlockDrafter:
 def _borrowed_rows(
     executor: TorchTarget, checkpoint: Checkpoint, draft: BlockFile
 ) -> Tensor | None:
-    """[Vd,H] the target's output rows of a draft vocabulary; None if all or none are used."""
+    """Return [Vd,H], the target's output rows of a draft vocabulary; None if all or none are
+    used.
+    """
     if draft.head.own_head or draft.head.vocab == draft.head.target_vocab:
         return None
     tied = checkpoint.architecture.tied_head

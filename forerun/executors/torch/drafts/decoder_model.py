@@ -65,13 +65,13 @@ class TorchDecoderModel(LevelModel):
         super().__init__(executor, traits, cache, decoder.ropes, heads, 0)
 
     def _some_rows(self, draft: WholeDraft, device: torch.device, dtype: torch.dtype) -> Linear:
-        """The output head's rows of the tokens that may be proposed."""
+        """Return the output head's rows of the tokens that may be proposed."""
         tied = draft.checkpoint.architecture.tied_head
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
         return Linear(some_rows(draft.checkpoint, name, draft.vocabulary.own_ids, device, dtype))
 
     def enter(self, features: Tensor | None) -> Tensor:
-        """Nothing, [0,0]: the model reads tokens alone."""
+        """Return an empty tensor [0,0]: the model reads only tokens."""
         return self.outputs[:0]
 
     def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -100,7 +100,7 @@ class DraftCache:
     # --- passes --------------------------------------------------------------------------
 
     def extension(self, extension: Extension) -> DraftPass:
-        """A pass over the tokens that became permanent: those after them, or with `roots`
+        """Return a pass over the tokens that became permanent: those after them, or with `roots`
         themselves and each row's root. Raises EngineError if a position has no page.
         """
         self._targets(extension)
@@ -149,7 +149,8 @@ class DraftCache:
         return self._pass(level.tokens, position, level.start, nodes, rows, level.first)
 
     def block(self, block: DraftBlock, mask: int, causal: bool) -> DraftPass:
-        """A pass over blocks: each row's root, then as many `mask` tokens as make it `depth` long.
+        """Return a pass over blocks: each row's root, then as many `mask` tokens as make it `depth`
+        long.
 
         causal  a place sees those before it; else all places of its block. Either sees all that is
                 cached
@@ -231,7 +232,7 @@ class DraftCache:
         return self.parts[0].scratch(np.asarray(self._scratch + slots))
 
     def _targets(self, extension: Extension) -> Slots:
-        """int64[n] where the tokens of an extension belong."""
+        """Return int64[n], the slots of the tokens of an extension."""
         return np.concatenate([
             self.parts[0].slots_of(pages[None], 0, np.arange(length, length + end - begin))
             for pages, length, begin, end in zip(
@@ -249,5 +250,7 @@ class DraftCache:
 
 
 def _room(limits: ExecutorLimits) -> ExecutorLimits:
-    """Of a PagedCache whose scratch also takes an extension's roots and the roots by slot."""
+    """Return the limits of a PagedCache whose scratch also takes an extension's roots and the roots
+    by slot.
+    """
     return replace(limits, max_nodes=limits.max_nodes + 2 * limits.slots, max_scored=None)

@@ -40,7 +40,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normed x [...,width], in its dtype."""
+        """Return the normed x [...,width], in its dtype."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -75,7 +75,7 @@ class TrainedHeads:
     values: Tensor
 
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as they are: rotated already."""
+        """Return queries, keys and values unchanged: they are rotated already."""
         return self.queries, self.keys, self.values
 
 
@@ -121,7 +121,7 @@ class DraftLayer(nn.Module):
         self.stacked: tuple[Tensor, Tensor] | None = None
 
     def entry_norm(self, name: str = "input_layernorm") -> Tensor:
-        """The weight [H] of a norm before the attention."""
+        """Return the weight [H] of a norm before the attention."""
         return self.get_parameter(f"{name}.weight")
 
     def heads(
@@ -179,5 +179,5 @@ class DraftLayer(nn.Module):
 
 
 def chosen(x: Tensor, only: Tensor | None) -> Tensor:
-    """The rows `only` of x [N, ...]; None: all."""
+    """Return the rows `only` of x [N, ...]; None: all."""
     return x if only is None else x.index_select(0, only)

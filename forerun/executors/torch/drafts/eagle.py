@@ -65,7 +65,8 @@ class EagleHead(nn.Module):
         return layer
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Hidden state [..., H] from the target's features [..., F*H], F features side by side.
+        """Return hidden states [..., H] from the target's features [..., F*H], F features side by
+        side.
 
         EAGLE-1's single feature is the hidden state already.
         """
@@ -90,7 +91,8 @@ class EagleHead(nn.Module):
         attend: Attend,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One draft step: next tokens int[...], rows of `embedding` [V,H], beside hidden [..., H].
+        """Run one draft step: next tokens int[...], rows of `embedding` [V,H], beside hidden [...,
+        H].
 
         rotary: of the rows' positions. Returns what the head reads and what the next step receives,
         both [..., H]; they differ unless `normed_feedback`.
@@ -144,7 +146,7 @@ class TorchEagleModel(LevelModel):
         executor.request_aux_hidden_states(head.features)
 
     def enter(self, features: Tensor | None) -> Tensor:
-        """Hidden states [n,H] of the target's features [n,F*H], fused."""
+        """Return hidden states [n,H] of the target's features [n,F*H], fused."""
         assert features is not None, "the traits ask for features"
         if self._about.algorithm == "eagle1":
             return self._executor.decoder.final_norm(features)

@@ -91,7 +91,9 @@ class LevelModel:
         width: int,
         states: LayerStates | None = None,
     ) -> None:
-        """heads: A query heads, and numbers of one that a rope is over; width: W."""
+        """Initialise the model. heads: A query heads, and numbers of one that a rope is over;
+        width: W.
+        """
         self.traits, self.cache, self.states = traits, cache, states
         self._executor, limits = executor, executor.limits
         kept = traits.cache[0]
@@ -107,8 +109,8 @@ class LevelModel:
     # --- launches only -----------------------------------------------------------------------
 
     def enter(self, features: Tensor | None) -> Tensor:
-        """The hidden state [n,H] that permanent tokens are read beside, from the target's features
-        [n,F*H]; None exactly where the traits need none.
+        """Return the hidden state [n,H] that permanent tokens are read beside, from the target's
+        features [n,F*H]; None exactly if the traits need none.
         """
         raise NotImplementedError
 
@@ -171,12 +173,12 @@ class LevelModel:
         return self._candidates(read, work.scored, level.candidates)
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """Raises EngineError: the model proposes level by level, not a block."""
+        """Raise EngineError: the model proposes level by level, not a block."""
         raise EngineError(f"{self.traits.name} proposes level by level, not a block")
 
     def _streams(self, extension: Extension, features: Features | None) -> Tensor | None:
-        """The features of an extension on the device. Raises EngineError where they are not what
-        the traits need.
+        """Return the features of an extension on the device. Raises EngineError if they are not
+        those that the traits need.
         """
         if self.traits.features.kind == "none":
             return None
@@ -226,10 +228,10 @@ class LevelModel:
         return Candidates(ids.int().cpu().numpy(), log_probs.cpu().numpy())
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: `facts`."""
+        """Return facts for /server_info: `facts`."""
         return self.facts
 
 
 def nothing_before(layer: int, outputs: Tensor) -> Tensor:
-    """Nodes.before of a pass in which no layer reads another. Raises EngineError."""
+    """Raise EngineError: in this pass no layer reads another (Nodes.before)."""
     raise EngineError("a pass in which no layer reads another")

@@ -23,8 +23,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def for_serving(network: Callable[[], M], weights: Callable[[str], Tensor]) -> M:
-    """The module that `network` makes, with `weights` by their parameters' names, which are not
-    trained; layers' products that read the same rows are one.
+    """Return the module that `network` makes, with `weights` by their parameters' names, which are
+    not trained; layers' products that read the same rows are one.
     """
     with torch.device("meta"):
         made = network()
@@ -45,7 +45,9 @@ def stack(layer: DraftLayer) -> None:
 
 
 def _stacked(*linears: nn.Linear) -> Tensor:
-    """Their weights, one above the other, kept once: theirs become views of it."""
+    """Return the weights one above the other, stored once: those of `linears` become views of
+    it.
+    """
     whole = torch.cat([linear.weight for linear in linears])
     parts = whole.split([len(each.weight) for each in linears])
     for linear, part in zip(linears, parts, strict=True):
@@ -69,8 +71,8 @@ def eagle_traits(draft: DraftFile, max_nodes: int) -> DraftModelTraits:
 
 
 def eagle_cache(executor: TorchTarget, draft: DraftFile) -> tuple[DraftCache, dict[str, Any]]:
-    """A head's keys and values, allocated, and facts of the model for /server_info. Raises
-    MemoryPlanError where they or the head's weights do not fit.
+    """Allocate a head's keys and values. Returns them, and facts of the model for /server_info.
+    Raises MemoryPlanError if they or the head's weights do not fit.
     """
     head, limits, dtype = draft.head, executor.limits, executor.dtype
     taken = {
@@ -88,8 +90,8 @@ def eagle_cache(executor: TorchTarget, draft: DraftFile) -> tuple[DraftCache, di
 
 
 def eagle_embedding(executor: TorchTarget, draft: DraftFile) -> Tensor:
-    """[V,H] that the head reads: the target's, or its own where it is not as wide as the target.
-    Raises ModelError if that has none.
+    """Return the embedding [V,H] for the head: the target's, or its own if it is not as wide as the
+    target. Raises ModelError if it has none.
     """
     head, name = draft.head, "embed_tokens.weight"
     if head.hidden == head.target_hidden:

@@ -129,13 +129,13 @@ class TorchPredictionModel(LevelModel):
         return Linear(weights.matrix(name).index_select(0, self.ids))
 
     def enter(self, features: Tensor | None) -> Tensor:
-        """[n,H]: the target's last stream [n,H], normed as its head reads it."""
+        """Return [n,H], the target's last stream [n,H], normed as its head reads it."""
         assert features is not None, "the traits ask for features"
         return self._executor.decoder.final_norm(features)
 
     def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Permanent tokens through all layers; draft tokens through the layer of their depth, and
-        through those of greater ones for what may hang below. Outputs lie side by side.
+        """Run permanent tokens through all layers; draft tokens through the layer of their depth,
+        and through those of greater depths, for deeper levels. Outputs lie side by side.
         """
         layers, depth, count = self._layers, nodes.depth, len(self._layers)
         embedding = self._embedding

@@ -25,8 +25,8 @@ class RankMessage:
     arrays: Mapping[str, AnyArray] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        """The message as it is sent: int64 length of the rest, little endian, a line of JSON, then
-        the arrays' bytes.
+        """Return the message as bytes to send: int64 length of the rest, little endian, a line of
+        JSON, then the arrays' bytes.
         """
         parts = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
         table = [[name, part.dtype.str, part.shape] for name, part in parts.items()]
@@ -65,7 +65,7 @@ class Channel:
         self._end.sendall(message.encoded())
 
     def receive(self) -> RankMessage:
-        """The next message. Raises EOFError if the other end is gone."""
+        """Return the next message. Raises EOFError if the other end is gone."""
         while True:
             message = self._whole()
             if message is not None:

@@ -116,8 +116,8 @@ class ParallelExecutor(TorchExecutor):
         self.ranks.watch(failed)
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> SharedRound:
-        """As TorchExecutor.begin, on all ranks at once. Raises RankError if one is gone: then no
-        step can be run any more.
+        """Begin a step as TorchExecutor.begin, on all ranks at once. Raises RankError if one is
+        gone: then no step can be run any more.
         """
         nodes = self.nodes_of(plan, trees)
         wide = np.setdiff1d(nodes.choosing, nodes.on_device.nodes)
@@ -152,8 +152,8 @@ class ParallelExecutor(TorchExecutor):
         return of_node
 
     def reports_of(self, round: TorchRound) -> ReportsOf | None:
-        """Log-probabilities of a round's nodes, of which each rank makes its part. Calling it sends
-        a message to all ranks; it raises RankError if one is gone.
+        """Return a way to log-probabilities of a round's nodes, of which each rank computes its
+        part. Calling it sends a message to all ranks; it raises RankError if one is gone.
         """
 
         def report(top: int, pairs: list[tuple[int, int]]) -> Reports:
@@ -189,7 +189,7 @@ class ParallelExecutor(TorchExecutor):
         return DraftTarget(self, self.whole, self)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: of this rank, and of the others where they run."""
+        """Return facts for /server_info: of this rank, and of the others' devices."""
         ranks = [
             {"rank": number + 1, "pid": pid, "device": device}
             for number, (pid, device) in enumerate(
@@ -229,7 +229,7 @@ class KeepsFeatures(Protocol):
     """Runs the target and stores features."""
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """As TorchTarget.request_aux_hidden_states."""
+        """Implement TorchTarget.request_aux_hidden_states."""
 
 
 class DraftTarget:
@@ -259,7 +259,7 @@ class DraftTarget:
 
 
 def _devices(device: str, size: int) -> list[str]:
-    """One for each rank."""
+    """Return one device for each rank."""
     kind, _, first = device.partition(":")
     if kind != "cuda":
         return [device] * size

@@ -139,7 +139,7 @@ class RankProcess:
             self._ended(self, why)
 
     def _until_it_ends(self, process: "subprocess.Popen[bytes]") -> str:
-        """Why the rank is no more."""
+        """Wait for the rank's end and return its reason."""
         stopped = child.wait(process)
         if stopped:
             return f"was stopped by {_signal(stopped)}"
@@ -252,7 +252,7 @@ class Ranks:
             )
 
     def give_up(self, error: BaseException) -> NoReturn:
-        """Rank 0 cannot keep in step with the others: end them. Raises RankError."""
+        """End the other ranks, since rank 0 cannot keep in step with them. Raises RankError."""
         if isinstance(error, RankError):
             self._end(str(error), None)
         with self._changed:
@@ -268,7 +268,7 @@ class Ranks:
         self._ranks.clear()
 
     def _ended(self, rank: RankProcess, why: str) -> None:
-        """A rank is no more. On its thread."""
+        """Handle the end of a rank. Runs on its thread."""
         kind = _ERRORS.get(rank.failed.facts["error"]) if rank.failed else None
         fault = f"rank {rank.rank} of the tensor-parallel group {why.rstrip('.')}."
         self._end(fault, kind(fault) if kind else None)
@@ -288,8 +288,8 @@ class Ranks:
 
 
 def end_with_parent() -> None:
-    """In a rank: end when the thread that started it does, on Linux, whatever this one is at. Else
-    it ends when it next hears or says something.
+    """End this rank with the thread that started it, on Linux, in the middle of any work. Elsewhere
+    it ends when it next receives or sends something.
     """
     if sys.platform == "linux":
         die_with_parent = 1  # PR_SET_PDEATHSIG, prctl(2).

@@ -24,7 +24,7 @@ from forerun.executors.torch.parallel.step import SharedStep, agree, gathered, r
 
 
 def opened(path: Path, context: int | None = None) -> Checkpoint:
-    """The checkpoint at a path, for texts of up to `context` tokens. Raises ModelError."""
+    """Open the checkpoint at a path, for texts of up to `context` tokens. Raises ModelError."""
     return FolderCheckpoint(path, context) if path.is_dir() else GgufCheckpoint(path, context)
 
 

@@ -70,7 +70,7 @@ class SharedRunner(CudaGraphRunner):
     def launch(
         self, size: Size, staging: StagingBuffer, first: Sequence[Callable[[], None]] = ()
     ) -> Callable[[], None]:
-        """As CudaGraphRunner.launch, on all ranks. first: at most PageTables.send's. Raises
+        """Launch as CudaGraphRunner.launch, on all ranks. first: at most PageTables.send's. Raises
         RankError.
         """
         none = np.zeros(0, np.int64), np.zeros(0, np.int32)
@@ -111,7 +111,7 @@ class SharedRounds(CapturedExecutor):
         eager.ranks.send(RankMessage("rounds", {"overlap": overlap}))
 
     def watch(self, failed: Callable[[str], None]) -> None:
-        """As ParallelExecutor.watch."""
+        """Implement ParallelExecutor.watch."""
         self.eager.watch(failed)
 
     @property
@@ -134,8 +134,8 @@ class SharedRounds(CapturedExecutor):
         self.limits = replace(self.limits, row_nodes=row_nodes(self.limits, draft))
 
     def size_of(self, plan: Plan, trees: TreeBatch, masked: bool = False) -> Size | None:
-        """As CapturedExecutor.size_of, and None where a grammar holds a row: its choice is made
-        from whole rows of logits.
+        """Return the size as CapturedExecutor.size_of, and None if a row has a grammar: its choice
+        is made from whole rows of logits.
         """
         return None if plan.constrained.any() else super().size_of(plan, trees, masked)
 
@@ -143,7 +143,7 @@ class SharedRounds(CapturedExecutor):
 def with_shared_captures(
     eager: ParallelExecutor, overlap: bool = False
 ) -> ParallelExecutor | SharedRounds:
-    """Rank 0's executor behind captured rounds of all ranks, where its device captures; else
+    """Return rank 0's executor behind captured rounds of all ranks, if its device captures; else
     itself.
     """
     records = recorder(eager.device)

@@ -42,7 +42,7 @@ class RankStart:
     port: int
 
     def facts(self) -> dict[str, Any]:
-        """JSON values of which `of` makes an equal one."""
+        """Return JSON values of which `of` makes an equal one."""
         return asdict(self)
 
     @staticmethod
@@ -98,7 +98,7 @@ def digest(path: Path) -> str:
 
 
 def difference(own: dict[str, str], other: dict[str, str]) -> str | None:
-    """In what two ranks differ, in a clause; None if they do not."""
+    """Return the difference between two ranks, as a clause; None if there is none."""
     for what, value in own.items():
         if other.get(what) != value:
             return f"it has {what} {other.get(what)}, rank 0 has {value}"

@@ -93,7 +93,7 @@ class Gathered:
 
 @torch.inference_mode()
 def gathered(runner: ModelRunner, group: Group, round: TorchRound, wide: Ints) -> Gathered | None:
-    """Collective: what rank 0 needs of a round to decide it; None on the others."""
+    """Return what rank 0 needs of a round to decide it; None on the others. Collective."""
     tokens: Ints | None = np.zeros(0, np.int32)
     on_device, vocab = round.on_device, runner.limits.vocab
     if len(on_device.nodes):
@@ -106,8 +106,8 @@ def gathered(runner: ModelRunner, group: Group, round: TorchRound, wide: Ints) -
 
 
 def _choices(group: Group, logits: Tensor, on_device: DeviceNodes, first: int) -> Ints | None:
-    """Each rank's best, with the noise of the position, and of these the best: ties go to the
-    lowest id, NaN anywhere is NOTHING.
+    """Return the best of each rank's best, with the noise of the position: ties go to the lowest
+    id, NaN anywhere is NOTHING. Collective.
     """
     scores, tokens = best(logits, on_device, first)
     parts = group.gathered(torch.stack([scores.double(), (tokens + first).double()]))
@@ -122,7 +122,7 @@ def _choices(group: Group, logits: Tensor, on_device: DeviceNodes, first: int) -
 
 
 def _rows(group: Group, logits: Tensor, vocab: int) -> Floats | None:
-    """float32[w,V] of parts [w,V/N], which may differ by one token."""
+    """Return float32[w,V] of parts [w,V/N], which may differ by one token. Collective."""
     longest = -(-vocab // group.tp.size)
     padded = torch.nn.functional.pad(logits, (0, longest - logits.shape[1]))
     parts = group.gathered(padded)
@@ -141,8 +141,8 @@ def reports(
     top: int,
     pairs: Sequence[tuple[int, int]],
 ) -> Reports | None:
-    """Collective: raw log-probabilities of (flat node, token that follows it) pairs, from each
-    rank's part of the logits; None on the others than rank 0.
+    """Return raw log-probabilities of (flat node, token that follows it) pairs, from each rank's
+    part of the logits; None on the others than rank 0. Collective.
 
     A row of what is gathered: the token's logit where the rank has it, the greatest logit, the sum
     of exp(logit - greatest), and the `top` best logits and their ids.
@@ -165,7 +165,7 @@ def reports(
 
 
 def _merged(parts: Floats, token: int, top: int) -> TokenLogprobs:
-    """One report of the ranks' parts float64[N, 3 + 2 top]."""
+    """Merge the ranks' parts float64[N, 3 + 2 top] into one report."""
     most = parts[:, 1].max()
     normaliser = float(most + np.log((parts[:, 2] * np.exp(parts[:, 1] - most)).sum()))
     values, ids = parts[:, 3 : 3 + top].ravel(), parts[:, 3 + top :].ravel()
@@ -179,8 +179,8 @@ def _merged(parts: Floats, token: int, top: int) -> TokenLogprobs:
 
 
 def agree(runner: ModelRunner, group: Group) -> None:
-    """Collective: products run only at row counts that keep their bits on every rank. Each has
-    tried its own (layers.py), and ranks that padded differently would wait for ever.
+    """Agree on row counts at which products keep their bits on every rank. Each has tried its own
+    (layers.py), and ranks that padded differently would wait for ever. Collective.
     """
     known = torch.zeros(256, device=runner.device)
     known[list(runner.decoder.row_sizes)] = 1

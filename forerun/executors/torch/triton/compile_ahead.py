@@ -66,7 +66,7 @@ class _Zeros(TorchDispatchMode):
 
 @contextmanager
 def _compiled_only() -> Iterator[None]:
-    """Launches of our kernels compile and do nothing else."""
+    """Make launches of our kernels compile only, within a context."""
     with ExitStack() as stack:
         # Some modules have kernels from others.
         for kernel in {

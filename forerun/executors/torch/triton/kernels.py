@@ -81,7 +81,7 @@ Ahead = Callable[[Callable[[], None], Callable[[int, int], None]], None]
 
 
 def nothing_to_compile(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
-    """Does nothing: `Ahead` where kernels are not compiled."""
+    """Do nothing: `Ahead` for kernels that are not compiled."""
 
 
 class Grow(Protocol):
@@ -132,7 +132,9 @@ class Kernels:
 
 
 def guarded(device: torch.device, launch: Callable[P, R]) -> Callable[P, R]:
-    """`launch` with `device` as the current one: Triton launches there, whatever it is given."""
+    """Return `launch` with `device` as the current one: Triton launches there, on whatever device
+    its arguments are.
+    """
 
     @wraps(launch)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -148,7 +150,7 @@ def parts_of(kernels: Kernels | None) -> Elementwise:
 
 
 def kernels_for(device: torch.device) -> Kernels | None:
-    """Our Triton kernels on CUDA; None elsewhere, where plain torch does the work."""
+    """Return our Triton kernels on CUDA; None elsewhere, where PyTorch's operations do the work."""
     if device.type != "cuda":
         return None
     from forerun.executors.torch.triton import (  # noqa: PLC0415

@@ -57,7 +57,7 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, size: Size, whole: Any) -> "Record":
-        """Views of a tensor or array int32[n], n as RoundBuffers makes it for this size."""
+        """Return views of a tensor or array int32[n], n as RoundBuffers makes it for this size."""
         ends = [size.total, 2 * size.total, 3 * size.total, 3 * size.total + size.rows]
         ends.append(ends[-1] + 3 * size.rows * size.draft_tokens)
         ends.append(ends[-1] + 2 * size.rows * size.candidates)

@@ -148,8 +148,8 @@ class FutureState:
 
 
 def with_room(state: Tensor, width: int, levels: int) -> FutureState:
-    """State int32[S,3] of slots, with room for a tree of this width and depth in each; no slot has
-    one yet.
+    """Return state int32[S,3] of slots, with room for a tree of this width and depth in each; no
+    slot has one yet.
     """
     shape = len(state), full_size(width, levels)
     kinds = (0, torch.int32), (NOTHING, torch.int32), (-torch.inf, torch.float32)

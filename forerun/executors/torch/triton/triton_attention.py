@@ -65,7 +65,7 @@ def _see(
     most, total, mixed, q, rest, keys, values, key_scales, value_scales, slot, seen, there, scale,
     cap, E: tl.constexpr, V: tl.constexpr, NARROW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One turn: the keys at `slot` [KEYS], of which each line sees `seen` [LINES,KEYS].
+    """Attend to the keys at `slot` [KEYS], of which each line sees `seen` [LINES,KEYS].
 
     Scores are dot products times `scale`, in units of log2; if CAPPED, `cap` times their tanh.
     Where values are the first V of a key's E numbers, they are loaded once, and `rest` are the
@@ -110,8 +110,8 @@ def _prefix(
     scale, cap, E: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """All turns over cached positions from `low` to `high`, of a row with these `pages`; each line
-    sees from `oldest` [LINES] on.
+    """Attend to cached positions from `low` to `high`, of a row with these `pages`; each line sees
+    from `oldest` [LINES] on.
     """
     key = tl.arange(0, KEYS)
     for at in range(low, high, KEYS):
@@ -259,7 +259,7 @@ def _attend(
 
 
 def parts_for(programs: int) -> int:
-    """Parts to cut every prefix into where one part gives `programs` programs."""
+    """Return the parts to cut every prefix into, if one part gives `programs` programs."""
     parts = 1
     while parts < MOST_PARTS and parts * programs < PROGRAMS:
         parts *= 2
@@ -270,7 +270,7 @@ _uniform: dict[tuple[int, int, torch.device], Tensor] = {}
 
 
 def uniform(tiles: int, parts: int, device: torch.device) -> Tensor:
-    """int32[tiles*parts,3] as Geometry.split: so many parts for every tile. Made once."""
+    """Return int32[tiles*parts,3] as Geometry.split: so many parts for every tile. Made once."""
     key = tiles, parts, device
     if key not in _uniform:
         entry = torch.arange(tiles * parts, dtype=torch.int32, device=device)
@@ -287,8 +287,8 @@ def attend(
     spec: AttentionSpec | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values; [Q,A,V] where values are
-    the first V numbers of the keys.
+    """Return the context [Q,A,E] of queries [Q,A,E] over one layer's keys and values; [Q,A,V] if
+    values are the first V numbers of the keys.
 
     The step's own keys and values must be where `geometry.slots` says. Launches only: nothing
     here waits for the device.
@@ -304,7 +304,7 @@ def attend(
 
 
 def _split(geometry: Geometry, groups: int) -> tuple[Tensor, int]:
-    """As Geometry.split, for so many key/value heads, and the parts that a tile has at most."""
+    """Return Geometry.split for so many key/value heads, and the most parts of a tile."""
     tiles, split = len(geometry.tiles), geometry.split
     if split is None:
         parts = parts_for(tiles * groups)
@@ -321,7 +321,7 @@ def _launch(
     found: AttentionParts,
     sinks: Tensor | None,
 ) -> None:
-    """`_attend` of whole queries [Q,A,E] over keys and values."""
+    """Launch `_attend` for whole queries [Q,A,E] over keys and values."""
     keys, (count, heads, size) = cached[0], queries.shape
     windowed, cap = spec.window is not None or geometry.begin > 0, spec.softcap
     sharing = heads // len(keys)
@@ -359,5 +359,5 @@ def _launch(
 
 
 def _parts_of(cached: CacheTensor) -> tuple[Tensor, Tensor]:
-    """Numbers, and their scales, where there are any."""
+    """Return numbers, and their scales, if there are any."""
     return (cached.numbers, cached.scale) if isinstance(cached, Narrow) else (cached, cached)

@@ -24,8 +24,8 @@ def _gumbel(words):
 
 @triton.jit
 def gumbel_at(seed, position, tokens):
-    """In a kernel: the noise, float32, of tokens int32[n] at one output position, as
-    forerun.speculative.noise.gumbel_of makes it.
+    """Return, in a kernel, the noise float32[n] of tokens int32[n] at one output position, as
+    forerun.speculative.noise.gumbel_of.
     """
     block = (tokens // 4).to(tl.uint32)
     zero = tl.zeros_like(block)
@@ -66,9 +66,9 @@ def _choose(
 
 
 def scored(logits: Tensor, noise: NodeNoise, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Greatest score float32[M,C] and its lowest token int32[M,C] in each of the vocabulary's C
-    chunks, from logits [M,V], contiguous, of the V tokens from `first` on; infinite where something
-    is not finite. Launches only.
+    """Return the greatest score float32[M,C] and its lowest token int32[M,C] in each of the
+    vocabulary's C chunks, from logits [M,V], contiguous, of the V tokens from `first` on; infinite
+    if something is not finite. Launches only.
     """
     count, vocab = logits.shape
     block, before = divmod(first, 4)  # Four tokens share a block of the noise's generator.
@@ -90,7 +90,7 @@ def scored(logits: Tensor, noise: NodeNoise, first: int = 0) -> tuple[Tensor, Te
 
 
 def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
-    """int32[M] the target's choices from logits [M,V], contiguous; NOTHING as in
+    """Return int32[M], the target's choices from logits [M,V], contiguous; NOTHING as in
     forerun.speculative.accept.choose. Launches only.
     """
     best, tokens = scored(logits, noise)
@@ -100,8 +100,8 @@ def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
 
 
 def best(logits: Tensor, noise: NodeNoise, first: int) -> tuple[Tensor, Tensor]:
-    """The greatest score float32[M] of each row of logits [M,V], and the lowest token int32[M],
-    counted from `first`, that has it: see kernels.Best. Launches only.
+    """Return the greatest score float32[M] of each row of logits [M,V], and the lowest token
+    int32[M], counted from `first`, that has it: see kernels.Best. Launches only.
     """
     scores, tokens = scored(logits, noise, first)
     top = scores.amax(1)

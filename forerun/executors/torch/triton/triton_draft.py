@@ -44,7 +44,7 @@ def _follow(
     read_size, passed_size, nodes, first, nobody, rows, width, levels,
     BLOCK: tl.constexpr, ASKERS: tl.constexpr,
 ):  # fmt: skip
-    """Some of one row's numbers; its inputs besides, by the first program."""
+    """Copy some of one row's numbers; the first program also its inputs."""
     row, block = tl.program_id(0), tl.program_id(1)
     root = row * nodes
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -121,7 +121,7 @@ def _rotation(position, frequencies, cos, sin, factor, HALF: tl.constexpr):
 
 
 def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> Rotary:
-    """elementwise.rotation: float32[M,E/2] each, of positions int32[M]. Launches only."""
+    """Compute elementwise.rotation: float32[M,E/2] each, of positions int32[M]. Launches only."""
     shape = len(positions), len(frequencies)
     cos, sin = frequencies.new_empty(shape), frequencies.new_empty(shape)
     _rotation[(len(positions),)](
@@ -132,7 +132,7 @@ def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> Rotary:
 
 @triton.jit
 def _key(values, tokens):
-    """int64 that order as the float32 values do, equal ones by the lower token first."""
+    """Return int64 that order as the float32 values do, equal ones by the lower token first."""
     bits = values.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     return (ordered << 32) | (0x7FFFFFFF - tokens).to(tl.int64)
@@ -149,7 +149,9 @@ def _candidates(
     logits, temperatures, keys, most, sums, vocab, chunks, every,
     CHUNK: tl.constexpr, COUNT: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """The best of one chunk of one node's draft tokens, descending, and its exponentials' sum."""
+    """Write the best of one chunk of one node's draft tokens, descending, and its exponentials'
+    sum.
+    """
     node, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     there = token < vocab
@@ -182,7 +184,7 @@ def _grow(
     COUNT: tl.constexpr, CANDIDATES: tl.constexpr, ALL: tl.constexpr, CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """The best children of one node, from what the chunks of its draft tokens found."""
+    """Write the best children of one node, from the results of the chunks of its draft tokens."""
     node = tl.program_id(0)
     row, asker = node // nodes, node % nodes
     chunk = tl.arange(0, CHUNKS)
@@ -241,7 +243,7 @@ def grow(
     grown: Tensor,
     chosen: Tensor | None,
 ) -> None:
-    """A level of children, into `grown` int32[3,R,K]: see kernels.Grow. Launches only."""
+    """Grow a level of children, into `grown` int32[3,R,K]: see kernels.Grow. Launches only."""
     count, vocab = logits.shape
     width, rows, places = size.width, grown.shape[1], grown.shape[2]
     candidates = min(max(CANDIDATES, width), vocab)
@@ -279,7 +281,7 @@ def _descend(
     hidden_stride, level, count, rows, places, begin, full, passed, roots,
     WIDTH: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row's frontier; some of the numbers that its nodes receive."""
+    """Write one row's frontier, and some of the numbers that its nodes receive."""
     row, block = tl.program_id(0), tl.program_id(1)
     WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
     each, place = tl.arange(0, FULL), tl.arange(0, WIDE)
@@ -327,7 +329,9 @@ def _descend(
 def descend(
     grown: Tensor, size: Levels, level: int, hidden: Tensor, above: Tensor | None, roots: bool
 ) -> Frontier:
-    """The `width` best nodes of R trees' newest level: see kernels.Descend. Launches only."""
+    """Return the `width` best nodes of R trees' newest level: see kernels.Descend. Launches
+    only.
+    """
     (_, rows, places), width, count = grown.shape, size.width, size.levels - 1
     passed = hidden.shape[1]
     begin, wide = full_size(width, level - 1), triton.next_power_of_2(width)
@@ -357,7 +361,7 @@ def _inputs(
     tokens, embedding, hidden, of_embedding, of_hidden, out, hidden_stride, width, eps,
     WIDE: tl.constexpr, HIDDEN_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The embedding of one node's token, or its hidden state, normed."""
+    """Write the embedding of one node's token, or its hidden state, normed."""
     node, second = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, WIDE)
     there = at < width
@@ -382,8 +386,8 @@ def draft_inputs(
     eps: float,
     hidden_first: bool = False,
 ) -> Tensor:
-    """[M,2H]: embedding rows of tokens int[M] and hidden states [M,H], each normed by its weight
-    [H], side by side: elementwise.draft_inputs. Launches only.
+    """Return [M,2H], embedding rows of tokens int[M] and hidden states [M,H], each normed by its
+    weight [H], side by side: elementwise.draft_inputs. Launches only.
     """
     count, width = hidden.shape
     wide = triton.next_power_of_2(width)

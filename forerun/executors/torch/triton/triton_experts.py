@@ -26,8 +26,8 @@ def _grouped(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr,
     BIASED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of pairs by COLUMNS rows of its expert's matrix. tiles int64[T,3]: expert, or -1 of
-    no tile, and where in `order` it begins and ends.
+    """Multiply one tile of pairs by COLUMNS rows of its expert's matrix. tiles int64[T,3]: expert,
+    or -1 for no tile, and where in `order` it begins and ends.
     """
     entry = tiles + 3 * tl.program_id(0)
     expert, first, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
@@ -58,8 +58,8 @@ def _grouped(
 
 
 def rows_for(pairs: int, experts: int) -> int:
-    """Pairs of a tile, for so many pairs among so many experts: what tensor cores take at least,
-    more where each expert has many.
+    """Return the pairs of a tile, for so many pairs among so many experts: the least that tensor
+    cores take, more if each expert has many.
     """
     rows = 16
     while rows < 64 and pairs > 2 * rows * experts:
@@ -68,7 +68,7 @@ def rows_for(pairs: int, experts: int) -> int:
 
 
 def tiles_of(pairs: Pairs, rows: int) -> Tensor:
-    """int64[T,3] as `_grouped` reads them; T depends on shapes alone."""
+    """Return int64[T,3] as `_grouped` reads them; T depends on shapes alone."""
     bounds, count = pairs.bounds, len(pairs.expert)
     experts = len(bounds) - 1
     most = min(count, count // rows + experts)
@@ -83,8 +83,8 @@ def tiles_of(pairs: Pairs, rows: int) -> Tensor:
 
 
 def grouped(x: Tensor, matrices: Stacked, pairs: Pairs, k: int) -> Tensor:
-    """Products of rows x [M,K] with the matrices of their experts: see grouped.GroupedProduct.
-    Launches only.
+    """Return products of rows x [M,K] with the matrices of their experts: see
+    grouped.GroupedProduct. Launches only.
     """
     numbers, scale, bias = matrices.numbers, matrices.scale, matrices.bias
     experts, outputs, inputs = numbers.shape

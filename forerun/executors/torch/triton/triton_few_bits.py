@@ -45,7 +45,7 @@ def _less(
 
 @triton.jit
 def _scale(scales, KIND: tl.constexpr, HALVED: tl.constexpr, mask):
-    """HALVED: whether float8's numbers are 256 times less."""
+    """Load a block's scales. HALVED: whether float8's numbers are 256 times less."""
     found = tl.load(scales, mask=mask, other=0.0).to(tl.float32)
     if KIND == FLOAT8 and HALVED:
         found = found * 256.0
@@ -83,7 +83,7 @@ def _times(
     kind: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, PTX: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """`total` and a block's product with the numbers at `place`."""
+    """Return `total` plus a block's product with the numbers at `place`."""
     raw = tl.load(place) if EVEN else tl.load(place, mask=real[None, :], other=0)
     # What interprets this has no arithmetic in bfloat16.
     wide: tl.constexpr = kind if PTX else tl.float32
@@ -100,7 +100,7 @@ def _times(
 
 @triton.jit
 def _biased(total, bias, column, real, kind: tl.constexpr, BIASED: tl.constexpr):
-    """Rounded to what activations are kept in."""
+    """Add the bias, and round to the activations' dtype."""
     if BIASED:
         total = total + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[None, :]
     return total.to(kind)
@@ -130,7 +130,7 @@ def _product(
     SPLITS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, CLAMP: tl.constexpr,
     SLOPE: tl.constexpr, PTX: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows by COLUMNS outputs over `each` blocks of the columns.
+    """Multiply ROWS rows by COLUMNS outputs over `each` blocks of the columns.
 
     SPAN     blocks of a group; 0: all
     GATED    the first half of the weight's rows opens the other, `width` of them each, and out is
@@ -219,7 +219,7 @@ def _widen(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr,
     ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """A block of COLUMNS of the weight's rows, from `first` on, into out [rows,inputs]."""
+    """Widen a block of COLUMNS of the weight's rows, from `first` on, into out [rows,inputs]."""
     block = tl.program_id(0)
     own = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real, column = own < rows, first + own
@@ -247,12 +247,14 @@ def _widen(
 
 
 def rows_for(count: int) -> int:
-    """Rows of a program's tile. A row's sums are the same in both."""
+    """Return the rows of a program's tile. A row's sums are the same in both."""
     return 16 if count <= 16 else 32
 
 
 def splits_of(weight: FewBits) -> tuple[int, int]:
-    """Among how many programs the columns are split, and blocks of each: by the weight alone."""
+    """Return among how many programs the columns are split, and blocks of each: by the weight
+    alone.
+    """
     blocks, tiles = len(weight.numbers), triton.cdiv(weight.shape[0], COLUMNS)
     wanted = max(1, min(PROGRAMS // tiles, blocks * weight.block // LEAST))
     each = triton.cdiv(blocks, wanted)
@@ -260,8 +262,8 @@ def splits_of(weight: FewBits) -> tuple[int, int]:
 
 
 def product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
-    """The product x W^T + b of x [M,K] and a weight in few bits: see few_bits.FewBitsProduct; on
-    one stream at a time. Launches only.
+    """Return the product x W^T + b of x [M,K] and a weight in few bits: see
+    few_bits.FewBitsProduct; on one stream at a time. Launches only.
     """
     if len(x) > FEW:
         return _by_library(x, weight, bias)
@@ -269,8 +271,8 @@ def product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
 
 
 def gated_product(x: Tensor, weight: FewBits, bias: Tensor | None, activation: str) -> Tensor:
-    """few_bits.FewBitsGate: up to 16 rows in one launch, with the bits of the product and then the
-    gate, which is what more rows run: tiles of 32 by two halves take twice the registers.
+    """Compute few_bits.FewBitsGate: up to 16 rows in one launch, with the bits of the product and
+    then the gate, by which more rows run: tiles of 32 by two halves take twice the registers.
     """
     gelu, clamped = activation == "gelu_tanh", activation == "clamped_silu"
     if rows_for(len(x)) > 16:
@@ -282,7 +284,7 @@ def gated_product(x: Tensor, weight: FewBits, bias: Tensor | None, activation: s
 def _launched(
     x: Tensor, weight: FewBits, bias: Tensor | None, opened: tuple[bool, bool] | None
 ) -> Tensor:
-    """opened: whether by GELU, and whether clamped; None: there is no gate."""
+    """Launch `_product`. opened: whether by GELU, and whether clamped; None: there is no gate."""
     (outputs, inputs), count, rows = weight.shape, len(x), rows_for(len(x))
     splits, each = splits_of(weight)
     gelu, clamped = opened or (False, False)

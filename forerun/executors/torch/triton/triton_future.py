@@ -24,7 +24,9 @@ VIEWS = (
 
 @triton.jit
 def _valued(values, begin, node, full, bound, WIDTH: tl.constexpr):
-    """Values of nodes of a full tree that begins there: -inf where no draft may have them."""
+    """Return the values of nodes of a full tree that begins there: -inf where no draft may have
+    them.
+    """
     level = 1 + tl.where(node < WIDTH, 0, (node - WIDTH) // (WIDTH * WIDTH) + 1)
     found = tl.load(values + begin + node, mask=node < full, other=float("-inf"))
     # No number is a value of nothing, too.
@@ -37,7 +39,7 @@ def _chain(
     counts_out, tokens_out, parents_out, depth_out, intervals_out, parents, row,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """The first of a chain are its best."""
+    """Write the first nodes of a chain, which are its best."""
     node = tl.arange(0, FULL)
     found = tl.load(values + begin + node, mask=node < full, other=float("-inf"))
     drafts = tl.minimum(tl.minimum(most, bound), tl.sum((found > float("-inf")).to(tl.int32), 0))
@@ -59,7 +61,7 @@ def _tree(
     NODES: tl.constexpr, FULL: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     NOTHING: tl.constexpr,
 ):  # fmt: skip
-    """The best nodes of a full tree, in its order, behind the root."""
+    """Write the best nodes of a full tree, in its order, behind the root."""
     node = tl.arange(0, FULL)
     value = _valued(values, begin, node, full, bound, WIDTH)
     rank = tl.zeros([FULL], tl.int32)
@@ -121,7 +123,7 @@ def _resume(
     NODES: tl.constexpr, FULL: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     NOTHING: tl.constexpr,
 ):  # fmt: skip
-    """One row's inputs: as given, or from its slot."""
+    """Write one row's inputs: as given, or from its slot."""
     row, each = tl.program_id(0), tl.arange(0, NODES)
     inside, at = each < nodes, row * nodes + each
     slot = tl.load(slots + row).to(tl.int64)
@@ -164,8 +166,8 @@ def _resume(
 
 
 def resume(future: FutureState, size: Size, given: RoundInputs) -> RoundInputs:
-    """The inputs of a round, those of carried rows from what their slots keep: see kernels.Resume.
-    Launches only.
+    """Return the inputs of a round, those of carried rows from the contents of their slots: see
+    kernels.Resume. Launches only.
     """
     rows, nodes, total = size.rows, size.nodes, size.total
     full = future.value.shape[1]

@@ -18,7 +18,7 @@ from forerun.networks.layer_spec import CLAMP, CLAMP_SLOPE
 
 @triton.jit(do_not_specialize=["eps"])
 def _norm(x, weight, out, row_stride, head_stride, width, eps, WIDE: tl.constexpr):
-    """One row, or one head of it."""
+    """Norm one row, or one head of it."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, WIDE)
     there = at < width
@@ -47,7 +47,7 @@ def _gate(
     gate, up, out, gate_stride, up_stride, width,
     BLOCK: tl.constexpr, GELU: tl.constexpr, CLAMP: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """A block of a row."""
+    """Gate a block of a row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = at < width
@@ -91,7 +91,9 @@ def _add_norm(x, more, weight, added, out, x_stride, more_stride, width, eps, WI
 
 @triton.jit
 def _head(begin, weight, cos, sin, eps, at, there, HALF: tl.constexpr, NORMED: tl.constexpr):
-    """Both halves of a head, float32 but rounded, after its norm, if there is one, and rotation."""
+    """Return both halves of a head, float32 but rounded, after its norm, if there is one, and
+    rotation.
+    """
     first = tl.load(begin + at, mask=there, other=0.0)
     second = tl.load(begin + HALF + at, mask=there, other=0.0)
     kind = first.dtype
@@ -136,7 +138,7 @@ def _enter(
     node_stride, heads, groups, slot_count, eps,
     HALF: tl.constexpr, NORMED: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """One query head; or a key head and the value head beside it."""
+    """Write one query head; or a key head and the value head beside it."""
     node, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, triton.next_power_of_2(HALF))
     there = at < HALF
@@ -170,8 +172,8 @@ def warps_for(wide: int) -> int:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis of x [M,W] or [M,heads,W] by a weight [W]: elementwise.rms_norm.
-    Shape and dtype of x; launches only.
+    """Return the RMSNorm over the last axis of x [M,W] or [M,heads,W] by a weight [W]:
+    elementwise.rms_norm. Shape and dtype of x; launches only.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
@@ -185,8 +187,8 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gate(opened: Tensor, up: Tensor, gelu: bool = False, clamped: bool = False) -> Tensor:
-    """silu(opened) * up of [M,I] and [M,I], in their dtype: elementwise.swiglu; with `gelu` geglu,
-    `clamped` clamped_swiglu. Launches only.
+    """Return silu(opened) * up of [M,I] and [M,I], in their dtype: elementwise.swiglu; with `gelu`
+    geglu, `clamped` clamped_swiglu. Launches only.
     """
     out = torch.empty(opened.shape, dtype=opened.dtype, device=opened.device)
     count, width = opened.shape
@@ -202,19 +204,19 @@ def gate(opened: Tensor, up: Tensor, gelu: bool = False, clamped: bool = False) 
 
 
 def gelu_gate(opened: Tensor, up: Tensor) -> Tensor:
-    """gelu(opened) * up of [M,I] and [M,I], by tanh, in their dtype: elementwise.geglu. Launches
-    only.
+    """Return gelu(opened) * up of [M,I] and [M,I], by tanh, in their dtype: elementwise.geglu.
+    Launches only.
     """
     return gate(opened, up, gelu=True)
 
 
 def clamped_gate(opened: Tensor, up: Tensor) -> Tensor:
-    """elementwise.clamped_swiglu of opened and up [M,I], in their dtype. Launches only."""
+    """Return elementwise.clamped_swiglu of opened and up [M,I], in their dtype. Launches only."""
     return gate(opened, up, clamped=True)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """elementwise.turned of heads [M,heads,E] by float32 cos and sin [M,E/2]."""
+    """Return elementwise.turned of heads [M,heads,E] by float32 cos and sin [M,E/2]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half = x.shape[2] // 2
     _rotate[len(x), x.shape[1]](x, cos, sin, out, x.stride(0), x.stride(1), HALF=half, num_warps=1)
@@ -222,8 +224,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum [M,H] of x and more [M,H], and that normed by a weight [H]: elementwise.add_norm.
-    Launches only.
+    """Return the sum [M,H] of x and more [M,H], and that normed by a weight [H]:
+    elementwise.add_norm. Launches only.
     """
     added, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     wide = triton.next_power_of_2(x.shape[1])
@@ -236,9 +238,9 @@ def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 
 
 def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
-    """Queries [M,A,E] of `heads`, normed and rotated (Heads.turned); their keys and values go into
-    the slots int[M] of `layer` (kv.write). Latent heads by the slow twin, which launches
-    only, too.
+    """Return the queries [M,A,E] of `heads`, normed and rotated (Heads.turned); write their keys
+    and values to the slots int[M] of `layer` (kv.write). Latent heads by the slow twin, which
+    launches only, too.
     """
     if isinstance(heads, LatentHeads):
         return kv.enter(heads, layer, slots)

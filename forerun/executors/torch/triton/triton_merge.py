@@ -60,8 +60,8 @@ def _merge(found, sums, out, lines, parts, E: tl.constexpr, PARTS: tl.constexpr)
 
 
 def merged(found: AttentionParts) -> Tensor:
-    """Context [Q,A,E], in the queries' dtype: `found.out`, into which parts are merged by
-    log-sum-exp. Launches at most one kernel.
+    """Return the context [Q,A,E], in the queries' dtype: `found.out`, into which parts are merged
+    by log-sum-exp. Launches at most one kernel.
     """
     if found.most > 1:
         count, heads, size = found.out.shape

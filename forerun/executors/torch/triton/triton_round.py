@@ -95,7 +95,7 @@ def _walk(
     nodes, total, chunks,
     NODES: tl.constexpr, CHUNKS: tl.constexpr, NOTHING: tl.constexpr,
 ):  # fmt: skip
-    """One row: its nodes' choices from what the chunks of the vocabulary found, and its path."""
+    """Write one row's choices, from the results of the chunks of the vocabulary, and its path."""
     row, each = tl.program_id(0), tl.arange(0, NODES)
     inside = each < nodes
     at = row * nodes + each
@@ -141,7 +141,9 @@ def accept(logits: Tensor, noise: NodeNoise, inputs: RoundInputs, record: Tensor
 
 
 def keep(choices: Tensor, inputs: RoundInputs, record: Tensor) -> Accepted:
-    """`accept` of choices int32[M] that were made already: see kernels.Keep. Launches only."""
+    """Compute `accept` for choices int32[M] that were made already: see kernels.Keep. Launches
+    only.
+    """
     # As if each node's choice were all that its vocabulary's one chunk found.
     whole = choices[:, None]
     return _kept(torch.zeros_like(whole, dtype=torch.float32), whole, inputs, record)
@@ -171,7 +173,7 @@ def _move(
     numbers, scales, source, target, kept, groups, slots,
     E: tl.constexpr, SCALED: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """One node's numbers in all heads of one layer's keys or values."""
+    """Copy one node's numbers in all heads of one layer's keys or values."""
     node, plane = tl.program_id(0), tl.program_id(1).to(tl.int64) * groups
     there, here = tl.load(target + node).to(tl.int64), tl.load(source + node).to(tl.int64)
     moves = there != here

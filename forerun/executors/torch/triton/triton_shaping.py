@@ -38,7 +38,7 @@ FACTS = (
 
 @triton.jit
 def _key(value):
-    """int64, within 32 bits, that orders as float32 does; of 0.0 but not of -0.0."""
+    """Return int64, within 32 bits, that orders as float32 does; of 0.0 but not of -0.0."""
     bits = value.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -79,7 +79,7 @@ def _above(
     heated, vocab, top, p0, p1, p2, p3,
     MASS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Tokens above four keys, and their masses."""
+    """Return the tokens above four keys, and their masses."""
     v0, v1, v2, v3 = _value(p0), _value(p1), _value(p2), _value(p3)
     c0 = tl.zeros([LANES], tl.int32)
     m0 = tl.zeros([LANES], tl.float64)
@@ -105,8 +105,8 @@ def _above(
 
 @triton.jit
 def _pivot(place: tl.constexpr, step, first, low, high, top):
-    """Key of one of four pivots of (low, high), ascending: below the greatest at first, then
-    evenly by value where that is narrow, else evenly by key, which ends.
+    """Return the key of one of four pivots of (low, high), ascending: below the greatest at first,
+    then evenly by value if that is narrow, else evenly by key, which ends.
     """
     from_, to = _value(low), _value(high)
     key = low + (high - low) * (place + 1) // 5
@@ -211,7 +211,7 @@ def _edit(
     COUNT: tl.constexpr, SEEN: tl.constexpr, STOP: tl.constexpr, MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part of one node's logits."""
+    """Edit a part of one node's logits."""
     node, block = tl.program_id(0), tl.program_id(1)
     row = node // nodes
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -246,7 +246,7 @@ def _cut(
     logits, temperatures, min_p, top_k, low, high, few, out, nodes, vocab,
     FEW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One node."""
+    """Cut one node's logits."""
     node = tl.program_id(0)
     row = node // nodes
     logits += node.to(tl.int64) * vocab
@@ -287,7 +287,7 @@ def _cut(
 
 
 def cut(logits: Tensor, shaping: Shaping) -> Tensor:
-    """Logits float32[R,N,V], contiguous, -inf where top_k, top_p or min_p cut: shaping.cut.
+    """Return logits float32[R,N,V], contiguous, -inf where top_k, top_p or min_p cut: shaping.cut.
     Launches only.
     """
     rows, nodes, vocab = logits.shape
@@ -305,8 +305,8 @@ def cut(logits: Tensor, shaping: Shaping) -> Tensor:
 
 
 def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> Tensor:
-    """Logits float32[R,N,V] after penalties, biases, cuts and masks: see shaping.Shape. Launches
-    only.
+    """Return logits float32[R,N,V] after penalties, biases, cuts and masks: see shaping.Shape.
+    Launches only.
     """
     if shaping is None:
         return shaped_plainly(logits, None, allowed)
@@ -318,8 +318,8 @@ def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> T
 
 
 def _edited(logits: Tensor, shaping: Shaping, allowed: Tensor | None) -> Tensor:
-    """With penalties, biases and -inf at what is not allowed; None: at stop tokens too early. NaN
-    where a logit is not finite, but for -inf.
+    """Return logits with penalties, biases and -inf for tokens that are not allowed; None: for stop
+    tokens too early. NaN where a logit is not finite, except -inf.
     """
     rows, nodes, vocab = logits.shape
     out, rules = torch.empty_like(logits), shaping.rules

@@ -54,8 +54,8 @@ _FLOATS_FP16 = tl.constexpr(
 
 @triton.jit
 def _halves(raw, kind: tl.constexpr):
-    """The low and the high four bits of bytes, in the last places of 128 in bfloat16, of 1024 in
-    float16: so much more than they are.
+    """Return the low and the high four bits of bytes, in the last places of 128 in bfloat16, of
+    1024 in float16: larger by that number.
     """
     if kind == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
@@ -70,8 +70,8 @@ def _halves(raw, kind: tl.constexpr):
 
 @triton.jit
 def _floats(raw, kind: tl.constexpr):
-    """E4M3's numbers, in float16 256 times less. Their bits in bfloat16's places are 2^120 times
-    less, which a product takes back.
+    """Return E4M3's numbers, in float16 256 times less. Their bits in bfloat16's places are 2^120
+    times less, which a product takes back.
     """
     if kind == tl.bfloat16:
         found = tl.inline_asm_elementwise(_FLOATS_BF16, "=r,=r,r", [raw], tl.bfloat16, True, 4)
@@ -82,8 +82,8 @@ def _floats(raw, kind: tl.constexpr):
 
 @triton.jit
 def widened(raw, kind: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Numbers, in which 16 bits hold them exactly: of 4 bits those of the low and of the high ones,
-    else twice the same; of float8 in float16 256 times less.
+    """Return numbers, of which 16 bits hold each exactly: of 4 bits those of the low and of the
+    high ones, else twice the same; of float8 in float16 256 times less.
     """
     if KIND == 4:
         if PTX:
