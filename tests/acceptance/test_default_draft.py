@@ -170,8 +170,8 @@ def test_none_means_no_draft_at_all():
 @pytest.mark.parametrize(
     ("draft", "speculation", "message"),
     [
-        ("", "AUTO", "is not a folder"),
-        ("ngrams.safetensors", "NGRAM", "is not a folder"),
+        ("", "AUTO", "is neither a folder nor a hub id"),
+        ("ngrams.safetensors", "NGRAM", "is neither a folder nor a hub id"),
         (".", "EAGLE", "no head; use --speculative-algorithm NGRAM"),
         (".", "EAGLE+NGRAM", "no head; use --speculative-algorithm NGRAM"),
     ],

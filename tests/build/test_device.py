@@ -65,7 +65,7 @@ def test_without_the_core_and_without_torch_one_sentence_says_both(monkeypatch):
     arch = object()
     config = EngineConfig(device="cpu")
     monkeypatch.setattr(registry, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match="Torch could do its work"):
+    with pytest.raises(ConfigError, match="The torch executor could run this"):
         choose_executor(config, arch)
     monkeypatch.setattr(registry, "find_spec", lambda _: object())
     with pytest.warns(UserWarning, match="using torch, which is several times slower"):

@@ -72,7 +72,7 @@ def test_what_a_method_has_not_is_refused(capsys):
 
 def test_a_setting_that_drafts_nothing_is_none(capsys):
     assert main([*FLAGS, "--grid-tokens", "1"]) == 2
-    assert "none is drafted" in capsys.readouterr().err
+    assert "nothing would be drafted" in capsys.readouterr().err
 
 
 def test_settings_that_are_one_are_measured_once(capsys):

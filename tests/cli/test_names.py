@@ -262,7 +262,7 @@ def test_vllms_speculative_config():
     ("line", "problem"),
     [
         ("--dp-size 2", "--dp-size 2 cannot be honoured: a model is shared"),
-        ("-ngl 12", "not parted between two devices"),
+        ("-ngl 12", "not split between CPU and GPU"),
         ("--draft folder", "--draft takes a whole number, not 'folder'"),
         ("--speculation off", "There is no option --speculation of forerun serve"),
         ("--speculative-accept-threshold-acc 1.5", "must be between 0.0 and 1.0"),
@@ -270,7 +270,7 @@ def test_vllms_speculative_config():
         ("--speculative-algorithm naive --speculative-num-draft-tokens 3", "at most 1 + 1 = 2"),
         ("--speculative-algorithm medusa", "must be one of: AUTO, EAGLE"),
         ("--speculative-algorithm NGRAM --speculative-eagle-topk 4", "branches where the text"),
-        ("--speculative-draft-model-revision r", "speculative-draft-model-path names none"),
+        ("--speculative-draft-model-revision r", "speculative-draft-model-path names no draft"),
         ("--enable-torch-compile --executor cpu", "needs the torch executor"),
         ("--max-model-len 5000 --context 4000", "--max-model-len and --context both set context"),
         ("a/b --model c/d", "the first argument and --model both set model, to a/b and c/d"),

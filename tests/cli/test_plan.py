@@ -148,7 +148,7 @@ def test_a_folder_with_its_weights(capsys, tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--model-shape", "nope"), "there are: tiny"),
+        (("--model-shape", "nope"), "name one of tiny"),
         (("--model-shape", "llama-3-70b", "--tp-size", "3", *CARD), "shared by 1 or 2 or 4"),
         (("--model-shape", "tiny", "--device-memory", "0"), "--device-memory is 0"),
         (("--model-shape", "tiny", "--device-memory", "nan"), "--device-memory is nan"),
