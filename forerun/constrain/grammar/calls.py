@@ -279,7 +279,7 @@ _TAG_TEXTS = re.compile(r'(?<=\narguments_)(\d{1,4}): %tags (?=\{"x-forerun":)')
 
 
 def _alone(format: ToolFormat, arguments: Grammar) -> Grammar:
-    """A grammar of nothing but the arguments of one function, to find the one at fault."""
+    """Return a grammar of only the arguments of one function, to identify the one at fault."""
     if format not in TAGS:
         return arguments
     source = f"start: arguments_0\narguments_0: {_tag_texts(format, arguments)}"

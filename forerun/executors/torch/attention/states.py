@@ -119,7 +119,7 @@ class States(StateSteps):
         return TorchStateStep(plan, trees, step.claims, step.ends, paths)
 
     def layer(self, step: TorchStateStep, number: int, inputs: RecurrentInputs) -> Tensor:
-        """float32[M,Hv,Dv], or float32[M,C] of a convolution: what the nodes read in layer
+        """Return float32[M,Hv,Dv], or float32[M,C] of a convolution: the nodes' results in layer
         `number`, counted among those with a state; zeros of padding. Writes the states after known
         tokens.
         """
