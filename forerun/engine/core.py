@@ -5,10 +5,11 @@ If the device can continue by itself, rounds overlap: overlap.py.
 
 import logging
 from collections.abc import Callable
-from time import monotonic, perf_counter
+from time import perf_counter
 
 from forerun.engine.check import check_all
 from forerun.engine.metrics import EngineMetrics
+from forerun.engine.opening import open_slots
 from forerun.engine.output import OutputProcessor
 from forerun.engine.parts import Parts
 from forerun.engine.row_output import Ending, failed
@@ -116,7 +117,7 @@ class EngineCore:
         """
         if schedule.opened or schedule.closed:
             self.metrics.preemptions += len(schedule.closed)
-            if not self._open_slots(schedule):
+            if not open_slots(schedule, self._parts, self.outputs.end):
                 return None  # A request ended: plan anew.
         if not schedule.rows:
             return None
@@ -126,25 +127,6 @@ class EngineCore:
             log.exception("a step could not be begun")
             self._fail(schedule.rows, error)
             return None
-
-    def _open_slots(self, schedule: Schedule) -> bool:
-        """Close and open slots as planned. Returns False if opening a sequence raised; its request
-        ended then.
-        """
-        for slot in schedule.closed:
-            self._parts.close(slot)
-        sound = True
-        for sequence in schedule.opened:
-            if sequence.slot is None:  # Its request ended: another choice could not be opened.
-                continue
-            sequence.admitted = sequence.admitted or monotonic()
-            try:
-                self._parts.open(sequence)
-            except Exception as error:
-                log.exception("request %s could not be opened", sequence.request.id)
-                self.outputs.end(sequence.request.id, failed(error))
-                sound = False
-        return sound
 
     def _stalled(self) -> bool:
         """Wait for grammars or the disk: no sequence is ready. Returns False if there is no

@@ -1,16 +1,11 @@
-"""The parts of an engine, whose slots open and close together. If the drafter fails, no request
-ends.
-"""
+"""The parts of an engine. If one of them fails, the drafter, no request ends."""
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any, TypeVar
 
 from forerun.control.policy import Policy, off
-from forerun.engine.request import Request
 from forerun.engine.sequence import Sequence
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
@@ -22,8 +17,6 @@ from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 from forerun.text.tokenizer import Tokenizer
 
 log = logging.getLogger("forerun.engine")
-
-_SECRET = os.urandom(16)
 
 Answer = TypeVar("Answer")
 
@@ -85,16 +78,6 @@ class GuardedDrafter(Drafter):
             return otherwise
 
 
-def _tenant_key(request: Request) -> int:
-    """Return SlotInit.tenant of a request: 0 without tenant and salt, else 64 bits that a client
-    cannot foresee, so that no text of its own can be made to collide with another tenant's.
-    """
-    if not request.tenant and not request.cache_salt:
-        return 0
-    name = f"{len(request.tenant)}:{request.tenant}{request.cache_salt}".encode()
-    return int.from_bytes(blake2b(name, key=_SECRET, digest_size=8).digest(), "little")
-
-
 @dataclass(slots=True)
 class Parts:
     """The parts that an engine consists of, and which slots are open in all of them.
@@ -108,29 +91,6 @@ class Parts:
     tokenizer: Tokenizer
     grammars: Grammars
     open_slots: dict[int, Sequence] = field(default_factory=dict)
-
-    def open(self, sequence: Sequence) -> None:
-        """Open the slot of `sequence` in executor, drafter and grammars. Raises what they raise;
-        `close` cleans up then.
-        """
-        assert sequence.slot is not None
-        slot_init = SlotInit(
-            slot=sequence.slot,
-            text=sequence,
-            prompt_len=sequence.prompt_len,
-            sampling=sequence.sampling,
-            prediction=sequence.request.prediction,
-            cached=sequence.table.length,
-            shared=sequence.shared,
-            salt=sequence.table.salt,
-            tenant=_tenant_key(sequence.request),
-        )
-        self.executor.open(slot_init)
-        self.open_slots[slot_init.slot] = sequence
-        self.drafter.begin(slot_init)
-        grammar = sequence.request.grammar
-        if grammar is not None and sequence.constrained:
-            self.grammars.open(slot_init.slot, grammar, sequence.output.tolist())
 
     def close(self, slot: int) -> None:
         """Close a slot in all parts where it is open."""

@@ -1,0 +1,74 @@
+"""Opens and closes slots in executor, drafter and grammars, before a step that has new rows."""
+
+import logging
+import os
+from collections.abc import Callable
+from hashlib import blake2b
+from time import monotonic
+
+from forerun.engine.parts import Parts
+from forerun.engine.request import Request
+from forerun.engine.row_output import Ending, failed
+from forerun.engine.scheduler import Schedule
+from forerun.engine.sequence import Sequence
+from forerun.interface.slot_init import SlotInit
+from forerun.types import RequestId
+
+log = logging.getLogger("forerun.engine")
+
+
+_SECRET = os.urandom(16)
+
+
+def tenant_key(request: Request) -> int:
+    """Return SlotInit.tenant of a request: 0 without tenant and salt, else 64 bits that a client
+    cannot predict, so that no text can be made to collide with another tenant's.
+    """
+    if not request.tenant and not request.cache_salt:
+        return 0
+    name = f"{len(request.tenant)}:{request.tenant}{request.cache_salt}".encode()
+    return int.from_bytes(blake2b(name, key=_SECRET, digest_size=8).digest(), "little")
+
+
+def open_slots(schedule: Schedule, parts: Parts, end: Callable[[RequestId, Ending], None]) -> bool:
+    """Close and open slots as planned. Returns False if opening a sequence raised; its request
+    ended then, through `end`.
+    """
+    for slot in schedule.closed:
+        parts.close(slot)
+    sound = True
+    for sequence in schedule.opened:
+        if sequence.slot is None:  # Its request ended: another choice could not be opened.
+            continue
+        sequence.admitted = sequence.admitted or monotonic()
+        try:
+            open_slot(sequence, parts)
+        except Exception as error:
+            log.exception("request %s could not be opened", sequence.request.id)
+            end(sequence.request.id, failed(error))
+            sound = False
+    return sound
+
+
+def open_slot(sequence: Sequence, parts: Parts) -> None:
+    """Open the slot of `sequence` in executor, drafter and grammars. Raises what they raise;
+    `Parts.close` cleans up then.
+    """
+    assert sequence.slot is not None
+    slot_init = SlotInit(
+        slot=sequence.slot,
+        text=sequence,
+        prompt_len=sequence.prompt_len,
+        sampling=sequence.sampling,
+        prediction=sequence.request.prediction,
+        cached=sequence.table.length,
+        shared=sequence.shared,
+        salt=sequence.table.salt,
+        tenant=tenant_key(sequence.request),
+    )
+    parts.executor.open(slot_init)
+    parts.open_slots[slot_init.slot] = sequence
+    parts.drafter.begin(slot_init)
+    grammar = sequence.request.grammar
+    if grammar is not None and sequence.constrained:
+        parts.grammars.open(slot_init.slot, grammar, sequence.output.tolist())
