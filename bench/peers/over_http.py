@@ -49,7 +49,9 @@ DROPPED = ("RemoteProtocolError", "ReadError", "WriteError", "ConnectError", "Ti
 """How httpx calls a connection that ended before its answer did, and what is too long."""
 EMPTY = "the answer was empty"
 """How the client calls an answer of one token that is half a character, or a control token."""
-DEFAULT, RANDOM = "smollm2-135m", "random-1b"
+DEFAULT = "smollm2-135m"
+RANDOM = {"random-1b": "tinyllama", "random-lfm2.5-1.2b": "lfm2.5-1.2b"}
+"""Models that are made on first use -> a shape of random_gguf.py."""
 console = Console(stderr=True)
 
 
@@ -200,15 +202,15 @@ def patiently(
 
 
 def model_path(name: str) -> str:
-    """What `open_model` takes: the random model is made on first use."""
-    if name != RANDOM:
+    """What `open_model` takes: a random model is made on first use."""
+    if name not in RANDOM:
         return name
-    path = OUT / f"{RANDOM}.gguf"
+    path = OUT / f"{name}.gguf"
     if not path.exists():
         made = path.with_suffix(".part")
         words = str(open_model(DEFAULT).path)
         line = [str(interpreter("gguf")), str(HERE / "random_gguf.py"), str(made), words]
-        subprocess.run(line, check=True)
+        subprocess.run([*line, "--shape", RANDOM[name]], check=True)
         made.rename(path)
     return str(path)
 
@@ -323,7 +325,9 @@ def main() -> None:
     names = [server.name for server in SERVERS]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--model", default=DEFAULT, help=f"{RANDOM}: 1.1 billion random weights in Q4_K_M"
+        "--model",
+        default=DEFAULT,
+        help=f"{' or '.join(RANDOM)}: a billion random weights in Q4_K_M",
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--tokens", type=int, default=96)
