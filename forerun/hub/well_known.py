@@ -22,6 +22,11 @@ class WellKnown:
 
 
 WELL_KNOWN = (
+    WellKnown(
+        ("lfm2.5", "lfm2.5:1.2b", "lfm2.5-1.2b", "lfm2", "lfm2:1.2b", "lfm2-1.2b"),
+        "LiquidAI/LFM2.5-1.2B-Instruct-GGUF:Q4_K_M",
+        0.7,
+    ),
     WellKnown(("qwen3-0.6b", "qwen3:0.6b"), "Qwen/Qwen3-0.6B-GGUF:Q8_0", 0.6),
     WellKnown(
         ("llama3.2:1b", "llama-3.2-1b", "llama3.2-1b"),

@@ -23,6 +23,7 @@ from tests.e2e.test_equality_matrix import (
     proved,
 )
 from tests.models import tiny
+from tests.parity.heads import Target, Twin
 
 TRIAL = Trial(PROMPTS[-4:], tokens=20, temperatures=(0.0, 1.0), group=4, mixed=True)
 
@@ -35,9 +36,11 @@ CONVOLUTION = "lfm2"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
+    deep = {"num_hidden_layers": 6, "layer_types": ["conv", "full_attention", "conv"] * 2}
+    made = {family: tiny.model(family) for family in ON.values()}
+    made[CONVOLUTION] = tiny.model(CONVOLUTION, **deep)  # A head reads three layers.
     return {
-        family: tiny.save_folder(tiny.model(family), tmp_path_factory.mktemp(family))
-        for family in (*ON.values(), CONVOLUTION)
+        family: tiny.save_folder(hf, tmp_path_factory.mktemp(family)) for family, hf in made.items()
     }
 
 
@@ -151,6 +154,17 @@ def test_nor_on_its_own_prediction_layer(layered, watched, hints, executor):  # 
     """Which reads the target's hidden states, so that pages are shared a token later."""
     seen = []
     config = configured(layered[ON[executor]], 4, speculative_algorithm="NEXTN", **on(executor))
+    proved(config, TRIAL, hints, lambda _, runs: seen.extend(runs), ("tree",))
+    assert watched.resumed > 0
+    assert sum(run.accepted for run in seen) > 50
+
+
+@NATIVE
+def test_nor_on_a_head_beside_convolutions(folders, tmp_path, watched, hints):  # noqa: F811
+    seen, model = [], folders[CONVOLUTION]
+    head = Twin(Target(FolderCheckpoint(model)), tmp_path / "head", {}).folder
+    changes = on("cpu") | {"speculative_algorithm": "EAGLE3"}
+    config = configured(model, 4, speculative_draft_model_path=str(head), **changes)
     proved(config, TRIAL, hints, lambda _, runs: seen.extend(runs), ("tree",))
     assert watched.resumed > 0
     assert sum(run.accepted for run in seen) > 50

@@ -1,13 +1,16 @@
 """LFM2 and LFM2.5: configurations as published, in every spelling, and what is refused of them."""
 
+import huggingface_hub
 import numpy as np
 import pytest
 
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.errors import ModelError
+from forerun.hub.catalog import open_model
 from forerun.networks.config_json import architecture_from
 from forerun.networks.layer_spec import Dense, Experts, Router, ShortConvolution
+from forerun.text.tools import LFM2, format_of
 from tests.models import tiny
 
 ATTENDS = [2, 5, 8, 10, 12, 14]
@@ -147,6 +150,27 @@ def test_gguf_metadata_are_honoured_or_refused(key, value, named, tmp_path):
     tiny.write_gguf(tiny.model("lfm2"), path, metadata={f"lfm2.{key}": value})
     with pytest.raises(ModelError, match=named):
         GgufCheckpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["", ":Q4_K_M", ":Q8_0"])
+def test_the_publishers_files_open_by_their_hub_id(kind, tmp_path, monkeypatch):
+    """As its repository has them: one file per kind, a tokenizer like Llama 3's, Python calls."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    name = "LFM2.5-1.2B-Instruct"
+    repository = tmp_path / "hub" / f"models--LiquidAI--{name}-GGUF"
+    here = repository / "snapshots" / ("0" * 40)
+    here.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    shown = "{%- if tools -%}{{ 'List of tools: [' + (tools | join(', ')) + ']' }}{%- endif -%}"
+    told = {"tokenizer.ggml.pre": "lfm2", "tokenizer.chat_template": shown + tiny.CHAT_TEMPLATE}
+    for each in ("F16", "Q4_K_M", "Q8_0"):
+        stored = "F16" if each == "F16" else "Q8_0"
+        tiny.write_gguf(tiny.model("lfm2"), here / f"{name}-{each}.gguf", stored, told)
+    model = open_model(f"LiquidAI/{name}-GGUF{kind}", cache_dir=tmp_path)
+    assert (model.architecture.family, model.name) == ("lfm2", f"LiquidAI/{name}-GGUF{kind}")
+    assert model.path.name == f"{name}-{kind[1:] or 'Q4_K_M'}.gguf"
+    assert format_of(model.chat_template) is LFM2
 
 
 def test_projections_of_few_bits_stay_as_the_file_has_them(tmp_path):
