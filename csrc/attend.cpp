@@ -21,14 +21,30 @@ void Model::plan_attention(const Step& step) {
     for (int n = 0; n < step.nodes; n++) {
         longest = sights_[n].length() > longest ? sights_[n].length() : longest;
     }
-    const int64_t whole = (int64_t)step.nodes * sizes.kv_heads, threads = pool.most();
     stride_ = padded_positions(longest);
-    const int64_t shared = sizes.heads / sizes.kv_heads, fit = kOwnScores / stride_;
+    next_unit_.store(0);
+    int64_t own = 0, all_scores = (int64_t)step.nodes * sizes.heads * stride_;
+    bool together = false;
+    for (Division& division : divisions_) {
+        own = std::max(own, plan_division(step, division));
+        together = together || division.together;
+    }
+    for (Floats& floats : scratch_) {
+        if ((int64_t)floats.size() < own) floats.resize(own);
+    }
+    if (!together) return;
+    if ((int64_t)scores_.size() < all_scores) scores_.resize(all_scores);
+    totals_.resize((size_t)step.nodes * sizes.heads);
+}
+
+// The same in layers of one shape. Returns how many numbers a thread needs for itself.
+int64_t Model::plan_division(const Step& step, Division& by) {
+    const int64_t whole = (int64_t)step.nodes * by.kv_heads, threads = pool.most();
+    const int64_t shared = sizes.heads / by.kv_heads, fit = kOwnScores / stride_;
     const int64_t fair = (whole + kUnitsEach * threads - 1) / (kUnitsEach * threads);
     const int64_t most = std::min({fair, fit / shared, (int64_t)kNodesTogether});
     const int count = (int)std::max(most, (int64_t)1);
-    next_unit_.store(0);
-    units_.clear();
+    by.units.clear();
     for (int row = 0; row < step.rows; row++) {
         const int first = step.start[row], nodes = step.start[row + 1] - first;
         const int parts = (nodes + count - 1) / count;
@@ -36,29 +52,25 @@ void Model::plan_attention(const Step& step) {
             const Share mine(nodes, part, parts);
             const int n = first + mine.first, last = first + mine.last;
             const Alike some = alike(row, n, last);
-            for (int head = 0; head < sizes.kv_heads; head++) {
-                units_.push_back({row, n, last, head, some});
+            for (int head = 0; head < by.kv_heads; head++) {
+                by.units.push_back({row, n, last, head, some});
             }
         }
     }
-    const int64_t near = near_numbers(sizes.head_size);
+    const int64_t near = near_numbers(by.head_size);
     const int64_t all_scores = (int64_t)step.nodes * sizes.heads * stride_;
-    together_ = threads > 1 && whole < 3 * threads && stride_ >= kWorthSharing &&
-                all_scores <= kMostScores;
-    room_ = (int)std::max((int64_t)3, std::min(fit, shared));
-    if (together_ || count > 1) room_ = (int)shared;
-    const int size = value_size();
-    mixed_at_a_time_ = kGroup;  // Fewer where threads would have none.
-    while (mixed_at_a_time_ > 8 && whole * (size / mixed_at_a_time_) < threads) mixed_at_a_time_ /= 2;
-    const int64_t mixed = together_ ? mixed_at_a_time_ : shared * size;
-    in_groups_ = !sizes.rank && !sizes.gated && mixed % kGroup == 0 && (!together_ || size % kGroup == 0);
-    const int64_t own = together_ ? near : near + count * room_ * (stride_ + 1);
-    for (Floats& floats : scratch_) {
-        if ((int64_t)floats.size() < own) floats.resize(own);
-    }
-    if (!together_) return;
-    if ((int64_t)scores_.size() < all_scores) scores_.resize(all_scores);
-    totals_.resize((size_t)step.nodes * sizes.heads);
+    by.together = threads > 1 && whole < 3 * threads && stride_ >= kWorthSharing &&
+                  all_scores <= kMostScores;
+    by.room = (int)std::max((int64_t)3, std::min(fit, shared));
+    if (by.together || count > 1) by.room = (int)shared;
+    const int size = value_size(by.head_size);
+    int pieces = kGroup;  // Fewer where threads would have none.
+    while (pieces > 8 && whole * (size / pieces) < threads) pieces /= 2;
+    by.mixed_at_a_time = pieces;
+    const int64_t mixed = by.together ? pieces : shared * size;
+    by.in_groups =
+        !sizes.rank && !sizes.gated && mixed % kGroup == 0 && (!by.together || size % kGroup == 0);
+    return by.together ? near : near + count * by.room * (stride_ + 1);
 }
 
 int32_t Model::place_at(int row, const Sight& sight, int position) const {
@@ -101,47 +113,50 @@ Sight Model::seen(const Layer& layer, int node) const {
 }
 
 Attend Model::job(int layer, const Unit& unit, int node, int thread) {
-    const int size = sizes.head_size, shared = sizes.heads / sizes.kv_heads;
+    const Layer& at = layers_[layer];
+    const int size = at.kind.head_size, shared = sizes.heads / at.kind.kv_heads;
     const int64_t first_query = (int64_t)unit.head * shared * size;
     Attend job = {};
     job.keys = plane(layer, 0, unit.head);
     job.values = plane(layer, kinds() - 1, unit.head);
     job.floats = sizes.cache_item == sizeof(float);
-    job.sight = seen(layers_[layer], node);
+    job.sight = seen(at, node);
     // There may be none to point at.
     job.trunk = trunks_.data() + trunk_at_[unit.row] + (sights_[node].trunk - job.sight.trunk);
-    if (const float* sinks = layers_[layer].sinks) job.sinks = sinks + unit.head * shared;
-    job.cap = layers_[layer].kind.softcap;
+    if (at.sinks) job.sinks = at.sinks + unit.head * shared;
+    job.cap = at.kind.softcap;
     job.heads = shared;
     job.size = size;
-    job.mixed = value_size();
-    job.queries = &qkv_[node * qkv_width() + first_query];
-    job.out = &mixed_[(int64_t)node * sizes.heads * size + first_query];
+    job.mixed = value_size(size);
+    job.queries = &qkv_[node * qkv_width(at) + first_query];
+    job.out = &mixed_[(int64_t)node * mixed_width(at) + first_query];
     job.stride = stride_;
-    job.room = room_;
+    job.room = divisions_[at.division].room;
     job.near = scratch_[thread].data();
     return job;
 }
 
 void Model::attend(int layer, int thread) {
-    if (together_) return attend_together(layer, thread);
+    const Layer& at = layers_[layer];
+    const Division& by = divisions_[at.division];
+    if (by.together) return attend_together(layer, thread);
     Attend nodes[kNodesTogether];
-    for (int u; (u = next_unit_.fetch_add(1)) < (int)units_.size();) {
-        const Unit& unit = units_[u];
+    for (int u; (u = next_unit_.fetch_add(1)) < (int)by.units.size();) {
+        const Unit& unit = by.units[u];
         const int count = unit.last - unit.first;
-        float* scores = scratch_[thread].data() + near_numbers(sizes.head_size);
-        float* totals = scores + count * room_ * stride_;
-        for (int n = 0; n < count; n++, scores += room_ * stride_, totals += room_) {
+        float* scores = scratch_[thread].data() + near_numbers(by.head_size);
+        float* totals = scores + count * by.room * stride_;
+        for (int n = 0; n < count; n++, scores += by.room * stride_, totals += by.room) {
             nodes[n] = job(layer, unit, unit.first + n, thread);
             nodes[n].scores = scores;
             nodes[n].totals = totals;
         }
-        const int window = layers_[layer].kind.window;
+        const int window = at.kind.window;
         const bool whole = !window || sights_[unit.first + unit.alike.longest].length() <= window;
         kernels->attend(nodes, count, whole ? unit.alike : Alike{0, 0, false});
-        const int numbers = sizes.heads / sizes.kv_heads * sizes.head_size;
-        for (int n = unit.first; in_groups_ && n < unit.last; n++) {
-            put_context(layers_[layer], n, unit.head * numbers, numbers);
+        const int numbers = sizes.heads / by.kv_heads * by.head_size;
+        for (int n = unit.first; by.in_groups && n < unit.last; n++) {
+            put_context(at, n, unit.head * numbers, numbers);
         }
     }
 }
@@ -149,16 +164,17 @@ void Model::attend(int layer, int thread) {
 // Some numbers of what a node found, whole groups, to what attention's last product reads.
 void Model::put_context(const Layer& at, int node, int first, int count) {
     if (is_float(at.output.format)) return;
-    const int width = sizes.heads * sizes.head_size;
+    const int width = mixed_width(at);
     Group* groups = column(mixed_q_.data(), node, width) + first / kGroup;
     kernels->quantise(&mixed_[(size_t)node * width + first], count, groups, node % kLanes);
 }
 
 void Model::attend_together(int layer, int thread) {
-    const int threads = pool.threads(), whole = (int)units_.size(), size = value_size();
-    const int shared = sizes.heads / sizes.kv_heads;
+    const Division& by = divisions_[layers_[layer].division];
+    const int threads = pool.threads(), whole = (int)by.units.size();
+    const int size = value_size(by.head_size), shared = sizes.heads / by.kv_heads;
     const auto job_of = [&](int unit) {
-        Attend all = job(layer, units_[unit], units_[unit].first, thread);
+        Attend all = job(layer, by.units[unit], by.units[unit].first, thread);
         all.scores = &scores_[(int64_t)unit * shared * stride_];
         all.totals = &totals_[(size_t)unit * shared];
         return all;
@@ -174,7 +190,7 @@ void Model::attend_together(int layer, int thread) {
     pool.barrier();
     const Share weighed(whole * shared, thread, threads);
     for (int query = weighed.first; query < weighed.last; query++) {
-        const Unit& unit = units_[query / shared];
+        const Unit& unit = by.units[query / shared];
         const int length = seen(layers_[layer], unit.first).length();
         const float* sinks = layers_[layer].sinks;
         const float* sink = sinks ? sinks + unit.head * shared + query % shared : nullptr;
@@ -182,14 +198,14 @@ void Model::attend_together(int layer, int thread) {
         totals_[query] = kernels->weigh(&scores_[query * stride_], length, sink, cap);
     }
     pool.barrier();
-    const int width = mixed_at_a_time_;
+    const int width = by.mixed_at_a_time;
     const int pieces = (size + width - 1) / width;
     const Share mixed(whole * pieces, thread, threads);
     for (int piece = mixed.first; piece < mixed.last; piece++) {
         const int first = piece % pieces * width;
         kernels->mix(job_of(piece / pieces), first, first + width < size ? first + width : size);
-        const Unit& unit = units_[piece / pieces];
-        for (int query = 0; in_groups_ && query < shared; query++) {
+        const Unit& unit = by.units[piece / pieces];
+        for (int query = 0; by.in_groups && query < shared; query++) {
             put_context(layers_[layer], unit.first, (unit.head * shared + query) * size + first, width);
         }
     }

@@ -52,7 +52,7 @@ void Model::embed(const Step& step, int thread) {
 
 // A node's cosines and sines, by every rope.
 void Model::put_angles(int node) {
-    const size_t half = rope_size() / 2, count = factors_.size() * half;
+    const size_t half = pairs_, count = factors_.size() * half;
     for (size_t i = 0; i < count; i++) {
         const double angle = (float)position_[node] * frequencies_[i];
         const float factor = factors_[i / half];
@@ -169,7 +169,7 @@ void Model::attention_layer(const Step& step, int layer, int thread) {
 // Attention of `layer` from its input `x` to the residual stream.
 void Model::mix(const Step& step, int layer, Inputs x, int thread) {
     const Layer& at = layers_[layer];
-    const int mixed = sizes.heads * sizes.head_size, nodes = step.nodes;
+    const int mixed = mixed_width(at), nodes = step.nodes;
     heads_products(at, x, nodes, thread);
     pool.barrier();
     const Share rotated(nodes, thread, pool.threads());
@@ -180,7 +180,7 @@ void Model::mix(const Step& step, int layer, Inputs x, int thread) {
     if (thread == 0) next_unit_.store(0);
     if (sizes.gated) {
         open_context(at, nodes, thread);
-    } else if (!in_groups_) {
+    } else if (!divisions_[at.division].in_groups) {
         quantise_context(at, &mixed_[0], mixed, nodes, thread);
     }
     bring_out(at, &mixed_[0], nodes, thread);
@@ -188,10 +188,12 @@ void Model::mix(const Step& step, int layer, Inputs x, int thread) {
 
 // Queries, keys, values and, where there is one, the gate of these rows.
 void Model::heads_products(const Layer& at, Inputs x, int rows, int thread) {
-    const int mixed = sizes.heads * sizes.head_size, keys = sizes.kv_heads * sizes.head_size;
+    const int mixed = mixed_width(at), keys = at.kind.kv_heads * at.kind.head_size;
     float *query = &qkv_[0], *key = query + mixed, *value = key + keys;
-    const int width = (int)qkv_width();
-    if (sizes.gated) {
+    const int width = (int)qkv_width(at);
+    if (at.kind.reads) {
+        multiply({&at.query}, {query}, x, rows, width, false, thread);
+    } else if (sizes.gated) {
         multiply({&at.query, &at.key, &at.value, &at.gate}, {query, key, value, value + keys}, x,
                  rows, width, false, thread);
     } else {
@@ -201,10 +203,10 @@ void Model::heads_products(const Layer& at, Inputs x, int rows, int thread) {
 
 // Attention's context times the sigmoid of its gate, as what the last product reads.
 void Model::open_context(const Layer& at, int nodes, int thread) {
-    const int width = sizes.heads * sizes.head_size, keys = sizes.kv_heads * sizes.head_size;
+    const int width = mixed_width(at), keys = at.kind.kv_heads * at.kind.head_size;
     const Share mine = columns_of(nodes, thread, pool.threads());
     for (int n = mine.first; n < mine.last; n++) {
-        const float* gate = &qkv_[n * qkv_width() + width + 2 * keys];
+        const float* gate = &qkv_[n * qkv_width(at) + width + 2 * keys];
         float* context = &mixed_[(size_t)n * width];
         if (is_float(at.output.format)) {
             kernels->gates[kSigmoid](gate, context, width, context);
@@ -300,35 +302,35 @@ void Model::activate(const Visit& visit, int kind, int row, Share groups) const 
 
 // Norms over all query heads at once, and over all key heads.
 void Model::put_wide_norms(const Layer& layer, float* x) const {
-    const int queries = sizes.heads * sizes.head_size, keys = sizes.kv_heads * sizes.head_size;
+    const int queries = mixed_width(layer), keys = layer.kind.kv_heads * layer.kind.head_size;
     put_norm(x, layer.query_norm, sizes.norm_eps, queries, x);
     put_norm(x + queries, layer.key_norm, sizes.norm_eps, keys, x + queries);
 }
 
 void Model::rotate_and_store(int layer, int node) {
     const Layer& at = layers_[layer];
-    const int size = sizes.head_size, half = size / 2;
+    const int size = at.kind.head_size, half = size / 2;
     const bool wide = at.kind.wide_norms;
     const float *cosine = &cosine_[angles(at, node)], *sine = &sine_[angles(at, node)];
     const float *query_norm = wide ? nullptr : at.query_norm, *key_norm = wide ? nullptr : at.key_norm;
-    float* x = &qkv_[(size_t)node * qkv_width()];
+    float* x = &qkv_[(size_t)node * qkv_width(at)];
     const int64_t place = place_of_[node];
     if (wide) put_wide_norms(at, x);
     for (int head = 0; head < sizes.heads; head++, x += size) {
         kernels->rotate(x, query_norm, sizes.norm_eps, cosine, sine, half, at.kind.score_scale);
     }
-    for (int head = 0; head < sizes.kv_heads; head++, x += size) {
+    if (at.kind.reads) return;
+    for (int head = 0; head < at.kind.kv_heads; head++, x += size) {
         kernels->rotate(x, key_norm, sizes.norm_eps, cosine, sine, half, 1.0f);
-        keep(x, plane(layer, 0, head), place);
+        keep(x, plane(layer, 0, head), size, place);
     }
-    for (int head = 0; head < sizes.kv_heads; head++, x += size) {
-        keep(x, plane(layer, 1, head), place);
+    for (int head = 0; head < at.kind.kv_heads; head++, x += size) {
+        keep(x, plane(layer, 1, head), size, place);
     }
 }
 
 // One head's key or value into its place.
-void Model::keep(const float* x, uint8_t* plane, int64_t place) const {
-    const int64_t size = sizes.head_size;
+void Model::keep(const float* x, uint8_t* plane, int64_t size, int64_t place) const {
     if (sizes.cache_item == sizeof(float)) {
         memcpy(plane + place * size * sizeof(float), x, size * sizeof(float));
     } else {

@@ -33,7 +33,7 @@ void Model::mix_latent(const Step& step, int layer, Inputs x, int thread) {
     for (int n = kept.first; n < kept.last; n++) keep_latent(layer, n);
     enter_heads(at, nodes, thread);
     pool.barrier();
-    multiply_heads(at.into, {&qkv_[0], qkv_width(), false}, sizes.head_size, nodes, thread);
+    multiply_heads(at.into, {&qkv_[0], qkv_width(at), false}, sizes.head_size, nodes, thread);
     pool.barrier();
     attend(layer, thread);
     pool.barrier();
@@ -77,7 +77,7 @@ void Model::keep_latent(int layer, int node) {
     put_norm(kept, layers_[layer].key_norm, sizes.latent_eps, sizes.rank, kept);
     const size_t turn = angles(layers_[layer], node);
     kernels->rotate(kept + sizes.rank, nullptr, 0.0f, &cosine_[turn], &sine_[turn], half, 1.0f);
-    keep(kept, plane(layer, 0, 0), place_of_[node]);
+    keep(kept, plane(layer, 0, 0), sizes.head_size, place_of_[node]);
 }
 
 // Of every head's query what is turned goes to its place behind the latent, and the rest, scaled, to
@@ -90,7 +90,7 @@ void Model::enter_heads(const Layer& at, int nodes, int thread) {
         for (int n = first; n < first + kLanes && n < nodes; n++) {
             float* query = &latent_[n * latent_width() + sizes.query_rank + sizes.head_size +
                                     (size_t)head * (nope + rope)];
-            float* turned = &qkv_[n * qkv_width() + (size_t)head * sizes.head_size + sizes.rank];
+            float* turned = &qkv_[n * qkv_width(at) + (size_t)head * sizes.head_size + sizes.rank];
             memcpy(turned, query + nope, sizeof(float) * rope);
             const size_t turn = angles(at, n);
             kernels->rotate(turned, nullptr, 0.0f, &cosine_[turn], &sine_[turn], half,
@@ -147,7 +147,7 @@ void Model::multiply_heads(const std::vector<Matrix>& each, Target out, int apar
 // The products of a layer's attention but the last, for measurements.
 void Model::latent_products(const Layer& at, int rows, int thread) {
     latent_queries(at, normed(), rows, thread);
-    multiply_heads(at.into, {&qkv_[0], qkv_width(), false}, sizes.head_size, rows, thread);
+    multiply_heads(at.into, {&qkv_[0], qkv_width(at), false}, sizes.head_size, rows, thread);
     pool.barrier();
     const int values = sizes.heads * sizes.value;
     multiply_heads(at.out_of, {&values_of_[0], values, false}, sizes.value, rows, thread);

@@ -61,10 +61,11 @@ Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const 
       own_pool(shared ? nullptr : new Pool(given.threads)),
       pool(shared ? *shared : *own_pool),
       layers_(given.layers),
-      frequencies_(ropes.frequencies, ropes.frequencies + ropes.count * (rope_size() / 2)),
+      pairs_(ropes.pairs),
+      frequencies_(ropes.frequencies, ropes.frequencies + (size_t)ropes.count * ropes.pairs),
       factors_(ropes.factors, ropes.factors + ropes.count),
       weights_(weight_bytes, true),
-      cache_((size_t)given.cached() * kinds() * given.kv_heads * given.head_size * given.cache_item *
+      cache_((size_t)given.cache_numbers * given.cache_item *
              ((size_t)given.pages * given.page_size + given.max_nodes)),
       places_((int64_t)given.pages * given.page_size + given.max_nodes),
       states_(sizeof(float) * (size_t)given.recurrent * given.states * given.net_values() *
@@ -74,21 +75,18 @@ Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const 
     const size_t nodes = given.max_nodes, angles = frequencies_.size();
     const size_t columns = (nodes + kLanes - 1) / kLanes;
     const auto groups = [](int width) { return (size_t)(width + kGroup - 1) / kGroup; };
-    const int mixed = given.heads * (given.rank ? given.value : given.head_size);
     sights_.resize(nodes);
     position_.resize(nodes);
     row_of_.resize(nodes);
     place_of_.resize(nodes);
     stream_.resize(nodes * given.hidden);
-    qkv_.resize(nodes * qkv_width());
-    mixed_.resize(nodes * given.heads * given.head_size);
     gate_.resize(nodes * given.ffn);
     up_.resize(nodes * given.ffn);
     cosine_.resize(nodes * angles);
     sine_.resize(nodes * angles);
     hidden_q_.resize(columns * groups(given.hidden));
     hidden_f_.resize(nodes * given.hidden);
-    mixed_q_.resize(columns * groups(std::max(mixed, given.net_output())));
+    mixed_q_.resize(columns * groups(std::max(given.heads * given.value, given.net_output())));
     ffn_q_.resize(columns * groups(given.ffn));
     branch_.resize(nodes * given.hidden);
     scratch_.resize(pool.most());
@@ -105,6 +103,7 @@ Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const 
         layer.kind.score_scale = 1.0f / std::sqrt((float)given.head_size);
         layer.kind.residual = 1.0f;
         layer.place = (int)(&layer - layers_.data());
+        shape_layer(layer);
     }
     if (given.recurrent) reserve_nets();
 }
@@ -121,11 +120,51 @@ std::string Model::set_layer(int layer, const LayerKind& kind) {
     Layer& at = layers_[layer];
     at.kind = kind;
     at.place = 0;
-    for (int i = 0; i < layer; i++) at.place += !layers_[i].kind.recurrent == !kind.recurrent;
-    if (at.place >= (kind.recurrent ? sizes.recurrent : sizes.cached())) return "a kind too many";
+    for (int i = 0; i < layer; i++) at.place += layers_[i].kind.recurrent != 0;
+    if (kind.recurrent && at.place >= sizes.recurrent) return "a recurrent layer too many";
+    if (kind.reads > layer) return "keys and values of a layer that does not come before it";
+    shape_layer(at);
+    if (sizes.heads % at.kind.kv_heads || at.kind.head_size % 8) return "heads that cannot be";
+    if (at.source == layer && !kind.recurrent && at.cached + own_numbers(at) > sizes.cache_numbers) {
+        return "keys and values too many";
+    }
     at.experts.resize(kind.experts);
     if (kind.experts) reserve_for(kind);
     return "";
+}
+
+// How many numbers of keys and values of its own a layer has of a position.
+int64_t Model::own_numbers(const Layer& at) const {
+    if (at.kind.recurrent || at.kind.reads) return 0;
+    return (int64_t)kinds() * at.kind.kv_heads * at.kind.head_size;
+}
+
+// What follows from the shape of a layer's keys and values: where they are, who else has it, and room
+// for what is between products.
+void Model::shape_layer(Layer& at) {
+    if (!at.kind.kv_heads) at.kind.kv_heads = sizes.kv_heads;
+    if (!at.kind.head_size) at.kind.head_size = sizes.head_size;
+    const int number = (int)(&at - layers_.data());
+    at.source = at.kind.reads ? at.kind.reads - 1 : number;
+    at.cached = 0;
+    for (int i = 0; i < number; i++) at.cached += own_numbers(layers_[i]);
+    const auto same = [&](const Division& division) {
+        return division.kv_heads == at.kind.kv_heads && division.head_size == at.kind.head_size;
+    };
+    const auto found = std::find_if(divisions_.begin(), divisions_.end(), same);
+    at.division = (int)(found - divisions_.begin());
+    if (found == divisions_.end()) {
+        divisions_.emplace_back();
+        divisions_.back().kv_heads = at.kind.kv_heads;
+        divisions_.back().head_size = at.kind.head_size;
+    }
+    const auto reach = [](auto& room, size_t size) {
+        if (room.size() < size) room.resize(size);
+    };
+    const size_t nodes = sizes.max_nodes, columns = (nodes + kLanes - 1) / kLanes;
+    reach(qkv_, nodes * qkv_width(at));
+    reach(mixed_, nodes * mixed_width(at));
+    if (!sizes.rank) reach(mixed_q_, columns * ((mixed_width(at) + kGroup - 1) / kGroup));
 }
 
 // 0 to 6: attention and feed-forward; 7 the router, 8 the shared expert's gate, then each expert's
@@ -217,43 +256,55 @@ uint64_t Model::read_weights() {
 }
 
 uint8_t* Model::plane(int layer, int kind, int head) const {
-    const int64_t place = layers_[layer].place;
-    const int64_t index = (place * kinds() + kind) * sizes.kv_heads + head;
-    return cache_.data() + index * places_ * sizes.head_size * sizes.cache_item;
+    const Layer& at = layers_[layers_[layer].source];
+    const int64_t before = at.cached + (int64_t)(kind * at.kind.kv_heads + head) * at.kind.head_size;
+    return cache_.data() + before * places_ * sizes.cache_item;
 }
 
-int64_t Model::qkv_width() const {
-    const int64_t gates = sizes.gated ? sizes.heads : 0;
-    return (sizes.heads + 2 * sizes.kv_heads + gates) * sizes.head_size;
+int64_t Model::qkv_width(const Layer& at) const {
+    const int64_t gates = sizes.gated ? sizes.heads : 0, own = at.kind.reads ? 0 : 2 * at.kind.kv_heads;
+    return (sizes.heads + own + gates) * at.kind.head_size;
+}
+
+// Every layer's planes of keys and values: [places][head_size].
+std::vector<Plane> Model::planes() const {
+    std::vector<Plane> found;
+    for (int layer = 0; layer < sizes.layers; layer++) {
+        const Layer& at = layers_[layer];
+        const int64_t count = own_numbers(at) / at.kind.head_size;
+        const size_t bytes = (size_t)at.kind.head_size * sizes.cache_item;
+        for (int i = 0; i < count; i++) {
+            found.push_back({plane(layer, 0, 0) + i * places_ * bytes, bytes});
+        }
+    }
+    return found;
 }
 
 void Model::commit(const int32_t* nodes, const int32_t* slots, int count) {
-    const int64_t planes = kinds() * (int64_t)sizes.cached() * sizes.kv_heads;
-    const size_t bytes = (size_t)sizes.head_size * sizes.cache_item;
+    const std::vector<Plane> all = planes();
     const auto copy = [&](int begin, int end) {
-        for (int64_t index = begin; index < end; index++) {
-            uint8_t* at = cache_.data() + index * places_ * bytes;
+        for (int index = begin; index < end; index++) {
+            const auto [at, bytes] = all[index];
             for (int i = 0; i < count; i++) {
                 const int64_t from = place_of_[nodes[i]];
                 if (from != slots[i]) memcpy(at + slots[i] * bytes, at + from * bytes, bytes);
             }
         }
     };
-    if (count < kWorthSharing) return copy(0, (int)planes);
+    if (count < kWorthSharing) return copy(0, (int)all.size());
     pool.run([&](int thread) {
-        const Share share((int)planes, thread, pool.threads());
+        const Share share((int)all.size(), thread, pool.threads());
         copy(share.first, share.last);
     });
 }
 
 std::string Model::copy_page(int page, uint8_t* outside, bool out) {
     if (page < 0 || page >= sizes.pages) return "no such page";
-    const int64_t planes = kinds() * (int64_t)sizes.cached() * sizes.kv_heads;
-    const int64_t position = (int64_t)sizes.head_size * sizes.cache_item;
-    const size_t bytes = (size_t)(sizes.page_size * position);
-    for (int64_t index = 0; index < planes; index++, outside += bytes) {
-        uint8_t* at = cache_.data() + (index * places_ + (int64_t)page * sizes.page_size) * position;
+    for (const auto& [plane, position] : planes()) {
+        const size_t bytes = sizes.page_size * position;
+        uint8_t* at = plane + page * bytes;
         memcpy(out ? outside : at, out ? at : outside, bytes);
+        outside += bytes;
     }
     return "";
 }

@@ -19,6 +19,7 @@ struct Sizes {
     int32_t layers, hidden, heads, kv_heads, head_size, ffn, vocab;
     int32_t page_size, pages, max_nodes, context, threads;
     int32_t cache_item;  // bytes of a number in the cache: 2, a half, or 4, a float32
+    int32_t cache_numbers;  // of a position: keys and values in all layers that have their own
     // Latent attention: forerun/networks/layer_spec.py, `Latent`. rank 0: there is none; query_rank 0:
     // one product makes queries. kv_heads is 1 and head_size the rank and what is rotated.
     int32_t rank, nope, value, query_rank;
@@ -31,7 +32,6 @@ struct Sizes {
     float norm_eps;
     float latent_eps;  // of the norms of the latent and of what makes queries
 
-    int cached() const { return layers - recurrent; }  // layers with keys and values
     // Of a delta net: numbers of all key heads and of all value heads.
     int net_keys() const { return key_heads * key_size; }
     int net_values() const { return value_heads * value_size; }
@@ -48,8 +48,8 @@ struct Sizes {
 // How positions turn queries and keys, in as many ways as a model's layers have.
 // The layout is shared with forerun/executors/cpu/native.py.
 struct Ropes {
-    int32_t count;
-    const float* frequencies;  // [count][numbers that are rotated / 2] 0: a pair that does not turn
+    int32_t count, pairs;
+    const float* frequencies;  // [count][pairs] 0: a pair that does not turn, or that is not there
     const float* factors;      // [count] of cosines and sines of pairs that turn
 };
 
@@ -104,6 +104,8 @@ struct LayerKind {
     int32_t rope;          // which of the model's Ropes
     int32_t wide_norms;    // norms of queries and keys are over all heads at once
     int32_t recurrent;     // a delta net or a convolution stands in attention's place
+    int32_t kv_heads, head_size;  // its own; 0: the model's
+    int32_t reads;         // 1 + the layer whose keys and values it attends to; 0: its own
     float router_scale;    // multiplies the weights of a node's experts
     float score_scale;     // multiplies q.k
     float residual;        // multiplies what attention and feed-forward add to the stream
@@ -117,7 +119,9 @@ struct FeedForward {
 
 struct Layer {
     LayerKind kind = {};
-    int32_t place = 0;  // its number among the layers with keys and values, or with states
+    int32_t place = 0;  // its number among the layers with states
+    int32_t source = 0, division = 0;  // the layer whose keys and values it reads; of divisions_
+    int64_t cached = 0;  // numbers of a position before its own in the cache
     Matrix query, key, value, output;  // key, in latent attention: the latent and its rotated key;
                                        // query, of a convolution: all that its first product makes
     Matrix gate;         // of attention's context, or of what a delta net read
@@ -200,6 +204,22 @@ struct Unit {
     Alike alike;  // the longest: counted from `first`
 };
 
+// Keys or values of one head of one layer: so many bytes of each place.
+struct Plane {
+    uint8_t* at;
+    size_t bytes;
+};
+
+// How a step's attention is divided among threads in the layers of one shape (attend.cpp).
+struct Division {
+    int32_t kv_heads, head_size;
+    std::vector<Unit> units;
+    bool together = false;     // all threads attend to each unit
+    int mixed_at_a_time = 0;   // numbers of a value that a thread mixes then
+    bool in_groups = false;    // threads mix whole groups of what the last product reads, and quantise them
+    int32_t room = 0;          // heads of a node whose scores there is room for
+};
+
 class Model {
 public:
     // `shared`: threads of another model to work with, or null for threads of its own.
@@ -255,8 +275,7 @@ public:
     // Bytes of a page: its keys and values in all layers. copy_page copies one of them to `outside`, or
     // from there. Empty, or what was wrong.
     int64_t page_bytes() const {
-        return (int64_t)kinds() * sizes.cached() * sizes.kv_heads * sizes.page_size * sizes.head_size *
-               sizes.cache_item;
+        return (int64_t)sizes.cache_numbers * sizes.page_size * sizes.cache_item;
     }
     std::string copy_page(int page, uint8_t* outside, bool out);
 
@@ -306,6 +325,7 @@ protected:
     void prepare(const Step& step);
     void list_places(const Step& step, int row);
     void plan_attention(const Step& step);
+    int64_t plan_division(const Step& step, Division& division);
 
     void run(const Step& step, int thread);
     void embed(const Step& step, int thread);
@@ -385,16 +405,21 @@ protected:
         return x + (int64_t)(row / kLanes) * ((width + kGroup - 1) / kGroup);
     }
     uint8_t* plane(int layer, int kind, int head) const;
-    void keep(const float* x, uint8_t* plane, int64_t place) const;
-    int64_t qkv_width() const;
+    void keep(const float* x, uint8_t* plane, int64_t size, int64_t place) const;
+    // A row of `qkv_`, and of what attention finds.
+    int64_t qkv_width(const Layer& at) const;
+    int mixed_width(const Layer& at) const { return sizes.heads * at.kind.head_size; }
+    void shape_layer(Layer& at);
+    int64_t own_numbers(const Layer& at) const;
+    std::vector<Plane> planes() const;
     // Numbers of a head that a rope is over, numbers of a value, and what is kept of a position: keys
     // and values, or keys that begin with their values.
     int rope_size() const { return sizes.head_size - sizes.rank; }
     // Where a node's cosines or sines of a layer begin.
     size_t angles(const Layer& layer, int node) const {
-        return ((size_t)node * factors_.size() + layer.kind.rope) * (rope_size() / 2);
+        return ((size_t)node * factors_.size() + layer.kind.rope) * pairs_;
     }
-    int value_size() const { return sizes.rank ? sizes.rank : sizes.head_size; }
+    int value_size(int head_size) const { return sizes.rank ? sizes.rank : head_size; }
     int kinds() const { return sizes.rank ? 1 : 2; }
     // A row of `latent_`: what the query's first product makes, what is kept, and queries.
     int64_t latent_width() const {
@@ -404,12 +429,14 @@ protected:
     std::vector<Layer> layers_;
     Matrix embedding_, head_;
     const float* final_norm_ = nullptr;
+    size_t pairs_;
     std::vector<float> frequencies_, factors_;  // of Ropes
     float embedding_scale_ = 1.0f, logit_scale_ = 1.0f, logit_cap_ = 0.0f;
 
     Region weights_;
     size_t used_ = 0;
-    Region cache_;          // [layers][kinds()][kv_heads][places][head_size] of cache_item bytes
+    Region cache_;          // [layers][kinds()][kv_heads][places][head_size] of cache_item bytes;
+                            // layers with keys and values of their own, in these sizes of theirs
     int64_t places_ = 0;    // slots of the pool, then one per node of a step
 
     std::vector<int32_t> aux_layers_;
@@ -422,7 +449,7 @@ protected:
     std::vector<Sight> sights_;      // [nodes]
     std::vector<int32_t> position_, row_of_;  // [nodes]
     std::vector<int32_t> place_of_;  // [nodes] where a node's keys and values are written
-    std::vector<Unit> units_;
+    std::vector<Division> divisions_;
     int32_t last_nodes_ = 0;  // nodes of the last step
     std::vector<int32_t> logits_nodes_;  // nodes whose logits are computed next,
     int64_t logits_first_ = 0;           // into rows of the step's logits from this one on
@@ -469,12 +496,8 @@ protected:
     std::vector<Group> gathered_q_;   // of `expert_rows()` rows, each expert's beginning a column
     Floats gathered_f_, expert_out_;
     std::vector<Floats> scratch_;  // of attention, one per thread
-    bool together_ = false;                    // all threads attend to each unit:
-    Floats scores_, totals_;       // [units][shared heads][stride], [..][..]
+    Floats scores_, totals_;       // [units][shared heads][stride], [..][..], where they work together
     int64_t stride_ = 0;
-    int mixed_at_a_time_ = 0;  // numbers of a value that a thread mixes then
-    bool in_groups_ = false;   // threads mix whole groups of what the last product reads, and quantise them
-    int32_t room_ = 0;  // heads of a node whose scores there is room for
 };
 
 }  // namespace forerun

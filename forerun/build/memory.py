@@ -208,14 +208,15 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
     """
     width = item_bytes(config)
     # In float8 a head of a token has a scale, of 4 bytes.
-    head = arch.head_size + 4 if config.kv_dtype == "float8" else arch.head_size * width
+    item, scale = (1, 4) if config.kv_dtype == "float8" else (width, 0)
     # In float32 on the CPU, torch packs a tied head once more.
     twice = arch.tied_head and config.device == "cpu" and width == 4
     embedding = arch.vocab * arch.hidden
     weights = width * (arch.parameters + (embedding if twice else 0))
     if config.dtype == "float8":  # All but embedding and head is one byte a number.
         weights -= arch.parameters - embedding * (1 if arch.tied_head else 2)
-    cached = arch.cache_layer.planes * len(arch.attention_specs) * arch.kv_heads * head
+    heads = ((c.planes * c.kv_heads, c.head_size * item + scale) for c in arch.caches)
+    cached = sum(count * numbers for count, numbers in heads)
     return needs_of(arch, weights, cached)
 
 

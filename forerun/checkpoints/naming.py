@@ -359,13 +359,14 @@ def order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
             whole = np.concatenate([np.arange(latent.nope), latent.nope + head])
             return each_head(whole, arch.heads)
         return None
-    if rope.rotated is None or not 0 < rope.rotated < arch.head_size:
+    cached = arch.cache_of(spec)
+    if rope.rotated is None or not 0 < rope.rotated < cached.head_size:
         return None
-    head = _rotated_first(rope, arch.head_size)
+    head = _rotated_first(rope, cached.head_size)
     kind = name.removeprefix("self_attn.").rsplit(".", 1)[0]
-    heads = {"q_proj": arch.heads, "k_proj": arch.kv_heads, "q_norm": 1, "k_norm": 1}.get(kind)
+    heads = {"q_proj": arch.heads, "k_proj": cached.kv_heads, "q_norm": 1, "k_norm": 1}.get(kind)
     if spec.wide_qk_norm and kind.endswith("_norm"):
-        heads = {"q_norm": arch.heads, "k_norm": arch.kv_heads}.get(kind)
+        heads = {"q_norm": arch.heads, "k_norm": cached.kv_heads}.get(kind)
     return None if heads is None else each_head(head, heads)
 
 

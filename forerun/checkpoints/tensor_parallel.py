@@ -232,6 +232,8 @@ def _fault(arch: Architecture, tp: TensorParallel) -> str | None:
                 parts.append(("columns of the shared expert", experts.shared, 1 if whole else size))
         if spec.wide_qk_norm and size > 1:
             return "its queries are normed over all heads at once"
+    if size > 1 and len(arch.cache_shapes) > 1:
+        return "its layers keep keys and values of different shapes"
     for what, count, ranks in parts:
         if count % ranks:
             return f"its {count} {what} do not divide by {'that' if ranks == size else ranks}"

@@ -93,9 +93,8 @@ class WholeDraft:
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What each of its layers caches per position, in order."""
-        arch = self.checkpoint.architecture
-        return (arch.cache_layer,) * arch.layers
+        """What its layers with keys and values of their own cache per position, in order."""
+        return self.checkpoint.architecture.caches
 
     @property
     def path(self) -> Path:

@@ -136,14 +136,32 @@ class Architecture:
         check_factor("embedding scale", self.embedding_scale)
         check_factor("final logit softcap", self.final_softcap or 1.0)
         check_factor("scale of logits", self.logit_scale)
+        self._check_caches()
         for spec in dict.fromkeys(self.layer_specs):
-            spec.check(self.head_size)
+            spec.check(self.cache_of(spec).head_size)
         latent = self.latent
         states = {spec.recurrent for spec in self.layer_specs} - {None}
         if len({spec.attention.latent for spec in self.layer_specs}) > 1 or len(states) > 1:
             raise ModelError("layers with caches of different shapes are not supported")
         if latent and (self.kv_heads, self.head_size) != (1, latent.rank + latent.rope):
             raise ModelError("latent attention must cache one head of rank + rope numbers")
+
+    def _check_caches(self) -> None:
+        """Raise ModelError if layers' own shapes cannot be, or if one reads keys and values that
+        are not there.
+        """
+        for number, spec in enumerate(self.layer_specs):
+            if spec.cache is not None:
+                own = {"kv_heads": spec.cache.kv_heads, "head_size": spec.cache.head_size}
+                sizes = {name: getattr(self, name) for name in _MOST}
+                ArchitectureSizes(**sizes | own)
+            if spec.reads is None:
+                continue
+            source = self.layer_specs[spec.reads] if 0 <= spec.reads < number else None
+            if source is None or source.reads is not None or source.cache != spec.cache:
+                raise ModelError(
+                    f"layer {number} cannot read the keys and values of layer {spec.reads}"
+                )
 
     @property
     def layers(self) -> int:
@@ -182,15 +200,47 @@ class Architecture:
 
     @property
     def cache_layer(self) -> CacheLayer:
-        """The cache of each layer with attention, the same in all of them."""
+        """The cache of a layer with attention that has no shape of its own."""
         latent = self.latent
         value_size = None if latent is None else latent.rank
         return CacheLayer(self.kv_heads, self.head_size, value_size)
 
+    def cache_of(self, spec: LayerSpec) -> CacheLayer:
+        """What a layer caches per position, or the one whose keys and values it reads."""
+        return spec.cache or self.cache_layer
+
+    @property
+    def caches(self) -> tuple[CacheLayer, ...]:
+        """What each layer with keys and values of its own caches per position, in their order."""
+        owners = (s for s in self.layer_specs if s.recurrent is None and s.reads is None)
+        return tuple(self.cache_of(spec) for spec in owners)
+
+    @property
+    def cache_places(self) -> tuple[int, ...]:
+        """Which of `caches` each layer that attends reads, in their order."""
+        owners: dict[int, int] = {}
+        places = []
+        for number, spec in enumerate(self.layer_specs):
+            if spec.recurrent is None:
+                if spec.reads is None:
+                    owners[number] = len(owners)
+                places.append(owners[number if spec.reads is None else spec.reads])
+        return tuple(places)
+
+    @property
+    def cache_shapes(self) -> tuple[CacheLayer, ...]:
+        """The different shapes of its layers' keys and values, in the order of first use."""
+        attending = (spec for spec in self.layer_specs if spec.recurrent is None)
+        return tuple(dict.fromkeys(self.cache_of(spec) for spec in attending))
+
     @property
     def rope_size(self) -> int:
-        """The most numbers of a head that may be rotated."""
+        """The most numbers of a head that may be rotated, in layers without a shape of their own."""
         return self.head_size if self.latent is None else self.latent.rope
+
+    def rope_of(self, spec: LayerSpec) -> tuple[Rope, int]:
+        """A layer's rope, and how many numbers of a head it is over."""
+        return spec.rope, spec.cache.head_size if spec.cache else self.rope_size
 
     @property
     def ffn(self) -> int:
@@ -222,9 +272,11 @@ class Architecture:
         return self.heads * each + 3 * self.head_size + (about.query_rank or 0)
 
     @property
-    def ropes(self) -> tuple[Rope, ...]:
-        """The different rotary positions of its layers, in the order of first use."""
-        return tuple(dict.fromkeys(spec.rope for spec in self.layer_specs))
+    def ropes(self) -> tuple[tuple[Rope, int], ...]:
+        """The different rotary positions of its layers, as `rope_of` returns them, in the order of
+        first use.
+        """
+        return tuple(dict.fromkeys(self.rope_of(spec) for spec in self.layer_specs))
 
     @property
     def rope(self) -> Rope:
@@ -291,6 +343,10 @@ class Architecture:
             "capped logits": self.final_softcap is not None,
             "its own scale of attention scores": any(
                 s.attention.scale != self.head_size**-0.5 for s in specs
+            ),
+            "keys and values of different shapes": len(self.cache_shapes) > 1,
+            "layers that read other layers' keys and values": any(
+                s.reads is not None for s in specs
             ),
             "scaled embeddings": self.embedding_scale != 1.0,
             "norm weights stored without their 1": self.norm_offset != 0.0,
@@ -378,13 +434,15 @@ class _Tensors:
 
 
 def _heads_tensors(tensors: _Tensors, arch: Architecture, spec: LayerSpec) -> None:
-    queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
-    gate = [("gate_proj", queries)] if spec.attention.gated else []
-    for part, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys), *gate):
-        tensors.matrix(f"self_attn.{part}", width, arch.hidden, spec.qkv_bias)
+    cache = arch.cache_of(spec)
+    queries, keys = arch.heads * cache.head_size, cache.kv_heads * cache.head_size
+    own = [] if spec.reads is not None else [("k", keys), ("v", keys)]
+    gate = [("gate", queries)] if spec.attention.gated else []
+    for part, width in (("q", queries), *own, *gate):
+        tensors.matrix(f"self_attn.{part}_proj", width, arch.hidden, spec.qkv_bias)
     if spec.qk_norm or spec.wide_qk_norm:
-        for part, width in (("q_norm", queries), ("k_norm", keys)):
-            tensors.norm(f"self_attn.{part}", width if spec.wide_qk_norm else arch.head_size)
+        for part, width in (("q", queries), *own[:1]):
+            tensors.norm(f"self_attn.{part}_norm", width if spec.wide_qk_norm else cache.head_size)
     tensors.matrix("self_attn.o_proj", arch.hidden, queries, spec.o_bias)
 
 

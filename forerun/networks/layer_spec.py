@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forerun.errors import ModelError
+from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.rope import Rope
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_silu"]
@@ -294,6 +295,10 @@ class LayerSpec:
     qkv_bias      q_proj, k_proj and v_proj have biases; o_bias likewise
     residual      multiplies what attention and feed-forward add to the stream (Granite)
     recurrent     replaces attention; `attention` is then not used
+    cache         the shape of its keys and values, and with it of its queries' heads; None: the
+                  model's
+    reads         the number of the layer, of the same shape, whose keys and values it attends to,
+                  having none of its own; None: its own
     """
 
     attention: AttentionSpec
@@ -307,6 +312,8 @@ class LayerSpec:
     o_bias: bool = False
     residual: float = 1.0
     recurrent: Recurrent | None = None
+    cache: CacheLayer | None = None
+    reads: int | None = None
 
     @property
     def active_width(self) -> int:

@@ -7,6 +7,7 @@ of operations, so that the numbers are the same up to the last bit of `pow`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -176,6 +177,16 @@ class Rope:
         for name, value in positive.items():
             if not _LEAST < value < 1 / _LEAST:
                 raise ModelError(f"rope: {name} must be a positive number, not {value}")
+
+
+def frequency_table(ropes: Sequence[tuple[Rope, int]]) -> Floats:
+    """float32[K,E/2] frequencies of K ropes, each over heads of so many numbers; E is the most, and
+    the rows of smaller heads end in zeros.
+    """
+    table = np.zeros((len(ropes), max(size for _, size in ropes) // 2), np.float32)
+    for row, (rope, size) in zip(table, ropes, strict=True):
+        row[: size // 2] = rope.frequencies(size)
+    return table
 
 
 def _divisors(divisors: tuple[float, ...], turned: int) -> dict[str, float]:

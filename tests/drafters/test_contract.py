@@ -525,14 +525,14 @@ def test_layers_of_any_number_and_shape_are_counted():
     assert with_model.per_token == 64 + 4 * 2 * (2 * 16 + 8 + 2 * 16)
     plan = plan_memory(config, with_model, 10**8)
     assert plan.cache == plan.limits.pages * 8 * with_model.per_token
-    cache = DraftCache(layers, plan.limits, torch.device("cpu"), torch.float32)
+    cache = DraftCache(KvShape(layers), plan.limits, torch.device("cpu"), torch.float32)
     shapes = [cache.layers[layer][0].shape for layer in range(3)]
     assert [(shape[0], shape[2]) for shape in shapes] == [(2, 16), (1, 8), (2, 16)]
     places = {cache.layers[layer][0].data_ptr() for layer in range(3)}
     assert len(places) == 3
     held = sum(2 * 4 * shape.numel() for shape in shapes)
-    assert DraftCache.bytes(layers, plan.limits, torch.float32) == held
-    assert KvShape(1, CacheLayer(2, 16)).bytes(plan.limits, torch.float32) < held
+    assert DraftCache.bytes(KvShape(layers), plan.limits, torch.float32) == held
+    assert KvShape((CacheLayer(2, 16),)).bytes(plan.limits, torch.float32) < held
 
 
 def test_every_layer_of_the_draft_is_planned_for(kinds):

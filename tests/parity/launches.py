@@ -354,7 +354,7 @@ def decoder(arch, numbers):
 def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
     """One round's, of which so many rows are real."""
     arch, limits = setting.arch, setting.limits
-    shape = KvShape(arch.layers, arch.cache_layer)
+    shape = KvShape(arch.caches, arch.cache_places)
     cache = PagedCache(shape, limits, META, DTYPE)
     mode = Launches()
     runner = CudaGraphRunner(

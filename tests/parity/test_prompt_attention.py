@@ -117,7 +117,7 @@ def test_layers_with_a_window_see_no_more_than_it(made, calls):
 def test_a_layer_launches_three_kernels_for_any_number_of_prompts(count):
     """Of 1 to 64 prompts, and one behind a prefix: two gathers and FlashAttention."""
     room = replace(limits(tiny.VOCAB), pages=512, max_nodes=4096)
-    cache = PagedCache(KvShape(1, CacheLayer(2, 64)), room, META, torch.bfloat16)
+    cache = PagedCache(KvShape((CacheLayer(2, 64),)), room, META, torch.bfloat16)
     rows = np.arange(count, dtype=np.int32)
     known = tuple(np.zeros(70 + row, np.int32) for row in rows)
     pages = np.tile(np.arange(20, dtype=np.int32), (count, 1))

@@ -30,7 +30,7 @@ class Pages:
         self.kept = kept or CacheLayer(groups, SIZE)
         width = 600 // page_size + 1
         self.cache = PagedCache(
-            KvShape(1, self.kept),
+            KvShape((self.kept,)),
             limits(8, page_size=page_size, pages=len(kv_len) * width),
             torch.device("cpu"),
             dtype,

@@ -175,7 +175,7 @@ def test_pages_hold_what_an_eager_step_writes(pair):
     """The rounds' commit, number by number, over pages in the same places."""
     found = []
     for made in pair[:2]:
-        getattr(made, "eager", made).cache.numbers.zero_()
+        getattr(made, "eager", made).cache.parts[0].numbers.zero_()
         with Driver(made, seed=3) as driver:
             driver.open(0, list(range(20, 30)), SAMPLINGS[0])
             driver.step([Row(0)])
@@ -185,7 +185,7 @@ def test_pages_hold_what_an_eager_step_writes(pair):
             size = made.limits.page_size
             kept = [p * size + o for p in driver.sequences[0].pages for o in range(size)]
             kept = kept[: driver.sequences[0].kv_len]
-            found.append(getattr(made, "eager", made).cache.numbers[:, :, :, kept])
+            found.append(getattr(made, "eager", made).cache.parts[0].numbers[:, :, :, kept])
     assert found[0].abs().sum() > 0
     assert (found[0] - found[1]).abs().max() < 1e-5
 

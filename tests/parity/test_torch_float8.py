@@ -108,7 +108,7 @@ def test_float8_pages_cost_little_and_take_half(checkpoint, random):
     assert (buffers["kv_dtype"], buffers["batch_invariant"]) == ("float8", True)
     head = wide.decoder.arch.head_size
     assert buffers["cache_bytes"] * 4 * head == wide.describe()["cache_bytes"] * (head + 4)
-    held = narrow._cache.numbers.nbytes + narrow._cache.scales.nbytes
+    held = sum(part.numbers.nbytes + part.scales.nbytes for part in narrow._cache.parts)
     assert held == buffers["cache_bytes"]
     # The same bits in other chunks: what a chunk's own tokens see is rounded too.
     again = forward(narrow, tokens, [7, 33, 20])

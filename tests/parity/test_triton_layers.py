@@ -71,12 +71,15 @@ def written(heads, kinds):
     """Queries, keys and values by the kernel, then by plain torch."""
     size, slots = heads.qkv.shape[2], torch.tensor([40, 3, 77, 0, 16], dtype=torch.int32)
     for work in (layers.enter, enter):
-        cache = PagedCache(KvShape(2, CacheLayer(2, size)), limits(8), torch.device("cpu"), kinds)
+        cache = PagedCache(
+            KvShape((CacheLayer(2, size),) * 2), limits(8), torch.device("cpu"), kinds
+        )
         queries = work(heads, cache.layers[1], slots)
         yield queries, torch.stack([read(cached, slots.long()) for cached in cache.layers[1]])
         untouched = torch.ones(cache.null + 1, dtype=torch.bool)
         untouched[slots.long()] = False
-        assert not cache.numbers[1][:, :, untouched].any() and not cache.numbers[0].any()
+        numbers = cache.parts[0].numbers
+        assert not numbers[1][:, :, untouched].any() and not numbers[0].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -127,15 +127,16 @@ def test_kept_numbers_are_moved(dtype, chosen):
     kept = torch.tensor([True, True, False, True]) if chosen else None
     found = []
     for move in (rounds.move, PagedCache.move):
-        cache = PagedCache(KvShape(2, CacheLayer(3, 16)), limits(8), CPU, dtype)
+        cache = PagedCache(KvShape((CacheLayer(3, 16),) * 2), limits(8), CPU, dtype)
         random = torch.Generator().manual_seed(0)
-        cache.numbers.copy_(torch.randn(cache.numbers.shape, generator=random))
-        if cache.scales is not None:
-            cache.scales.copy_(torch.rand(cache.scales.shape, generator=random))
-        before = cache.numbers.float()
+        (part,) = cache.parts
+        part.numbers.copy_(torch.randn(part.numbers.shape, generator=random))
+        if part.scales is not None:
+            part.scales.copy_(torch.rand(part.scales.shape, generator=random))
+        before = part.numbers.float()
         move(cache, source.int(), target.int(), kept)
-        found.append((cache.numbers.float(), cache.scales))
-        assert (before != cache.numbers.float()).any()
+        found.append((part.numbers.float(), part.scales))
+        assert (before != part.numbers.float()).any()
     assert torch.equal(found[0][0], found[1][0])
     assert dtype != FLOAT8 or torch.equal(found[0][1], found[1][1])
 

@@ -71,6 +71,7 @@ class CpuDecoderModel:
             context=limits.context + limits.max_nodes + 1,
             threads=1,
             cache_item=2,
+            cache_numbers=sum(cached.numbers for cached in arch.caches),
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),
         )
@@ -78,7 +79,7 @@ class CpuDecoderModel:
             self._executor.native_model(),
             ctypes.byref(sizes),
             limits.slots,
-            ctypes.byref(RopeTable(arch.ropes, arch.rope_size)),
+            ctypes.byref(RopeTable(arch.ropes)),
             self._weight_bytes,
         )
         if model is None:
@@ -169,7 +170,7 @@ class CpuDecoderModel:
         return {
             "algorithm": self._draft.algorithm,
             "model": self._draft.name,
-            "layers": len(self._draft.cache),
+            "layers": self._draft.checkpoint.architecture.layers,
             "vocab": self.traits.vocab,
             "shared_tokens": self._draft.vocabulary.shared,
             "weight_bytes": self._weight_bytes,

@@ -126,6 +126,7 @@ class CpuEagleModel(CpuHiddenStateModel):
             context=limits.context,
             threads=1,  # It uses the target's.
             cache_item=2,
+            cache_numbers=head.cache[0].numbers,
             norm_eps=head.norm_eps,
         )
         kind = native.HeadKind(
@@ -137,7 +138,9 @@ class CpuEagleModel(CpuHiddenStateModel):
             normed_residual=head.normed_residual,
             normed_feedback=head.normed_feedback,
         )
-        return self.open_native(sizes, kind, head.features, RopeTable((head.rope,), head.head_size))
+        return self.open_native(
+            sizes, kind, head.features, RopeTable(((head.rope, head.head_size),))
+        )
 
     def _load(self, checkpoint: Checkpoint, draft: DraftFile) -> None:
         for which, name in enumerate(_LAYER_MATRICES):

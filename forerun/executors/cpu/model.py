@@ -93,13 +93,14 @@ class CpuModel:
             context=limits.context,
             threads=self.threads,
             cache_item=self._cache_item,
+            cache_numbers=sum(cached.numbers for cached in arch.caches),
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),
             **net_sizes(arch, limits),
         )
         model: int | None = self._library.forerun_open(
             ctypes.byref(sizes),
-            ctypes.byref(RopeTable(arch.ropes, arch.rope_size)),
+            ctypes.byref(RopeTable(arch.ropes)),
             self._weight_bytes,
             (self.kernels or "").encode(),
         )

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 36
+ABI = 37
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -32,7 +32,7 @@ class Sizes(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_size")),
         *((name, c_int32) for name in ("ffn", "vocab", "page_size", "pages", "max_nodes")),
-        *((name, c_int32) for name in ("context", "threads", "cache_item")),
+        *((name, c_int32) for name in ("context", "threads", "cache_item", "cache_numbers")),
         *((name, c_int32) for name in ("rank", "nope", "value", "query_rank")),
         *((name, c_int32) for name in ("recurrent", "states", "channels", "convolved")),
         *((name, c_int32) for name in ("key_heads", "value_heads", "key_size", "value_size")),
@@ -44,7 +44,10 @@ class Sizes(ctypes.Structure):
 class Ropes(ctypes.Structure):
     """`Ropes` of csrc/model.h; see places.RopeTable."""
 
-    _fields_ = (("count", c_int32), ("frequencies", c_void_p), ("factors", c_void_p))
+    _fields_ = (
+        *((name, c_int32) for name in ("count", "pairs")),
+        *((name, c_void_p) for name in ("frequencies", "factors")),
+    )
 
 
 class LayerKind(ctypes.Structure):
@@ -54,6 +57,7 @@ class LayerKind(ctypes.Structure):
         *((name, c_int32) for name in ("ffn", "experts", "top_k", "shared")),
         *((name, c_int32) for name in ("sigmoid", "normalised", "groups", "kept", "summed")),
         *((name, c_int32) for name in ("window", "gate", "rope", "wide_norms", "recurrent")),
+        *((name, c_int32) for name in ("kv_heads", "head_size", "reads")),
         *((name, c_float) for name in ("router_scale", "score_scale", "residual", "softcap")),
     )
 

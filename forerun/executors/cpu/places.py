@@ -16,7 +16,7 @@ from forerun.networks.layer_spec import (
     LayerSpec,
     ShortConvolution,
 )
-from forerun.networks.rope import Rope
+from forerun.networks.rope import Rope, frequency_table
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NET = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -67,6 +67,7 @@ def _attention_matrices(prefix: str, spec: LayerSpec, layer: int) -> list[Place]
     if latent is not None:
         return [Place(prefix + name, layer, which) for name, which in numbered(latent, first)]
     *into, out = _placed(prefix, _ATTENTION, layer, 0)
+    into = into[:1] if spec.reads is not None else into
     return [*into, *_placed(prefix, _GATE[: spec.attention.gated], layer, first), out]
 
 
@@ -107,7 +108,8 @@ def vectors(arch: Architecture) -> list[Place]:
             q_norm = "self_attn.q_a_layernorm.weight" if latent.query_rank else None
             k_norm = "self_attn.kv_a_layernorm.weight"
         elif spec.qk_norm or spec.wide_qk_norm:
-            q_norm, k_norm = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
+            q_norm = "self_attn.q_norm.weight"
+            k_norm = "self_attn.k_norm.weight" if spec.reads is None else None
         experts, correction = spec.feed_forward, "mlp.gate.e_score_correction_bias"
         named = (
             f"{norms.before_attention}.weight" if norms.before_attention else None,
@@ -134,9 +136,12 @@ def layer_kind(arch: Architecture, layer: int) -> native.LayerKind:
     kind = native.LayerKind(
         window=spec.attention.window or 0,
         gate=_GATES[spec.activation],
-        rope=arch.ropes.index(spec.rope),
+        rope=arch.ropes.index(arch.rope_of(spec)),
         wide_norms=spec.wide_qk_norm,
         recurrent=spec.recurrent is not None,
+        kv_heads=arch.cache_of(spec).kv_heads,
+        head_size=arch.cache_of(spec).head_size,
+        reads=0 if spec.reads is None else spec.reads + 1,
         score_scale=spec.attention.scale,
         residual=spec.residual,
         softcap=spec.attention.softcap or 0.0,
@@ -154,14 +159,13 @@ def layer_kind(arch: Architecture, layer: int) -> native.LayerKind:
 
 
 class RopeTable(native.Ropes):
-    """Frequencies of heads of `size` numbers for each of `ropes`; owns the arrays it points to."""
+    """Frequencies of ropes, each over heads of so many numbers; owns the arrays it points to."""
 
-    def __init__(self, ropes: Sequence[Rope], size: int) -> None:
-        self._held = (
-            np.ascontiguousarray([rope.frequencies(size) for rope in ropes], np.float32),
-            np.array([rope.attention_factor for rope in ropes], np.float32),
-        )
-        super().__init__(len(ropes), *(each.ctypes.data for each in self._held))
+    def __init__(self, ropes: Sequence[tuple[Rope, int]]) -> None:
+        frequencies = np.ascontiguousarray(frequency_table(ropes))
+        factors = np.array([rope.attention_factor for rope, _ in ropes], np.float32)
+        self._held = frequencies, factors
+        super().__init__(*frequencies.shape, *(each.ctypes.data for each in self._held))
 
 
 _PRECISE = ("linear_attn.b_proj", "linear_attn.a_proj")

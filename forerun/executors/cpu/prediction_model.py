@@ -122,6 +122,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             context=limits.context,
             threads=1,  # It uses the target's.
             cache_item=2,
+            cache_numbers=arch.cache_layer.numbers,
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),
             **net_sizes(arch, limits),
@@ -136,7 +137,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             zeroed=self._draft.zeroed and number == 0,
         )
         last = (self._draft.target.architecture.layers,)
-        return self.open_native(sizes, kind, last, RopeTable(arch.ropes, arch.rope_size))
+        return self.open_native(sizes, kind, last, RopeTable(arch.ropes))
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
         """Run the token after each one that became permanent through all layers, the first beside

@@ -120,7 +120,7 @@ def cache_item(checkpoint: Checkpoint, dtype: str) -> int:
 
 def cache_bytes_per_token(arch: Architecture, item: int) -> int:
     """Return the bytes of one position's keys and values in all layers, `item` bytes a number."""
-    return len(arch.attention_specs) * arch.cache_layer.numbers * item
+    return sum(cached.numbers for cached in arch.caches) * item
 
 
 def sentence(checkpoint: Checkpoint, dtype: str) -> str:

@@ -34,10 +34,8 @@ def activations(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def kv_shape(arch: Architecture) -> KvShape:
-    """Return the shape of the key/value cache of `arch`: a `cache_layer` for each layer that
-    attends.
-    """
-    return KvShape(len(arch.attention_specs), arch.cache_layer)
+    """Return the shape of the key/value cache of `arch`."""
+    return KvShape(arch.caches, arch.cache_places)
 
 
 def planned_bytes(
@@ -54,8 +52,8 @@ def planned_bytes(
     item = activations(dtype, device).itemsize
     narrowed = arch.parameters - arch.vocab * arch.hidden * (1 if arch.tied_head else 2)
     copies = arch.vocab * arch.hidden if arch.tied_head and device.type == "cpu" else 0
-    query, key = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
-    widest = max(5 * arch.ffn, 5 * query + 4 * key)
+    heads = (5 * arch.heads * c.head_size + 4 * c.kv_heads * c.head_size for c in arch.cache_shapes)
+    widest = max(5 * arch.ffn, *heads)
     logits = 4 * limits.scored_nodes * arch.vocab
     saved = narrowed if dtype == "float8" else saved_bytes(kept, item)
     logits += (SCRATCH + PARTS) * (bool(kept) or dtype == "float8")

@@ -17,7 +17,7 @@ from forerun.executors.device_choice import DeviceNodes
 from forerun.executors.host_choice import Logits
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention.attention import apart, attend, key_blocks
-from forerun.executors.torch.attention.attention_shapes import tile_heads
+from forerun.executors.torch.attention.attention_shapes import widest_tile
 from forerun.executors.torch.attention.kv import PagedCache, Slots, write
 from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_of
 from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
@@ -230,7 +230,7 @@ class ModelRunner:
         kernels, cache, arch = self.kernels, self.cache, self.decoder.arch
         count, specs = len(trees.tokens), arch.attention_specs
         if kernels is not None:
-            gqa_group = tile_heads(arch.heads // arch.kv_heads, arch.head_size)
+            gqa_group = widest_tile(arch.heads, arch.cache_shapes)
             geometry = geometry_of(plan, trees, places, cache, gqa_group, self.device)
             prompts: PromptAttention | None = None
             if self.prompts_natively and prompt_rows(trees, geometry.tile):

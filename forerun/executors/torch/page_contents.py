@@ -62,7 +62,7 @@ class TorchPages:
             raise EngineError(f"there is no page {page} of {pages}")
         caches = [self._executor.cache]
         for model in self._drafts:
-            caches += model.cache.parts
+            caches.append(model.cache.paged)
         for cache in caches:
             yield from _of_cache(cache, page * size, size)
         for model in self._drafts:
@@ -73,6 +73,7 @@ class TorchPages:
 
 
 def _of_cache(cache: PagedCache, begin: int, count: int) -> Iterator[Tensor]:
-    yield cache.numbers.narrow(3, begin, count)
-    if cache.scales is not None:
-        yield cache.scales.narrow(3, begin, count)
+    for part in cache.parts:
+        yield part.numbers.narrow(3, begin, count)
+        if part.scales is not None:
+            yield part.scales.narrow(3, begin, count)

@@ -1,11 +1,13 @@
 """Launch configurations of the attention kernels (triton_attention.py) by device."""
 
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from forerun.executors.torch.attention.tiles import KEYS
+from forerun.networks.cache_layer import CacheLayer
 
 WIDE = 256
 """Numbers of a head beyond which a tile holds half as many queries, of few heads."""
@@ -68,3 +70,10 @@ def tile_heads(gqa_group: int, size: int) -> int:
     tiles.tile_nodes sizes a tile: those of one program, twice as many if heads are WIDE.
     """
     return program_heads(gqa_group, size) * (2 if size > WIDE else 1)
+
+
+def widest_tile(heads: int, caches: Iterable[CacheLayer]) -> int:
+    """Return `tile_heads` of a model of so many query heads, the most that one of its layers has:
+    tiles are cut once for all layers.
+    """
+    return max(tile_heads(heads // cached.kv_heads, cached.head_size) for cached in caches)

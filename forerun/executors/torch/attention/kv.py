@@ -2,8 +2,8 @@
 
 A target has one such cache, its draft head another with one layer and the same pages.
 
-One tensor [L, 2, G, slots, E] (2: keys, values); for latent attention [L, 1, 1, slots, E], whose
-values are the keys' first numbers. Along `slots`:
+One tensor [L, 2, G, slots, E] (2: keys, values) for the L layers of each shape; for latent
+attention [L, 1, 1, slots, E], whose values are the keys' first numbers. Along `slots`:
 
     0 .. P*page_size          pages: offset o of page p is slot p*page_size + o
     .. + scored_nodes         scratch: of draft tokens, and of whole rounds (captured/)
@@ -39,19 +39,25 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What L layers cache per position: see CacheLayer."""
+    """What layers cache per position.
 
-    layers: int
-    layer: CacheLayer
+    caches  of each layer with keys and values of its own (Architecture.caches)
+    places  which of these each layer reads; None: there are no others
+    """
+
+    caches: tuple[CacheLayer, ...]
+    places: tuple[int, ...] | None = None
 
     def bytes(self, limits: ExecutorLimits, dtype: torch.dtype) -> int:
         """Return the bytes of a PagedCache of this shape with pages in `dtype`: the slots of
         `limits.pages`, of scratch, and the null slot; in float8 with a scale for each head.
         """
         slots = limits.pages * limits.page_size + limits.scored_nodes + 1
-        layer = self.layer
-        head = layer.head_size * dtype.itemsize + (SCALE_BYTES if dtype == FLOAT8 else 0)
-        return self.layers * layer.planes * layer.kv_heads * head * slots
+        scale = SCALE_BYTES if dtype == FLOAT8 else 0
+        return slots * sum(
+            layer.planes * layer.kv_heads * (layer.head_size * dtype.itemsize + scale)
+            for layer in self.caches
+        )
 
 
 SCALE_BYTES = 4
@@ -122,6 +128,8 @@ def write(
     """Put keys [M,G,E] and values [M,G,E] into the slots `place`, M of them, of `layer`; where
     values are fewer numbers, they are the keys' first and the keys alone are put.
     """
+    if not keys.shape[1]:  # Of a layer that reads another one's.
+        return
     rank = values.shape[-1]
     if rank < keys.shape[-1]:
         put(layer[0], place, _finite_latent(keys, rank))
@@ -155,35 +163,55 @@ class Move(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class CachePart:
+    """Keys and values of the L layers of one shape: numbers [L,planes,G,slots,E], and in float8
+    their scales float32[L,planes,G,slots].
+    """
+
+    numbers: Tensor
+    scales: Tensor | None
+
+    def layer(self, number: int, value_size: int | None) -> tuple[CacheTensor, CacheTensor]:
+        """Keys and values of one of them; value_size as of CacheLayer."""
+        planes = self.numbers[number]
+        keys, values = planes[0], planes[1] if value_size is None else planes[0, ..., :value_size]
+        if self.scales is None:
+            return keys, values
+        scales = self.scales[number]
+        return Narrow(keys, scales[0]), Narrow(values, scales[-1])
+
+
 class PagedCache:
     """Keys and values of all sequences and of the step in progress.
 
-    layers   keys and values of each layer
-    numbers  [L,planes,G,slots,E] those of all layers, and scales float32[L,planes,G,slots] of them,
-             where there are any
+    layers  keys and values of each layer; a layer without any of its own has another one's
+    parts   those of all layers, by shape
+    groups  the most heads that keys and values of a layer have
     """
 
     def __init__(
         self, shape: KvShape, limits: ExecutorLimits, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.page_size, self._pages = limits.page_size, limits.pages
-        layer = shape.layer
-        self.scratch_begin, self.groups = limits.pages * limits.page_size, layer.kv_heads
+        caches, self.device = shape.caches, device
+        self.scratch_begin = limits.pages * limits.page_size
+        self.groups = max(layer.kv_heads for layer in caches)
         self.null = self.scratch_begin + limits.scored_nodes
-        sizes = (shape.layers, layer.planes, layer.kv_heads, self.null + 1, layer.head_size)
-        self.numbers = torch.zeros(sizes, device=device, dtype=dtype)
-        self.scales: Tensor | None = None
-        if dtype == FLOAT8:
-            self.scales = torch.zeros(sizes[:-1], device=device)
-        self.device, size = device, layer.value_size
-        self.layers: list[tuple[CacheTensor, CacheTensor]] = []
-        for number, planes in enumerate(self.numbers):
-            keys, values = planes[0], planes[1] if size is None else planes[0, ..., :size]
-            if self.scales is None:
-                self.layers.append((keys, values))
-            else:
-                scales = self.scales[number]
-                self.layers.append((Narrow(keys, scales[0]), Narrow(values, scales[-1])))
+
+        def part(layer: CacheLayer) -> CachePart:
+            sizes = caches.count(layer), layer.planes, layer.kv_heads, self.null + 1
+            numbers = torch.zeros((*sizes, layer.head_size), device=device, dtype=dtype)
+            scales = torch.zeros(sizes, device=device) if dtype == FLOAT8 else None
+            return CachePart(numbers, scales)
+
+        parts = {layer: part(layer) for layer in dict.fromkeys(caches)}
+        self.parts = tuple(parts.values())
+        own = [
+            parts[layer].layer(caches[:number].count(layer), layer.value_size)
+            for number, layer in enumerate(caches)
+        ]
+        self.layers = own if shape.places is None else [own[place] for place in shape.places]
 
     def slots_of(self, table: Ints, row: AnyArray | int, positions: AnyArray) -> Slots:
         """Return int64[n], the slots of positions [n] in rows [n], or all in one, of a page table
@@ -207,9 +235,11 @@ class PagedCache:
         """Copy slots `source` [n] to slots `target` [n], all different, in all layers; only those
         that are `kept` bool[n], if given.
         """
-        source, numbers = source.long(), self.numbers
+        source = source.long()
         target = target.long() if kept is None else torch.where(kept, target, source).long()
-        if self.scales is not None:
-            self.scales.index_copy_(3, target, self.scales.index_select(3, source))
-            numbers = numbers.view(torch.uint8)
-        numbers.index_copy_(3, target, numbers.index_select(3, source))
+        for part in self.parts:
+            numbers, scales = part.numbers, part.scales
+            if scales is not None:
+                scales.index_copy_(3, target, scales.index_select(3, source))
+                numbers = numbers.view(torch.uint8)
+            numbers.index_copy_(3, target, numbers.index_select(3, source))

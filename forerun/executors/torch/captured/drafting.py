@@ -84,8 +84,7 @@ class Drafting:
         return attend
 
     def _move(self, source: Tensor, target: Tensor, kept: Tensor) -> None:
-        for part in self._model.cache.parts:
-            self._kernels.move(part, source, target, kept)
+        self._kernels.move(self._model.cache.paged, source, target, kept)
 
     def _candidates(self, read: Tensor) -> Tensor:
         """Return int32[2*R*CANDIDATES], ids and log-probabilities for the record."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.attention.attention_shapes import tile_heads
+from forerun.executors.torch.attention.attention_shapes import widest_tile
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.captured.buffers import (
@@ -91,13 +91,13 @@ class CudaGraphRunner:
         self._dims = BufferDims(
             width=-(-limits.context // limits.page_size),
             slots=limits.slots,
-            gqa_group=tile_heads(arch.heads // arch.kv_heads, arch.head_size),
+            gqa_group=widest_tile(arch.heads, arch.cache_shapes),
             vocab=limits.vocab,
             groups=cache.groups,
             page_size=cache.page_size,
         )
         self._device = cache.device
-        factors = [rope.attention_factor for rope in decoder.ropes]
+        factors = [rope.attention_factor for rope, _ in decoder.ropes]
         self._shape = RoundShape(
             page_size=cache.page_size,
             scratch=cache.scratch_begin,
@@ -227,7 +227,8 @@ class CudaGraphRunner:
             queries = kernels.enter(heads, held, prepared.slots)
             return kernels.attend(queries, *held, geometry, spec, sinks=heads.sinks)
 
-        last, streams = decoder.forward(inputs["tokens"], prepared.rotary, attend, self.aux_layers)
+        rotary = decoder.by_layer_shape(prepared.rotary)
+        last, streams = decoder.forward(inputs["tokens"], rotary, attend, self.aux_layers)
         if self.features is not None:
             torch.cat(streams, -1, out=self.features[:total])
             if self.ring is not None and size.nodes == 1 and not size.levels:

@@ -7,7 +7,6 @@ and returns the context.
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
@@ -45,6 +44,7 @@ from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.group import Group
 from forerun.networks.arch import Architecture
 from forerun.networks.layer_spec import NORM_NAMES, Dense, LayerSpec
+from forerun.networks.rope import frequency_table
 
 Attend = Callable[[int, AnyHeads], Tensor]
 """(layer, its heads) -> context [M,A,E]; of latent heads [M,A,rank]. Layers are counted from 0
@@ -59,10 +59,14 @@ class HeadsProjections:
         self, weights: Weights, prefix: str, spec: LayerSpec, arch: Architecture, parts: Elementwise
     ) -> None:
         self._arch, self._parts, self._wide = arch, parts, spec.wide_qk_norm
-        normed = spec.qk_norm or spec.wide_qk_norm
+        normed, cached = spec.qk_norm or spec.wide_qk_norm, arch.cache_of(spec)
+        own = "qkv" if spec.reads is None else "q"
+        self._size, self._kv_heads = cached.head_size, cached.kv_heads if "k" in own else 0
         self._q_norm = weights.norm(f"{prefix}.q_norm.weight") if normed else None
-        self._k_norm = weights.norm(f"{prefix}.k_norm.weight") if normed else None
-        self._qkv = weights.block_linear(*(f"{prefix}.{part}_proj" for part in "qkv"))
+        self._k_norm = self._q_norm  # Of no key, where another layer's are read.
+        if normed and "k" in own:
+            self._k_norm = weights.norm(f"{prefix}.k_norm.weight")
+        self._qkv = weights.block_linear(*(f"{prefix}.{part}_proj" for part in own))
         self._out = weights.block_linear(f"{prefix}.o_proj")
         self._gate: Product | None = None
         if spec.attention.gated:
@@ -80,9 +84,9 @@ class HeadsProjections:
         q_norm, k_norm = self._q_norm, self._k_norm
         if q_norm is not None and k_norm is not None and self._wide:
             qkv, q_norm, k_norm = self._normed(qkv, q_norm, k_norm), None, None
-        each = qkv.view(len(qkv), -1, arch.head_size)
+        each = qkv.view(len(qkv), -1, self._size)
         return Heads(
-            *(each, arch.kv_heads, q_norm, k_norm, arch.norm_eps, rotary, self._parts),
+            *(each, self._kv_heads, q_norm, k_norm, arch.norm_eps, rotary, self._parts),
             self._sinks,
             None if self._gate is None else self._gate(x),
         )
@@ -90,8 +94,8 @@ class HeadsProjections:
     def _normed(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
         """Return [M,(A+2G)*E], all query heads normed as one row, and all key heads."""
         arch, norm = self._arch, self._parts.norm
-        keys = arch.kv_heads * arch.head_size
-        q, k, v = qkv.split([arch.heads * arch.head_size, keys, keys], -1)
+        keys = self._kv_heads * self._size
+        q, k, v = qkv.split([arch.heads * self._size, keys, keys], -1)
         return torch.cat([norm(q, q_norm, arch.norm_eps), norm(k, k_norm, arch.norm_eps), v], -1)
 
     def out(self, context: Tensor, gate: Tensor | None) -> Tensor:
@@ -261,7 +265,7 @@ class Decoder(Ends):
     keep       weights that the file has in few bits stay what they are where products read them so
     narrow     the blocks' weights are rounded to float8; embedding and head stay in `dtype`
     group      the ranks that have the other parts, if there are any
-    ropes, frequencies  the layers' rotary positions, each kind once, and float32[K,E/2] of them
+    ropes, frequencies  as Architecture.ropes, and their rope.frequency_table
     row_sizes  row counts its products may be run at (see layers.padded_rows); empty if bits
                may depend on the batch: anywhere but in Linear's float32 on the CPU with PLAIN
     """
@@ -288,9 +292,8 @@ class Decoder(Ends):
             for layer, spec in enumerate(arch.layer_specs)
         ]
         self.ropes = arch.ropes
-        self._rope_of = [self.ropes.index(spec.rope) for spec in arch.layer_specs]
-        frequencies = np.stack([rope.frequencies(arch.rope_size) for rope in self.ropes])
-        self.frequencies = torch.from_numpy(frequencies).to(device)
+        self._rope_of = [self.ropes.index(arch.rope_of(spec)) for spec in arch.layer_specs]
+        self.frequencies = torch.from_numpy(frequency_table(self.ropes)).to(device)
         in_float32 = device.type == "cpu" and dtype == torch.float32
         if in_float32 and products is Linear and parts is PLAIN:
             linears = [linear for block in self._blocks for linear in block.linears]
@@ -301,8 +304,20 @@ class Decoder(Ends):
         `ropes`.
         """
         return tuple(
-            rotation(positions, frequencies, rope.attention_factor)
-            for rope, frequencies in zip(self.ropes, self.frequencies, strict=True)
+            rotation(positions, frequencies[: size // 2], rope.attention_factor)
+            for (rope, size), frequencies in zip(self.ropes, self.frequencies, strict=True)
+        )
+
+    def by_layer_shape(self, rotary: tuple[Rotary, ...]) -> tuple[Rotary, ...]:
+        """Cos and sin as `rotary` returns them, of such that all have as many numbers as the widest
+        heads.
+        """
+        halves = (size // 2 for _, size in self.ropes)
+        return tuple(
+            pair
+            if pair[0].shape[1] == half
+            else (pair[0][:, :half].contiguous(), pair[1][:, :half].contiguous())
+            for pair, half in zip(rotary, halves, strict=True)
         )
 
     def forward(

@@ -22,7 +22,7 @@ from forerun.drafts.block_folder import BlockFile
 from forerun.errors import EngineError
 from forerun.executors.draft_checks import check_block, check_extension
 from forerun.executors.torch.attention.attention import apart
-from forerun.executors.torch.attention.kv import indices
+from forerun.executors.torch.attention.kv import KvShape, indices
 from forerun.executors.torch.decoder.elementwise import Elementwise, Heads, Rotary, rotation
 from forerun.executors.torch.decoder.weights import some_rows
 from forerun.executors.torch.drafts.draft_cache import DraftCache
@@ -145,12 +145,12 @@ class TorchBlockModel:
         device, dtype = executor.device, executor.dtype
         self._bytes = {
             "draft_weight": head.parameters * dtype.itemsize,
-            "draft_cache": DraftCache.bytes(head.cache, limits, dtype),
+            "draft_cache": DraftCache.bytes(KvShape(head.cache), limits, dtype),
         }
         check_fits(self._bytes, device)
         self._module = _loaded(executor, draft)
         self._rows = _borrowed_rows(executor, checkpoint, draft)
-        self.cache = DraftCache(head.cache, limits, device, dtype)
+        self.cache = DraftCache(KvShape(head.cache), limits, device, dtype)
         self.ids = torch.from_numpy(draft.target_ids.astype(np.int32)).to(device)
         frequencies = torch.from_numpy(head.rope.frequencies(head.head_size)).to(device)
         self.ropes = [(frequencies, head.rope.attention_factor)]

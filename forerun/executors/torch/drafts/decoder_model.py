@@ -16,7 +16,7 @@ from forerun.executors.torch.decoder.weights import some_rows
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.level_model import LevelModel, Nodes
 from forerun.executors.torch.drafts.target import TorchTarget
-from forerun.executors.torch.memory import check_fits
+from forerun.executors.torch.memory import check_fits, kv_shape
 from forerun.executors.torch.triton.kernels import parts_of
 from forerun.interface.draft_model import DraftModelTraits
 
@@ -31,6 +31,7 @@ class TorchDecoderModel(LevelModel):
     def __init__(self, executor: TorchTarget, draft: WholeDraft) -> None:
         device, dtype, limits = executor.device, executor.dtype, executor.limits
         checkpoint = draft.checkpoint
+        shape = kv_shape(checkpoint.architecture)
         traits = DraftModelTraits(
             name=draft.algorithm,
             cache=draft.cache,
@@ -40,7 +41,7 @@ class TorchDecoderModel(LevelModel):
         )
         taken = {
             "draft_weight": draft.parameters * dtype.itemsize,
-            "draft_cache": DraftCache.bytes(draft.cache, limits, dtype),
+            "draft_cache": DraftCache.bytes(shape, limits, dtype),
         }
         check_fits(taken, device)
         parts = parts_of(executor.kernels)
@@ -52,17 +53,16 @@ class TorchDecoderModel(LevelModel):
         self._inputs = torch.from_numpy(draft.vocabulary.inputs.astype(np.int64)).to(device)
         arch = decoder.arch
         attention = tuple(spec.attention for spec in arch.layer_specs)
-        cache = DraftCache(draft.cache, limits, device, dtype, roots=True, attention=attention)
-        heads = arch.heads, arch.rope_size
+        cache = DraftCache(shape, limits, device, dtype, roots=True, attention=attention)
         self.facts = {
             "algorithm": draft.algorithm,
             "model": draft.name,
-            "layers": len(draft.cache),
+            "layers": arch.layers,
             "vocab": traits.vocab,
             "shared_tokens": draft.vocabulary.shared,
             **{f"{part}_bytes": count for part, count in taken.items()},
         }
-        super().__init__(executor, traits, cache, decoder.ropes, heads, 0)
+        super().__init__(executor, traits, cache, decoder.ropes, arch.heads, 0)
 
     def _some_rows(self, draft: WholeDraft, device: torch.device, dtype: torch.dtype) -> Linear:
         """Return the output head's rows of the tokens that may be proposed."""

@@ -20,7 +20,6 @@ from forerun.executors.torch.attention.attention import KeyBlock, RowKeys, atten
 from forerun.executors.torch.attention.kv import KvShape, PagedCache, Slots, write
 from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
 from forerun.interface.executor import ExecutorLimits
-from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.layer_spec import AttentionSpec
 from forerun.types import AnyArray, Ints
 
@@ -49,18 +48,18 @@ class DraftPass:
 class DraftCache:
     """Pages, scratch and roots of a draft model.
 
-    kept       what each layer keeps; layers of equal shape lie in one tensor
+    shape      what each layer keeps
     roots      the model runs each row's root itself
     partial    some layer does not see all that is before a node
     attention  how each layer's scores are made; empty = scaled by 1/sqrt(E), no windows
     begins     the first position at which each layer has an entry; empty = 0
-    layers     keys and values of each
+    paged      keys and values of all
     scratch_begin, root_begin  slots (kv.py) of draft node 0, and of the root of slot 0
     """
 
     def __init__(
         self,
-        kept: tuple[CacheLayer, ...],
+        shape: KvShape,
         limits: ExecutorLimits,
         device: torch.device,
         dtype: torch.dtype,
@@ -68,34 +67,26 @@ class DraftCache:
         attention: tuple[AttentionSpec, ...] = (),
         begins: tuple[int, ...] = (),
     ) -> None:
-        self.begins = begins or (0,) * len(kept)
-        self.attention: tuple[AttentionSpec | None, ...] = attention or (None,) * len(kept)
+        self.paged = PagedCache(shape, _room(limits), device, dtype)
+        self.layers, count = self.paged.layers, len(self.paged.layers)
+        self.begins = begins or (0,) * count
+        self.attention: tuple[AttentionSpec | None, ...] = attention or (None,) * count
         self._device, self.roots, self._scratch = device, roots, limits.max_nodes + limits.slots
         windows = any(spec is not None and spec.window for spec in attention)
         self.partial = windows or any(self.begins)
         self.page_size = limits.page_size
-        room = _room(limits)
-        shapes = list(dict.fromkeys(kept))
-        self.parts = [
-            PagedCache(KvShape(kept.count(shape), shape), room, device, dtype) for shape in shapes
-        ]
-        self.scratch_begin = self.parts[0].scratch_begin
+        self.scratch_begin = self.paged.scratch_begin
         self.root_begin = self.scratch_begin + self._scratch
-        self.layers = [
-            self.parts[shapes.index(layer)].layers[kept[:number].count(layer)]
-            for number, layer in enumerate(kept)
-        ]
         # Of draft nodes: the node above, -1 = the root, and how many are above.
         self._above = np.full(self._scratch, -1, np.int32)
         self._depth = np.zeros(self._scratch, np.int32)
 
     @staticmethod
-    def bytes(layers: tuple[CacheLayer, ...], limits: ExecutorLimits, dtype: torch.dtype) -> int:
-        """Return the bytes of a DraftCache of these layers: pages like the target's, and scratch
+    def bytes(shape: KvShape, limits: ExecutorLimits, dtype: torch.dtype) -> int:
+        """Return the bytes of a DraftCache of this shape: pages like the target's, and scratch
         for draft nodes, an extension's roots and the roots by slot.
         """
-        room = _room(limits)
-        return sum(KvShape(1, layer).bytes(room, dtype) for layer in layers)
+        return shape.bytes(_room(limits), dtype)
 
     # --- passes --------------------------------------------------------------------------
 
@@ -185,8 +176,7 @@ class DraftCache:
             targets = np.append(targets, self._root(extension.slots))
         source = torch.from_numpy(self._places(nodes)).to(self._device)
         target = torch.from_numpy(targets).to(self._device)
-        for part in self.parts:
-            part.move(source, target)
+        self.paged.move(source, target)
 
     def _pass(
         self,
@@ -197,7 +187,7 @@ class DraftCache:
         rows: list[RowKeys],
         first: int,
     ) -> DraftPass:
-        null = self.parts[0].null
+        null = self.paged.null
         position = position.astype(np.int32)
         sights = [
             (spec.window if spec else None, begin)
@@ -223,18 +213,18 @@ class DraftCache:
     # --- places --------------------------------------------------------------------------
 
     def _cached(self, pages: Ints, length: int) -> Slots:
-        return self.parts[0].slots_of(pages[None], 0, np.arange(length))
+        return self.paged.slots_of(pages[None], 0, np.arange(length))
 
     def _places(self, nodes: AnyArray) -> Slots:
-        return self.parts[0].scratch(nodes)
+        return self.paged.scratch(nodes)
 
     def _root(self, slots: AnyArray) -> Slots:
-        return self.parts[0].scratch(np.asarray(self._scratch + slots))
+        return self.paged.scratch(np.asarray(self._scratch + slots))
 
     def _targets(self, extension: Extension) -> Slots:
         """Return int64[n], the slots of the tokens of an extension."""
         return np.concatenate([
-            self.parts[0].slots_of(pages[None], 0, np.arange(length, length + end - begin))
+            self.paged.slots_of(pages[None], 0, np.arange(length, length + end - begin))
             for pages, length, begin, end in zip(
                 extension.pages, extension.kv_len, extension.start, extension.start[1:],
                 strict=False,

@@ -138,8 +138,8 @@ class TorchEagleModel(LevelModel):
         head = self._about = draft.head
         cache, self.facts = eagle_cache(executor, draft)
         traits = eagle_traits(draft, executor.limits.max_nodes)
-        heads = head.heads, head.head_size
-        super().__init__(executor, traits, cache, (head.rope,), heads, head.hidden)
+        ropes = ((head.rope, head.head_size),)
+        super().__init__(executor, traits, cache, ropes, head.heads, head.hidden)
         self._embedding = eagle_embedding(executor, draft)
         weights, parts = eagle_weights(executor, checkpoint, draft), parts_of(executor.kernels)
         self._module = for_serving(lambda: EagleHead(head, parts), weights)

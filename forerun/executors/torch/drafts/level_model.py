@@ -23,7 +23,7 @@ from forerun.errors import EngineError
 from forerun.executors.draft_checks import check_extension, check_level
 from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.attention import apart
-from forerun.executors.torch.attention.attention_shapes import tile_heads
+from forerun.executors.torch.attention.attention_shapes import widest_tile
 from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.attention.plan_geometry import PassRows
 from forerun.executors.torch.decoder.decoder import Attend
@@ -86,23 +86,20 @@ class LevelModel:
         executor: TorchTarget,
         traits: DraftModelTraits,
         cache: DraftCache,
-        ropes: tuple[Rope, ...],
-        heads: tuple[int, int],
+        ropes: tuple[tuple[Rope, int], ...],
+        heads: int,
         width: int,
         states: LayerStates | None = None,
     ) -> None:
-        """Initialise the model. heads: A query heads, and numbers of one that a rope is over;
-        width: W.
-        """
+        """Initialise the model. ropes: as Architecture.ropes; heads: A query heads; width: W."""
         self.traits, self.cache, self.states = traits, cache, states
         self._executor, limits = executor, executor.limits
-        kept = traits.cache[0]
-        self.gqa_group = tile_heads(heads[0] // kept.kv_heads, kept.head_size)
+        self.gqa_group = widest_tile(heads, traits.cache)
         rows = states.rows if states is not None else limits.max_nodes + limits.slots + 1
         self.outputs = torch.zeros(rows, width, device=executor.device, dtype=executor.dtype)
         self.ids = torch.from_numpy(traits.target_ids.astype(np.int32)).to(executor.device)
-        frequencies = [torch.from_numpy(rope.frequencies(heads[1])) for rope in ropes]
-        factors = [rope.attention_factor for rope in ropes]
+        frequencies = [torch.from_numpy(rope.frequencies(size)) for rope, size in ropes]
+        factors = [rope.attention_factor for rope, _ in ropes]
         there = [each.to(executor.device) for each in frequencies]
         self.ropes = list(zip(there, factors, strict=True))
 
@@ -211,7 +208,7 @@ class LevelModel:
         start = np.append(0, work.ends + 1).astype(np.int32)
         places = cache.scratch_begin + np.arange(len(work.tokens))
         rows = PassRows(start, extension.kv_len, extension.pages, work.position)
-        geometry = rows.chains(places, cache.parts[0], self.gqa_group, device)
+        geometry = rows.chains(places, cache.paged, self.gqa_group, device)
 
         def attend(layer: int, heads: AnyHeads) -> Tensor:
             held, begin = cache.layers[layer], cache.begins[layer]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ModelError
+from forerun.executors.torch.attention.kv import KvShape
 from forerun.executors.torch.decoder.weights import some_rows
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.draft_layer import DraftLayer
@@ -77,7 +78,7 @@ def eagle_cache(executor: TorchTarget, draft: DraftFile) -> tuple[DraftCache, di
     head, limits, dtype = draft.head, executor.limits, executor.dtype
     taken = {
         "draft_weight": head.parameters * dtype.itemsize,
-        "draft_cache": DraftCache.bytes(head.cache, limits, dtype),
+        "draft_cache": DraftCache.bytes(KvShape(head.cache), limits, dtype),
     }
     check_fits(taken, executor.device)
     facts = {
@@ -86,7 +87,7 @@ def eagle_cache(executor: TorchTarget, draft: DraftFile) -> tuple[DraftCache, di
         "features": list(head.features),
         **{f"{part}_bytes": count for part, count in taken.items()},
     }
-    return DraftCache(head.cache, limits, executor.device, dtype), facts
+    return DraftCache(KvShape(head.cache), limits, executor.device, dtype), facts
 
 
 def eagle_embedding(executor: TorchTarget, draft: DraftFile) -> Tensor:

@@ -16,6 +16,7 @@ from forerun.drafts.prediction_layers import (
     PredictionLayers,
 )
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
+from forerun.executors.torch.attention.kv import KvShape
 from forerun.executors.torch.decoder.decoder import Block
 from forerun.executors.torch.decoder.elementwise import Elementwise
 from forerun.executors.torch.decoder.layers import Linear
@@ -85,26 +86,28 @@ class TorchPredictionModel(LevelModel):
         rows = states.rows if states is not None else limits.max_nodes + limits.slots + 1
         taken = {
             "draft_weight": draft.parameters * dtype.itemsize,
-            "draft_cache": DraftCache.bytes(draft.cache, limits, dtype)
+            "draft_cache": DraftCache.bytes(KvShape(draft.cache), limits, dtype)
             + rows * draft.count * arch.hidden * dtype.itemsize,
         }
         check_fits(taken, device)
         cache = DraftCache(
-            draft.cache,
+            KvShape(draft.cache),
             limits,
             device,
             dtype,
             attention=tuple(spec.attention for spec in arch.layer_specs),
             begins=tuple(range(draft.count)),
         )
-        ropes, heads = (arch.layer_specs[0].rope,), (arch.heads, arch.rope_size)
+        ropes = (arch.rope_of(arch.layer_specs[0]),)
         self.facts = {
             "algorithm": "nextn",
             "layers": draft.count,
             "vocab": traits.vocab,
             **{f"{part}_bytes": count for part, count in taken.items()},
         }
-        super().__init__(executor, traits, cache, ropes, heads, draft.count * arch.hidden, states)
+        super().__init__(
+            executor, traits, cache, ropes, arch.heads, draft.count * arch.hidden, states
+        )
         self._draft, self._arch = draft, arch
         weights = Weights(draft, device, dtype, Linear, finite=True)
         parts = parts_of(executor.kernels)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise
-from forerun.executors.torch.attention.kv import PagedCache
+from forerun.executors.torch.attention.kv import CachePart, PagedCache
 from forerun.executors.torch.triton.round_types import Accepted, Prepared, RoundInputs, RoundShape
 from forerun.executors.torch.triton.triton_choice import scored
 from forerun.speculative.accept import NOTHING
@@ -193,7 +193,12 @@ def move(cache: PagedCache, source: Tensor, target: Tensor, kept: Tensor | None 
     """Copy keys and values of all layers from slots int32[n] to slots int32[n], where kept bool[n];
     None: all. PagedCache.move; launches only.
     """
-    numbers, scales = cache.numbers, cache.scales
+    for part in cache.parts:
+        _move_part(part, source, target, kept)
+
+
+def _move_part(part: CachePart, source: Tensor, target: Tensor, kept: Tensor | None) -> None:
+    numbers, scales = part.numbers, part.scales
     layers, two, groups, slots, size = numbers.shape
     _move[len(source), layers * two](
         # float8 is copied as it is.
