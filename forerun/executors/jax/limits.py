@@ -21,6 +21,10 @@ def refusal(arch: Architecture) -> str | None:
         "norms over all heads at once": any(spec.wide_qk_norm for spec in specs),
         "scaled residuals": any(spec.residual != 1.0 for spec in specs),
         "scaled logits": arch.logit_scale != 1.0,
+        "keys and values of different shapes": len(arch.cache_shapes) > 1,
+        "layers that read other layers' keys and values": any(
+            spec.reads is not None for spec in specs
+        ),
         "a clamped gate": any(spec.activation == "clamped_silu" for spec in specs),
         "a router with biases": any(mixture.router.bias for mixture in mixtures),
         "experts with biases": any(mixture.bias for mixture in mixtures),

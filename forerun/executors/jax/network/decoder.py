@@ -217,7 +217,7 @@ class JaxDecoder(NamedTuple):
         specs = self.arch.layer_specs
         rotary = {
             rope: rotation(positions, frequencies, rope.attention_factor)
-            for rope, frequencies in zip(self.arch.ropes, params["frequencies"], strict=True)
+            for (rope, _), frequencies in zip(self.arch.ropes, params["frequencies"], strict=True)
         }
         x = self.sharding.put(self.embed(params, tokens), None, None, None)
         if self.arch.embedding_scale != 1.0:

@@ -51,7 +51,7 @@ def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked:
         "embed": reader.made("embed", "model.embed_tokens.weight"),
         "norm": reader.made("norm", "model.norm.weight"),
         "frequencies": tuple(
-            jax.device_put(rope.frequencies(arch.rope_size), sharding.whole) for rope in arch.ropes
+            jax.device_put(rope.frequencies(size), sharding.whole) for rope, size in arch.ropes
         ),
     }
     if not arch.tied_head:
