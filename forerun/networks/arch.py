@@ -206,18 +206,18 @@ class Architecture:
         return CacheLayer(self.kv_heads, self.head_size, value_size)
 
     def cache_of(self, spec: LayerSpec) -> CacheLayer:
-        """What a layer caches per position, or the one whose keys and values it reads."""
+        """Return what a layer caches per position, or the layer whose keys and values it reads."""
         return spec.cache or self.cache_layer
 
     @property
     def caches(self) -> tuple[CacheLayer, ...]:
-        """What each layer with keys and values of its own caches per position, in their order."""
+        """The caches of the layers with keys and values of their own, in their order."""
         owners = (s for s in self.layer_specs if s.recurrent is None and s.reads is None)
         return tuple(self.cache_of(spec) for spec in owners)
 
     @property
     def cache_places(self) -> tuple[int, ...]:
-        """Which of `caches` each layer that attends reads, in their order."""
+        """The place in `caches` of what each layer that attends reads, in their order."""
         owners: dict[int, int] = {}
         places = []
         for number, spec in enumerate(self.layer_specs):
@@ -239,7 +239,7 @@ class Architecture:
         return self.head_size if self.latent is None else self.latent.rope
 
     def rope_of(self, spec: LayerSpec) -> tuple[Rope, int]:
-        """A layer's rope, and how many numbers of a head it is over."""
+        """Return a layer's rope, and how many numbers of a head it is over."""
         return spec.rope, spec.cache.head_size if spec.cache else self.rope_size
 
     @property
