@@ -235,7 +235,7 @@ class Architecture:
 
     @property
     def rope_size(self) -> int:
-        """The most numbers of a head that may be rotated, in layers without a shape of their own."""
+        """The most numbers of a head that may be rotated, where a layer has no shape of its own."""
         return self.head_size if self.latent is None else self.latent.rope
 
     def rope_of(self, spec: LayerSpec) -> tuple[Rope, int]:
