@@ -150,17 +150,12 @@ class Tokenizer:
         )
 
     @classmethod
-<<<<<<< HEAD
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
-        """Make a tokenizer from the `tokenizer.*` keys of a GGUF file, as plain Python values.
-=======
     def from_gguf(
         cls,
         metadata: Mapping[str, Any],
         again: Callable[[], Mapping[str, Any]] | None = None,
     ) -> Self:
-        """From the `tokenizer.*` keys of a GGUF file, as plain Python values.
->>>>>>> 00639080 (Processes keep no vocabulary that they do not use: pieces alone, encoders when a text is encoded, lists of a GGUF read again for that, freed memory returned)
+        """Make a tokenizer from the `tokenizer.*` keys of a GGUF file, as plain Python values.
 
         again  returns the keys once more, when a text is encoded; None = `metadata` is kept
 
