@@ -160,7 +160,8 @@ def _local(reference: str) -> Path:
         path.exists()
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(
-            f"{reference[:200]!r} cannot be a path on this machine: {error or type(error).__name__}"
+            f"{reference[:200]!r} cannot be a path on this machine: "
+            f"{getattr(error, 'strerror', None) or type(error).__name__}"
         ) from error
     return path
 

@@ -28,8 +28,8 @@ SETS = Verdict.SETS
 
 _ONE_STEP = "prompts and answers share steps of at most --chunked-prefill-size tokens"
 _GRAMMARS = (
-    "takes auto, llguidance, guidance; llguidance matches all grammars, as a sentence says where "
-    "xgrammar, outlines or lm-format-enforcer is named"
+    "llguidance matches all grammars; auto, guidance and, with a warning, xgrammar, outlines and "
+    "lm-format-enforcer are taken"
 )
 _AS_LEFT_OUT = "0, -1 or auto: as if it were left out"
 
