@@ -3,7 +3,8 @@
 `arch.layer_tensors` names what a layer has; a `StoredPart` says which stored tensor each is, or is
 a part of. Families differ in a table of names (_RENAMED) and in these layouts:
 
-    fused        queries, keys and values are one matrix, gate and up another (Phi-3)
+    fused        queries, keys and values are one matrix, gate and up another (Phi-3), or gate and
+                 up alone (Granite 4)
     stacked      all experts are one tensor: matrices [in, out], gate and up in turns (gpt-oss), or
                  [out, in], gate above up (what transformers 5 keeps in memory; Qwen3.5)
     interleaved  rows of several parts stand head by head in one matrix (Qwen3-Next)
@@ -188,6 +189,7 @@ _RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
     "deepseek_v3": (_SHARED,),
     "deepseek_v2": (_SHARED,),
     "gpt_oss": ((r"mlp\.gate\.", "mlp.router."),),
+    "granitemoehybrid": ((r"mlp\.down_proj\.", "shared_mlp.output_linear."),),
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
 }
@@ -213,6 +215,8 @@ def layer_pieces(
         piece = StoredPart(_renamed(name, arch.family), shape, shape)
         if arch.family == "phi3":
             piece = fused(name, piece, arch, spec)
+        elif arch.family == "granitemoehybrid" and name in _GATE_UP:
+            piece = replace(fused(name, piece, arch, spec), stored=_GATE_AND_UP)
         elif arch.family == "gpt_oss":
             piece = _stacked(name, piece, spec)
         elif arch.family == "qwen3_next":
@@ -257,6 +261,10 @@ def fused(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> 
     stored, first, rows = places[name]
     part = slice(first, first + piece.shape[0])
     return replace(piece, stored=stored, whole=(rows, piece.shape[1]), rows=part)
+
+
+_GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+_GATE_AND_UP = "shared_mlp.input_linear.weight"
 
 
 def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:

@@ -55,6 +55,7 @@ Family = Literal[
     "ministral3",
     "lfm2",
     "lfm2_moe",
+    "granitemoehybrid",
 ]
 """By the name that config.json gives as model_type."""
 FAMILIES: tuple[Family, ...] = get_args(Family)

@@ -142,6 +142,9 @@ READERS: dict[Family, Reader] = {
         "Ministral3ForCausalLM", dense.ministral3, norm_eps=1e-5, sizes=dense.ministral_sizes
     ),
     "minimax_m2": Reader("MiniMaxM2ForCausalLM", experts.minimax_m2, head_size=128),
+    "granitemoehybrid": Reader(
+        "GraniteMoeHybridForCausalLM", dense.granite_hybrid, every_head=True, granite=True
+    ),
     "lfm2": Reader("Lfm2ForCausalLM", conv.lfm2, norm_eps=1e-5, tied=True),
     "lfm2_moe": Reader("Lfm2MoeForCausalLM", conv.lfm2_moe, norm_eps=1e-5, tied=True),
 }

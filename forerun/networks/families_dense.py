@@ -226,11 +226,47 @@ def granite(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Return L layers of Granite 3: Llama's, with scales of their own. Raises ModelError for a key
     that is missing or cannot be used.
     """
+    feed_forward = Dense(keys.integer("intermediate_size"), keys.flag("mlp_bias", False))
+    return _granite(keys, sizes, rope_from(keys, sizes.context), feed_forward)
+
+
+def granite_hybrid(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """Return L layers of a Granite 4 all of whose layers attend: Granite 3's. Raises ModelError for
+    one with Mamba layers or experts, and for a key that is missing or cannot be used.
+    """
+    kinds = keys.get("layer_types") or keys.get("layers_block_type")
+    if not isinstance(kinds, list) or {*map(str, kinds)} - {"attention", FULL}:
+        raise keys.unfit("layer_types", kinds, "attention in every layer: Mamba does not run here")
+    if len(kinds) != sizes.layers:
+        raise keys.unfit("layer_types", kinds, f"one for each of {sizes.layers} layers")
+    if count := keys.integer("num_local_experts", 8):
+        raise keys.unfit("num_local_experts", count, "0 to run here")
+    for name in _OF_MAMBA:
+        keys.get(name)
+    for name in ("num_experts_per_tok", "intermediate_size", "init_method"):
+        keys.get(name)  # Of experts, or of training.
+    keys.require("normalization_function", "rmsnorm")
+    rotates = keys.get("position_embedding_type") == "rope"
+    if not rotates:
+        keys.require("position_embedding_type", "nope")
+    rope = rope_from(keys, sizes.context)
+    feed_forward = Dense(keys.integer("shared_intermediate_size", 1024))
+    return _granite(keys, sizes, rope if rotates else Rope(rope.theta, rotated=0), feed_forward)
+
+
+_OF_MAMBA = (
+    *("mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state"),
+    *("mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit"),
+)
+"""Keys about layers that a Granite 4 need not have."""
+
+
+def _granite(keys: Keys, sizes: ArchitectureSizes, rope: Rope, feed_forward: Dense) -> Layers:
     biased = keys.flag("attention_bias", False)
     spec = LayerSpec(
         AttentionSpec(keys.real("attention_multiplier", 1.0)),
-        rope_from(keys, sizes.context),
-        Dense(keys.integer("intermediate_size"), keys.flag("mlp_bias", False)),
+        rope,
+        feed_forward,
         qkv_bias=biased,
         o_bias=biased,
         residual=keys.real("residual_multiplier", 1.0),

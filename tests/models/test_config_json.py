@@ -288,3 +288,47 @@ def test_a_huge_file_is_not_read(tmp_path):
         file.truncate(1 << 40)
     with pytest.raises(ModelError, match="larger than 4 MiB"):
         read_json(path)
+
+
+GRANITE_4 = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False,
+    "attention_dropout": 0.0, "attention_multiplier": 0.015625, "bos_token_id": 100257,
+    "dtype": "bfloat16", "embedding_multiplier": 12, "eos_token_id": 100257, "hidden_act": "silu",
+    "hidden_size": 2560, "init_method": "mup", "initializer_range": 0.1,
+    "intermediate_size": 8192, "layer_types": ["attention"] * 40, "logits_scaling": 10,
+    "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 40,
+    "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 128,
+    "mamba_proj_bias": False, "max_position_embeddings": 131072, "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm", "num_attention_heads": 40, "num_experts_per_tok": 0,
+    "num_hidden_layers": 40, "num_key_value_heads": 8, "num_local_experts": 0,
+    "output_router_logits": False, "pad_token_id": 100256, "position_embedding_type": "rope",
+    "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000000, "router_aux_loss_coef": 0.01, "shared_intermediate_size": 8192,
+    "tie_word_embeddings": True, "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
+
+
+def test_a_granite_4_without_mamba_is_granite(tmp_path):
+    arch = architecture_from(GRANITE_4, tmp_path)
+    (spec,) = {*arch.layer_specs}
+    assert (spec.residual, spec.rope.theta, spec.rope.rotated) == (0.22, 1e7, None)
+    assert (arch.embedding_scale, arch.logit_scale, arch.head_size) == (12.0, 0.1, 64)
+    assert 3.3e9 < arch.parameters < 3.5e9
+    still = architecture_from(GRANITE_4 | {"position_embedding_type": "nope"}, tmp_path)
+    assert still.rope.rotated == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["mamba"] * 36 + ["attention"] * 4}, "Mamba does not run here"),
+        ({"layer_types": ["attention"]}, "layer_types"),
+        ({"num_local_experts": 64}, "num_local_experts"),
+        ({"num_local_experts": None}, "num_local_experts"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type"),
+        ({"normalization_function": "layernorm"}, "normalization_function"),
+    ],
+)
+def test_other_granites_are_refused_by_name(changes, named, tmp_path):
+    with pytest.raises(ModelError, match=named):
+        architecture_from(GRANITE_4 | changes, tmp_path)

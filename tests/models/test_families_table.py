@@ -66,10 +66,10 @@ def test_every_family_has_a_row():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_formats_are_those_that_are_read(name):
-    """llama.cpp calls Mistral and Mixtral llama, OLMo 3 olmo2, and all of DeepSeek's shape what it
-    calls that.
+    """llama.cpp calls Mistral and Mixtral llama, OLMo 3 olmo2, Granite 4 granite, and all of
+    DeepSeek's shape what it calls that.
     """
-    also = {"mistral", "mixtral", "deepseek_v2", "olmo3", "glm4_moe_lite"}
+    also = {"mistral", "mixtral", "deepseek_v2", "olmo3", "glm4_moe_lite", "granitemoehybrid"}
     read = {*gguf_config._FAMILIES.values(), *also} - set(SAME_AS)
     shown = {
         *tiny.LLAMAS,
@@ -119,10 +119,10 @@ def test_own_layers_are_those_that_are_read(name):
 
 def test_every_family_is_run_with_drafts_somewhere():
     """Llama's block in the equality matrix, recurrent states in test_recurrent.py; Gemma 2 and the
-    Qwens and LFM2 with experts differ from one that is here in what no draft sees.
+    Qwens, LFM2 with experts and Granite 4 differ from one that is here in what no draft sees.
     """
     seen = {*WITH_DRAFTS, *tiny.LLAMAS, *tiny.DELTAS, CONVOLUTION}
-    assert set(FAMILIES) - seen == {"gemma2", "qwen2_moe", "lfm2_moe"}
+    assert set(FAMILIES) - seen == {"gemma2", "qwen2_moe", "lfm2_moe", "granitemoehybrid"}
 
 
 def test_drafts_are_those_that_executors_offer():

@@ -79,6 +79,10 @@ _CLASSES = {
     "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
     "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
     "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
+    "granitemoehybrid": (
+        transformers.GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridForCausalLM,
+    ),
 }
 assert tuple(_CLASSES) == FAMILIES
 
@@ -101,6 +105,10 @@ _CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv
 _CONV |= {"norm_eps": 1e-5, "tie_word_embeddings": True}
 DEEPSEEKS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Families of DeepSeek's shape."""
+_GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.2}
+_GRANITE |= {"residual_multiplier": 0.3, "logits_scaling": 2.0}
+GRANITES = ("granite", "granitemoehybrid")
+"""Families with scales of their own."""
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 48},
@@ -114,8 +122,11 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v2": _GROUPED | _LATENT | {"topk_method": "group_limited_greedy"},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24},
     "smollm3": {"no_rope_layer_interval": 2},
-    "granite": {"embedding_multiplier": 6.0, "attention_multiplier": 0.2}
-    | {"residual_multiplier": 0.3, "logits_scaling": 2.0},
+    "granite": _GRANITE,
+    "granitemoehybrid": _GRANITE
+    | {"layer_types": ["full_attention"] * 2, "mamba_n_heads": 4, "num_local_experts": 0}
+    | {"num_experts_per_tok": 0}
+    | {"shared_intermediate_size": 96, "position_embedding_type": "rope"},
     "qwen3_next": _EXPERTS | _DELTA | {"shared_expert_intermediate_size": 48},
     "olmo3": {"sliding_window": 24},
     "exaone4": {"sliding_window": 24, "sliding_window_pattern": 2, "num_hidden_layers": 3},
@@ -220,12 +231,17 @@ def weights(hf: Any) -> dict[str, np.ndarray]:
         array = tensor.detach().float().numpy().copy()
         own = name.replace("shared_experts", "shared_expert").replace("mlp.router", "mlp.gate")
         own = own.replace("mlp.e_score", "mlp.gate.e_score")
+        own = own.replace("shared_mlp.output_linear", "mlp.down_proj")
         if hf.config.model_type in CONVOLUTIONS:
             own = _of_lfm2(own)
         if ".mlp.experts." in own:
             found |= _experts(own, array, hf.config)
         elif hf.config.model_type in DELTAS and own.split(".")[-2] in _NEXT:
             found |= _of_next(own, array, hf.config)
+        elif "shared_mlp.input_linear" in own:
+            prefix = own.removesuffix("shared_mlp.input_linear.weight")
+            parts = zip(("gate", "up"), np.split(array, 2), strict=True)
+            found |= {f"{prefix}mlp.{part}_proj.weight": rows for part, rows in parts}
         elif "qkv_proj" in own or "mlp.gate_up_proj" in own:
             found |= _parts(own, array, hf.config)
         else:
@@ -547,9 +563,10 @@ GGUF_NAMES = {
     "olmo3": "olmo2",
     "minimax_m2": "minimax-m2",
     "lfm2_moe": "lfm2moe",
+    "granitemoehybrid": "granite",
 }
 """What llama.cpp calls families that it does not call by their names here."""
-INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
+INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", *GRANITES)
 """Whose heads llama.cpp's converter turns (`undo_permute`)."""
 
 
@@ -606,6 +623,11 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
         writer.add_full_attention_interval(4)
     if family in CONVOLUTIONS:
         _add_convolutions(writer, settings)
+    if family == "granitemoehybrid":  # As of models that have such layers.
+        writer.add_expert_shared_feed_forward_length(settings.shared_intermediate_size)
+        writer.add_ssm_conv_kernel(settings.mamba_d_conv)
+        writer.add_ssm_inner_size(settings.mamba_expand * settings.hidden_size)
+        writer.add_rope_scaling_finetuned(True)
     if family in DELTAS[1:]:
         writer.add_rope_dimension_sections([11, 11, 10, 0])
     if hasattr(settings, "shared_expert_intermediate_size"):
@@ -687,7 +709,7 @@ def _add_metadata(writer: gguf.GGUFWriter, hf: Any, changes: dict[str, Any]) -> 
         if settings.final_logit_softcapping:
             writer.add_final_logit_softcapping(settings.final_logit_softcapping)
     _add_experts(writer, settings)
-    if settings.model_type == "granite":
+    if settings.model_type in GRANITES:
         _add_scales(writer, settings)
     _add_rope(writer, hf)
     _add_tokenizer(writer)

@@ -129,6 +129,10 @@ FURTHER = {
         | {"layer_types": ["full_attention", "sliding_attention"]},
     },
     "granite": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True}},
+    "granitemoehybrid": {
+        "plain": {},
+        "no positions": {"position_embedding_type": None, "attention_bias": True},
+    },
     "olmo2": {
         "plain": {},
         "biases": {"attention_bias": True},

@@ -52,7 +52,7 @@ _FAMILIES: dict[str, Family] = {
 }
 """general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
 experts; DeepSeek V2's call themselves as V3's, and score experts by a softmax; GLM-4.7-Flash's are
-V3's; OLMo 3's call themselves olmo2, and have windows.
+V3's; OLMo 3's call themselves olmo2, and have windows; a Granite 4 without Mamba layers is Granite.
 """
 _LACKS = {
     "llama4": "chunked attention, query and key norms without weights, attention scores scaled by "
@@ -71,6 +71,11 @@ _PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3", "minimax_m2", *DELTA_F
 """Architectures whose heads may be rotated in part."""
 _NO_POSITIONS = 4
 """SmolLM3: llama.cpp assumes, without a key, that every fourth layer has no positions."""
+_OF_MAMBA = tuple(
+    f"ssm.{name}"
+    for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+)
+"""Granite 4's converter writes these of models without Mamba layers, too."""
 _WINDOWED = 4
 """OLMo 3: in every group of this many layers the last has no window."""
 _NORMED: tuple[Family, ...] = ("qwen3", "qwen3_moe", *CONVOLUTIONS)
@@ -195,6 +200,10 @@ def _plain(
     """The layers of all other families."""
     window = _window(keys) if family in _WINDOWS else None
     whole = keys.integer("feed_forward_length", 0 if family in _EXPERTS else None)
+    if family == "granite":
+        whole = keys.integer("expert_shared_feed_forward_length", 0) or whole
+        for name in _OF_MAMBA:
+            keys.get(name)
     own_scale = _factor(keys, family, "attention.scale", sizes.head_size**-0.5)
     normed = family in _NORMED or "blk.0.attn_q_norm.weight" in file.tensors
     behind = family in ("olmo2", "olmo3")
