@@ -32,22 +32,24 @@ class Checkpoint(Protocol):
         ...
 
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors (arch.expected_tensors)."""
+        """Return the canonical names of all tensors (arch.expected_tensors)."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor of that canonical name. Raises KeyError for an unknown one."""
+        """Return the shape of the tensor of that canonical name. Raises KeyError for an unknown
+        one.
+        """
         ...
 
     def tensor(self, name: str) -> Floats:
-        """The tensor of that canonical name as float32, of its `shape`, perhaps a read-only view of
-        the file. Raises KeyError for an unknown name.
+        """Return the tensor of that canonical name as float32, of its `shape`, perhaps a read-only
+        view of the file. Raises KeyError for an unknown name.
         """
         ...
 
     def packed(self, name: str) -> Packed | None:
-        """A matrix as the file stores it; None for a vector, and where it cannot be read so. Raises
-        KeyError for an unknown name.
+        """Return a matrix as the file stores it; None for a vector, and where it cannot be read so.
+        Raises KeyError for an unknown name.
         """
         ...
 
@@ -57,8 +59,8 @@ class ReadInParts(Protocol):
     """A checkpoint that can read a part of a matrix of which `packed` is None."""
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
-        """float32[n,k]: some rows and columns of a matrix; little else is read. Raises KeyError for
-        an unknown name.
+        """Return float32[n,k], some rows and columns of a matrix, reading little else. Raises
+        KeyError for an unknown name.
         """
         ...
 
@@ -68,8 +70,8 @@ class InFourBits(Protocol):
     """A checkpoint some of whose matrices are 4-bit integers, which may stay so."""
 
     def four_bit_group(self, name: str) -> int:
-        """Inputs that share a scale and a zero point; 0 if the matrix is not stored so, or its
-        scales are no halves. KeyError.
+        """Return how many inputs share a scale and a zero point; 0 if the matrix is not stored so,
+        or its scales are not float16. Raises KeyError for an unknown name.
         """
         ...
 

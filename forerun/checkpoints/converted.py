@@ -24,7 +24,7 @@ log = logging.getLogger("forerun.checkpoints")
 
 
 def read_pickled(path: Path) -> TensorFile:
-    """The tensors of an archive that torch saved, numbers unchanged.
+    """Read the tensors of an archive that torch saved, numbers unchanged.
 
     They are in `converted/` of the cache, under a name made of the file's path, size and time; what
     was there of an older file at that path is deleted. Raises ModelError: what the archive holds

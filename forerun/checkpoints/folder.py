@@ -78,22 +78,22 @@ class FolderCheckpoint:
         return self._folder
 
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors."""
+        """Return the canonical names of all tensors."""
         return tuple(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; KeyError for an unknown name."""
+        """Return the shape of a tensor. Raises KeyError for an unknown name."""
         return self._stored[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
-        """The tensor as float32, of its `shape`; a read-only view of the file where that is how it
-        is stored. Raises KeyError for an unknown name.
+        """Return the tensor as float32, of its `shape`; a read-only view of the file where that is
+        how it is stored. Raises KeyError for an unknown name.
         """
         return self._stored[name].floats()
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
-        """Some rows and columns of a matrix as float32; of one that is stored in few bits little
-        else is read.
+        """Return some rows and columns of a matrix as float32; of one that is stored in few bits
+        little else is read.
         """
         return self._stored[name].part(rows, columns)
 
@@ -104,23 +104,29 @@ class FolderCheckpoint:
         return self._stored[name].grouped()
 
     def four_bit_group(self, name: str) -> int:
-        """Columns of a matrix of 4-bit integers that share a scale; 0: it is none. KeyError."""
+        """Return how many columns of a matrix of 4-bit integers share a scale; 0 for any other.
+        Raises KeyError for an unknown name.
+        """
         return self._stored[name].four_bit_group()
 
     def four_bits(self, name: str) -> FourBits:
-        """A matrix with such a group as stored. KeyError."""
+        """Return a matrix of which `four_bit_group` is not 0, as stored. Raises KeyError for an
+        unknown name.
+        """
         return self._stored[name].four_bits()
 
     def packed(self, name: str) -> Packed | None:
-        """A matrix of floats as stored; None for a vector, and for what is stored in few bits."""
+        """Return a matrix of floats as stored; None for a vector, and for what is stored in few
+        bits.
+        """
         return self._stored[name].packed()
 
 
 def _stored(
     files: dict[str, TensorFile], arch: Architecture, where: Path
 ) -> dict[str, StoredTensor]:
-    """Canonical name -> where it is stored. Raises ModelError naming every missing, unexpected or
-    wrongly shaped tensor as the files call it.
+    """Map each canonical name to where it is stored. Raises ModelError naming every missing,
+    unexpected or wrongly shaped tensor as the files call it.
     """
     pieces = {spec: layer_pieces(arch, spec, files) for spec in dict.fromkeys(arch.layer_specs)}
     wanted: dict[str, tuple[str, StoredPart]] = {}
@@ -146,7 +152,7 @@ _WRAPPED = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 
 
 def _towers(files: Mapping[str, TensorFile], config: dict[str, Any]) -> tuple[str, ...]:
-    """The parts of a multimodal checkpoint that `text_only` leaves out, by name."""
+    """Name the parts of a multimodal checkpoint that `text_only` leaves out."""
     if not isinstance(config.get("text_config"), dict):
         return ()
     return tuple(sorted({match[2] for name in files if (match := _VISION.fullmatch(name))}))
@@ -155,8 +161,8 @@ def _towers(files: Mapping[str, TensorFile], config: dict[str, Any]) -> tuple[st
 def text_only(
     files: dict[str, TensorFile], config: dict[str, Any], folder: Path
 ) -> dict[str, TensorFile]:
-    """A multimodal checkpoint's language model alone, named as one that was saved alone; any other
-    checkpoint's files as they are. Raises ModelError if two tensors would have one name.
+    """Return a multimodal checkpoint's language model alone, named as one that was saved alone; any
+    other checkpoint's files as they are. Raises ModelError if two tensors would have one name.
     """
     if not isinstance(config.get("text_config"), dict):
         return files
@@ -180,7 +186,7 @@ def text_only(
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """A model folder's config.json. Raises ModelError that says what the folder is instead."""
+    """Read a model folder's config.json. Raises ModelError that says what the folder is instead."""
     if (folder / "config.json").is_file():
         return read_json(folder / "config.json")
     hint = ""
@@ -213,7 +219,7 @@ def files_by_tensor(folder: Path, kinds: Mapping[str, int] = FLOATS) -> dict[str
 
 
 def _sharded(index: Path, suffix: str, read: Callable[[Path], TensorFile]) -> dict[str, TensorFile]:
-    """The same of an index and the files that it names, each of which `read` opens."""
+    """Open with `read` the files that an index names; return which of them has each tensor."""
     listed = read_json(index, _MOST_INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
         raise ModelError(f"{index} has no weight_map from tensor to file name")
@@ -240,7 +246,7 @@ def _sharded(index: Path, suffix: str, read: Callable[[Path], TensorFile]) -> di
 
 
 def _needed(files: dict[str, TensorFile], arch: Architecture) -> dict[str, TensorFile]:
-    """Without old checkpoints' rotary tables, and without a copy of a tied head."""
+    """Leave out old checkpoints' rotary tables, and a copy of a tied head."""
     copied = {_HEAD} if arch.tied_head else set()
     return {
         name: file
@@ -250,8 +256,8 @@ def _needed(files: dict[str, TensorFile], arch: Architecture) -> dict[str, Tenso
 
 
 def _own_head(files: dict[str, TensorFile]) -> bool:
-    """Whether there is a head that is no copy of the embedding: it counts even where config.json
-    ties them, as in transformers.
+    """Tell whether there is a head that is no copy of the embedding: it counts even where
+    config.json ties them, as in transformers.
     """
     if _HEAD not in files or _EMBEDDING not in files:
         return False
@@ -263,8 +269,8 @@ def _own_head(files: dict[str, TensorFile]) -> bool:
 
 
 def eos_ids(folder: Path, config: dict[str, Any], vocab: int) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json's, then config.json's, then those of the language
-    model in it; special_tokens may name one more.
+    """Return the ids that end a text: generation_config.json's, then config.json's, then those of
+    the language model in it; special_tokens may name one more.
     """
     ids: list[int] = []
     for source in [generation_config(folder), config, config.get("text_config")]:
@@ -275,7 +281,7 @@ def eos_ids(folder: Path, config: dict[str, Any], vocab: int) -> tuple[int, ...]
 
 
 def bos_id(folder: Path, config: dict[str, Any], vocab: int) -> int | None:
-    """config.json's begin-of-text id; special_tokens may name another."""
+    """Return config.json's begin-of-text id; special_tokens may name another."""
     ids = _token_ids(folder, "bos_token_id", config.get("bos_token_id"), vocab)
     return ids[0] if ids else None
 
@@ -284,9 +290,9 @@ _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad",
 
 
 def special_tokens(folder: Path) -> dict[str, str | None]:
-    """By the names that chat templates know, the texts of the special tokens that
-    tokenizer_config.json names, or special_tokens_map.json where it does not; None if it says
-    that there is none. Raises ModelError if one is no text.
+    """Read the texts of the special tokens that tokenizer_config.json names, or
+    special_tokens_map.json where it does not, by the names that chat templates know; None if it
+    says that there is none. Raises ModelError if one is no text.
     """
     path = folder / _SPECIAL_TOKENS
     settings = (read_json(path) if path.is_file() else {}) | tokenizer_settings(folder)
@@ -302,7 +308,7 @@ def special_tokens(folder: Path) -> dict[str, str | None]:
 
 
 def _token_ids(folder: Path, name: str, value: Any, vocab: int) -> list[int]:
-    """One id, a list of them, or null."""
+    """Check a value that is one id, a list of them, or null; return them as a list."""
     items = value if isinstance(value, list) else [value]
     ids = [item for item in items if item is not None]
     for item in ids:
@@ -347,14 +353,14 @@ def sampling_defaults(source: str, values: Mapping[str, Any]) -> dict[str, float
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """generation_config.json, or nothing."""
+    """Read generation_config.json; return {} where there is none."""
     path = folder / "generation_config.json"
     return read_json(path) if path.is_file() else {}
 
 
 def chat_template(folder: Path) -> str | None:
-    """The chat template: chat_template.jinja, else the one in tokenizer_config.json; with the one
-    for tools where there is one. Raises ModelError.
+    """Read the chat template: chat_template.jinja, else the one in tokenizer_config.json; with the
+    one for tools where there is one. Raises ModelError.
     """
     alone, with_tools = (_text(folder / name) for name in _TEMPLATES)
     if alone is not None:
@@ -368,8 +374,8 @@ def chat_template(folder: Path) -> str | None:
 
 
 def joined_templates(source: str, default: Any, with_tools: Any) -> str | None:
-    """One chat template of that for conversations, and of that for conversations in which tools are
-    offered; either may be missing.
+    """Make one chat template of that for conversations, and of that for conversations in which
+    tools are offered; either may be missing.
 
     source  where they come from, for messages
 
@@ -395,6 +401,6 @@ def _text(path: Path) -> str | None:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, or nothing."""
+    """Read tokenizer_config.json; return {} where there is none."""
     path = folder / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}

@@ -80,13 +80,13 @@ class Grouped:
         )
 
     def title(self) -> str:
-        """In words: "4-bit integers in groups of 128"."""
+        """Describe it in words: "4-bit integers in groups of 128"."""
         what = {"int4": "4-bit integers", "int8": "8-bit integers", "float8": "float8"}[self.kind]
         whole = self.group >= self.shape[1]
         return f"{what} with a scale per row" if whole else f"{what} in groups of {self.group}"
 
     def rows(self, which: AnyArray) -> "Grouped":
-        """The matrix of these rows int[n], at least one, in this order. Nothing is read yet."""
+        """Select the rows int[n], at least one, in this order. Reads nothing yet."""
         first, last = int(which.min()), int(which.max())
 
         def read(rows: slice) -> GroupedRows:
@@ -100,7 +100,7 @@ class Grouped:
         return replace(self, shape=(len(which), self.shape[1]), read=read)
 
     def cut(self, rows: slice, columns: slice) -> "Grouped | None":
-        """A part of it; None if that begins within a group, or columns have an order."""
+        """Cut out a part; None if that begins within a group, or columns have an order."""
         start, stop, _ = columns.indices(self.shape[1])
         first, last, _ = rows.indices(self.shape[0])
         own = slice(first, last)
@@ -125,7 +125,7 @@ class Grouped:
 
 
 def _within(whole: slice, part: slice) -> slice:
-    """The part `part` of what begins at `whole`."""
+    """Return the part `part` of what begins at `whole`."""
     stop = whole.stop if part.stop is None else min(whole.start + part.stop, whole.stop)
     return slice(whole.start + (part.start or 0), stop)
 

@@ -19,8 +19,8 @@ class InGroups(Protocol):
     """A checkpoint some of whose matrices are quantised with scales by group."""
 
     def grouped(self, name: str) -> Grouped | None:
-        """The matrix in groups, or None where it is stored in another way. Raises KeyError for an
-        unknown name.
+        """Return the matrix in groups, or None where it is stored in another way. Raises KeyError
+        for an unknown name.
         """
         ...
 
@@ -33,14 +33,14 @@ _KEPT = re.compile(
 
 
 def grouped_of(checkpoint: Checkpoint, name: str) -> Grouped | None:
-    """A matrix in few bits by group, whichever format stores it so; None if none does."""
+    """Return a matrix in few bits by group, whichever format stores it so; None if none does."""
     grouped = checkpoint.grouped(name) if isinstance(checkpoint, InGroups) else None
     return grouped if grouped is not None else _of_packed(checkpoint, name)
 
 
 def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
-    """The matrix of that name that a product may keep in the file's few bits; None: it is widened,
-    for its name, its storage or its size.
+    """Return the matrix of that name that a product may keep in the file's few bits; None if it is
+    to be widened, for its name, its storage or its size.
     """
     if _KEPT.fullmatch(name) is None:
         return None
@@ -49,12 +49,14 @@ def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
 
 
 def keeps(checkpoint: Checkpoint) -> bool:
-    """Whether a product may keep any matrix of the checkpoint in few bits."""
+    """Tell whether a product may keep any matrix of the checkpoint in few bits."""
     return any(kept_matrix(checkpoint, name) is not None for name in checkpoint.names())
 
 
 def kept_matrices(checkpoint: Checkpoint) -> dict[str, Grouped]:
-    """All that `kept_matrix` finds, by name. Headers and orders of columns are read."""
+    """Collect by name all matrices that `kept_matrix` returns. Reads headers and orders of
+    columns.
+    """
     pairs = ((name, kept_matrix(checkpoint, name)) for name in checkpoint.names())
     return {name: matrix for name, matrix in pairs if matrix is not None}
 

@@ -48,7 +48,9 @@ class Packed:
     columns: int
 
     def floats(self) -> Floats:
-        """float32[rows,columns]; a read-only view of the file where that is how it is stored."""
+        """Return float32[rows,columns]; a read-only view of the file where that is how it is
+        stored.
+        """
         if self.kind == "F32" and self.rows.flags.c_contiguous:
             return np.require(self.rows.view("<f4"), requirements="A")
         kind = GGMLQuantizationType[self.kind]
@@ -88,15 +90,15 @@ class TensorFile:
     data: NDArray[np.uint8]
 
     def rows(self, name: str) -> NDArray[np.uint8]:
-        """uint8[rows, bytes of a row] of a tensor, a read-only view; a vector is one row."""
+        """Return uint8[rows, bytes of a row] of a tensor, a read-only view; a vector is one row."""
         stored = self.tensors[name]
         flat = self.data[stored.start : stored.start + stored.size]
         count = math.prod(stored.shape[:-1])
         return flat.reshape(count, stored.size // count)
 
     def packed(self, name: str) -> Packed | None:
-        """A matrix as stored; None for a vector. Raises KeyError for a name that is not in the
-        file.
+        """Return a matrix as stored; None for a vector. Raises KeyError for a name that is not in
+        the file.
         """
         stored = self.tensors[name]
         if len(stored.shape) != 2:
@@ -104,8 +106,8 @@ class TensorFile:
         return Packed(stored.kind, self.rows(name), stored.shape[-1])
 
     def expert(self, name: str, expert: int) -> Packed | None:
-        """One expert's matrix [out,in] of a tensor of all experts, where it is stored in few bits
-        that have a name; else None, and it is a part of `floats`.
+        """Return one expert's matrix [out,in] of a tensor of all experts, where it is stored in few
+        bits that have a name; else None, and it is a part of `floats`.
         """
         return None
 
@@ -126,14 +128,14 @@ class TensorFile:
         raise AssertionError(f"{name} is not a matrix of 4-bit integers")
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
-        """float32[n,k]: some rows and columns of a matrix. Raises KeyError for a name that is not
-        in the file.
+        """Return float32[n,k], some rows and columns of a matrix. Raises KeyError for a name that
+        is not in the file.
         """
         return self.floats(name)[rows, columns]
 
     def floats(self, name: str) -> Floats:
-        """The tensor of that name in the file as float32, of its stored shape; a read-only view
-        where that is how it is stored. Raises KeyError for an unknown name.
+        """Return the tensor of that name in the file as float32, of its stored shape; a read-only
+        view where that is how it is stored. Raises KeyError for an unknown name.
         """
         stored = self.tensors[name]
         packed = Packed(stored.kind, self.rows(name), stored.shape[-1])
@@ -141,7 +143,7 @@ class TensorFile:
 
 
 def mapped(path: Path) -> NDArray[np.uint8]:
-    """The file's bytes uint8[n], read-only, loaded when touched. Raises ModelError if it cannot
+    """Map the file's bytes uint8[n], read-only, loaded when touched. Raises ModelError if it cannot
     be read.
     """
     try:

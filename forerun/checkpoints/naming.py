@@ -77,7 +77,9 @@ class StoredTensor:
         return self.file.tensors[self.name].kind
 
     def floats(self) -> Floats:
-        """The tensor as float32; a read-only view of the file where it is stored like that."""
+        """Return the tensor as float32; a read-only view of the file where it is stored like
+        that.
+        """
         if self.piece.alone:
             return self.file.floats(self.name)
         packed = self.packed()
@@ -87,8 +89,8 @@ class StoredTensor:
         return found
 
     def part(self, rows: slice, columns: slice) -> Floats:
-        """Some rows and columns of a matrix as float32; of one that is stored in few bits little
-        else is read.
+        """Return some rows and columns of a matrix as float32; of one that is stored in few bits
+        little else is read.
         """
         piece = self.piece
         if piece.transposed or piece.expert is not None:
@@ -106,14 +108,14 @@ class StoredTensor:
         return len(piece.shape) == 2 and not piece.transposed and piece.expert is None
 
     def grouped(self) -> Grouped | None:
-        """TensorFile.grouped; None of an expert's part of a tensor too."""
+        """Return TensorFile.grouped; None of an expert's part of a tensor too."""
         found = self.file.grouped(self.name) if self._of_rows else None
         if found is None or self.piece.alone:
             return found
         return found.rows(self._ordered(np.arange(self.piece.whole[0])))
 
     def four_bit_group(self) -> int:
-        """TensorFile.four_bit_group; 0 of an expert's part of a tensor too."""
+        """Return TensorFile.four_bit_group; 0 of an expert's part of a tensor too."""
         return self.file.four_bit_group(self.name) if self._of_rows else 0
 
     def four_bits(self) -> FourBits:
@@ -123,7 +125,7 @@ class StoredTensor:
         return FourBits(*parts)
 
     def rows(self) -> NDArray[np.uint8]:
-        """uint8[rows, bytes of a row] of a matrix; a view of the file where possible."""
+        """Return uint8[rows, bytes of a row] of a matrix; a view of the file where possible."""
         stored, piece = self.file.rows(self.name), self.piece
         if piece.alone or len(piece.whole) == 1:
             return stored
@@ -138,7 +140,9 @@ class StoredTensor:
         return turned
 
     def packed(self) -> Packed | None:
-        """A matrix as stored; None for a vector, and for what only its own file can widen."""
+        """Return a matrix as stored; None for a vector, and for what only its own file can
+        widen.
+        """
         if self.piece.alone:
             return self.file.packed(self.name)
         if self.piece.expert is not None:
@@ -204,8 +208,8 @@ EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 def layer_pieces(
     arch: Architecture, spec: LayerSpec, stored: Iterable[str] = ()
 ) -> dict[str, StoredPart]:
-    """Canonical name -> piece of every tensor of a layer of `arch` that is as `spec` says; names
-    without the layer's prefix.
+    """Map the canonical name of every tensor of a layer of `arch` that is as `spec` says, without
+    the layer's prefix, to its piece.
 
     stored  names of the files' tensors, where these may have either of two layouts
     """
@@ -240,8 +244,8 @@ def _renamed(name: str, family: Family) -> str:
 
 
 def fused(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
-    """The part of Phi-3's fused tensors that `name` is: q, k and v stand one above the other, and
-    gate and up; `piece` as it is for other names.
+    """Return the part of Phi-3's fused tensors that `name` is: q, k and v stand one above the
+    other, and gate and up; `piece` as it is for other names.
     """
     queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
     width = spec.active_width
@@ -268,7 +272,7 @@ _GATE_AND_UP = "shared_mlp.input_linear.weight"
 
 
 def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
-    """gpt-oss's: all experts in one tensor, rows of gate and up in turns."""
+    """Return gpt-oss's piece: all experts in one tensor, rows of gate and up in turns."""
     match = EXPERT.fullmatch(name)
     if match is None:
         return piece
@@ -308,8 +312,8 @@ def _one_above_the_other(name: str, piece: StoredPart, spec: LayerSpec) -> Store
 
 
 def joined(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
-    """Qwen3.5's: a delta net's queries, keys and values stand one above the other, its gates alone;
-    of attention each head's gate follows its query, as in Qwen3-Next.
+    """Return Qwen3.5's piece: a delta net's queries, keys and values stand one above the other, its
+    gates alone; of attention each head's gate follows its query, as in Qwen3-Next.
     """
     delta = spec.recurrent if isinstance(spec.recurrent, GatedDelta) else None
     if delta is None:
@@ -325,8 +329,9 @@ def joined(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) ->
 
 
 def head_by_head(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
-    """Qwen3-Next's: each head's gate follows its query; of a delta net, each key head's query, key
-    and the values and gates of its value heads are one matrix, and their b and a another.
+    """Return Qwen3-Next's piece: each head's gate follows its query; of a delta net, each key
+    head's query, key and the values and gates of its value heads are one matrix, and their b and a
+    another.
     """
     room, part, kind = name.split(".", 2) if name.count(".") == 2 else ("", "", "")
     if room == "self_attn" and part in ("q_proj", "gate_proj"):
@@ -379,7 +384,7 @@ def order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
 
 
 def each_head(head: Order, heads: int) -> Order:
-    """The order of rows of `heads` heads, each as `head` has it."""
+    """Return the order of rows of `heads` heads, each as `head` has it."""
     order: Order = (np.arange(heads)[:, None] * len(head) + head).ravel()
     return order
 

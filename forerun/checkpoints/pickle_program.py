@@ -65,8 +65,8 @@ class _Name:
 
 
 def run(program: bytes) -> Any:
-    """The value that a pickle puts together: None, bool, int, float, str, View, and lists, tuples
-    and dicts of them. Values may stand in several places, and in themselves.
+    """Return the value that a pickle puts together: None, bool, int, float, str, View, and lists,
+    tuples and dicts of them. Values may stand in several places, and in themselves.
 
     Raises ModelError naming what else the program wants, or that it is cut off or damaged.
     """
@@ -96,18 +96,18 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def byte(self) -> int:
-        """The next byte."""
+        """Read the next byte."""
         self.at += 1
         return self._program[self.at - 1]
 
     def number(self, layout: str) -> Any:
-        """The next number, as `struct` lays it out."""
+        """Read the next number, as `struct` lays it out."""
         (value,) = struct.unpack_from(layout, self._program, self.at)
         self.at += struct.calcsize(layout)
         return value
 
     def bytes(self, count: int) -> bytes:
-        """The next `count` bytes."""
+        """Read the next `count` bytes."""
         self.at += count
         if self.at > len(self._program):
             raise IndexError
@@ -121,18 +121,18 @@ class _Machine:
             raise ModelError("a string is not UTF-8") from error
 
     def line(self) -> str:
-        """Up to the next line break."""
+        """Read up to the next line break."""
         end = self._program.find(b"\n", self.at)
         return self.bytes(end + 1 - self.at if end >= 0 else len(self._program))[:-1].decode(
             "utf-8", "replace"
         )
 
     def push(self, value: Any) -> None:
-        """Onto the stack."""
+        """Push a value onto the stack."""
         self._stack.append(value)
 
     def pop(self) -> Any:
-        """From the stack."""
+        """Pop the top of the stack."""
         return self._stack.pop()
 
     def mark(self) -> None:
@@ -172,7 +172,7 @@ class _Machine:
         self.push(_Name(text))
 
     def stacked_name(self) -> None:
-        """The same with both parts from the stack."""
+        """Push the name whose module and own part are on the stack."""
         name, module = self.pop(), self.pop()
         if not isinstance(name, str) or not isinstance(module, str):
             raise ModelError("a name is not a string")
@@ -194,7 +194,7 @@ class _Machine:
         target.update(zip(keys, pairs[1::2], strict=True))
 
     def call(self) -> None:
-        """One of the names that may be called, with its arguments."""
+        """Call one of the names that may be called, with its arguments."""
         arguments, function = self.pop(), self.pop()
         made = _CALLS.get(function.text) if isinstance(function, _Name) else None
         if made is None or type(arguments) is not tuple:
@@ -202,13 +202,13 @@ class _Machine:
         self.push(made(arguments))
 
     def state(self) -> None:
-        """Attributes of an object: `_metadata` of a table of tensors, which says nothing here."""
+        """Drop attributes of a table of tensors: `_metadata`, which says nothing here."""
         state, target = self.pop(), self._stack[-1]
         if type(target) is not dict or type(state) is not dict or state.keys() != {"_metadata"}:
             raise ModelError("it sets attributes of something that is not a table of tensors")
 
     def storage(self) -> None:
-        """The storage that a persistent id stands for."""
+        """Push the storage that a persistent id stands for."""
         match self.pop():
             case ("storage", _Name(text=text), str(key), str(), int(count)) if (
                 text.removeprefix("torch.") in KINDS
@@ -238,8 +238,9 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _view(arguments: tuple[Any, ...]) -> View:
-    """storage, offset, shape, strides, requires_grad, hooks and perhaps what else a tensor carries,
-    which has to be nothing: a flag there may mean that numbers are negated when they are read.
+    """Make a View of storage, offset, shape, strides, requires_grad, hooks and perhaps what else a
+    tensor carries, which has to be nothing: a flag there may mean that numbers are negated when
+    they are read.
     """
     match arguments:
         case (Storage() as storage, offset, shape, strides, bool(), dict(), *more):

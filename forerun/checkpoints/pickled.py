@@ -49,7 +49,7 @@ class Archive:
     parts: dict[str, tuple[int, int]]
 
     def numbers(self, storage: Storage) -> NDArray[np.uint8]:
-        """The storage's bytes, a view. Raises ModelError if it is not there or not as long."""
+        """Return the storage's bytes, a view. Raises ModelError if it is missing or not as long."""
         start, end = self.parts.get(f"data/{storage.key}", (0, -1))
         wanted = storage.count * ITEM_BYTES[storage.kind]
         if end - start != wanted:
@@ -59,8 +59,8 @@ class Archive:
 
 
 def read_pickled_ids(path: Path) -> list[int]:
-    """A published list of token ids (freq_N.pt). Raises ModelError for a file that holds anything
-    but a list of integers.
+    """Read a published list of token ids (freq_N.pt). Raises ModelError for a file that holds
+    anything but a list of integers.
     """
     ids = _opened(path, "plain list of token ids").value
     if not isinstance(ids, list) or not all(type(id) is int for id in ids):
@@ -94,7 +94,7 @@ def write_safetensors(path: Path, target: IO[bytes]) -> int:
 
 
 def _opened(path: Path, what: str) -> Archive:
-    """The archive, read and checked but for the storages' lengths. Raises ModelError."""
+    """Open and check the archive but for the storages' lengths. Raises ModelError."""
     data = mapped(path)
     with _damage_named(path):
         if len(data) and data[0] == _OLD:
@@ -122,8 +122,8 @@ def _opened(path: Path, what: str) -> Archive:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """One sentence for all that zipfile raises for archives that are damaged or of a kind that it
-    does not know.
+    """Turn all that zipfile raises for archives that are damaged, or of a kind that it does not
+    know, into one ModelError.
     """
     damage = (
         OSError,
@@ -169,7 +169,7 @@ def _parts(
 
 
 def _views(archive: Archive) -> dict[str, View]:
-    """The tensors by name, those with the widest numbers first, so that all are aligned."""
+    """Return the tensors by name, those with the widest numbers first, so that all are aligned."""
     table = archive.value
     if not isinstance(table, dict) or not table or len(table) > _MOST_TENSORS:
         raise ModelError("it holds no table of tensors by name")
@@ -183,13 +183,13 @@ def _views(archive: Archive) -> dict[str, View]:
 
 
 def _size(view: View) -> int:
-    """Bytes of the tensor's numbers."""
+    """Return the bytes of the tensor's numbers."""
     return math.prod(view.shape) * ITEM_BYTES[view.storage.kind]
 
 
 def _header(views: dict[str, View], most: int) -> bytes:
-    """Length and table of a safetensors file. Raises ModelError if the tensors take more than
-    `most` bytes.
+    """Make the length and table of a safetensors file. Raises ModelError if the tensors take more
+    than `most` bytes.
     """
     table, end = {}, 0
     for name, view in views.items():
@@ -204,7 +204,7 @@ def _header(views: dict[str, View], most: int) -> bytes:
 
 
 def _items(archive: Archive, view: View) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of the tensor's numbers in order, in parts along its first dimension."""
+    """Yield the bytes of the tensor's numbers in order, in parts along its first dimension."""
     width = ITEM_BYTES[view.storage.kind]
     numbers = archive.numbers(view.storage).view(f"<u{width}")
     strides = tuple(step * width for step in view.strides)

@@ -84,8 +84,8 @@ BORROWED = (EMBEDDING, HEAD)
 def divided(
     files: Files, arch: Architecture
 ) -> tuple[dict[str, TensorFile], dict[str, TensorFile]]:
-    """A folder's tensors, by their stored names, in two: the target's, and those of its prediction
-    layers.
+    """Divide a folder's tensors, by their stored names, into the target's and those of its
+    prediction layers.
     """
     own_names = {name for name in files if _belongs(name, files, arch)}
     return (
@@ -95,7 +95,7 @@ def divided(
 
 
 def _belongs(name: str, files: Files, arch: Architecture) -> bool:
-    """Whether a tensor is of a prediction layer. Behind the target's layers, a layer without a
+    """Tell whether a tensor is of a prediction layer. Behind the target's layers, a layer without a
     fuse is none: it is a fault of the target.
     """
     match = DEEPSEEK.layer.match(name)
@@ -105,13 +105,13 @@ def _belongs(name: str, files: Files, arch: Architecture) -> bool:
 
 
 def several(arch: Architecture, count: int) -> Architecture:
-    """The model with `count` layers, all as its last that attends."""
+    """Describe the model with `count` layers, all as its last that attends."""
     attends = [spec for spec in arch.layer_specs if spec.recurrent is None]
     return replace(arch, layer_specs=tuple(attends[-1:] * count))
 
 
 def own_name(layer: int, part: str) -> str:
-    """Canonical name of a part of a layer; what all of them begin with, for no part."""
+    """Return the canonical name of a part of a layer; what all of them begin with, for no part."""
     return f"predict.{layer}.{part}.weight" if part else f"predict.{layer}."
 
 
@@ -135,8 +135,8 @@ def naming_of(files: Files, arch: Architecture, where: Path) -> tuple[Naming, in
 def pieces(
     arch: Architecture, naming: Naming, first: int, count: int, files: Iterable[str] = ()
 ) -> dict[str, tuple[str, StoredPart]]:
-    """By canonical name, the stored name and piece of every tensor that the file of `count` layers
-    from `first` on may have. files: the names that there are.
+    """Map the canonical name of every tensor that the file of `count` layers from `first` on may
+    have to its stored name and piece. files: the names that there are.
     """
     wanted: dict[str, tuple[str, StoredPart]] = {}
     for layer, spec in enumerate(arch.layer_specs):
@@ -152,8 +152,8 @@ def pieces(
 
 
 def own_pieces(arch: Architecture, naming: Naming, layer: int) -> dict[str, tuple[str, StoredPart]]:
-    """Canonical name -> stored name, behind any prefix, and piece of what a layer has, or may have,
-    besides a decoder layer.
+    """Map the canonical name of what a layer has, or may have, besides a decoder layer, to its
+    stored name, behind any prefix, and piece.
     """
     vocabulary, width = (arch.vocab, arch.hidden), (arch.hidden,)
     shapes = {EMBEDDING: vocabulary, HEAD: vocabulary, FUSE: (arch.hidden, 2 * arch.hidden)}
@@ -166,10 +166,10 @@ def own_pieces(arch: Architecture, naming: Naming, layer: int) -> dict[str, tupl
 
 
 def copy_name(name: str, layer: int) -> str:
-    """The name under which a layer may store a copy of what it shares with the target."""
+    """Return the name under which a layer may store a copy of what it shares with the target."""
     return f"copy.{layer}.{name}"
 
 
 def copied(name: str) -> bool:
-    """Whether a name is one of `copy_name`: files may leave it out."""
+    """Tell whether a name is one of `copy_name`: files may leave it out."""
     return name.startswith("copy.")

@@ -72,13 +72,13 @@ class TensorParallel:
     shared_whole: bool = False
 
     def span(self, length: int) -> slice:
-        """Its part of an axis of so many numbers: the ranks' parts follow each other, and differ
-        in length by one at most.
+        """Return its part of an axis of so many numbers: the ranks' parts follow each other, and
+        differ in length by one at most.
         """
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
     def kv_span(self, kv_heads: int, length: int) -> slice:
-        """A rank's part of an axis of `length` numbers that `kv_heads` heads make up: whole
+        """Return a rank's part of an axis of `length` numbers that `kv_heads` heads make up: whole
         heads, one at least, which several ranks have where there are fewer heads.
         """
         if kv_heads >= self.size:
@@ -87,7 +87,9 @@ class TensorParallel:
         return slice(head * each, (head + 1) * each)
 
     def among(self, name: str) -> "TensorParallel":
-        """The ranks that share the tensor of this canonical name, and which of them this is."""
+        """Return the ranks that share the tensor of this canonical name, and which of them
+        this is.
+        """
         if ".mlp.experts." in name:
             share = self.size // self.experts
             return TensorParallel(self.rank % share, share)
@@ -96,7 +98,9 @@ class TensorParallel:
         return self
 
     def architecture(self, arch: Architecture) -> Architecture:
-        """The model that this rank's parts of `arch` make up; its vocabulary is the whole one."""
+        """Describe the model that this rank's parts of `arch` make up; its vocabulary is the whole
+        one.
+        """
         if self.size == 1:
             return arch
         narrow = {spec: self._feed_forward(spec.feed_forward) for spec in set(arch.layer_specs)}
@@ -110,7 +114,7 @@ class TensorParallel:
         )
 
     def parameters(self, arch: Architecture) -> int:
-        """Number of weights that this rank has of `arch`, a tied head counted once."""
+        """Count the weights that this rank has of `arch`, a tied head once."""
         return sum(
             math.prod(self.shape(name, shape, arch.kv_heads))
             for name, shape in self.own(expected_tensors(arch), arch).items()
@@ -119,8 +123,8 @@ class TensorParallel:
     def own(
         self, tensors: Mapping[str, tuple[int, ...]], arch: Architecture
     ) -> dict[str, tuple[int, ...]]:
-        """Those of `tensors`, by canonical name, of which this rank has a part: all but those of
-        experts that others have.
+        """Select those of `tensors`, by canonical name, of which this rank has a part: all but
+        those of experts that others have.
         """
         if self.experts == 1:
             return dict(tensors)
@@ -128,14 +132,14 @@ class TensorParallel:
         return {name: shape for name, shape in tensors.items() if name in own_shapes}
 
     def shape(self, name: str, shape: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
-        """The shape of this rank's part of a tensor of that name and shape; kv_heads: G of the
-        whole model.
+        """Return the shape of this rank's part of a tensor of that name and shape; kv_heads: G of
+        the whole model.
         """
         index = self.index(name, shape, kv_heads)
         return tuple(len(range(*part.indices(n))) for part, n in zip(index, shape, strict=True))
 
     def index(self, name: str, shape: tuple[int, ...], kv_heads: int) -> tuple[slice, ...]:
-        """Which part of a tensor of this name and shape is its own.
+        """Return which part of a tensor of this name and shape is its own.
 
         kv_heads  G of the whole model
         """
@@ -206,7 +210,9 @@ def _check_experts(arch: Architecture, tp: TensorParallel) -> None:
 
 
 def _resized(tp: TensorParallel, size: int) -> TensorParallel:
-    """As `tp`, of so many ranks: the groups of experts grow with them where each rank is one."""
+    """Return `tp` for so many ranks: the groups of experts grow with them where each rank is
+    one.
+    """
     experts = size if tp.experts == tp.size else tp.experts if size > 1 else 1
     return TensorParallel(0, size, experts, tp.shared_whole)
 
@@ -216,7 +222,7 @@ def _listed(numbers: list[int], last: str = "or") -> str:
 
 
 def _fault(arch: Architecture, tp: TensorParallel) -> str | None:
-    """Why a model cannot be shared so, in one clause; None if it can."""
+    """Say why a model cannot be shared so, in one clause; None if it can."""
     size = tp.size
     if size % tp.experts:
         return f"its {tp.experts} groups of experts do not divide by that"
@@ -268,16 +274,16 @@ class RankCheckpoint:
         return self.whole.path
 
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors of which it has a part."""
+        """Return the canonical names of all tensors of which it has a part."""
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of this rank's part of a tensor. Raises KeyError for an unknown name."""
+        """Return the shape of this rank's part of a tensor. Raises KeyError for an unknown name."""
         return self.tp.shape(name, self.whole.shape(name), self._kv_heads)
 
     def tensor(self, name: str) -> Floats:
-        """The rank's part as float32; zeros where another adds it for all. Raises KeyError for an
-        unknown name.
+        """Return the rank's part as float32; zeros where another adds it for all. Raises KeyError
+        for an unknown name.
         """
         index = self._index(name, self.whole.shape(name))
         if cut_of(name) is Cut.ONCE and self.tp.among(name).rank:
@@ -293,8 +299,8 @@ class RankCheckpoint:
         return part[:, columns.start - blocks.start : columns.stop - blocks.start]
 
     def packed(self, name: str) -> Packed | None:
-        """The rank's part of a matrix as stored; None for a vector, and where a part does not end
-        where a block of the storage does: blocks are not cut.
+        """Return the rank's part of a matrix as stored; None for a vector, and where a part does
+        not end where a block of the storage does: blocks are not cut.
         """
         packed = self.whole.packed(name)
         if packed is None:
@@ -304,8 +310,8 @@ class RankCheckpoint:
         return _part(packed, rows, columns) if blocks == columns else None
 
     def grouped(self, name: str) -> Grouped | None:
-        """The rank's part of a matrix in few bits; None if there is none, or a part would begin
-        within a group.
+        """Return the rank's part of a matrix in few bits; None if there is none, or a part would
+        begin within a group.
         """
         found = grouped_of(self.whole, name)
         return None if found is None else found.cut(*self._index(name, found.shape))
@@ -315,13 +321,13 @@ class RankCheckpoint:
 
 
 def _covering(kind: str, columns: slice, length: int) -> slice:
-    """The columns of the storage's blocks that hold these."""
+    """Return the columns of the storage's blocks that hold these."""
     block = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
     return slice(columns.start // block * block, min(-(-columns.stop // block) * block, length))
 
 
 def _part(packed: Packed, rows: slice, columns: slice) -> Packed:
-    """Rows and whole blocks of columns of a matrix; a view of it."""
+    """Cut rows and whole blocks of columns out of a matrix; a view of it."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[packed.kind]]
     octets = slice(columns.start // block * size, -(-columns.stop // block) * size)
     return Packed(packed.kind, packed.rows[rows, octets], columns.stop - columns.start)

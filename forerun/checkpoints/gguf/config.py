@@ -197,7 +197,7 @@ def _plain(
     family: Family,
     latent: Latent | None,
 ) -> tuple[LayerSpec, ...]:
-    """The layers of all other families."""
+    """Describe the layers of all other families."""
     window = _window(keys) if family in _WINDOWS else None
     whole = keys.integer("feed_forward_length", 0 if family in _EXPERTS else None)
     if family == "granite":
@@ -240,7 +240,7 @@ def _plain(
 
 
 def _olmo3(keys: Keys, sizes: ArchitectureSizes, whole: LayerSpec) -> tuple[LayerSpec, ...]:
-    """Three of four layers have a window, and positions that are not stretched: llama.cpp assumes
+    """Give three of four layers a window, and positions that are not stretched: llama.cpp assumes
     it without a key.
     """
     keys.require("attention.sliding_window_pattern", _WINDOWED)
@@ -250,8 +250,8 @@ def _olmo3(keys: Keys, sizes: ArchitectureSizes, whole: LayerSpec) -> tuple[Laye
 
 
 def _gpt_oss(keys: Keys, sizes: ArchitectureSizes, mixed: LayerSpec) -> tuple[LayerSpec, ...]:
-    """Sinks, clamped gates and a window in every other layer, the first one. Its YaRN blends from
-    where the model was trained to, which llama.cpp rounds to whole dimensions.
+    """Give the layers sinks and clamped gates, and every other one, from the first on, a window.
+    Its YaRN blends from where the model was trained to, which llama.cpp rounds to whole dimensions.
     """
     scaling = mixed.rope.scaling
     if isinstance(scaling, Yarn):
@@ -263,7 +263,7 @@ def _gpt_oss(keys: Keys, sizes: ArchitectureSizes, mixed: LayerSpec) -> tuple[La
 
 
 def _factor(keys: Keys, family: Family, name: str, absent: float = 1.0) -> float:
-    """One of Granite's own scales. It is not there, or 0, where there is none."""
+    """Read one of Granite's own scales; `absent` where the key is missing or 0."""
     return (keys.real(name, 0.0) if family == "granite" else 0.0) or absent
 
 
@@ -285,7 +285,7 @@ def _rope(
 def _gemma(
     keys: Keys, sizes: ArchitectureSizes, file: GgufFile, about: _Gemma
 ) -> tuple[LayerSpec, ...]:
-    """Gemma's layers, as llama.cpp runs them."""
+    """Describe Gemma's layers, as llama.cpp runs them."""
     keys.require("rope.dimension_count", sizes.head_size)
     large = sizes.layers == about.layers_of_27b
     scale = ((sizes.hidden // sizes.heads) if large else sizes.head_size) ** -0.5

@@ -44,8 +44,9 @@ _NAMES = {
 def delta_layers(
     keys: Keys, sizes: ArchitectureSizes, family: Family, spec: LayerSpec
 ) -> tuple[LayerSpec, ...]:
-    """Every `full_attention_interval`th layer attends, as `spec` says, but gated and with norms of
-    queries and keys; in the others a net stands. Raises ModelError naming the key.
+    """Describe the layers: every `full_attention_interval`th attends, as `spec` says, but gated and
+    with norms of queries and keys; in the others a delta net stands. Raises ModelError naming the
+    key.
     """
     heads, inner = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
     if heads < 1 or inner % heads:
@@ -98,8 +99,8 @@ class StoredALog:
         return self.stored.name
 
     def floats(self) -> Floats:
-        """float32[Hv]: log of what is stored negated. Raises ModelError if a stored number is
-        not negative.
+        """Return float32[Hv], the log of what is stored negated. Raises ModelError if a stored
+        number is not negative.
         """
         decay = self.stored.floats()
         if not (decay < 0).all():
@@ -108,7 +109,7 @@ class StoredALog:
         return a_log
 
     def packed(self) -> Packed | None:
-        """None: it is a vector."""
+        """Return None: it is a vector."""
         return None
 
 

@@ -48,21 +48,23 @@ class GgufCheckpoint:
         return self._file.metadata
 
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors (arch.expected_tensors)."""
+        """Return the canonical names of all tensors (arch.expected_tensors)."""
         return tuple(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor of that canonical name. Raises KeyError for an unknown one."""
+        """Return the shape of the tensor of that canonical name. Raises KeyError for an unknown
+        one.
+        """
         return self._stored[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
-        """The tensor as float32, of its `shape`; a read-only view of the file where that is how it
-        is stored. Raises KeyError for an unknown name.
+        """Return the tensor as float32, of its `shape`; a read-only view of the file where that is
+        how it is stored. Raises KeyError for an unknown name.
         """
         return self._stored[name].floats()
 
     def packed(self, name: str) -> Packed | None:
-        """A matrix as stored, rows in canonical order; None for a vector. Raises KeyError for an
-        unknown name.
+        """Return a matrix as stored, rows in canonical order; None for a vector. Raises KeyError
+        for an unknown name.
         """
         return self._stored[name].packed()

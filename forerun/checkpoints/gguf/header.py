@@ -96,14 +96,14 @@ class _Cursor:
         return len(self._view) - self.at
 
     def take(self, size: int) -> bytes:
-        """The next `size` bytes, copied."""
+        """Copy the next `size` bytes."""
         self._need(size)
         start = self.at
         self.at += size
         return bytes(self._view[start : self.at])
 
     def scalar(self, kind: int) -> int | float | bool:
-        """One number of GGUF value type `kind`; a float32's shortest decimal (1e-05, not
+        """Read one number of GGUF value type `kind`; a float32's shortest decimal (1e-05, not
         9.999999747378752e-06), which is what its author wrote.
         """
         layout = _SCALARS[kind]
@@ -115,7 +115,7 @@ class _Cursor:
         return number
 
     def count(self, what: str, least_bytes: int, most: int) -> int:
-        """A 64-bit count of things that take at least `least_bytes` each."""
+        """Read a 64-bit count of things that take at least `least_bytes` each."""
         number = int(self.scalar(10))
         if number > most or number * least_bytes > self.left:
             raise ModelError(
@@ -125,7 +125,7 @@ class _Cursor:
         return number
 
     def string(self, most: int = _MOST_TEXT) -> str:
-        """A length-prefixed UTF-8 string."""
+        """Read a length-prefixed UTF-8 string."""
         size = int(self.scalar(10))
         if size > most or size > self._text_left:
             raise ModelError(f"a string of {size} bytes is longer than any a model needs")
@@ -133,7 +133,7 @@ class _Cursor:
         return self.take(size).decode("utf-8")
 
     def value(self, kind: int) -> Value:
-        """One metadata value."""
+        """Read one metadata value."""
         if kind in _SCALARS:
             return self.scalar(kind)
         if kind == _STRING:
@@ -157,7 +157,7 @@ class _Cursor:
         return numbers
 
     def _strings(self, count: int) -> list[str]:
-        """`count` strings; `string` in a tight loop, for vocabularies are long."""
+        """Read `count` strings; `string` in a tight loop, for vocabularies are long."""
         texts, view, at = [], self._view, self.at
         end = min(len(view), at + 8 * count + self._text_left)
         for _ in range(count):
@@ -202,7 +202,7 @@ def _alignment(metadata: dict[str, Value]) -> int:
 
 
 def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorEntry]:
-    """Tensor table, then the checks that need to know where the data begins."""
+    """Read the tensor table, then make the checks that need to know where the data begins."""
     table = [_read_tensor(cursor) for _ in range(count)]
     begin = -(-cursor.at // alignment) * alignment
     tensors: dict[str, TensorEntry] = {}
@@ -236,7 +236,7 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, TensorEntry]:
 
 
 def _storage(name: str, number: int) -> tuple[str, int, int]:
-    """The ggml name, numbers per block and bytes per block of storage type `number`."""
+    """Return the ggml name, numbers per block and bytes per block of storage type `number`."""
     try:
         kind = GGMLQuantizationType(number)
     except ValueError:
@@ -249,7 +249,7 @@ def _storage(name: str, number: int) -> tuple[str, int, int]:
 
 @lru_cache
 def _readable(kind: GGMLQuantizationType) -> bool:
-    """Whether the gguf package can turn `kind` into floats: tried on one block of zeros."""
+    """Tell whether the gguf package can turn `kind` into floats, by one block of zeros."""
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except (NotImplementedError, KeyError):

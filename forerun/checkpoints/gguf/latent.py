@@ -48,7 +48,9 @@ def latent_of(keys: Keys, sizes: ArchitectureSizes) -> Latent:
 
 
 def latent_attention(keys: Keys, latent: Latent) -> AttentionSpec:
-    """Scores by 1/sqrt(a head's width), and YaRN's factor twice: of queries and of keys."""
+    """Describe the attention: scores by 1/sqrt(a head's width), and YaRN's factor twice, of queries
+    and of keys.
+    """
     more = keys.real("rope.scaling.yarn_log_multiplier", 0.0)
     factor = keys.real("rope.scaling.factor", 0.0) or 1.0
     spread = 1.0 + more * math.log(factor)
@@ -83,13 +85,17 @@ class StoredKvB:
         return self.into.name
 
     def floats(self) -> Floats:
-        """float32[heads*(nope+value),rank]: both tensors, head by head, the first transposed."""
+        """Join float32[heads*(nope+value),rank] of both tensors, head by head, the first
+        transposed.
+        """
         into = self.into.floats().swapaxes(1, 2)
         both: Floats = np.concatenate([into, self.out_of.floats()], 1)
         return both.reshape(self.piece.shape)
 
     def packed(self) -> Packed | None:
-        """None but of floats: no part of the file is this matrix. Its numbers are float32 then."""
+        """Return the joined matrix as F32 where both tensors are floats; else None, for no part of
+        the file is this matrix.
+        """
         if {self.into.kind, self.out_of.kind} <= {"F32", "F16", "BF16"}:
             whole = np.ascontiguousarray(self.floats())
             return Packed("F32", whole.view(np.uint8), whole.shape[1])

@@ -83,7 +83,7 @@ _FUSED = {
 
 
 def stored_tensors(file: GgufFile, arch: Architecture) -> dict[str, AnyStored]:
-    """Canonical name -> what holds it of all that `arch` has, whether it is there or not."""
+    """Map each canonical name that `arch` has to what holds it, whether the file has it or not."""
     tensors: dict[str, AnyStored] = {}
     for name, shape in expected_tensors(arch).items():
         inner = IN_LAYER.match(name)
@@ -107,8 +107,8 @@ def stored_in_layer(
     name: str,
     shape: tuple[int, ...],
 ) -> AnyStored:
-    """One tensor of a layer, by its canonical name and shape, as the file holds it; the file's
-    names begin with `prefix`.
+    """Return what holds one tensor of a layer, by its canonical name and shape; the file's names
+    begin with `prefix`.
     """
     latent = spec.attention.latent
     if name == ABSORBED and latent is not None:
@@ -122,8 +122,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def divided(file: GgufFile, arch: Architecture) -> tuple[Shapes, Shapes]:
-    """The model's tensors, without tables that are read with the metadata, and those of prediction
-    layers, which stand behind the others.
+    """Divide the file's tensors, without tables that are read with the metadata, into the model's
+    and those of prediction layers, which stand behind the others.
     """
     layers = range(announced_layers(file.metadata))
     prefixes = tuple(f"blk.{arch.layers + layer}." for layer in layers)
@@ -179,8 +179,8 @@ def _of_expert(
     about: Experts,
     shape: tuple[int, ...],
 ) -> tuple[str, StoredPart]:
-    """All experts' matrices are one tensor, perhaps gates above ups; in files of early 2024 each is
-    one by itself.
+    """Return the stored name and part of one expert's matrix: all experts' matrices are one tensor,
+    perhaps gates above ups; in files of early 2024 each is one by itself.
     """
     stacked, alone = f"{prefix}ffn_{part}_exps.{kind}", f"{prefix}ffn_{part}.{expert}.{kind}"
     both = f"{prefix}ffn_gate_up_exps.{kind}"
@@ -203,7 +203,7 @@ def _norm(base: str, arch: Architecture, spec: LayerSpec) -> str:
 
 
 def _interleaved(base: str, arch: Architecture) -> Order | None:
-    """The order that undoes llama.cpp's interleaving of a query or key head's two halves."""
+    """Return the order that undoes llama.cpp's interleaving of a query or key head's two halves."""
     heads = {"self_attn.q_proj": arch.heads, "self_attn.k_proj": arch.kv_heads}.get(base)
     if heads is None or arch.family not in _INTERLEAVED:
         return None

@@ -28,13 +28,13 @@ class PartedGguf(GgufFile):
     owners: dict[str, GgufFile]
 
     def rows(self, name: str) -> NDArray[np.uint8]:
-        """uint8[rows, bytes of a row] of a tensor, a read-only view; a vector is one row."""
+        """Return uint8[rows, bytes of a row] of a tensor, a read-only view; a vector is one row."""
         return self.owners[name].rows(name)
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of the GGUF file of which `name` is one part; itself alone where its
-    name says that it is whole.
+    """Return the names of all parts of the GGUF file of which `name` is one part; itself alone
+    where its name says that it is whole.
     """
     match = PART.fullmatch(name)
     if match is None or not 0 < int(match["count"]) <= _MOST_PARTS:
@@ -44,7 +44,7 @@ def part_names(name: str) -> list[str]:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files that make up the GGUF file at `path`, the first one first."""
+    """Return the files that make up the GGUF file at `path`, the first one first."""
     return [path.parent / name for name in part_names(path.name)]
 
 

@@ -36,13 +36,13 @@ class QuantisedFile(TensorFile):
     matrices: Mapping[str, StoredMatrix] = field(default_factory=dict)
 
     def floats(self, name: str) -> Floats:
-        """The matrix float32[N,K]. Raises KeyError for an unknown name, ModelError as
+        """Return the matrix float32[N,K]. Raises KeyError for an unknown name, ModelError as
         StoredMatrix.floats.
         """
         return self.matrices[name].floats()
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
-        """float32[n,k] of some rows and columns; little else is read (StoredMatrix.part)."""
+        """Return float32[n,k], some rows and columns, reading little else (StoredMatrix.part)."""
         return self.matrices[name].part(rows, columns)
 
     def four_bit_group(self, name: str) -> int:
@@ -56,15 +56,15 @@ class QuantisedFile(TensorFile):
         return four_bits(self.matrices[name])
 
     def grouped(self, name: str) -> Grouped | None:
-        """The matrix in few bits with its scales; None if its storage is another."""
+        """Return the matrix in few bits with its scales; None if its storage is another."""
         return grouped(self.matrices[name])
 
     def packed(self, name: str) -> Packed | None:
-        """None: these storages are none of ggml's."""
+        """Return None: these storages are none of ggml's."""
         return None
 
     def rows(self, name: str) -> NDArray[np.uint8]:
-        """uint8[N,4K]: the bytes of the matrix as float32. Raises as `floats`."""
+        """Return uint8[N,4K], the bytes of the matrix as float32. Raises as `floats`."""
         return self.floats(name).view(np.uint8)
 
 
@@ -103,7 +103,7 @@ def with_matrices(
 
 
 def _plain(files: Mapping[str, TensorFile], module: str, part: str) -> bool:
-    """Whether `MODULE.weight` is no quantised matrix: of floats."""
+    """Tell whether `MODULE.weight` is a matrix of floats, not a quantised one."""
     name = f"{module}.weight"
     return part == "weight" and files[name].tensors[name].kind in ("F32", "F16", "BF16")
 

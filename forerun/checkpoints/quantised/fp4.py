@@ -30,8 +30,8 @@ class Fp4File(TensorFile):
     parts: Mapping[str, tuple[_Part, _Part]] = field(default_factory=dict)
 
     def expert(self, name: str, expert: int) -> Packed:
-        """One expert's matrix [N,K] as ggml's MXFP4 rows: of 32 numbers the scale, then 16 bytes
-        with number i and number i + 16. Raises ModelError for a scale that is no number.
+        """Return one expert's matrix [N,K] as ggml's MXFP4 rows: of 32 numbers the scale, then 16
+        bytes with number i and number i + 16. Raises ModelError for a scale that is no number.
         """
         blocks, scales = (_tensor(*part)[expert] for part in self.parts[name])
         if scales.max(initial=0) == 255:
@@ -45,7 +45,7 @@ class Fp4File(TensorFile):
 
 
 def with_experts(files: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
-    """Stored name -> the file that has it, each pair NAME_blocks and NAME_scales as NAME.
+    """Map each stored name to the file that has it, each pair NAME_blocks and NAME_scales as NAME.
 
     Raises ModelError naming the tensor that is missing, of another type or of another shape.
     """
@@ -75,7 +75,7 @@ def with_experts(files: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
 
 
 def _shape(blocks: _Part, scales: _Part) -> tuple[int, int, int]:
-    """(experts, K, N)"""
+    """Return (experts, K, N)."""
     for file, name in (blocks, scales):
         if file.tensors[name].kind != "U8":
             raise ModelError(f"{name} is stored as {file.tensors[name].kind}, not U8")

@@ -24,8 +24,9 @@ _SCALES = ("weight_scale", "weight_scale_inv", "scales")
 
 
 def grouped(matrix: StoredMatrix) -> Grouped | None:
-    """The matrix; None if its numbers are neither 4-bit nor 8-bit, or columns that say their
-    groups are not as many in each group. Raises ModelError for a group that is none.
+    """Return the matrix by group; None if its numbers are neither 4-bit nor 8-bit, or columns that
+    say their groups are not as many in each group. Raises ModelError for a group that does not
+    exist.
     """
     method, columns = matrix.method, matrix.shape[1]
     if method.layout == "mxfp4" or method.bits not in (4, 8):
@@ -95,7 +96,7 @@ def _of_float8(matrix: StoredMatrix, rows: slice) -> _Parts:
 
 
 def _scales(matrix: StoredMatrix, part: str, rows: slice) -> Floats:
-    """float32[n,groups] the scales, or zero points, of rows that share them in blocks."""
+    """Return float32[n,groups], the scales or zero points of rows that share them in blocks."""
     each = matrix.method.rows
     block = np.arange(rows.start, rows.stop) // each if each else np.zeros(1, np.intp)
     first, last = int(block[0]), int(block[-1]) + 1
@@ -110,7 +111,7 @@ def _scales(matrix: StoredMatrix, part: str, rows: slice) -> Floats:
 
 
 def _signed(matrix: StoredMatrix, numbers: AnyArray) -> AnyArray:
-    """8-bit integers from 0 to 255 as int8 less 128; of 4 bits as they are."""
+    """Return 8-bit integers from 0 to 255 as int8 less 128; those of 4 bits as they are."""
     return numbers if matrix.method.bits == 4 else (numbers ^ np.uint8(128)).view(np.int8)
 
 
@@ -124,8 +125,8 @@ _READ = {
 
 
 def four_bit_group(matrix: StoredMatrix) -> int:
-    """Columns that share a scale and a zero point; 0 if they are not 4 bits, not whole groups in
-    the columns' order, or where a scale is not a finite half.
+    """Return how many columns share a scale and a zero point; 0 if they are not 4 bits, not whole
+    groups in the columns' order, or where a scale is not a finite float16.
     """
     method, columns = matrix.method, matrix.shape[1]
     group = method.group or columns
@@ -158,7 +159,7 @@ def _in_order(matrix: StoredMatrix, group: int) -> bool:
 
 
 def _scales_of(matrix: StoredMatrix) -> Floats:
-    """float32[N,groups]"""
+    """Return the scales float32[N,groups]."""
     if matrix.method.layout == "packed":
         return matrix.scales("weight_scale")
     return np.ascontiguousarray(matrix.scales("scales").T)

@@ -59,17 +59,18 @@ class StoredMatrix:
     shape: tuple[int, int]
 
     def floats(self) -> Floats:
-        """float32[N,K]. Raises ModelError if a column's group is none of those there are."""
+        """Return float32[N,K]. Raises ModelError if a column's group does not exist."""
         return self.part(slice(0, self.shape[0]), slice(0, self.shape[1]))
 
     def part(self, rows: slice, columns: slice) -> Floats:
-        """float32[n,k] of these rows and columns; of what is stored only the words that they lie in
-        are read, and their groups' scales. A group that is cut keeps its scale on both sides.
+        """Return float32[n,k] of these rows and columns; of what is stored only the words that they
+        lie in are read, and their groups' scales. A group that is cut keeps its scale on both
+        sides.
         """
         return _WIDEN[self.method.layout](self, rows, columns)
 
     def integers(self, part: str) -> AnyArray:
-        """A tensor of integers as stored, a view. part: such as "qweight", or KeyError."""
+        """Return a tensor of integers as stored, a view. part: such as "qweight", or KeyError."""
         file, stored = self.parts[part]
         there = file.tensors[stored]
         flat = file.data[there.start : there.start + there.size]
@@ -90,7 +91,7 @@ class StoredMatrix:
 def stored_matrix(
     name: str, methods: tuple[Method, ...], parts: Mapping[str, tuple[TensorFile, str]]
 ) -> StoredMatrix:
-    """A module's tensors as a matrix by the method that fits them, checked.
+    """Make a matrix of a module's tensors by the method that fits them, checked.
 
     Raises ModelError naming what is missing, left over, of another type or of another shape.
     """
@@ -141,7 +142,7 @@ def _shape(
     shapes: Mapping[str, tuple[int, ...]],
     parts: Mapping[str, tuple[TensorFile, str]],
 ) -> tuple[int, int]:
-    """(N, K), by the tensor that has all numbers."""
+    """Return (N, K), by the tensor that has all numbers."""
     known = shapes[PARTS[method.layout][0][0]]
     if len(known) != 2:
         raise ModelError(f"{name} is stored as {list(known)}; it must have two dimensions")
@@ -163,7 +164,7 @@ def _declared_columns(
     most: int,
     rows: int,
 ) -> int:
-    """K as weight_shape says it: the last word of a row may not be full."""
+    """Return K as weight_shape says it: the last word of a row may not be full."""
     if "weight_shape" not in parts:
         return most
     file, stored = parts["weight_shape"]
@@ -186,7 +187,7 @@ _FLOATS = ("F32", "F16", "BF16")
 def _expected(
     method: Method, shape: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]
 ) -> _Expected:
-    """Per tensor the shapes and types that it may have."""
+    """Return the shapes and types that each tensor may have."""
     rows, columns = shape
     words = 32 // method.bits
     groups = _count(columns, method.group)
@@ -224,7 +225,7 @@ def _expected(
 
 
 def _count(whole: int, part: int) -> int:
-    """Blocks of `part`, of which the last may be smaller; 0 = one block."""
+    """Count blocks of `part`, of which the last may be smaller; 0 = one block."""
     return -(-whole // part) if part else 1
 
 
@@ -242,8 +243,8 @@ def _within(part: slice, each: int) -> tuple[slice, slice]:
 
 
 def _blocks(part: slice, each: int) -> tuple[slice, AnyArray | slice]:
-    """Which blocks of `each` numbers a part lies in (0 = one block for all), and for each of its
-    numbers which of these; a slice where every number, or none, has one of its own.
+    """Return which blocks of `each` numbers a part lies in (0 = one block for all), and for each of
+    its numbers which of these; a slice where every number, or none, has one of its own.
     """
     if each == 0:
         return _ALL, _ALL
@@ -254,7 +255,9 @@ def _blocks(part: slice, each: int) -> tuple[slice, AnyArray | slice]:
 
 
 def _spread(matrix: StoredMatrix, read: "_Read", rows: slice, columns: slice) -> AnyArray:
-    """[n,k] of a number for each block of rows and columns; axes of one block stay as they are."""
+    """Return [n,k] of a number for each block of rows and columns; axes of one block stay as they
+    are.
+    """
     of_rows, row = _blocks(rows, matrix.method.rows)
     of_columns, column = _blocks(columns, matrix.method.group)
     return read(of_rows, of_columns)[row][:, column]
@@ -308,14 +311,14 @@ def _of_packed(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
 
 
 def packed_numbers(matrix: StoredMatrix, rows: slice, columns: slice) -> NDArray[np.uint8]:
-    """uint8[n,k]: numbers of some rows and columns in the layout "packed"."""
+    """Unpack uint8[n,k], the numbers of some rows and columns, of the layout "packed"."""
     words, inside = _within(columns, 32 // matrix.method.bits)
     numbers = unpacked(matrix.integers("weight_packed")[rows, words], matrix.method.bits)
     return numbers.reshape(len(numbers), -1)[:, inside]
 
 
 def packed_zeros(matrix: StoredMatrix, rows: slice, of_columns: slice) -> NDArray[np.uint8]:
-    """uint8[n,groups]: zero points of some rows and groups of columns, "packed"."""
+    """Unpack uint8[n,groups], the zero points of some rows and groups of columns, of "packed"."""
     words, inside = _within(rows, 32 // matrix.method.bits)
     zeros = matrix.integers("weight_zero_point")[words, of_columns]
     packed = unpacked(zeros, matrix.method.bits)
@@ -331,7 +334,7 @@ def _of_gptq(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
 
 
 def gptq_parts(matrix: StoredMatrix, rows: slice, columns: slice) -> _Parts:
-    """In GPTQ's layout: numbers uint8[n,k] and zero points uint8[groups,n]."""
+    """Unpack GPTQ's layout: numbers uint8[n,k] and zero points uint8[groups,n]."""
     method, each = matrix.method, 32 // matrix.method.bits
     words, inside = _within(columns, each)
     numbers = unpacked(matrix.integers("qweight")[words, rows], method.bits)
@@ -350,7 +353,7 @@ def _of_awq(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
 
 
 def awq_parts(matrix: StoredMatrix, rows: slice, columns: slice) -> _Parts:
-    """In AWQ's layout: numbers uint8[n,k] and zero points uint8[groups,n]."""
+    """Unpack AWQ's layout: numbers uint8[n,k] and zero points uint8[groups,n]."""
     words, inside = _within(rows, 8)
 
     def numbers(part: str, lines: slice) -> NDArray[np.uint8]:
@@ -367,7 +370,7 @@ def _grouped(
     rows: slice,
     columns: slice,
 ) -> Floats:
-    """float32[n,k] of numbers q [n,k] and the zeros [groups,n], by GPTQ's and AWQ's rule."""
+    """Widen numbers q [n,k] and zeros [groups,n] to float32[n,k] by GPTQ's and AWQ's rule."""
     scales = matrix.scales("scales", _ALL, rows)
     if "g_idx" in matrix.parts:
         groups = column_groups(matrix, "g_idx", len(scales))[columns]
@@ -381,7 +384,7 @@ def _grouped(
 
 
 def column_groups(matrix: StoredMatrix, part: str, count: int) -> AnyArray:
-    """int[K]: each column's group. Raises ModelError if one is not of 0 .. count-1."""
+    """Return int[K], each column's group. Raises ModelError if one is not of 0 .. count-1."""
     groups = matrix.integers(part)
     if groups.min() < 0 or groups.max() >= count:
         raise ModelError(

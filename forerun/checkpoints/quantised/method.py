@@ -106,7 +106,9 @@ def _harmless(name: str, value: Any) -> bool:
 
 
 def _float8(keys: Keys) -> tuple[Method, ...]:
-    """DeepSeek-V3's blocks (arXiv 2412.19437, section 3.3), or one scale for a whole matrix."""
+    """Describe DeepSeek-V3's blocks (arXiv 2412.19437, section 3.3), or one scale for a whole
+    matrix.
+    """
     keys.require("fmt", "e4m3")
     block = keys.get("weight_block_size")
     if block is None:
@@ -126,7 +128,7 @@ def _block(keys: Keys, name: str, value: Any) -> tuple[int, int]:
 
 
 def _gptq(keys: Keys) -> tuple[Method, ...]:
-    """GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel store it."""
+    """Describe GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel store it."""
     bits = keys.integer("bits")
     if bits not in (2, 4, 8):
         raise keys.unfit("bits", bits, "2, 4 or 8")
@@ -143,7 +145,7 @@ def _gptq(keys: Keys) -> tuple[Method, ...]:
 
 
 def _awq(keys: Keys) -> tuple[Method, ...]:
-    """AWQ (arXiv 2306.00978) as AutoAWQ's "gemm" stores it."""
+    """Describe AWQ (arXiv 2306.00978) as AutoAWQ's "gemm" stores it."""
     keys.require("bits" if keys.has("bits") else "w_bit", 4)
     group = _group(keys, "group_size" if keys.has("group_size") else "q_group_size")
     version = keys.text("version", "gemm").lower()
@@ -155,7 +157,7 @@ def _awq(keys: Keys) -> tuple[Method, ...]:
 
 
 def _mxfp4(keys: Keys) -> tuple[Method, ...]:
-    """gpt-oss's experts; its other matrices are floats."""
+    """Describe gpt-oss's experts; its other matrices are floats."""
     return (Method("MXFP4, floats of 4 bits in groups of 32", "mxfp4", 4, 32),)
 
 
@@ -167,7 +169,7 @@ def _group(keys: Keys, name: str) -> int:
 
 
 def _compressed(keys: Keys) -> tuple[Method, ...]:
-    """The formats of compressed-tensors (vLLM's llm-compressor writes them)."""
+    """Describe the formats of compressed-tensors (vLLM's llm-compressor writes them)."""
     form = keys.text("format", "dense")
     sparsity = keys.get("sparsity_config") or {}
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
@@ -217,7 +219,7 @@ def _compressed_group(keys: Keys, form: Any) -> Method:
 
 
 def _strategy(keys: Keys) -> tuple[int, int, str]:
-    """Rows and columns that share a scale, and the same in words."""
+    """Return the rows and columns that share a scale, and the same in words."""
     strategy, size = keys.text("strategy", "tensor"), keys.get("group_size")
     structure = keys.get("block_structure")
     match strategy:

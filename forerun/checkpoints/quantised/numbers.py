@@ -7,7 +7,7 @@ from forerun.types import AnyArray, Floats
 
 
 def _float8_numbers() -> Floats:
-    """float32[256] what each byte of float8 E4M3 stands for (arXiv 2209.05433, table 1)."""
+    """Return float32[256], what each byte of float8 E4M3 stands for (arXiv 2209.05433, table 1)."""
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 15, (code & 7).astype(np.float32)
     small = np.float32(2.0**-9) * mantissa
@@ -21,8 +21,8 @@ _FLOAT8 = _float8_numbers()
 
 
 def widened(flat: NDArray[np.uint8], kind: str) -> Floats:
-    """float32[n] of the bytes uint8 of numbers of a float type: F32, F16, BF16 or F8_E4M3; KeyError
-    for another.
+    """Widen the bytes uint8 of numbers of a float type, F32, F16, BF16 or F8_E4M3, to float32[n];
+    KeyError for another.
     """
     if kind == "BF16":
         return (flat.view("<u2").astype(np.uint32) << 16).view(np.float32)
@@ -32,7 +32,7 @@ def widened(flat: NDArray[np.uint8], kind: str) -> Floats:
 
 
 def unpacked(words: AnyArray, bits: int) -> NDArray[np.uint8]:
-    """uint8[...,n] the n = 32 / bits numbers of each word, the lowest bits first."""
+    """Unpack uint8[...,n], the n = 32 / bits numbers of each word, the lowest bits first."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     numbers = words.astype("<i4", copy=False).view("<u4")[..., None] >> shifts
     return (numbers & np.uint32((1 << bits) - 1)).astype(np.uint8)
