@@ -93,7 +93,7 @@ def test_a_gpu_that_cannot_be_used_is_told_of(machine, monkeypatch):
     object.__setattr__(target, "device", choose_device(EngineConfig()))
     console._say_device(target)
     target.close()
-    assert len(told) == 1 and "/dev/nvidia0 is there" in told[0]
+    assert len(told) == 1 and "this machine has /dev/nvidia0" in told[0]
 
 
 @pytest.mark.parametrize("device", ["cuda:-1", "cuda:", "cuda:x", "cudax", "cpu:0", ""])

@@ -81,7 +81,7 @@ def test_settings_that_are_one_are_measured_once(capsys):
     assert cell["setting"]["speculative_num_steps"] == 2
     assert main([*FLAGS, *shape, "--max-tokens", "4", "--repeats", "1"]) == 0
     out, err = capsys.readouterr()
-    assert "left out: 5 steps with 3 draft tokens are 2 steps with 3" in err
+    assert "left out: 5 steps with 3 draft tokens make the same trees as 2 steps" in err
     assert " to " not in out, "no interval of one run"
 
 
