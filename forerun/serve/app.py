@@ -38,7 +38,7 @@ _API = (*HONOURED, *KEPT_ROUTES, *REFUSED_ROUTES, openapi_route(HONOURED))
 
 
 def create_app(source: Start, settings: ServeSettings) -> Starlette:
-    """The server for one model; `app.state.service` is what its routes share.
+    """Make the server for one model; `app.state.service` is what its routes share.
 
     source  a loaded model, or what loads it here or in a process of its own, while the server
             answers 503. The application closes the model when it ends.
@@ -61,7 +61,7 @@ def create_models_app(sources: Sequence[Source], settings: ServeSettings) -> Sta
 
 
 def _known(scope: Scope) -> bool:
-    """Whether a model has a route for a request."""
+    """Tell whether a model has a route for a request."""
     return any(route.matches(scope)[0] is not Match.NONE for route in _API)
 
 
@@ -77,7 +77,7 @@ def _one_of_several(service: Service) -> Starlette:
 def _guarded(
     routes: Sequence[BaseRoute], service: Service | Models, settings: ServeSettings
 ) -> Starlette:
-    """Routes behind the middleware, with `service` begun and ended."""
+    """Put routes behind the middleware, with `service` begun and ended."""
     hosts = AllowedHosts(settings.host, settings.allowed_hosts)
     traces = _traces(settings)
     guard = Middleware(
@@ -142,7 +142,7 @@ def _browsers(settings: ServeSettings) -> list[Middleware]:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, as OpenAI answers them."""
+    """Answer unknown paths and methods as OpenAI does."""
     assert isinstance(error, HTTPException)
     path = ascii(request.url.path[:200])[1:-1]
     if error.status_code == 405:

@@ -191,7 +191,9 @@ class RequestMiddleware:
 
 
 def _route(scope: Scope) -> str | None:
-    """The path with names in place of what was given for them; None for one that is no route's."""
+    """Return the path with names in place of what was given for them; None for one that is no
+    route's.
+    """
     if "path_params" not in scope:
         return None
     path: str = scope["path"]
@@ -201,7 +203,7 @@ def _route(scope: Scope) -> str | None:
 
 
 def _pieces(message: Message) -> Iterator[Message]:
-    """A message, or a long body in pieces: sending one waits until the one before is read."""
+    """Yield a message, or a long body in pieces: sending one waits until the one before is read."""
     body = message.get("body", b"")
     more = message.get("more_body", False)
     for start in range(0, len(body), PIECE):

@@ -186,9 +186,9 @@ class Models:
             entry.used = self.clock()
 
     def named(self, name: Any) -> Entry:
-        """The model of that name; of none, the one that was used last, or else the first, rather
-        one that is loaded than one that is not, and one that failed last. Raises ApiError (404;
-        400 where a name is no text).
+        """Return the model of that name; of none, the one that was used last, or else the first,
+        rather one that is loaded than one that is not, and one that failed last. Raises ApiError
+        (404; 400 where a name is no text).
         """
         if name is None or name == "":
             order = ("failed", "unloaded", "loading", "loaded")
@@ -226,7 +226,7 @@ class Models:
         self._workers.close()
 
     async def metrics_page(self) -> bytes:
-        """The text of /metrics, of all models that are loaded, counted now."""
+        """Return the text of /metrics, of all models that are loaded, counted now."""
         served = [entry.served for entry in self.entries.values()]
         await asyncio.gather(*(one.engine.stats() for one in served if one is not None))
         return self.metrics.page()
@@ -323,7 +323,9 @@ class Models:
             await self.let_go()
 
     def _kept(self, value: Any) -> float:
-        """Seconds of Ollama's keep_alive; less than 0 is for ever, and so is FOR_EVER."""
+        """Return the seconds of Ollama's keep_alive; less than 0 is for ever, and so is
+        FOR_EVER.
+        """
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value) if 0 <= value < FOR_EVER else math.inf
         found = _DURATION.fullmatch(value) if isinstance(value, str) else None

@@ -82,7 +82,9 @@ def openapi_route(routes: Sequence[Route]) -> Route:
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of some routes, from their bodies' declarations and docstrings."""
+    """Make the OpenAPI 3.1 document of some routes, from their bodies' declarations and
+    docstrings.
+    """
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = re.sub(r":\w+}", "}", route.path)

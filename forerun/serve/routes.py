@@ -141,7 +141,7 @@ ROUTES = [
 
 
 def _stored(request: Request) -> StoredAnswer:
-    """The answer that a path names. Raises ApiError (404)."""
+    """Return the answer that a path names. Raises ApiError (404)."""
     store: ResponseStore = request.app.state.responses
     id = request.path_params["id"]
     found = store.get(id)
@@ -152,7 +152,9 @@ def _stored(request: Request) -> StoredAnswer:
 
 
 def card(served: Served, name: str) -> dict[str, Any]:
-    """A model in OpenAI's list under one of its names, with vLLM's root and max_model_len."""
+    """Return a model in OpenAI's list under one of its names, with vLLM's root and
+    max_model_len.
+    """
     return {
         "id": name,
         "object": "model",

@@ -76,14 +76,14 @@ def run(
 
 
 def url(listening: socket.socket, settings: ServeSettings) -> str:
-    """The address of the API of a server that listens on this socket, ending in /v1."""
+    """Return the address of the API of a server that listens on this socket, ending in /v1."""
     host, port = listening.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
     return f"{scheme}://{_bracketed(host)}:{port}/v1"
 
 
 def uvicorn_config(app: ASGIApp, settings: ServeSettings) -> uvicorn.Config:
-    """Uvicorn with the parts it always has, so that what is tested is what runs.
+    """Configure uvicorn with the parts it always has, so that what is tested is what runs.
 
     Raises ConfigError if key or certificate cannot be used.
     """
@@ -119,7 +119,7 @@ def _check_certificate(settings: ServeSettings) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises ConfigError that says what is in the way.
+    """Bind a socket. Raises ConfigError that says what is in the way.
 
     Its protocol is named, because asyncio sets TCP_NODELAY on the connections of such sockets only:
     without, the end of an answer waits some 40 ms for the client's acknowledgement.
@@ -150,7 +150,7 @@ def allow_connections() -> None:
 
 
 def _bracketed(host: str) -> str:
-    """An address as it stands in a URL."""
+    """Write an address as it stands in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -213,7 +213,7 @@ class Server(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came: begin to drain; the second ends the process at once with 128 + sig. Called
+        """Begin to drain on a signal; the second ends the process at once with 128 + sig. Called
         between two bytecodes of the main thread.
         """
         if self._signalled or self._loop is None:

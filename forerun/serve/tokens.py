@@ -31,7 +31,7 @@ _PART = 1 << 16
 
 @takes(one_or_more(plain_text, MAX_PROMPTS).schema)
 def _texts(value: Any, where: str) -> str | tuple[str, ...]:
-    """A text or a list of them."""
+    """Read a text or a list of them."""
     found: tuple[str, ...] = one_or_more(plain_text, MAX_PROMPTS)(value, where)
     return found if isinstance(value, list) else found[0]
 
@@ -49,7 +49,7 @@ _EMPTY = {"type": "array", "maxItems": 0}
 
 @takes({"anyOf": [_EMPTY, token_ids.schema, items(token_ids, MAX_PROMPTS).schema]})
 def _ids(value: Any, where: str) -> TokenLists:
-    """Token ids, or a list of lists of them."""
+    """Read token ids, or a list of lists of them."""
     if value == []:
         return TokenLists(((),), False)
     if isinstance(value, list) and isinstance(value[0], list):
@@ -139,8 +139,8 @@ TOKEN_ROUTES = [
 
 
 def _sent(answer: bytes) -> Response:
-    """JSON that may be fifteen times as long as a request may be: its client takes it in parts, and
-    others have their turn in between.
+    """Answer with JSON that may be fifteen times as long as a request may be: its client takes it
+    in parts, and others have their turn in between.
     """
 
     async def parts() -> AsyncIterator[bytes]:
@@ -152,7 +152,7 @@ def _sent(answer: bytes) -> Response:
 
 
 def _answer(body: TokenizeBody, loaded: Frontend) -> bytes:
-    """The answer's JSON, made where the tokens are: there may be millions of them."""
+    """Make the answer's JSON where the tokens are: there may be millions of them."""
     return dump_json(_tokens(body, loaded))
 
 
@@ -199,7 +199,7 @@ def _told(body: TokenizeBody, loaded: Frontend, found: list[Ints], several: bool
 
 
 def _detokenized(body: DetokenizeBody, loaded: Frontend) -> bytes:
-    """The answer's JSON, as vLLM, llama.cpp and SGLang call what is in it."""
+    """Make the answer's JSON, as vLLM, llama.cpp and SGLang call what is in it."""
     found = _text(body, loaded)
     return dump_json({"prompt": found, "content": found, "text": found})
 

@@ -30,8 +30,8 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """JSON of `content` in UTF-8, without blanks. Raises TypeError or ValueError for what JSON
-        has no value for.
+        """Encode `content` as JSON in UTF-8, without blanks. Raises TypeError or ValueError for
+        what JSON has no value for.
         """
         return dump_json(content)
 
@@ -69,7 +69,7 @@ class Generated(Response):
         _observe(session, served)
 
     async def _whole(self, session: GenerationSession) -> Response:
-        """The answer in one piece; a large one is made beside the event loop."""
+        """Answer in one piece; a large answer is encoded beside the event loop."""
         dialect, choices = self._dialect, await session.whole()
 
         def written() -> bytes:
@@ -80,7 +80,7 @@ class Generated(Response):
 
 
 async def generated(request: Request, dialect: Dialect) -> Response:
-    """The answer to a request for text, whole or as a stream, in the words of `dialect`. Raises
+    """Answer a request for text, whole or as a stream, in the words of `dialect`. Raises
     RequestError and ApiError before the first byte; later errors end the stream in the dialect's
     words.
     """
@@ -107,8 +107,8 @@ async def generated(request: Request, dialect: Dialect) -> Response:
 
 
 def fitted(generation: Generation, context: int) -> tuple[Generation, tuple[str, ...]]:
-    """The same generation with no more max_tokens than the context has room for, and a word about
-    it where they were cut.
+    """Cut max_tokens to what the context has room for; return the generation, and a notice where
+    something was cut.
     """
     found = within(generation, context)
     asked, left = (
@@ -118,7 +118,9 @@ def fitted(generation: Generation, context: int) -> tuple[Generation, tuple[str,
 
 
 async def received(request: Request) -> tuple[Any, bytes]:
-    """The JSON of a body, and its bytes. Raises ApiError, also if nothing can be answered."""
+    """Receive a body; return its JSON and its bytes. Raises ApiError, also if nothing can be
+    answered.
+    """
     service = service_of(request)
     service.enter()
     read: Received | None = request.scope["state"].get("received")
@@ -144,7 +146,7 @@ async def rendered(
 
 
 def service_of(request: Request) -> Service:
-    """The service that all routes of the request's app share."""
+    """Return the service that all routes of the request's app share."""
     service: Service = request.app.state.service
     return service
 

@@ -64,7 +64,7 @@ class Dialect(ABC):
 
     @staticmethod
     def size(news: News) -> int:
-        """Bytes of an answer with this news, about."""
+        """Estimate the bytes of an answer with this news."""
         size = 0
         for _, delta in news:
             reported = len(delta.logprobs) + len(delta.prompt_logprobs)
@@ -75,19 +75,19 @@ class Dialect(ABC):
 
     @abstractmethod
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """The bytes of a stream for some news, maybe none; with `last`, nothing runs any more. May
-        run on any thread, as `whole` may.
+        """Encode some news, maybe none, as bytes of a stream; with `last`, nothing runs any more.
+        May run on any thread, as `whole` may.
         """
 
     @abstractmethod
     def whole(self, choices: News, tally: Tally) -> Any:
-        """The JSON of an answer in one piece; a choice's delta is all there is of it."""
+        """Return the JSON of an answer in one piece; a choice's delta is all there is of it."""
 
     @abstractmethod
     def end(self, error: ApiError | None) -> bytes:
-        """The last that a stream says: after all news, or where an error ended it."""
+        """Encode the last bytes of a stream: after all news, or where an error ended it."""
 
     @staticmethod
     @abstractmethod
     def error(error: ApiError) -> Any:
-        """The JSON of an answer that is an error, in the dialect's words."""
+        """Return the JSON of an answer that is an error, in the dialect's words."""

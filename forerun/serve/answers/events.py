@@ -49,7 +49,7 @@ class EventQueue:
         self._nudge()
 
     def fail(self, error: ForerunError) -> None:
-        """As Sink.fail: `take` raises `error` once all is read that came before."""
+        """Make `take` raise `error` once all is read that came before, as Sink.fail."""
         self._error = error
         self._nudge()
 
@@ -97,7 +97,9 @@ class EventQueue:
 
 
 def merged(news: Iterable[Delta]) -> list[Delta]:
-    """One delta per choice that says what all of them say, choices in order of appearance."""
+    """Merge news into one delta per choice that says what all of them say, choices in order of
+    appearance.
+    """
     choices: dict[tuple[str, int], list[Delta]] = {}
     for delta in news:
         choices.setdefault((delta.request, delta.index), []).append(delta)

@@ -66,8 +66,8 @@ class RequestRecord:
         return cls(given if _ID.fullmatch(given) else uuid.uuid4().hex, trace and trace[1])
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers, names and values, by which an answer says what was ignored, not enforced, or may
-        be lossy.
+        """Return the headers, names and values, by which an answer says what was ignored, not
+        enforced, or may be lossy.
         """
         found = [(IGNORED, _names(list(self.ignored)))] if self.ignored else []
         if self.unenforced:
@@ -79,16 +79,16 @@ class RequestRecord:
         return [(name, value.encode()) for name, value in found]
 
     def answered(self) -> int:
-        """The status that was sent; CLIENT_GONE where none was."""
+        """Return the status that was sent; CLIENT_GONE where none was."""
         return self.status or CLIENT_GONE
 
     def first_seconds(self) -> float | None:
-        """Seconds from the request to its first token; None before that."""
+        """Return the seconds from the request to its first token; None before that."""
         first = self.session.events.first if self.session is not None else None
         return None if first is None else first - self.began
 
     def fields(self) -> dict[str, Any]:
-        """By short names: id, trace, times in milliseconds, and for generations tokens and
+        """Return by short names: id, trace, times in milliseconds, and for generations tokens and
         acceptance length.
         """
         found: dict[str, Any] = {"id": self.id}
@@ -107,7 +107,7 @@ class RequestRecord:
         return found
 
     def line(self, method: str, path: str) -> str:
-        """The record as one line of the log: method, path, status and fields."""
+        """Write the record as one line of the log: method, path, status and fields."""
         parts = [f"{method} {quote(path)[:200]} {self.answered()}"]
         for name, value in self.fields().items():
             parts.append(f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}")
@@ -115,7 +115,7 @@ class RequestRecord:
 
 
 def _names(paths: list[str]) -> str:
-    """Paths for a header: those that fit, and how many there are more."""
+    """Join paths for a header: those that fit, and how many there are more."""
     ends = accumulate(len(path) + 2 for path in paths)
     count = sum(end <= LONGEST for end in ends)
     more = len(paths) - count

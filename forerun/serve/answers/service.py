@@ -56,7 +56,7 @@ class Served:
     meter: Meter
 
     def events(self) -> EventQueue:
-        """A new queue where the news of one HTTP request comes in."""
+        """Make a queue where the news of one HTTP request comes in."""
         return EventQueue(self.meter.gap)
 
 
@@ -112,7 +112,7 @@ class Service(InFlight):
         return "stuck" if stuck(engine.step_began, self.settings.watchdog_seconds) else "ok"
 
     def served(self) -> Served:
-        """The loaded model, whether it answers or not. Raises ApiError (503) before that."""
+        """Return the loaded model, whether it answers or not. Raises ApiError (503) before that."""
         if self._served is None:
             doing = f" ({self.loading})" if self.loading else ""
             raise unavailable(f"The model is still loading{doing}.", "loading", 2.0)
@@ -162,7 +162,7 @@ class Service(InFlight):
                 await asyncio.to_thread(served.loaded.chat.close)
 
     async def metrics_page(self) -> bytes:
-        """The text of /metrics, counted now; before the model is loaded, of HTTP alone."""
+        """Return the text of /metrics, counted now; before the model is loaded, of HTTP alone."""
         if self._served is not None:
             await self._served.engine.stats()
         return self.metrics.page()
@@ -254,7 +254,7 @@ def _discard(loading_text: "asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]"
 
 
 def cache_facts(config: EngineConfig) -> dict[str, Any]:
-    """The key/value cache under vLLM's names: a block is a page."""
+    """Describe the key/value cache under vLLM's names: a block is a page."""
     return {
         "block_size": config.page_size,
         "num_gpu_blocks": (config.kv_tokens or 0) // config.page_size,

@@ -121,7 +121,8 @@ class GenerationSession:
         self._abort()
 
     async def news(self) -> AsyncGenerator[list[tuple[int, Delta]]]:
-        """(index of the choice, what is new of it), as it comes; an empty list after a silence.
+        """Yield (index of the choice, what is new of it), as it comes; an empty list after a
+        silence.
 
         Raises ApiError if the engine ended the request, ClientGoneError.
         """
@@ -140,7 +141,7 @@ class GenerationSession:
             yield [self._counted(self._shortened(delta)) for delta in deltas]
 
     async def whole(self) -> list[tuple[int, Delta]]:
-        """All choices, in order, once they have ended. Raises what `news` raises."""
+        """Return all choices, in order, once they have ended. Raises what `news` raises."""
         parts: dict[int, list[Delta]] = {}
         async with aclosing(self.news()) as pieces:
             async for news in pieces:
@@ -187,7 +188,7 @@ class GenerationSession:
         return self._first[delta.request] + delta.index, delta
 
     def _aborted(self) -> Exception:
-        """Why the engine ended a request that it could have gone on with."""
+        """Return the error that says why the engine ended a request before its end."""
         if self._gone:
             return ClientGoneError()
         if self._aborting:

@@ -32,15 +32,15 @@ def token_rules(body: SampledBody, tokenizer: Tokenizer) -> Rules | None:
 
 
 def never(body: SampledBody, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
-    """Biases beside allowed_token_ids, after which a grammar lets every end of the text follow:
-    those that are not listed are impossible.
+    """Return the biases beside allowed_token_ids, after which a grammar lets every end of the text
+    follow: those that are not listed are impossible.
     """
     allowed = body.allowed_token_ids
     return tuple((id, NEVER) for id in tokenizer.eos_ids if id not in allowed) if allowed else ()
 
 
 def _words(words: Sequence[str], tokenizer: Tokenizer) -> Rules:
-    """Texts and control tokens, of which no text contains a word."""
+    """Make the rules of texts and control tokens, of which no text contains a word."""
     special = sorted(tokenizer.control_within.values())
     between = f"(<[{','.join(map(str, special))}]> TEXT)*" if special else ""
     source = f"start: TEXT {between}\nTEXT: {without(words)}"

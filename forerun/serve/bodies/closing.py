@@ -27,10 +27,10 @@ _ABOUT_OBJECTS = frozenset((*_OPEN, *_PARTS, "properties", "required", "property
 
 
 def closed(schema: Any) -> Any:
-    """The schema with additionalProperties false in every object schema that names properties and
-    says nothing of others. What describes an object together with other schemas stays: parts of
-    allOf, if, then, else and not, choices that stand beside properties, what any of these refers
-    to, and an object that such parts give further keys.
+    """Set additionalProperties to false in every object schema that names properties and says
+    nothing of others. What describes an object together with other schemas stays: parts of allOf,
+    if, then, else and not, choices that stand beside properties, what any of these refers to, and
+    an object that such parts give further keys.
     """
     shared = _Shared()
     _closed(schema, shared)
@@ -94,7 +94,9 @@ def _closed(schema: Any, shared: _Shared) -> Any:
 
 
 def _free(key: str, value: Any) -> bool:
-    """Whether what stands there describes objects by itself, where nothing stands beside it."""
+    """Tell whether the schemas under `key` describe objects by themselves, where nothing stands
+    beside it.
+    """
     return key in _CHOICES or (key == "allOf" and isinstance(value, list) and len(value) == 1)
 
 
@@ -119,7 +121,7 @@ def _defined(reference: str) -> str:
 
 
 def _names_only(names: dict[str, Any], parts: dict[str, Any]) -> bool:
-    """Whether parts of a schema give its objects no keys but these."""
+    """Tell whether parts of a schema give its objects no keys but these."""
     todo: list[Any] = [parts]
     while todo:
         value = todo.pop()
@@ -140,7 +142,9 @@ def _names_only(names: dict[str, Any], parts: dict[str, Any]) -> bool:
 
 
 def closed_grammar(grammar: Grammar) -> Grammar:
-    """A grammar of the schema that `closed` makes of it; one that is no schema stays as it is."""
+    """Return a grammar of the schema that `closed` makes of it; one that is no schema stays as it
+    is.
+    """
     if grammar.kind is not Kind.JSON_SCHEMA:
         return grammar
     source = json.dumps(closed(json.loads(grammar.source)), ensure_ascii=False)
@@ -148,7 +152,5 @@ def closed_grammar(grammar: Grammar) -> Grammar:
 
 
 def closed_rules(rules: Rules) -> Rules:
-    """The rules of an answer without tools, with the grammar that `closed_grammar` makes of
-    theirs.
-    """
+    """Close the grammar of an answer without tools, as `closed_grammar` does."""
     return replace(rules, grammar=closed_grammar(rules.grammar))

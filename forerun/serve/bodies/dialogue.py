@@ -155,7 +155,7 @@ def chat_prompt(
     offered: tuple[Tool, ...] = (),
     marks: Marks | None = None,
 ) -> Ints:
-    """int32[T] a conversation by the model's template. Raises ApiError if there is none.
+    """Encode a conversation by the model's template: int32[T]. Raises ApiError if there is none.
 
     marks  around thoughts: a message that goes on may break off in one
     """
@@ -177,7 +177,7 @@ def chat_prompt(
 
 
 def _opens(body: Conversational) -> bool:
-    """Whether the prompt ends where an answer begins. Raises RequestError if it would have to
+    """Tell whether the prompt ends where an answer begins. Raises RequestError if it would have to
     end in two ways.
     """
     if body.continue_final_message and body.add_generation_prompt:
@@ -208,7 +208,7 @@ def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
 
 
 def ignored_fields(body: SampledBody, loaded: Frontend) -> tuple[str, ...]:
-    """Fields of a request that were sent and change nothing with this model."""
+    """Name the fields of a request that were sent and change nothing with this model."""
     found = ignored_in(body)
     if isinstance(body, ChatBody):
         found += left_out(body.messages)
@@ -236,7 +236,7 @@ def template_of(loaded: Frontend) -> ChatTemplate:
 
 
 def _offered(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """The tools that the model may call, and whether it must."""
+    """Return the tools that the model may call, and whether it must."""
     tools = body.tools
     choice = body.tool_choice or ToolChoice("auto")
     if choice.kind == "none":
@@ -261,7 +261,7 @@ def _tool_rules(
     answer: Grammar | None,
     inside: bool,
 ) -> Rules:
-    """The grammar of an answer with calls; answer: of one without; inside: as of Calling."""
+    """Make the grammar of an answer with calls; answer: of one without; inside: as of Calling."""
     required = choice.kind != "auto"
     if required and answer is not None:
         raise RequestError(
@@ -370,8 +370,8 @@ def _after_reasoning(
     control: bool,
     budget: ThinkingBudget | None,
 ) -> tuple[Dialogue, Stage]:
-    """The same, its constraint beginning after the reasoning: where the reader of its text, in
-    which control tokens are seen with `control`, finds the end. And the stage behind its prompt.
+    """Make the constraint begin after the reasoning: where the reader of its text, in which control
+    tokens are seen with `control`, reads the end. Return that and the stage behind its prompt.
 
     Where the prompt leaves it to the model whether to think, and the constraint leaves no room
     for it, the prompt begins the reasoning: the constraint, or the budget, needs to know its

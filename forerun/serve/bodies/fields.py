@@ -78,7 +78,7 @@ def mender(reader: Reader) -> Mend:
 
 
 def schema_of(reader: Reader) -> Schema:
-    """The JSON schema of what a reader takes; {} (anything) where it has none."""
+    """Return the JSON schema of what a reader takes; {} (anything) where it has none."""
     return reader.schema if isinstance(reader, DescribedReader) else {}
 
 
@@ -112,7 +112,7 @@ def body_schema(kind: type[Any]) -> Schema:
 
 
 def accept(reader: Reader, default: Any = None) -> Any:
-    """A field of a body: how it is read, and what it is when absent or null."""
+    """Declare a field of a body: how it is read, and what it is when absent or null."""
     return dataclasses.field(default=default, metadata={"reader": reader})
 
 
@@ -124,7 +124,7 @@ def ignore(reader: Reader, default: Any = None) -> Any:
 
 
 def ignored_in(body: Any) -> tuple[str, ...]:
-    """Names of the ignored fields that a body was given, in the order of its declaration."""
+    """Name the ignored fields that a body was given, in the order of its declaration."""
     return tuple(
         item.name
         for item in dataclasses.fields(body)
@@ -133,12 +133,12 @@ def ignored_in(body: Any) -> tuple[str, ...]:
 
 
 def need(reader: Reader) -> Any:
-    """A field of a body that may not be absent or null."""
+    """Declare a field of a body that may not be absent or null."""
     return dataclasses.field(metadata={"reader": reader})
 
 
 def read(kind: type[Body], value: Any, where: str = "") -> Body:
-    """A `kind` from a JSON object. `where` is the object's own place, for messages.
+    """Read a `kind` from a JSON object. `where` is the object's own place, for messages.
 
     `kind.refused`, if there is one, maps fields that are not supported to the reason;
     `kind.renamed` maps other servers' names to ours. What is null is as if it were left out, under
@@ -200,7 +200,7 @@ def mend_object(kind: type[Any]) -> Mend:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: short, whatever was sent."""
+    """Write a value for a message: short, whatever was sent."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -215,20 +215,22 @@ def shown(value: Any) -> str:
 
 @takes({})
 def whatever(value: Any, where: str) -> Any:
-    """`value` as it is, unchecked: for fields that change nothing. Raises nothing."""
+    """Return `value` as it is, unchecked: for fields that change nothing. Raises nothing."""
     return value
 
 
 @takes({"type": "boolean"})
 def boolean(value: Any, where: str) -> bool:
-    """True or false. Raises RequestError that names `where` for anything else, 0 and 1 too."""
+    """Read true or false. Raises RequestError that names `where` for anything else, 0 and 1 too."""
     if not isinstance(value, bool):
         raise RequestError(f"{where} must be true or false, not {shown(value)}.", where)
     return value
 
 
 def integer(low: int, high: int) -> DescribedReader:
-    """A reader of whole numbers from `low` to `high`; it raises RequestError for anything else."""
+    """Make a reader of whole numbers from `low` to `high`; it raises RequestError for anything
+    else.
+    """
 
     @takes({"type": "integer", "minimum": low, "maximum": high})
     def reader(value: Any, where: str) -> int:
@@ -243,7 +245,9 @@ def integer(low: int, high: int) -> DescribedReader:
 
 
 def number(low: float, high: float, above_low: bool = False) -> DescribedReader:
-    """A finite number from `low` to `high`; with `above_low`, `low` itself is too low."""
+    """Make a reader of finite numbers from `low` to `high`; with `above_low`, `low` itself is too
+    low.
+    """
     span = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
     least = "exclusiveMinimum" if above_low else "minimum"
 
@@ -259,7 +263,7 @@ def number(low: float, high: float, above_low: bool = False) -> DescribedReader:
 
 
 def text(longest: int, shortest: int = 0) -> DescribedReader:
-    """A reader of strings of valid Unicode with `shortest` to `longest` characters; it raises
+    """Make a reader of strings of valid Unicode with `shortest` to `longest` characters; it raises
     RequestError for anything else.
     """
 
@@ -285,8 +289,8 @@ def text(longest: int, shortest: int = 0) -> DescribedReader:
 
 
 def items(each: Reader, longest: int, shortest: int = 0) -> DescribedReader:
-    """A reader of lists with `shortest` to `longest` entries, each read by `each`, which gives a
-    tuple; it raises RequestError for anything else.
+    """Make a reader of lists with `shortest` to `longest` entries, each read by `each`, which gives
+    a tuple; it raises RequestError for anything else.
     """
     bounds = {"minItems": shortest, "maxItems": longest}
 
@@ -316,8 +320,8 @@ def items(each: Reader, longest: int, shortest: int = 0) -> DescribedReader:
 
 
 def one_or_more(each: Reader, longest: int) -> DescribedReader:
-    """A reader of one string or a list of at most `longest`, each read by `each`, which gives a
-    tuple; it raises RequestError for anything else.
+    """Make a reader of one string or a list of at most `longest`, each read by `each`, which gives
+    a tuple; it raises RequestError for anything else.
     """
     several = items(each, longest)
 
@@ -333,8 +337,8 @@ def one_or_more(each: Reader, longest: int) -> DescribedReader:
 
 
 def only(*allowed: Any, why: str) -> DescribedReader:
-    """A reader of a field that is accepted only where it is one of `allowed`: what happens anyway.
-    Else it raises RequestError that names these and says why.
+    """Make a reader of a field that is accepted only where it is one of `allowed`: what happens
+    anyway. Else it raises RequestError that names these and says why.
     """
     several = [one for place, one in enumerate(allowed) if one not in allowed[:place]]
     known = ", ".join(map(json.dumps, several))
@@ -350,7 +354,9 @@ def only(*allowed: Any, why: str) -> DescribedReader:
 
 
 def part(kind: type[Any]) -> DescribedReader:
-    """A reader of an object that is itself a declared body; it raises RequestError as `read`."""
+    """Make a reader of an object that is itself a declared body; it raises RequestError as
+    `read`.
+    """
 
     @takes(body_schema(kind), mend_object(kind))
     def reader(value: Any, where: str) -> Any:
@@ -393,7 +399,7 @@ def _of_type(kind: type[Any], name: str) -> Schema:
 
 @takes({"type": "object"})
 def mapping(value: Any, where: str) -> dict[str, Any]:
-    """A JSON object as it is, its keys unchecked. Raises RequestError that names `where`."""
+    """Read a JSON object as it is, its keys unchecked. Raises RequestError that names `where`."""
     if not isinstance(value, dict):
         raise RequestError(f"{where} must be a JSON object, not {shown(value)}.", where)
     return value

@@ -19,7 +19,9 @@ class MessageHistory(tuple[Any, ...]):
 
 
 def left_out(messages: tuple[Any, ...]) -> tuple[str, ...]:
-    """Places of what was left out of messages; empty if they were not read as a history."""
+    """Return the places of what was left out of messages; empty if they were not read as a
+    history.
+    """
     return messages.left_out if isinstance(messages, MessageHistory) else ()
 
 
@@ -32,8 +34,8 @@ def history(
     fresh: Mend = lambda value, where, left: value,
     drops: bool = False,
 ) -> DescribedReader:
-    """A reader of a conversation, which gives a MessageHistory. Entries up to the last one of the
-    model's (`assistant`) are mended; it raises RequestError for others that `each` refuses.
+    """Make a reader of a conversation, which gives a MessageHistory. Entries up to the last one of
+    the model's (`assistant`) are mended; it raises RequestError for others that `each` refuses.
 
     fresh  mends a later entry: what tools brought is nothing that a client could mend, either
     drops  earlier entries that cannot be mended are left out, instead of refused

@@ -61,8 +61,8 @@ def of_parts(parts: DescribedReader) -> Mend:
 
 @takes({"anyOf": [plain_text.schema, _parts.schema]}, of_parts(_parts))
 def content(value: Any, where: str) -> str:
-    """A message's text: a string, or parts, which are joined by line breaks. Raises RequestError,
-    naming `where`, for anything else.
+    """Read a message's text: a string, or parts, which are joined by line breaks. Raises
+    RequestError, naming `where`, for anything else.
     """
     if isinstance(value, list):
         return "\n".join(part.text for part in _parts(value, where))
@@ -109,7 +109,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @takes(body_schema(Message), mend_object(Message))
 def _message(value: Any, where: str) -> dict[str, Any]:
-    """A message as the chat template takes it. OpenAI's `developer` is the older `system`."""
+    """Read a message as the chat template takes it. OpenAI's `developer` is the older `system`."""
     message = read(Message, value, where)
     if message.reasoning is not None and message.reasoning_content is None:
         message = replace(message, reasoning_content=message.reasoning)
@@ -128,7 +128,9 @@ def _message(value: Any, where: str) -> dict[str, Any]:
 
 
 def ignored_in_messages(body: dict[str, Any]) -> tuple[str, ...]:
-    """Fields that a checked body has in messages or in parts of them and that change nothing."""
+    """Name the fields that a checked body has in messages or in parts of them and that change
+    nothing.
+    """
     messages = [one for one in body.get("messages") or [] if isinstance(one, dict)]
     contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
     parts = [part for content in contents for part in content if isinstance(part, dict)]
@@ -137,7 +139,7 @@ def ignored_in_messages(body: dict[str, Any]) -> tuple[str, ...]:
 
 
 def is_assistant(message: dict[str, Any]) -> bool:
-    """Whether a message as it was sent is what the model said."""
+    """Tell whether a message as it was sent is what the model said."""
     return message.get("role") == "assistant"
 
 

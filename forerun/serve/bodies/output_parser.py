@@ -39,15 +39,15 @@ class OutputParser:
         self._arguments = ""  # Of the last call, as far as they have come.
 
     def called(self, finish: Finish | None, stop_reason: str | int | None) -> bool:
-        """Whether a choice that ended so ended with tool calls: not where a limit or a stop string
-        cut off the last one.
+        """Tell whether a choice that ended so ended with tool calls: not where a limit or a stop
+        string cut off the last one.
         """
         if self._caller is None or not self._caller.called or finish != Finish.STOP:
             return False
         return not self.stopped_inside(stop_reason)
 
     def stopped_inside(self, stop_reason: str | int | None) -> bool:
-        """Whether a stop string came before the arguments of a call were whole."""
+        """Tell whether a stop string came before the arguments of a call were whole."""
         called = self._caller is not None and self._caller.called
         if not called or not isinstance(stop_reason, str):
             return False
@@ -84,7 +84,7 @@ class OutputParser:
 
 
 def whole_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:
-    """The `tool_calls` of a message, from all pieces of its calls in order."""
+    """Make the `tool_calls` of a message, from all pieces of its calls in order."""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
         if piece.name is not None:
@@ -95,7 +95,7 @@ def whole_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:
 
 
 def streamed_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:
-    """The `tool_calls` of a chunk: id and name first, then arguments in pieces."""
+    """Make the `tool_calls` of a chunk: id and name first, then arguments in pieces."""
     return [
         {"index": piece.index, **_begun(piece)}
         if piece.name is not None

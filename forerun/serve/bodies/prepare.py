@@ -74,8 +74,8 @@ class Generation:
     unenforced: tuple[str, ...] = ()
 
     def under(self, grammar: Constraint) -> "Generation":
-        """The same generation with its rules compiled to `grammar`, which holds for all its
-        requests.
+        """Compile its rules to `grammar`, which holds for all its requests; return the new
+        generation.
         """
         requests = tuple(replace(request, grammar=grammar) for request in self.requests)
         return replace(self, requests=requests, rules=None, unenforced=grammar.unenforced)
@@ -148,9 +148,7 @@ def completion_generation(
 
 
 def within(generation: Generation, context: int) -> Generation:
-    """The same generation, each request asking for no more tokens than the context has room for,
-    one at least.
-    """
+    """Lower each request's max_tokens to what the context has room for, one at least."""
     cut = []
     for request in generation.requests:
         room = max(context - len(request.prompt), 1)
@@ -179,7 +177,7 @@ def _generation(
     settings: ServeSettings,
     goes_on: bool,
 ) -> Generation:
-    """The requests of these prompts; `goes_on` as in Request. Raises RequestError."""
+    """Make the requests of these prompts; `goes_on` as in Request. Raises RequestError."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     _check_limits(body, prompts, stopping, sampling, settings)
@@ -208,7 +206,9 @@ def _generation(
 
 
 def _predicted(body: SampledBody, loaded: Frontend) -> Ints:
-    """int32[T] what the answer is expected to be. Raises ContextError beyond the context."""
+    """Encode what the answer is expected to be: int32[T]. Raises ContextError beyond the
+    context.
+    """
     given, place = body.prediction or "", "prediction.content"
     _check_length(given, loaded, place)
     ids = np.array(loaded.tokenizer.encode_part(given, False), np.int32)
@@ -218,8 +218,8 @@ def _predicted(body: SampledBody, loaded: Frontend) -> Ints:
 
 
 def _with_thresholds(made: Generation, body: SampledBody, loaded: Frontend) -> Generation:
-    """The same, saying what the accept thresholds mean for it: that it is lossy, or that they
-    change nothing although the request names them.
+    """Add what the accept thresholds mean for the generation: that it is lossy, or that they change
+    nothing although the request names them.
     """
     sampling, asked = made.requests[0].sampling, body.speculative
     names = THRESHOLDS
@@ -236,7 +236,7 @@ def _sampling(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> Sampling:
-    """The sampler's part. Without a seed of the client's, each request gets a fresh one."""
+    """Make the sampler's part. Without a seed of the client's, each request gets a fresh one."""
     tokenizer = loaded.tokenizer
     eos = () if body.ignore_eos else tokenizer.eos_ids
     given = {name: getattr(body, name) for name in NEUTRAL}
@@ -289,7 +289,7 @@ def places_of(prompts: tuple[Prompt, ...]) -> list[str]:
 
 
 def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Frontend, place: str) -> Ints:
-    """int32[T] a prompt of /v1/completions. Raises RequestError, ContextError."""
+    """Encode a prompt of /v1/completions: int32[T]. Raises RequestError, ContextError."""
     if isinstance(prompt, str):
         if body.truncate_prompt_tokens is None:
             _check_length(prompt, loaded, place)
@@ -314,7 +314,7 @@ def _too_long(count: int, loaded: Frontend, place: str, least: str = "") -> Cont
 
 
 def _check_length(text: str, loaded: Frontend, place: str) -> None:
-    """Raises ContextError if a text certainly has more tokens than the context, unencoded."""
+    """Raise ContextError if a text certainly has more tokens than the context, unencoded."""
     least = loaded.tokenizer.least_tokens(text)
     if least > loaded.context:
         raise _too_long(least, loaded, place, "at least ")
@@ -330,8 +330,8 @@ def _truncated(prompt: Ints, body: SampledBody, loaded: Frontend) -> Ints:
 
 
 def known_tokens(tokens: tuple[int, ...], loaded: Frontend, place: str) -> Ints:
-    """int32[T] token ids that came from a client. Raises RequestError, naming `place`, for one
-    beyond the vocabulary.
+    """Check token ids that came from a client; return int32[T]. Raises RequestError, naming
+    `place`, for one beyond the vocabulary.
     """
     ids, vocab = as_ids(tokens, np.int64), loaded.tokenizer.vocab_size
     unknown = np.flatnonzero(ids >= vocab)
@@ -351,7 +351,7 @@ def _check_limits(
     sampling: Sampling,
     settings: ServeSettings,
 ) -> None:
-    """Limits of the server as a whole, before anything is allocated."""
+    """Check the limits of the server as a whole, before anything is allocated."""
     if body.n > settings.max_choices:
         raise RequestError(f"n is {body.n}, but this server allows {settings.max_choices}.", "n")
     if body.n * len(prompts) > MAX_SEQUENCES:

@@ -96,13 +96,13 @@ class _Prediction:
 
 @takes(body_schema(_Prediction))
 def prediction(value: Any, where: str) -> str:
-    """`prediction` (OpenAI): the text that the answer is expected to be, or most of it."""
+    """Read `prediction` (OpenAI): the text that the answer is expected to be, or most of it."""
     return read(_Prediction, value, where).content
 
 
 @takes({"type": ["object", "array"], "maxProperties": MAX_LOGIT_BIAS})
 def token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
-    """`logit_bias`: {"token id": bias}, or [[token id, bias], ...] (llama.cpp), where false is
+    """Read `logit_bias`: {"token id": bias}, or [[token id, bias], ...] (llama.cpp), where false is
     never. Whether the ids exist is checked by the engine.
     """
     if isinstance(value, list):
@@ -134,7 +134,9 @@ def _bias_pairs(pairs: list[Any], where: str) -> dict[str, Any]:
 
 @takes({"type": "integer", "minimum": -1, "not": {"const": 0}})
 def _truncation(value: Any, where: str) -> int:
-    """`truncate_prompt_tokens`: how many of a prompt's last tokens are kept; -1: as many as fit."""
+    """Read `truncate_prompt_tokens`: how many of a prompt's last tokens stay; -1: as many as
+    fit.
+    """
     found: int = integer(-1, MAX_TOKENS)(value, where)
     if found == 0:
         raise RequestError(f"{where} must be -1 or at least 1: a prompt has a token.", where)
@@ -143,7 +145,7 @@ def _truncation(value: Any, where: str) -> int:
 
 @takes({"type": "integer", "minimum": -1, "not": {"const": 0}})
 def _answer_length(value: Any, where: str) -> int | None:
-    """`max_tokens` of a conversation; -1 (llama.cpp) is as if it were left out."""
+    """Read `max_tokens` of a conversation; -1 (llama.cpp) is as if it were left out."""
     if type(value) is int and value == UNLIMITED:
         return None
     found: int = integer(1, MAX_TOKENS)(value, where)
@@ -241,7 +243,7 @@ class SampledBody(UnusedFields):
 
 @takes({"type": "object", "maxProperties": 64})
 def template_options(value: Any, where: str) -> dict[str, Any]:
-    """`chat_template_kwargs`: names for the template, which checks their depth."""
+    """Read `chat_template_kwargs`: names for the template, which checks their depth."""
     if not isinstance(value, dict) or len(value) > 64:
         raise RequestError(f"{where} must be an object of at most 64 entries.", where)
     return value
@@ -324,8 +326,8 @@ Prompt = str | tuple[int, ...]
 
 @takes({"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}})
 def token_ids(value: Any, where: str) -> tuple[int, ...]:
-    """A prompt as token ids, at least one. Raises RequestError for other values; whether ids exist
-    is checked in `prepare`.
+    """Read a prompt as token ids, at least one. Raises RequestError for other values; whether ids
+    exist is checked in `prepare`.
     """
     if not isinstance(value, list) or not value:
         raise RequestError(f"{where} must be a list of token ids, not {shown(value)}.", where)
@@ -346,7 +348,7 @@ _PROMPTS = [
 
 @takes({"anyOf": _PROMPTS})
 def _prompts(value: Any, where: str) -> tuple[Prompt, ...]:
-    """`prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
+    """Read `prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
     if isinstance(value, str):
         return (str(plain_text(value, where)),)
     if not isinstance(value, list) or not value:

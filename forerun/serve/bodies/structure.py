@@ -40,15 +40,16 @@ _text = text(2**31 - 1)
 
 @takes({"type": ["object", "string", "boolean"]})
 def json_rules(value: Any, where: str) -> Rules:
-    """A JSON schema: an object, or JSON text of one. What cannot be enforced is left out. Raises
-    RequestError, naming `where`, for what is no schema.
+    """Read a JSON schema: an object, or JSON text of one. What cannot be enforced is left out.
+    Raises RequestError, naming `where`, for what is no schema.
     """
     return Rules(_whole_schema(_parsed(value, where), False, where))
 
 
 def _whole_schema(schema: Any, strict: bool, where: str) -> Grammar:
-    """A schema that the answer is held to, strict or not: parts that are no schemas, and patterns
-    that are no regular expressions, are refused. (Tools may have them: the others can be called.)
+    """Make the grammar of a schema that the answer is held to, strict or not: parts that are no
+    schemas, and patterns that are no regular expressions, are refused. (Tools may have them: the
+    others can be called.)
     """
     grammar = Grammar.json_schema(schema, not strict, where)
     if not strict:
@@ -59,15 +60,15 @@ def _whole_schema(schema: Any, strict: bool, where: str) -> Grammar:
 
 @takes({"type": "string"})
 def regex_rules(value: Any, where: str) -> Rules:
-    """A regular expression for the whole text. Raises RequestError, naming `where`, for no string
-    or a bad one.
+    """Read a regular expression for the whole text. Raises RequestError, naming `where`, for no
+    string or a bad one.
     """
     return Rules(Grammar.regex(_text(value, where), where))
 
 
 @takes(items(_text, MAX_PARTS, 1).schema)
 def choice_rules(value: Any, where: str) -> Rules:
-    """A list of texts, of which the answer is one. Raises RequestError, naming `where`, for
+    """Read a list of texts, of which the answer is one. Raises RequestError, naming `where`, for
     anything else.
     """
     return Rules(Grammar.choice(items(_text, MAX_PARTS, 1)(value, where), where))
@@ -75,15 +76,15 @@ def choice_rules(value: Any, where: str) -> Rules:
 
 @takes({"type": "string"})
 def grammar_rules(value: Any, where: str) -> Rules:
-    """A grammar in GBNF or Lark for the whole text. Raises RequestError, naming `where`, for no
-    string or a bad one.
+    """Read a grammar in GBNF or Lark for the whole text. Raises RequestError, naming `where`, for
+    no string or a bad one.
     """
     return Rules(Grammar.grammar(_text(value, where), where))
 
 
 @takes({"type": ["object", "string"]})
 def structural_rules(value: Any, where: str) -> Rules:
-    """Tags in free text: an object with structures and triggers, or JSON text of one."""
+    """Read tags in free text: an object with structures and triggers, or JSON text of one."""
     given = read(_StructuralTag, _parsed(value, where), where)
     return tag_rules(given.structures, given.triggers, where)
 
@@ -116,8 +117,8 @@ def response_rules(value: Any, where: str) -> Rules | None:
 
 @takes({"type": "object", "minProperties": 1})
 def structured_rules(value: Any, where: str) -> Rules:
-    """VLLM's structured_outputs, an object with exactly one kind. Raises RequestError naming the
-    field.
+    """Read vLLM's structured_outputs, an object with exactly one kind. Raises RequestError naming
+    the field.
     """
     given = read(_StructuredOutputs, value, where)
     found = one_of(given, _KINDS, f"{where}.")
@@ -135,7 +136,9 @@ def structured_rules(value: Any, where: str) -> Rules:
 
 
 def one_of(body: Any, names: tuple[str, ...], prefix: str = "") -> Rules | None:
-    """The one field of `names` that is set. Raises RequestError naming two where more are."""
+    """Return the one field of `names` that is set. Raises RequestError naming two where more
+    are.
+    """
     found = [name for name in names if getattr(body, name) is not None]
     if len(found) > 1:
         raise RequestError(
@@ -148,7 +151,7 @@ def one_of(body: Any, names: tuple[str, ...], prefix: str = "") -> Rules | None:
 
 
 def _parsed(value: Any, where: str) -> Any:
-    """A value, or what its JSON text says."""
+    """Return a value, or what its JSON text says."""
     if not isinstance(value, str):
         return value
     try:
@@ -190,8 +193,8 @@ class _JsonObject:
 
 
 def named_rules(schema: Any, strict: bool, place: str) -> Rules:
-    """A schema as OpenAI's clients send it. What is strict has objects without further keys; what
-    is not may have keywords that are not honoured.
+    """Make the rules of a schema as OpenAI's clients send it. What is strict has objects without
+    further keys; what is not may have keywords that are not honoured.
     """
     found = _whole_schema(schema, strict, place)
     return Rules(closed_grammar(found) if strict else found)
@@ -203,7 +206,7 @@ def json_object_rules(place: str) -> Rules:
 
 
 def _named_schema(value: Any, where: str) -> "_NamedSchema":
-    """OpenAI's wrapper."""
+    """Read OpenAI's wrapper of a schema."""
     given = read(_Wrapper, value, where)
     return _NamedSchema(named_rules(given.schema, given.strict, f"{where}.schema"))
 
@@ -249,7 +252,7 @@ class _StructuralTag:
 
 
 def _or_nothing(reader: Reader) -> Reader:
-    """The same reader, for which an empty text says nothing."""
+    """Make a reader that takes an empty text as absent, and all else as `reader` does."""
 
     def empty_or_read(value: Any, where: str) -> Rules | None:
         rules: Rules | None = None if value == "" else reader(value, where)

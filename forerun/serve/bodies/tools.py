@@ -49,8 +49,8 @@ class ToolChoice:
 
 @takes({"type": "object", "required": ["type", "function"]})
 def tool(value: Any, where: str) -> Tool:
-    """A function with its parameters; without any it takes none. Raises RequestError naming the
-    field.
+    """Read a function with its parameters; without any it takes none. Raises RequestError naming
+    the field.
     """
     given = read(_Tool, value, where)
     place = f"{where}.function"
@@ -75,7 +75,7 @@ def plain_tool(
     strict: bool,
     place: str,
 ) -> Tool:
-    """A function that came in another dialect's words; templates know OpenAI's."""
+    """Make a tool of a function that came in another dialect's words; templates know OpenAI's."""
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
@@ -85,7 +85,7 @@ def plain_tool(
 
 
 def different(tools: tuple[Tool, ...], name_field: str, where: str = "tools") -> tuple[Tool, ...]:
-    """`tools` as they are. Raises RequestError, by `where` and `name_field`, if two have one
+    """Return `tools` as they are. Raises RequestError, by `where` and `name_field`, if two have one
     name.
     """
     names = [item.signature.name for item in tools]
@@ -98,13 +98,15 @@ def different(tools: tuple[Tool, ...], name_field: str, where: str = "tools") ->
 
 @takes(items(tool, MAX_TOOLS).schema)
 def tools(value: Any, where: str) -> tuple[Tool, ...]:
-    """Functions with different names, MAX_TOOLS at most. Raises RequestError naming the field."""
+    """Read functions with different names, MAX_TOOLS at most. Raises RequestError naming the
+    field.
+    """
     return different(items(tool, MAX_TOOLS)(value, where), "function.name", where)
 
 
 @takes({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})
 def tool_choice(value: Any, where: str) -> ToolChoice:
-    """none, auto, required, or {"type": "function", "function": {"name": ...}}."""
+    """Read none, auto, required, or {"type": "function", "function": {"name": ...}}."""
     if isinstance(value, dict):
         return ToolChoice("named", read(_Choice, value, where).function.name)
     if value not in ("none", "auto", "required"):
@@ -116,8 +118,8 @@ def tool_choice(value: Any, where: str) -> ToolChoice:
 
 @takes({"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,256}$"})
 def function_name(value: Any, where: str) -> str:
-    """A name that every way of writing calls can hold. Raises RequestError, naming `where`, for
-    anything else.
+    """Read a name that every way of writing calls can hold. Raises RequestError, naming `where`,
+    for anything else.
     """
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         message = f"{where} must be 1 to 256 letters, digits, '_', '.' or '-', not {shown(value)}."
@@ -154,7 +156,9 @@ class _Choice:
 
 
 def _first_object(value: Any, where: str, left: list[str]) -> dict[str, Any]:
-    """The first whole object in arguments that a model wrote; an empty one where there is none."""
+    """Return the first whole object in arguments that a model wrote; an empty one where there is
+    none.
+    """
     found, whole = value, True
     try:
         if isinstance(value, str):
@@ -178,8 +182,8 @@ def _mend_text(value: Any, where: str, left: list[str]) -> str:
 
 @takes(_text.schema, _mend_text)
 def argument_text(value: Any, where: str) -> str:
-    """Arguments of a call as JSON text; none may be empty. Raises RequestError, naming `where`, for
-    anything else.
+    """Read arguments of a call as JSON text; none may be empty. Raises RequestError, naming
+    `where`, for anything else.
     """
     written = str(_text(value, where))
     if written.strip():
@@ -193,7 +197,7 @@ def argument_text(value: Any, where: str) -> str:
 
 @takes({"type": "object"}, _first_object)
 def argument_object(value: Any, where: str) -> dict[str, Any]:
-    """Arguments of a call as a JSON object. Raises RequestError, naming `where`, for anything
+    """Read arguments of a call as a JSON object. Raises RequestError, naming `where`, for anything
     else.
     """
     check_json(value, where)
@@ -223,8 +227,8 @@ class _Call:
 
 @takes({"type": "object", "required": ["function"]}, mend_object(_Call))
 def call(value: Any, where: str) -> dict[str, Any]:
-    """A call of an earlier answer, as chat templates take it. Raises RequestError naming
-    the field.
+    """Read a call of an earlier answer, as chat templates take it. Raises RequestError naming the
+    field.
     """
     given = read(_Call, value, where)
     function = {"name": given.function.name, "arguments": given.function.arguments}

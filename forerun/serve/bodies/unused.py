@@ -34,7 +34,7 @@ _OF_BACKENDS = {
 
 @takes({"type": "string"})
 def _backend(value: Any, where: str) -> str:
-    """`guided_decoding_backend` of older vLLM: name:option,option. All backends keep to the
+    """Read `guided_decoding_backend` of older vLLM: name:option,option. All backends keep to the
     same constraint. Raises RequestError for an option that changes texts.
     """
     found: str = text(256)(value, where)

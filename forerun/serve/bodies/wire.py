@@ -48,7 +48,7 @@ class Bodies:
         self._held: Counter[str] = Counter()  # Bytes of bodies on their way, by client.
 
     async def receive(self, request: Request) -> bytes:
-        """The body of a request that says it is JSON.
+        """Receive the body of a request that says it is JSON.
 
         Raises ApiError (400, 408, 413, 415, 429) and ClientGoneError.
         """
@@ -82,8 +82,8 @@ class Bodies:
 
     @contextmanager
     def holding(self, request: Request, size: int) -> Iterator[None]:
-        """A context in which a body that was received counts as one on its way: it waits. Raises
-        ApiError (429) as `receive` does.
+        """Count a received body as one on its way within this context: it waits. Raises ApiError
+        (429) as `receive` does.
         """
         client = "" if request.client is None else request.client.host
         self._hold(client, size)
@@ -118,7 +118,9 @@ class Bodies:
             del self._held[client]
 
     def _too_large(self, sent: bool) -> ApiError:
-        """sent: the whole body has arrived, and the connection can be used again."""
+        """Make the error for it; sent: the whole body has arrived, and the connection can be used
+        again.
+        """
         return ApiError(
             413,
             f"The body is larger than {self._limit} bytes, the limit of this server "
@@ -129,8 +131,8 @@ class Bodies:
 
 
 def _careless(request: Request) -> bool:
-    """Clients of Ollama and of llama.cpp, and their users with curl, do not say that a body is
-    JSON.
+    """Tell whether the client may leave out that a body is JSON, as those of Ollama and of
+    llama.cpp, and their users with curl, do.
     """
     path = request.url.path
     return path.startswith("/api/") or path in ("/completion", "/completions", "/infill")
@@ -150,7 +152,9 @@ def check_same_site(request: Request) -> None:
 
 
 def _from_a_page(request: Request) -> bool:
-    """Browsers say where a request comes from, whatever a page wants; other clients do not."""
+    """Tell whether a web page sent the request: browsers say where one comes from, whatever a page
+    wants; other clients do not.
+    """
     return "origin" in request.headers or "sec-fetch-site" in request.headers
 
 
@@ -170,8 +174,9 @@ def parse_json(body: bytes) -> Any:
 
 
 def dump_json(value: Any) -> bytes:
-    """Compact JSON in UTF-8; what is not valid Unicode becomes a question mark. Beside the event
-    loop it is slower, and lets go of the interpreter's lock again and again: the loop goes on.
+    """Encode as compact JSON in UTF-8; what is not valid Unicode becomes a question mark. Beside
+    the event loop it is slower, and lets go of the interpreter's lock again and again: the loop
+    goes on.
     """
     encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     if _on_the_loop():
@@ -191,11 +196,11 @@ def _on_the_loop() -> bool:
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """A server-sent event, bytes: its name, if it has one, and `data` as JSON in one line."""
+    """Encode a server-sent event: its name, if it has one, and `data` as JSON in one line."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + dump_json(data) + b"\n\n"
 
 
 def line(data: Any) -> bytes:
-    """`data` as JSON in one line, bytes with a line feed at the end (Ollama's streams)."""
+    """Encode `data` as JSON in one line with a line feed at the end (Ollama's streams)."""
     return dump_json(data) + b"\n"

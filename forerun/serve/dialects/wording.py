@@ -28,5 +28,5 @@ def error_body(path: str, error: ApiError) -> Any:
 
 
 def request_ids(path: str, id: str) -> list[tuple[bytes, bytes]]:
-    """Headers by which a family's clients know a request, beside x-request-id."""
+    """Return headers by which a family's clients know a request, beside x-request-id."""
     return [(b"request-id", id.encode())] if path.startswith("/v1/messages") else []

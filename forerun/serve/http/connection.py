@@ -143,7 +143,7 @@ class _Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Called when an answer is written: go on with what was not read yet."""
+        """Go on with what was not read yet, once an answer is written."""
         super().on_response_complete()
         if self._unread:
             self._feed_soon()

@@ -50,12 +50,14 @@ def _cut(text: str, longest: int) -> str:
 
 
 def unavailable(message: str, code: str, retry_after: float = 1.0) -> ApiError:
-    """A 503 that says in how many seconds to come back, rounded up; not raised."""
+    """Return a 503 that says in how many seconds to come back, rounded up; not raised."""
     return ApiError(503, message, code, headers={"retry-after": str(ceil(retry_after))})
 
 
 def stuck(since: float | None, limit: float) -> ApiError | None:
-    """A 503 where a step that began at `since` (time.monotonic) has taken over `limit` seconds."""
+    """Return a 503 where a step that began at `since` (time.monotonic) has taken over `limit`
+    seconds.
+    """
     if since is None or (seconds := monotonic() - since) <= limit:
         return None
     message = f"A step of the engine has been running for {seconds:.0f} s; see the server's log."
@@ -63,7 +65,7 @@ def stuck(since: float | None, limit: float) -> ApiError | None:
 
 
 def api_error(error: ForerunError) -> ApiError:
-    """The answer to one of Forerun's own errors: its status, code and field. Not raised."""
+    """Return the answer to one of Forerun's own errors: its status, code and field. Not raised."""
     if isinstance(error, WorkerError):
         return unavailable(str(error), "worker_process_lost")
     if isinstance(error, BusyError):
@@ -81,7 +83,7 @@ def api_error(error: ForerunError) -> ApiError:
 
 
 def unknown_model(name: str, known: Iterable[str]) -> ApiError:
-    """The 404 for a name that is none of `known`; a long one is cut."""
+    """Return the 404 for a name that is none of `known`; a long one is cut."""
     cut = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
     some = ", ".join(map(repr, known))
     message = f"The model {cut!a} does not exist; this server serves {some}."

@@ -21,7 +21,7 @@ class InFlight:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """A context around an answer that `drain` waits for."""
+        """Enter a context around an answer that `drain` waits for."""
         self._active += 1
         try:
             yield

@@ -63,5 +63,5 @@ async def index(request: Request) -> Response:
 
 
 def ui_routes() -> list[BaseRoute]:
-    """The routes of the web UI: its page at / and its files below /ui/."""
+    """Return the routes of the web UI: its page at / and its files below /ui/."""
     return [Route("/", index), Mount("/ui", UiFiles(FOLDER))]

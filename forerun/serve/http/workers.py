@@ -58,7 +58,7 @@ class Workers:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Result:
-        """As `run`, for work that waits for another process: on a thread, whatever its size."""
+        """Do as `run`, for work that waits for another process: on a thread, whatever its size."""
         if size > LARGE:
             return await self.run(size, work, *args, **kwargs)
         loop = asyncio.get_running_loop()

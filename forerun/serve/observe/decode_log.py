@@ -26,8 +26,8 @@ class DecodeLog:
         self._last, self._time = last, clock()
 
     def look(self, now: Stats) -> list[str]:
-        """The lines to log, if the engine made `interval` steps since the last ones; else none.
-        Remembers `now`.
+        """Return the lines to log, if the engine made `interval` steps since the last ones; else
+        none. Remembers `now`.
         """
         if now.steps - self._last.steps < self._interval:
             return []

@@ -231,7 +231,7 @@ class Metrics:
         self._engines.meters.remove(meter)
 
     def page(self) -> bytes:
-        """All metrics in the text format that Prometheus reads, UTF-8."""
+        """Return all metrics in the text format that Prometheus reads, UTF-8."""
         return generate_latest(self._registry)
 
     def _seconds(self, family: str, text: str) -> Histogram:
@@ -248,8 +248,8 @@ class EngineCollector(Collector):
         self._histograms = (*_HISTOGRAMS, *(_SGLANG_HISTOGRAMS if sglang else ()))
 
     def collect(self) -> Iterable[Metric]:
-        """One metric family per counter, gauge and histogram, with a sample per engine, from what
-        each said last.
+        """Yield one metric family per counter, gauge and histogram, with a sample per engine, from
+        what each said last.
         """
         engines = [([meter.name, ENGINE], meter.stats()) for meter in self.meters]
         for name, text, value in self._counters:

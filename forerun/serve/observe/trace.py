@@ -10,7 +10,7 @@ FIELD = "speculative_trace"
 
 
 def traced(steps: Iterable[StepTrace], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The JSON of some steps of one choice, in order (docs/reference/trace.md); `tokenizer`
+    """Return the JSON of some steps of one choice, in order (docs/reference/trace.md); `tokenizer`
     turns token ids into text.
     """
     return [_step(step, tokenizer) for step in steps]
@@ -44,7 +44,7 @@ def _nodes(row: DraftRow, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def _token(token: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Its id and text; where that is no whole characters, its bytes too."""
+    """Return its id and text; where that is no whole characters, its bytes too."""
     piece = tokenizer.token_bytes(token)
     text = piece.decode("utf-8", "replace")
     whole = "\ufffd" not in text

@@ -22,8 +22,8 @@ class Blocks:
         self._open: str | None = None
 
     def push(self, heard: Heard) -> list[Event]:
-        """The events, in order, of what is new; blocks are begun and ended where the kind of text
-        changes.
+        """Return the events, in order, of what is new; blocks are begun and ended where the kind of
+        text changes.
         """
         events: list[Event] = []
         if heard.reasoning:
@@ -47,14 +47,16 @@ class Blocks:
         return events
 
     def close(self) -> list[Event]:
-        """The event that ends the open block; none if no block is open."""
+        """Return the event that ends the open block; none if no block is open."""
         if self._open is None:
             return []
         self._open = None
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def whole(self, cut: bool) -> list[dict[str, Any]]:
-        """All blocks. cut: as Hearing.cut; then a last call without a whole input is left out."""
+        """Return all blocks. cut: as Hearing.cut; then a last call without a whole input is left
+        out.
+        """
         found = []
         for at, block in enumerate(self._blocks):
             called, last = block["type"] == "tool_use", at == len(self._blocks) - 1

@@ -54,7 +54,7 @@ class _ClientTool:
 
 
 def known_tool(value: Any, where: str) -> Tool | None:
-    """The function that stands for a tool of such a type; None for other tools. Raises
+    """Return the function that stands for a tool of such a type; None for other tools. Raises
     RequestError naming the field.
     """
     kind = value.get("type") if isinstance(value, dict) else None

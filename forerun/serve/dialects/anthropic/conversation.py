@@ -32,7 +32,7 @@ class _Conversation(ChatBody):
 
 
 def chat_body(body: CountBody) -> ChatBody:
-    """The request in the server's own words. Raises RequestError, by the field, for what has no
+    """Put the request in the server's own words. Raises RequestError, by the field, for what has no
     such words.
     """
     messages = [] if body.system is None else [{"role": "system", "content": body.system}]
@@ -67,7 +67,7 @@ def chat_body(body: CountBody) -> ChatBody:
 
 
 def ignored(body: CountBody) -> tuple[str, ...]:
-    """Fields of the request, those within it by their path, that change nothing."""
+    """Name the fields of the request, those within it by their path, that change nothing."""
     found = list(ignored_in(body))
     if body.thinking is not None:
         found += [f"thinking.{name}" for name in ignored_in(body.thinking)]
@@ -77,8 +77,8 @@ def ignored(body: CountBody) -> tuple[str, ...]:
 
 
 def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """A message as templates take it: results of tools are messages of their own, and come first,
-    since they answer the calls before.
+    """Write a message as templates take it: results of tools are messages of their own, and come
+    first, since they answer the calls before.
     """
     texts = [block.text for block in message.content if isinstance(block, Text | Document)]
     found: list[dict[str, Any]] = [

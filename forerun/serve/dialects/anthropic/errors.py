@@ -16,7 +16,7 @@ _KINDS = {
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON of an error: `{"type": "error", "error": {...}}`, its type by the status."""
+    """Return the JSON of an error: `{"type": "error", "error": {...}}`, its type by the status."""
     kind = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _KINDS.get(error.status, kind)
     found: dict[str, Any] = {"type": kind, "message": _message(error)}
@@ -26,8 +26,9 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def _message(error: ApiError) -> str:
-    """The sentence. Where a prompt is too long, or leaves no room for max_tokens, it begins with
-    the words by which Anthropic's clients know that they should shorten the one or lower the other.
+    """Write the sentence. Where a prompt is too long, or leaves no room for max_tokens, it begins
+    with the words by which Anthropic's clients know that they should shorten the one or lower the
+    other.
     """
     if error.lengths is None:
         return str(error)

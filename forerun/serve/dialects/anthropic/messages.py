@@ -35,8 +35,8 @@ class MessagesDialect(Dialect):
         self._started = False
 
     def parse(self, value: Any, service: Service) -> ParsedRequest:
-        """As Dialect.parse, of the body of /v1/messages. Raises RequestError naming the field,
-        ApiError.
+        """Implement Dialect.parse for the body of /v1/messages. Raises RequestError naming the
+        field, ApiError.
         """
         body = read(MessagesBody, value)
         self._served = service.named(body.model)
@@ -57,7 +57,7 @@ class MessagesDialect(Dialect):
         return ParsedRequest(replace(made, id=self._id), self._served, left)
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """As Dialect.events: message_start at first, content blocks, and with `last` the
+        """Implement Dialect.events: message_start at first, content blocks, and with `last` the
         message_delta.
         """
         events: list[Event] = []
@@ -77,7 +77,9 @@ class MessagesDialect(Dialect):
         return b"".join(event(one, one["type"]) for one in events)
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """As Dialect.whole: one message with all content blocks, why it ended, and its usage."""
+        """Implement Dialect.whole: one message with all content blocks, why it ended, and its
+        usage.
+        """
         for _, delta in choices:
             self._blocks.push(self._hearing.push(delta))
         usage = {**_input(tally), "output_tokens": tally.output_tokens}
@@ -88,14 +90,14 @@ class MessagesDialect(Dialect):
         return answer
 
     def end(self, error: ApiError | None) -> bytes:
-        """As Dialect.end: message_stop, or an error event."""
+        """Implement Dialect.end: message_stop, or an error event."""
         if error is None:
             return event({"type": "message_stop"}, "message_stop")
         return event(error_body(error), "error")
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """As Dialect.error: `error_body`."""
+        """Implement Dialect.error by `error_body`."""
         return error_body(error)
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
@@ -111,7 +113,7 @@ class MessagesDialect(Dialect):
         }
 
     def _stop(self) -> dict[str, Any]:
-        """Why the answer ended."""
+        """Say why the answer ended."""
         hearing = self._hearing
         if hearing.finish == Finish.LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -129,7 +131,7 @@ def counted(value: Any, service: Service) -> dict[str, int]:
 
 
 def _input(tally: Tally) -> dict[str, int]:
-    """Tokens of the prompt. Those that the prefix cache had are counted apart from the others."""
+    """Count the tokens of the prompt. Those that the prefix cache had are counted apart."""
     return {
         "input_tokens": tally.prompt_tokens - tally.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -21,6 +21,6 @@ def model_card(served: Served) -> dict[str, Any]:
 
 
 def listed(cards: list[dict[str, Any]]) -> dict[str, Any]:
-    """A page of models, the only one; at least one card."""
+    """Return a page of models, the only one; at least one card."""
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
     return {"data": cards, "has_more": False, **ends}

@@ -115,8 +115,8 @@ _text_blocks = items(_text_block, MAX_MESSAGES)
 
 @takes({"anyOf": [plain_text.schema, _text_blocks.schema]}, of_parts(_text_blocks))
 def told(value: Any, where: str) -> str:
-    """The text of a field: a string, or blocks of text, joined by line breaks. Raises RequestError,
-    naming `where`, for anything else.
+    """Read the text of a field: a string, or blocks of text, joined by line breaks. Raises
+    RequestError, naming `where`, for anything else.
     """
     if isinstance(value, list):
         return "\n".join(block.text for block in _text_blocks(value, where))
@@ -224,7 +224,7 @@ _SEARCH = "tool_search_tool_"
 
 @takes({"type": "array", "maxItems": MAX_TOOLS})
 def _tools(value: Any, where: str) -> tuple[Tool, ...]:
-    """Functions. Those that only find deferred ones are left out."""
+    """Read functions. Those that only search for deferred ones are left out."""
     each = items(_tool, MAX_TOOLS)
     if not isinstance(value, list):
         return tuple(each(value, where))

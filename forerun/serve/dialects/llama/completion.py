@@ -60,8 +60,8 @@ class CompletionsDialect(Dialect):
         self._written: dict[int, Written] = {}
 
     def parse(self, value: Any, service: Service) -> ParsedRequest:
-        """As Dialect.parse, of the body of /completion. Raises RequestError naming the field,
-        ApiError.
+        """Implement Dialect.parse for the body of /completion. Raises RequestError naming the
+        field, ApiError.
         """
         body = self._body = read(self._kind, value)
         self._served = service.named(body.model)
@@ -75,12 +75,14 @@ class CompletionsDialect(Dialect):
         return ParsedRequest(self._generation, self._served, ignored_in(body))
 
     def _plain(self, body: NativeBody) -> CompletionBody:
-        """The request in the server's own words. Raises RequestError, ApiError."""
+        """Put the request in the server's own words. Raises RequestError, ApiError."""
         tokenizer = self._served.loaded.tokenizer
         return body.plain(tuple(_prompt(parts, tokenizer) for parts in body.prompt))
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """As Dialect.events: one event per delta that has text, one more where a choice ends."""
+        """Implement Dialect.events: one event per delta that has text, one more where a choice
+        ends.
+        """
         found = []
         for index, delta in news:
             self._written.setdefault(index, Written()).add(delta)
@@ -91,7 +93,7 @@ class CompletionsDialect(Dialect):
         return b"".join(map(event, found))
 
     def whole(self, choices: News, tally: Tally) -> Any:
-        """As Dialect.whole: an object, or a list of them where there are several choices."""
+        """Implement Dialect.whole: an object, or a list of them where there are several choices."""
         found = []
         for index, delta in choices:
             self._written.setdefault(index, Written()).add(delta)
@@ -101,12 +103,12 @@ class CompletionsDialect(Dialect):
         return found if len(found) > 1 else found[0]
 
     def end(self, error: ApiError | None) -> bytes:
-        """As Dialect.end: nothing, or an error event."""
+        """Implement Dialect.end: nothing, or an error event."""
         return b"" if error is None else event(error_body(error))
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """As Dialect.error: `error_body`."""
+        """Implement Dialect.error by `error_body`."""
         return error_body(error)
 
     def _piece(self, index: int, delta: Delta, tally: Tally) -> dict[str, Any]:
@@ -231,7 +233,9 @@ class InfillDialect(CompletionsDialect):
 
 
 def _prompt(parts: Parts, tokenizer: Tokenizer) -> Prompt:
-    """A text alone, or the ids of texts and ids in order: the first text may begin the whole."""
+    """Return a text alone, or the ids of texts and ids in order: the first text may begin the
+    whole.
+    """
     if len(parts) == 1 and isinstance(parts[0], str):
         return parts[0]
     found: list[int] = []
@@ -253,7 +257,7 @@ def _cut(body: NativeBody, texts: int) -> Callable[[], Cut] | None:
 
 
 def _stop(written: Written) -> tuple[str, str]:
-    """Why a text ended, and the word that ended it: "" where none did."""
+    """Say why a text ended, and the word that ended it: "" where none did."""
     last = written.last
     if last is None or last.finish is None:
         return "none", ""
@@ -265,7 +269,9 @@ def _stop(written: Written) -> tuple[str, str]:
 
 
 def _chosen(answer: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
-    """The parts of an answer that are named, each under its path; what is not there is left out."""
+    """Select the parts of an answer that are named, each under its path; what is missing is left
+    out.
+    """
     found = {}
     for path in paths:
         value: Any = answer

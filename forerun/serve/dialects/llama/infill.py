@@ -42,8 +42,8 @@ _FILE = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks:
-    """The marks that the model's vocabulary has for infilling. Raises ApiError (400) if it has
-    none.
+    """Return the marks that the model's vocabulary has for infilling. Raises ApiError (400) if it
+    has none.
     """
 
     def first(names: tuple[str, ...]) -> int | None:
@@ -63,8 +63,8 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
 
 
 def infill_prompt(body: InfillBody, tokenizer: Tokenizer, context: int) -> tuple[int, ...]:
-    """Token ids: what else is known, prefix, suffix, and the mark behind which is written. Of
-    input_extra the first chunks are left out where all of them leave no room for the answer.
+    """Make token ids of: what else is known, prefix, suffix, and the mark behind which is written.
+    Of input_extra the first chunks are left out where all of them leave no room for the answer.
     """
     marks = marks_of(tokenizer)
     ((written,),) = body.prompt

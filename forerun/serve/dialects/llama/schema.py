@@ -61,7 +61,7 @@ class _PromptObject:
 
 
 def _one_prompt(value: Any, where: str) -> Parts:
-    """A text, token ids, or a list of both."""
+    """Read a text, token ids, or a list of both."""
     if isinstance(value, str):
         return (str(plain_text(value, where)),)
     if isinstance(value, dict):
@@ -83,7 +83,7 @@ def _text_or_id(value: Any, where: str) -> str | int:
 
 @takes({"type": ["string", "array", "object"]})
 def _prompts(value: Any, where: str) -> tuple[Parts, ...]:
-    """`prompt`: one prompt, or several: lists and objects in a list, or texts alone."""
+    """Read `prompt`: one prompt, or several: lists and objects in a list, or texts alone."""
     kinds = {type(one) for one in value} if isinstance(value, list) else set()
     if kinds and (kinds == {str} or kinds & {list, dict}):
         return tuple(items(_one_prompt, MAX_PROMPTS)(value, where))
@@ -124,7 +124,7 @@ class NativeBody(SampledBody):
     }
 
     def plain(self, prompts: tuple[Prompt, ...]) -> CompletionBody:
-        """The same request in the server's own words, with its prompts as texts or ids."""
+        """Put the request in the server's own words, with its prompts as texts or ids."""
         shared = {item.name: getattr(self, item.name) for item in fields(SampledBody)}
         own = {item.name: item.default for item in fields(SampledBody) if item.name in _OWN}
         drawn = secrets.randbits(31) if self.seed in RANDOM_SEEDS else self.seed

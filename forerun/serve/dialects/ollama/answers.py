@@ -46,8 +46,8 @@ class OllamaDialect(Dialect):
         self._calls = Calls()
 
     def parse(self, value: Any, service: Service) -> ParsedRequest | Ready:
-        """As Dialect.parse; Ready for a request that has nothing to write, which only loads. Raises
-        RequestError naming the field, ApiError.
+        """Implement Dialect.parse; Ready for a request that has nothing to write, which only loads.
+        Raises RequestError naming the field, ApiError.
         """
         asked = self._read(value)
         self._served = named(service, asked.model)
@@ -66,11 +66,11 @@ class OllamaDialect(Dialect):
 
     @abstractmethod
     def _read(self, value: Any) -> OllamaBody:
-        """The checked body."""
+        """Return the checked body."""
 
     @abstractmethod
     def _empty(self, body: OllamaBody) -> bool:
-        """Whether the request is empty, which only checks that the model is loaded."""
+        """Tell whether the request is empty, which only checks that the model is loaded."""
 
     @abstractmethod
     def _asked(self, body: OllamaBody, service: Service) -> Generation:
@@ -78,11 +78,11 @@ class OllamaDialect(Dialect):
 
     @abstractmethod
     def _text_fields(self, heard: Heard, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        """The part of a line that holds the text."""
+        """Return the part of a line that holds the text."""
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """As Dialect.events: a line of JSON per delta that says something; with `last` one with
-        counts and times.
+        """Implement Dialect.events: a line of JSON per delta that says something; with `last` one
+        with counts and times.
         """
         lines = []
         for _, delta in news:
@@ -96,19 +96,19 @@ class OllamaDialect(Dialect):
         return b"".join(map(line, lines))
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """As Dialect.whole: the one choice as one object, with counts and times."""
+        """Implement Dialect.whole: the one choice as one object, with counts and times."""
         ((_, delta),) = choices
         heard = self._hearing.push(delta)
         calls = self._calls.push(heard.calls, delta.finish, self._hearing.cut)
         return self._line(heard, calls, self._logprobs(choices)) | self._done(tally)
 
     def end(self, error: ApiError | None) -> bytes:
-        """As Dialect.end: nothing, or a line with the error."""
+        """Implement Dialect.end: nothing, or a line with the error."""
         return b"" if error is None else line(error_body(error))
 
     @staticmethod
     def error(error: ApiError) -> dict[str, str]:
-        """As Dialect.error: `error_body`."""
+        """Implement Dialect.error by `error_body`."""
         return error_body(error)
 
     def _line(
@@ -125,7 +125,7 @@ class OllamaDialect(Dialect):
                 for entry in logprob_entries(delta, unseen, tokenizer)]  # fmt: skip
 
     def _done(self, tally: Tally) -> dict[str, Any]:
-        """The end: why, how many tokens, and how long they took, in nanoseconds."""
+        """Return the end: why, how many tokens, and how long they took, in nanoseconds."""
         now = monotonic()
         first = tally.first or now
         found: dict[str, Any] = {
@@ -211,8 +211,8 @@ class Calls:
     def push(
         self, pieces: Sequence[CallPiece], finish: Finish | None, cut: bool
     ) -> list[dict[str, Any]]:
-        """The calls that are whole now, all where the answer ends; cut: as Hearing.cut, then a last
-        one that is not whole is left out.
+        """Return the calls that are whole now, all where the answer ends; cut: as Hearing.cut, then
+        a last one that is not whole is left out.
         """
         found = []
         for piece in pieces:
@@ -237,13 +237,15 @@ class Calls:
 
 
 def named(service: Service, model: str | None) -> Served:
-    """The model that a request names, with Ollama's tag or without. Raises ApiError (404)."""
+    """Return the model that a request names, with Ollama's tag or without. Raises ApiError
+    (404).
+    """
     return service.named(model.removesuffix(LATEST) if model is not None else None)
 
 
 def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> ChatBody:
-    """A request with messages, at least one, in the server's own words; a last assistant's message
-    that has text or a thought is continued.
+    """Put a request with messages, at least one, in the server's own words; a last assistant's
+    message that has text or a thought is continued.
     """
     last = messages[-1]
     goes_on = bool(last["content"] or last.get("reasoning_content"))
@@ -259,8 +261,8 @@ def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> Chat
 
 
 def plain(body: OllamaGenerateBody) -> CompletionBody:
-    """A request with a raw prompt in the server's own words. Raises RequestError for top_logprobs
-    without logprobs.
+    """Put a request with a raw prompt in the server's own words. Raises RequestError for
+    top_logprobs without logprobs.
     """
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
@@ -275,8 +277,8 @@ def plain(body: OllamaGenerateBody) -> CompletionBody:
 
 
 def _limit(body: OllamaBody) -> int | None:
-    """Tokens at most; left out, 0 and negative ones mean as many as the context takes: Ollama's
-    runner counts tokens against positive limits alone (ollamarunner/runner.go).
+    """Return the most tokens; left out, 0 and negative ones mean as many as the context takes:
+    Ollama's runner counts tokens against positive limits alone (ollamarunner/runner.go).
     """
     asked = body.options.num_predict
     return None if asked is None or asked <= 0 else asked

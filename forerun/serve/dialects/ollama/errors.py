@@ -4,5 +4,5 @@ from forerun.serve.http.errors import ApiError
 
 
 def error_body(error: ApiError) -> dict[str, str]:
-    """The JSON of an error: `{"error": "..."}`."""
+    """Return the JSON of an error: `{"error": "..."}`."""
     return {"error": str(error)}

@@ -32,19 +32,19 @@ class PullBody:
 
 
 def listed(served: Served) -> dict[str, Any]:
-    """The answer of GET /api/tags: the one model that is loaded."""
+    """Answer GET /api/tags: the one model that is loaded."""
     return {"models": [card(served)]}
 
 
 def running(served: Served) -> dict[str, Any]:
-    """The answer of GET /api/ps: the one model, which stays as long as the server."""
+    """Answer GET /api/ps: the one model, which stays as long as the server."""
     never = datetime(9999, 12, 31, tzinfo=UTC)
     more = {"expires_at": time_of(never), "size_vram": 0, "context_length": served.loaded.context}
     return {"models": [{**card(served), **more}]}
 
 
 def shown(served: Served) -> dict[str, Any]:
-    """The answer of POST /api/show: template, parameters, capabilities and sizes of the model."""
+    """Answer POST /api/show: template, parameters, capabilities and sizes of the model."""
     loaded = served.loaded
     template = loaded.chat.source if loaded.chat is not None else ""
     sampling = loaded.info.get("sampling_defaults") or {}
@@ -105,7 +105,7 @@ _NUMBERS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 def _size(weights: int) -> str:
-    """A number of weights as Ollama writes it: 134.5M, 8.0B; "" for none."""
+    """Write a number of weights as Ollama does: 134.5M, 8.0B; "" for none."""
     for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if weights >= unit:
             return f"{weights / unit:.1f}{name}"
@@ -113,5 +113,5 @@ def _size(weights: int) -> str:
 
 
 def time_of(moment: datetime) -> str:
-    """A moment as Ollama writes it: ISO 8601, with Z for UTC."""
+    """Write a moment as Ollama does: ISO 8601, with Z for UTC."""
     return moment.isoformat().replace("+00:00", "Z")

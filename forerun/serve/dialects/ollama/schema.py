@@ -86,8 +86,8 @@ class Options:
     rope_frequency_scale: float | None = ignore(_NUMBER)
 
     def without_effect(self, given: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of `given`, what it was read from, that change nothing here; unknown ones quoted
-        as in a URL.
+        """Return the names of `given`, what it was read from, that change nothing here; unknown
+        ones quoted as in a URL.
         """
         window = () if self.repeat_last_n in (None, 0, -1) else ("repeat_last_n",)
         unknown = sorted(quote(name, safe="", errors="replace") for name in given.keys() - _OPTIONS)
@@ -99,7 +99,7 @@ _OPTIONS = {item.name for item in fields(Options)}
 
 @takes({**body_schema(Options), "additionalProperties": True})
 def _options(value: Any, where: str) -> Options:
-    """`options`, of which unknown names are skipped, as Ollama does. Raises RequestError for a
+    """Read `options`, of which unknown names are skipped, as Ollama does. Raises RequestError for a
     value of a known one that is wrong.
     """
     known = {name: item for name, item in mapping(value, where).items() if name in _OPTIONS}
@@ -108,7 +108,7 @@ def _options(value: Any, where: str) -> Options:
 
 @takes({"type": ["object", "string", "boolean"]})
 def _format(value: Any, where: str) -> Rules | None:
-    """`json`, or a JSON schema; "" is none."""
+    """Read `json`, or a JSON schema; "" is none."""
     if value == "":
         return None
     if isinstance(value, str) and value != "json" and not value.lstrip().startswith("{"):
@@ -132,7 +132,7 @@ _seconds, _duration = number(-1e12, 1e12), text(32, 1)
 
 @takes({"anyOf": [_seconds.schema, _duration.schema]})
 def _alive(value: Any, where: str) -> Any:
-    """`keep_alive`: seconds, or a duration such as 5m."""
+    """Read `keep_alive`: seconds, or a duration such as 5m."""
     return _duration(value, where) if isinstance(value, str) else _seconds(value, where)
 
 
@@ -185,7 +185,7 @@ class OllamaMessage:
 
 @takes(body_schema(OllamaMessage), mend_object(OllamaMessage))
 def _message(value: Any, where: str) -> dict[str, Any]:
-    """A message as templates take it."""
+    """Read a message as templates take it."""
     message = read(OllamaMessage, value, where)
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.thinking:

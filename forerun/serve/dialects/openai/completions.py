@@ -52,7 +52,7 @@ class OpenAIDialect(Dialect):
     _envelope: dict[str, Any]
 
     def parse(self, value: Any, service: Service) -> ParsedRequest:
-        """As Dialect.parse, of a body of /v1/completions or /v1/chat/completions. Raises
+        """Implement Dialect.parse for a body of /v1/completions or /v1/chat/completions. Raises
         RequestError naming the field, ApiError.
         """
         body, generation = self._parsed(value, service)
@@ -141,17 +141,17 @@ class OpenAIDialect(Dialect):
         return usage(tally.prompt_tokens, made, tally.cached_tokens)
 
     def _prompts(self) -> dict[str, Any]:
-        """VLLM's prompt_token_ids: of one prompt a list, of several a list of lists."""
+        """Return vLLM's prompt_token_ids: of one prompt a list, of several a list of lists."""
         ids = self._prompt_ids or []
         return {"prompt_token_ids": ids[0] if len(ids) == 1 else ids}
 
     def end(self, error: ApiError | None) -> bytes:
-        """As Dialect.end: [DONE], after an event with the error if there is one."""
+        """Implement Dialect.end: [DONE], after an event with the error if there is one."""
         return DONE if error is None else event(error_body(error)) + DONE
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """As Dialect.error: `error_body`."""
+        """Implement Dialect.error by `error_body`."""
         return error_body(error)
 
 

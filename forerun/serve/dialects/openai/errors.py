@@ -10,7 +10,9 @@ BUSY = "rate_limit_error"
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON of an error: `{"error": {message, type, param, code}}`, its type by the status."""
+    """Return the JSON of an error: `{"error": {message, type, param, code}}`, its type by the
+    status.
+    """
     kind = SERVER if error.status >= 500 else INVALID
     kind = BUSY if error.status == 429 else kind
     found = {"message": str(error), "type": kind, "param": error.param, "code": error.code}

@@ -21,8 +21,8 @@ class ResponseFormat(Protocol):
     """The format of one route's choices. Belongs to one request: it may count along a stream."""
 
     def choice(self, index: int, news: Delta) -> Choice:
-        """The JSON of a finished choice, of which `news` is everything; index: its number in the
-        answer.
+        """Return the JSON of a finished choice, of which `news` is everything; index: its number in
+        the answer.
         """
         ...
 
@@ -74,7 +74,7 @@ class ChatFormat:
         self._speeches: dict[int, OutputParser] = {}
 
     def choice(self, index: int, news: Delta) -> Choice:
-        """As ResponseFormat.choice: a message with reasoning, content and calls, and why it
+        """Implement ResponseFormat.choice: a message with reasoning, content and calls, and why it
         ended.
         """
         heard = self._heard(index, news)
@@ -96,7 +96,9 @@ class ChatFormat:
         return choice | _token_ids(news, self._shown.ids)
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
-        """The role first, the finish reason last; between them reasoning, content and calls."""
+        """Return the role first, the finish reason last; between them reasoning, content and
+        calls.
+        """
         found: list[Choice] = []
         if index not in self._speeches:
             role = {"role": "assistant", "content": "", "refusal": None}
@@ -167,7 +169,7 @@ class Offsets:
     decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     def next(self, piece: bytes) -> int:
-        """The place of a token with these bytes; half a character stands where it begins."""
+        """Return the place of a token with these bytes; half a character stands where it begins."""
         place = self.at
         if piece and self.lead:
             spaces = len(piece) - len(piece.lstrip(b" "))
@@ -205,7 +207,7 @@ class CompletionFormat:
         self._offsets: dict[int, Offsets] = {}
 
     def choice(self, index: int, news: Delta) -> Choice:
-        """The text, with the prompt before it if it is echoed, and why it ended."""
+        """Return the text, with the prompt before it if it is echoed, and why it ended."""
         return self.chunks(index, news)[0]
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
@@ -228,7 +230,9 @@ class CompletionFormat:
         return [chunk | _token_ids(news, self._shown.ids)]
 
     def _logprobs(self, news: Delta, echo: Echo | None, offsets: Offsets) -> dict[str, Any] | None:
-        """The legacy form: parallel lists. The first token of a prompt has no probability."""
+        """Return the legacy form: parallel lists. The first token of a prompt has no
+        probability.
+        """
         if not (news.logprobs or (echo is not None and news.prompt_logprobs)):
             return None
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -271,8 +275,8 @@ def matched_stop(news: Delta, unseen: frozenset[int]) -> str | int | None:
 
 
 def visible(news: Delta, unseen: frozenset[int]) -> Sequence[TokenLogprobs]:
-    """The log-probabilities of tokens that left text: of all but a stop token, one of `unseen`, at
-    the end.
+    """Return the log-probabilities of tokens that left text: of all but a stop token, one of
+    `unseen`, at the end.
     """
     ends = news.finish == Finish.STOP and news.tokens and news.tokens[-1] in unseen
     return news.logprobs[:-1] if ends else news.logprobs
@@ -281,7 +285,7 @@ def visible(news: Delta, unseen: frozenset[int]) -> Sequence[TokenLogprobs]:
 def logprob_entries(
     news: Delta, unseen: frozenset[int], tokenizer: Tokenizer, as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """The log-probabilities of the tokens that left text, with their alternatives."""
+    """Return the log-probabilities of the tokens that left text, with their alternatives."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.token_bytes(token)
@@ -299,8 +303,8 @@ def logprob_entries(
 
 
 def prompt_entries(news: Delta, top: int, tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
-    """VLLM's prompt_logprobs: for each token of the prompt but the first, which has none, its own
-    and its alternatives by id. A token beyond the alternatives has no rank.
+    """Return vLLM's prompt_logprobs: for each token of the prompt but the first, which has none,
+    its own and its alternatives by id. A token beyond the alternatives has no rank.
     """
 
     def one(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
@@ -322,12 +326,12 @@ def reasoning_tokens(text: str, tokenizer: Tokenizer) -> int:
 
 
 def text_of(token: int, tokenizer: Tokenizer) -> str:
-    """A token as text, as token_text writes bytes that are none."""
+    """Write a token as text, as token_text writes bytes that are none."""
     return token_text(tokenizer.token_bytes(token))
 
 
 def token_text(piece: bytes) -> str:
-    """A token as text; where it is no whole characters, its bytes, as in OpenAI's answers."""
+    """Write a token as text; where it is no whole characters, its bytes, as in OpenAI's answers."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -335,7 +339,7 @@ def token_text(piece: bytes) -> str:
 
 
 def usage(prompt: int, completion: int, cached: int, reasoning: int = 0) -> dict[str, Any]:
-    """Token counts. Every token decided counts, the one that ended the text included."""
+    """Return token counts. Every token decided counts, the one that ended the text included."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -356,8 +360,8 @@ def predicted(stats: Iterable[SpeculationStats]) -> dict[str, int]:
 
 
 def speculation_metrics(stats: Iterable[SpeculationStats]) -> dict[str, Any]:
-    """The `metrics` of vLLM, summed over the choices of an answer, and Forerun's reasons: for
-    each choice, why it got as many draft tokens as it did in the end.
+    """Return the `metrics` of vLLM, summed over the choices of an answer, and Forerun's reasons:
+    for each choice, why it got as many draft tokens as it did in the end.
     """
     found = list(stats)
     steps, draft_tokens = sum(s.steps for s in found), sum(s.draft_tokens for s in found)
@@ -378,7 +382,7 @@ def speculation_metrics(stats: Iterable[SpeculationStats]) -> dict[str, Any]:
 
 
 def timings(prompt: int, cached: int, prompt_seconds: float, n: int, seconds: float) -> Choice:
-    """llama.cpp's `timings`: tokens of the prompt and of the answer, and what they took."""
+    """Return llama.cpp's `timings`: tokens of the prompt and of the answer, and what they took."""
     prompt_ms, predicted_ms, new = 1000.0 * prompt_seconds, 1000.0 * seconds, prompt - cached
     return {
         "cache_n": cached,

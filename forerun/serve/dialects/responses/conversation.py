@@ -27,7 +27,7 @@ Messages = tuple[dict[str, Any], ...]
 
 
 def chat_body(body: ResponsesBody, earlier: Messages) -> ChatBody:
-    """The same request in the server's own words. Raises RequestError.
+    """Put the request in the server's own words. Raises RequestError.
 
     earlier  the conversation so far, without instructions
     """
@@ -66,7 +66,9 @@ def chat_body(body: ResponsesBody, earlier: Messages) -> ChatBody:
 
 
 def messages_of(items: Iterable[Item]) -> Messages:
-    """Messages. What the model thought, said and called in one turn is one of them."""
+    """Make messages of items. What the model thought, said and called in one turn is one of
+    them.
+    """
     found: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, CallOutput | ShellOutput):
@@ -85,7 +87,7 @@ def messages_of(items: Iterable[Item]) -> Messages:
 
 
 def ignored(body: ResponsesBody, value: dict[str, Any]) -> tuple[str, ...]:
-    """Fields of the request, those within it by their path, that change nothing.
+    """Name the fields of the request, those within it by their path, that change nothing.
 
     value  the request as it was sent
     """
@@ -103,7 +105,9 @@ def ignored(body: ResponsesBody, value: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _begins_turn(message: dict[str, Any], item: Item) -> bool:
-    """Whether an item begins another turn of the assistant's: thoughts come first, then words."""
+    """Tell whether an item begins another turn of the assistant's: thoughts come first, then
+    words.
+    """
     begun = message["content"] is not None or "tool_calls" in message
     if isinstance(item, Reasoning):
         return begun
@@ -125,7 +129,7 @@ def _add(message: dict[str, Any], item: Item) -> None:
 
 
 def input_item(item: Item, id: str) -> dict[str, Any]:
-    """The JSON of an item as it was read, for /v1/responses/{id}/input_items."""
+    """Return the JSON of an item as it was read, for /v1/responses/{id}/input_items."""
     given = {field.name: getattr(item, field.name) for field in fields(item)}
     plain = {name: value for name, value in given.items() if value not in (None, "")}
     if isinstance(item, InputMessage):

@@ -54,13 +54,13 @@ class _Shell:
 
 
 def is_free(value: Any) -> bool:
-    """Whether a tool of a request is one that is no function (KINDS)."""
+    """Tell whether a tool of a request is one that is no function (KINDS)."""
     return isinstance(value, dict) and value.get("type") in KINDS
 
 
 def free_tool(value: dict[str, Any], where: str) -> Tool:
-    """The function that stands for such a tool. A regular expression holds its text; a Lark grammar
-    does not (`unheld`): it is shown to the model. Raises RequestError.
+    """Return the function that stands for such a tool. A regular expression holds its text; a Lark
+    grammar does not (`unheld`): it is shown to the model. Raises RequestError.
     """
     if value["type"] == SHELL:
         read(_Shell, value, where)
@@ -83,20 +83,22 @@ def free_tool(value: dict[str, Any], where: str) -> Tool:
 
 
 def unheld(tools: list[dict[str, Any]] | None) -> tuple[str, ...]:
-    """The fields that hold a grammar which nothing enforces, in checked `tools`; empty if there
-    is none.
+    """Name the fields that hold a grammar which nothing enforces, in checked `tools`; empty if
+    there is none.
     """
     lark = [one for one in tools or [] if (one.get("format") or {}).get("syntax") == "lark"]
     return ("tools.format.definition",) if lark else ()
 
 
 def kinds(tools: list[dict[str, Any]] | None) -> dict[str, str]:
-    """By name, what kind of tool a function stands for; `tools` are checked already."""
+    """Map each function's name to the kind of tool that it stands for; `tools` are checked
+    already.
+    """
     return {one.get("name", SHELL): one["type"] for one in tools or [] if is_free(one)}
 
 
 def free_input(arguments: str) -> str:
-    """The text of a custom tool's call; of one that was cut, as far as it goes."""
+    """Return the text of a custom tool's call; of one that was cut, as far as it goes."""
     for cut in range(7):  # Of an escape that was cut: \uD83D has six letters.
         for end in ("", '"}', "}"):
             found = loads_or(arguments[: len(arguments) - cut] + end, NOTHING)
@@ -108,12 +110,12 @@ def free_input(arguments: str) -> str:
 
 
 def of_input(text: str) -> str:
-    """The arguments, JSON, of a call with this free text."""
+    """Write the arguments, JSON, of a call with this free text."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def of_action(action: dict[str, Any]) -> str:
-    """The arguments, JSON, of a call of the shell that runs this action."""
+    """Write the arguments, JSON, of a call of the shell that runs this action."""
     taken = _SHELL_TAKES["properties"]
     given = {key: action[key] for key in taken if action.get(key) is not None}
     return json.dumps(given, ensure_ascii=False)

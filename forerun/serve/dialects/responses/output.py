@@ -33,7 +33,7 @@ class Output:
         self._waiting: Logprobs = []
 
     def push(self, heard: Heard, logprobs: Logprobs) -> list[Event]:
-        """Events of what is new. Log-probabilities go with the next piece of text."""
+        """Return events of what is new. Log-probabilities go with the next piece of text."""
         events: list[Event] = []
         self._waiting += logprobs
         if heard.reasoning:
@@ -82,7 +82,9 @@ class Output:
         return events
 
     def _called(self, item: dict[str, Any]) -> list[Event]:
-        """The end of a call. What a custom tool takes comes in one piece: it is JSON until then."""
+        """Return the end of a call. What a custom tool takes comes in one piece: it is JSON until
+        then.
+        """
         function = self.calls[-1]["function"]
         arguments = function["arguments"]
         if item["type"] == "function_call":

@@ -51,8 +51,8 @@ class ResponsesDialect(Dialect):
         self._number = 0
 
     def parse(self, value: Any, service: Service) -> ParsedRequest:
-        """As Dialect.parse, of the body of /v1/responses, behind the stored answer that it names.
-        Raises RequestError naming the field, ApiError.
+        """Implement Dialect.parse for the body of /v1/responses, behind the stored answer that it
+        names. Raises RequestError naming the field, ApiError.
         """
         value = with_items(value, self._store)
         body = read(ResponsesBody, value)
@@ -76,8 +76,8 @@ class ResponsesDialect(Dialect):
         return ParsedRequest(self._generation, self._served, unused)
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """As Dialect.events: response.created at first, the items' events, and with `last` the
-        whole answer, which is stored.
+        """Implement Dialect.events: response.created at first, the items' events, and with `last`
+        the whole answer, which is stored.
         """
         events: list[Event] = []
         if not self._number:
@@ -98,7 +98,7 @@ class ResponsesDialect(Dialect):
         return self._answer(tally)
 
     def end(self, error: ApiError | None) -> bytes:
-        """As Dialect.end: nothing, or the event response.failed."""
+        """Implement Dialect.end: nothing, or the event response.failed."""
         if error is None:
             return b""
         code = "rate_limit_exceeded" if error.status == 429 else error.code or "server_error"
@@ -108,7 +108,7 @@ class ResponsesDialect(Dialect):
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """As Dialect.error: `error_body`."""
+        """Implement Dialect.error by `error_body`."""
         return error_body(error)
 
     def _heard(self, news: News) -> list[Event]:
@@ -131,7 +131,7 @@ class ResponsesDialect(Dialect):
         return event(data, one["type"])
 
     def _answer(self, tally: Tally) -> dict[str, Any]:
-        """The whole answer, which is remembered if it is to be."""
+        """Return the whole answer, which is stored if it is to be."""
         answer = {**self._base, "output": self._output.items, "usage": self._usage(tally)}
         answer["completed_at"] = int(time.time())
         answer["status"] = "completed" if self._complete else "incomplete"
@@ -149,7 +149,7 @@ class ResponsesDialect(Dialect):
         return answer
 
     def _as_message(self) -> Messages:
-        """The answer as a message, for the next request."""
+        """Return the answer as a message, for the next request."""
         items = self._output.items
         texts = [item["content"][0]["text"] for item in items if item["type"] == "message"]
         message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
@@ -161,7 +161,7 @@ class ResponsesDialect(Dialect):
         return (message,)
 
     def _usage(self, tally: Tally) -> dict[str, Any]:
-        """Token counts."""
+        """Return token counts."""
         tokens = reasoning_tokens(self._output.thought, self._served.loaded.tokenizer)
         tokens = min(tokens, tally.output_tokens)
         return {
@@ -220,7 +220,7 @@ def input_tokens(value: Any, service: Service, store: ResponseStore) -> dict[str
 
 
 def _earlier(id: str | None, store: ResponseStore) -> Messages:
-    """The conversation up to an answer. Raises ApiError if that is forgotten."""
+    """Return the conversation up to an answer. Raises ApiError if that is forgotten."""
     if id is None:
         return ()
     found = store.get(id)

@@ -83,8 +83,8 @@ _parts = items(_part, MAX_MESSAGES)
 
 @takes({"anyOf": [plain_text.schema, _parts.schema]}, of_parts(_parts))
 def told(value: Any, where: str) -> str:
-    """The text of a field: a string, or parts of it, joined by line breaks. Raises RequestError,
-    naming `where`, for anything else.
+    """Read the text of a field: a string, or parts of it, joined by line breaks. Raises
+    RequestError, naming `where`, for anything else.
     """
     if isinstance(value, list):
         return "\n".join(part.text for part in _parts(value, where))
@@ -194,7 +194,7 @@ def _one(value: Any, where: str) -> Item:
 
 
 def _is_assistants(item: dict[str, Any]) -> bool:
-    """Whether an item as it was sent is of the model's: a thought, a call, or what it said."""
+    """Tell whether an item as it was sent is of the model's: a thought, a call, or what it said."""
     kind = str(item.get("type"))
     return item.get("role") == "assistant" or kind == "reasoning" or kind.endswith("_call")
 
@@ -209,7 +209,7 @@ _items = history(_one, MAX_MESSAGES, assistant=_is_assistants, fresh=_mend_outpu
 
 @takes({"anyOf": [plain_text.schema, _items.schema]})
 def _input(value: Any, where: str) -> tuple[Item, ...]:
-    """`input`: a text of the user's, or items."""
+    """Read `input`: a text of the user's, or items."""
     if isinstance(value, str):
         return (InputMessage(role="user", content=str(plain_text(value, where))),)
     found: tuple[Item, ...] = _items(value, where)
@@ -246,7 +246,7 @@ HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter",
 
 
 def is_hosted(value: Any) -> bool:
-    """Whether a tool of a request is one that OpenAI's service would run itself."""
+    """Tell whether a tool of a request is one that OpenAI's service would run itself."""
     kind = value.get("type") if isinstance(value, dict) else None
     return isinstance(kind, str) and kind.split("_20")[0] in HOSTED
 

@@ -44,7 +44,7 @@ class ResponseStore:
         self._bytes = 0
 
     def __len__(self) -> int:
-        """Answers that are kept."""
+        """Count the stored answers."""
         return len(self._answers)
 
     def put(
@@ -77,7 +77,7 @@ class ResponseStore:
         return items
 
     def get(self, id: str) -> StoredAnswer | None:
-        """The answer with this id, if it is still kept; else None."""
+        """Return the answer with this id, if it is still stored; else None."""
         with self._lock:
             data = self._answers.get(id)
         if data is None:

@@ -14,8 +14,8 @@ from forerun.serve.http.errors import ApiError
 
 
 def with_items(value: Any, store: ResponseStore) -> Any:
-    """A request's JSON with the stored items themselves for every `item_reference`. Raises ApiError
-    if one is not kept, or is referred to twice: a small body would become a huge one.
+    """Put the stored items in place of every `item_reference` of a request's JSON. Raises ApiError
+    if one is not stored, or is referred to twice: a small body would become a huge one.
     """
     items = value.get("input") if isinstance(value, dict) else None
     if not isinstance(items, list) or not any(map(_refers, items)):
@@ -31,7 +31,9 @@ def _refers(value: Any) -> bool:
 
 
 def _item(value: Any, where: str, kept: dict[str, dict[str, Any]]) -> Any:
-    """An item as it is, or the kept one that it refers to, which is taken out of `kept`."""
+    """Return an item as it is, or the stored one that it refers to, which is taken out of
+    `kept`.
+    """
     if not _refers(value):
         return value
     id = value.get("id")
@@ -46,8 +48,8 @@ def _item(value: Any, where: str, kept: dict[str, dict[str, Any]]) -> Any:
 
 
 def fitting(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> tuple[Generation, int]:
-    """What to ask of the engine for as much of the end of a conversation as there is room for, and
-    how many of its messages are left out.
+    """Return what to ask of the engine for as much of the end of a conversation as there is room
+    for, and how many of its messages are left out.
 
     System messages at its head stay; the rest begins with a user's message. Raises what
     `chat_generation` raises, also if not even the last such message fits.

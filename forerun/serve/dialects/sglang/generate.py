@@ -63,7 +63,7 @@ class GenerateDialect(Dialect):
         self._answers: dict[int, Answer] = {}
 
     def parse(self, value: Any, service: Service) -> ParsedRequest:
-        """As Dialect.parse, of the body of /generate. Raises RequestError naming the field,
+        """Implement Dialect.parse for the body of /generate. Raises RequestError naming the field,
         ApiError.
         """
         body = self._body = read(GenerateBody, value)
@@ -83,7 +83,7 @@ class GenerateDialect(Dialect):
         return ParsedRequest(self._generation, self._served, ignored)
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """As Dialect.events: one event per delta, with the whole text so far."""
+        """Implement Dialect.events: one event per delta, with the whole text so far."""
         found = []
         for index, delta in news:
             self._answers.setdefault(index, Answer()).add(delta)
@@ -99,12 +99,12 @@ class GenerateDialect(Dialect):
         return found if self._several else found[0]
 
     def end(self, error: ApiError | None) -> bytes:
-        """As Dialect.end: [DONE], after an event with the error if there is one."""
+        """Implement Dialect.end: [DONE], after an event with the error if there is one."""
         return DONE if error is None else event(error_body(error)) + DONE
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """As Dialect.error: `error_body`."""
+        """Implement Dialect.error by `error_body`."""
         return error_body(error)
 
     def _told(self, index: int, tally: Tally) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class GenerateDialect(Dialect):
 
 
 def _finish(answer: Answer) -> dict[str, Any] | None:
-    """Why the text ended; null while it grows."""
+    """Say why the text ended; null while it grows."""
     last = answer.last
     if last is None or last.finish is None:
         return None

@@ -110,7 +110,9 @@ def _ids(value: Any, where: str) -> Prompts:
 
 
 def each(reader: Reader) -> DescribedReader:
-    """A value for all texts of a request, or a list with one for each, as PerText."""
+    """Make a reader of a value for all texts of a request, or a list with one for each, as
+    PerText.
+    """
     several = items(reader, MAX_PROMPTS, 1)
 
     @takes({"anyOf": [schema_of(reader), several.schema]})
@@ -129,7 +131,9 @@ class PerText:
     several: bool = False
 
     def of(self, count: int, where: str) -> tuple[Any, ...]:
-        """A value for each of `count` texts. Raises RequestError if there are not as many."""
+        """Return a value for each of `count` texts. Raises RequestError if there are not as
+        many.
+        """
         if not self.several:
             return self.values * count
         if len(self.values) != count:
@@ -148,7 +152,7 @@ _token_ids = items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS)
 
 @takes({"type": "array"})
 def _reported_ids(value: Any, where: str) -> PerText:
-    """`token_ids_logprob`: token ids, or a list of such lists, one for each text."""
+    """Read `token_ids_logprob`: token ids, or a list of such lists, one for each text."""
     if isinstance(value, list) and value and isinstance(value[0], list):
         return PerText(items(_token_ids, MAX_PROMPTS)(value, where), True)
     return _same(_token_ids(value, where))

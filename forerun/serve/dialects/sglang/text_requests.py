@@ -39,7 +39,7 @@ _LISTS = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprob
 
 
 def text_requests(body: GenerateBody, prompts: Prompts) -> tuple[TextRequest, ...]:
-    """One for each text. Raises RequestError if lists have other lengths, or texts of one
+    """Make one for each text. Raises RequestError if lists have other lengths, or texts of one
     request differ in what they cannot differ in.
     """
     count = len(prompts.prompts)
@@ -125,7 +125,7 @@ def together(parts: list[Generation], rids: tuple[str, ...]) -> Generation:
 
 
 def _plain(text: TextRequest, body: GenerateBody) -> CompletionBody:
-    """The same request in the server's own words."""
+    """Put the request in the server's own words."""
     given = text.params
     return CompletionBody(
         prompt=(text.prompt,),
