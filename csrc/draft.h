@@ -43,6 +43,7 @@ struct DraftStep {
     const int32_t *start, *kv_len, *pages;  // as in Step
     const int32_t* slots;         // [rows] extensions: where the last node's output is kept
     const int32_t* scored_nodes;  // [scored] among this step's nodes, from 0
+    const float* token_rows;      // as in Step; of a whole model
     float* logits;                // [scored][vocab]
     const float* features;        // [nodes][features * width], or null
     const float* hidden;          // [nodes][hidden], or null

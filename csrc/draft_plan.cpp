@@ -60,6 +60,7 @@ std::string Draft::check(const DraftStep& step) {
             if (!within(kv_len + depth, sizes.context)) return "a draft node beyond the context";
         }
     }
+    if (sizes.vectors && !step.token_rows) return "tokens without their own vectors";
     for (int i = 0; i < step.scored; i++) {
         if (!within(step.scored_nodes[i], step.nodes)) return "a scored node that does not exist";
     }
@@ -74,6 +75,7 @@ void Draft::prepare(const DraftStep& step) {
     nodes_.nodes = step.nodes;
     nodes_.start = step.start;
     nodes_.tokens = step.tokens;
+    nodes_.token_rows = step.token_rows;
     nodes_.scored = step.scored;
     nodes_.scored_nodes = step.scored_nodes;
     nodes_.logits = step.logits;

@@ -113,6 +113,13 @@ void Model::note_format(int layer, int which, int format) {
 
 // The feed-forward of a layer of experts from `normed()` to the stream, or to branch_.
 void Model::mixture(const Layer& layer, int nodes, int thread) {
+    route_all(layer, nodes, thread);
+    visit_experts(layer, nodes, thread);
+    mix_experts(layer, nodes, thread);
+}
+
+// Every node's experts, from `normed()`.
+void Model::route_all(const Layer& layer, int nodes, int thread) {
     const int experts = layer.kind.experts;
     const Share mine(nodes, thread, pool.threads());
     if (layer.shared_gate.tiles) {
@@ -123,8 +130,6 @@ void Model::mixture(const Layer& layer, int nodes, int thread) {
     }
     pool.barrier();
     for (int n = mine.first; n < mine.last; n++) route(layer, n);
-    visit_experts(layer, nodes, thread);
-    mix_experts(layer, nodes, thread);
 }
 
 // The experts of one node, best first, and their weights.
@@ -147,6 +152,7 @@ void Model::route(const Layer& layer, int node) {
     for (int i = 0; i < kind.top_k; i++) {
         if (kind.normalised) weights[i] /= total;
         weights[i] *= kind.router_scale;
+        if (layer.expert_scale) weights[i] *= layer.expert_scale[chosen[i]];
     }
 }
 

@@ -27,6 +27,7 @@ void Model::run(const Step& step, int thread) {
         keep_taps(step, layer, thread);
         attention_layer(step, layer, thread);
         ffn_layer(step, layer, thread);
+        if (sizes.vectors) add_vectors(layers_[layer], layer, step.nodes, thread);
     }
     keep_taps(step, sizes.layers, thread);
     if (!logits_nodes_.empty()) head(step, thread);
@@ -48,6 +49,7 @@ void Model::embed(const Step& step, int thread) {
         put_angles(node);
     }
     pool.barrier();
+    if (sizes.vectors) make_vectors(step, thread);
 }
 
 // A node's cosines and sines, by every rope.
@@ -150,8 +152,9 @@ void Model::keep_taps(const Step& step, int layer, int thread) {
 void Model::attention_layer(const Step& step, int layer, int thread) {
     const Layer& at = layers_[layer];
     const Matrix& first = sizes.query_rank ? at.query_down : at.query;
-    const Matrix& last = sizes.rank ? at.key : at.value;
-    Wanted wanted = {&first, &at.key, &last};
+    const Matrix& second = at.kind.reads ? first : at.key;
+    const Matrix& last = sizes.rank || at.kind.reads || at.kind.keyed_values ? second : at.value;
+    Wanted wanted = {&first, &second, &last};
     if (at.kind.recurrent && sizes.value_heads) {
         wanted = {&at.query, &at.key, &at.value, &at.gate, &at.beta, &at.alpha};
     } else if (at.kind.recurrent) {
@@ -193,6 +196,8 @@ void Model::heads_products(const Layer& at, Inputs x, int rows, int thread) {
     const int width = (int)qkv_width(at);
     if (at.kind.reads) {
         multiply({&at.query}, {query}, x, rows, width, false, thread);
+    } else if (at.kind.keyed_values) {
+        multiply({&at.query, &at.key}, {query, key}, x, rows, width, false, thread);
     } else if (sizes.gated) {
         multiply({&at.query, &at.key, &at.value, &at.gate}, {query, key, value, value + keys}, x,
                  rows, width, false, thread);
@@ -238,37 +243,47 @@ void Model::bring_out(const Layer& at, const float* context, int nodes, int thre
     if (!add) end_branch(at, at.attention_end_norm, nodes, thread);
 }
 
-// What branch_ holds goes to the stream: normed where there is a norm, times the layer's factor.
-void Model::end_branch(const Layer& layer, const float* norm, int nodes, int thread) {
+// What branch_ holds goes to the stream: normed where there is a norm, times the layer's factor. Then
+// `scalar` multiplies the stream.
+void Model::end_branch(const Layer& layer, const float* norm, int nodes, int thread, float scalar) {
     const int hidden = sizes.hidden;
     const Share mine = columns_of(nodes, thread, pool.threads());
     for (int n = mine.first; n < mine.last; n++) {
         float *x = &stream_[(size_t)n * hidden], *branch = &branch_[(size_t)n * hidden];
         if (norm) put_norm(branch, norm, sizes.norm_eps, hidden, branch);
         for (int i = 0; i < hidden; i++) x[i] += branch[i] * layer.kind.residual;
+        for (int i = 0; scalar != 1.0f && i < hidden; i++) x[i] *= scalar;
     }
     pool.barrier();
 }
 
 void Model::ffn_layer(const Step& step, int layer, int thread) {
     const Layer& at = layers_[layer];
-    const int hidden = sizes.hidden, nodes = step.nodes;
+    const int nodes = step.nodes;
     Wanted wanted = {&at.feed.gate, &at.feed.up};
-    if (at.kind.experts) wanted.groups = at.reads_groups, wanted.floats = true;
+    if (at.kind.experts && !at.kind.beside) wanted.groups = at.reads_groups, wanted.floats = true;
     put_normed(nullptr, nodes, at.ffn_norm, wanted, thread);
     pool.barrier();
     const bool add = adds(at, at.ffn_end_norm);
-    if (at.kind.experts) {
+    if (at.kind.beside) {
+        feed_beside(at, nodes, thread);
+    } else if (at.kind.experts) {
         mixture(at, nodes, thread);
     } else {
-        const Visit all = {&at.feed,  nodes,         at.kind.ffn, normed(), &gate_[0],
-                           &up_[0], ffn_q_.data(), add ? &stream_[0] : &branch_[0]};
-        multiply_gates(all, at.kind.gate, thread);
-        pool.barrier();
-        multiply({&at.feed.down}, {all.out}, {all.between, all.gate}, nodes, hidden, add, thread);
-        pool.barrier();
+        feed_all(at, nodes, add ? &stream_[0] : &branch_[0], add, thread);
     }
-    if (!add) end_branch(at, at.ffn_end_norm, nodes, thread);
+    const float scalar = sizes.vectors ? 1.0f : scalar_of(at);  // Vectors come before it.
+    if (!add) end_branch(at, at.ffn_end_norm, nodes, thread, scalar);
+}
+
+// The feed-forward that every node visits, from `normed()`.
+void Model::feed_all(const Layer& at, int nodes, float* out, bool add, int thread) {
+    const int width = at.kind.beside ? at.kind.beside : at.kind.ffn;
+    const Visit all = {&at.feed, nodes, width, normed(), &gate_[0], &up_[0], ffn_q_.data(), out};
+    multiply_gates(all, at.kind.gate, thread);
+    pool.barrier();
+    multiply({&at.feed.down}, {out}, {all.between, all.gate}, nodes, sizes.hidden, add, thread);
+    pool.barrier();
 }
 
 // The gate and up of some groups of numbers, and what activation makes of them: no thread waits for
@@ -315,6 +330,10 @@ void Model::rotate_and_store(int layer, int node) {
     const float *query_norm = wide ? nullptr : at.query_norm, *key_norm = wide ? nullptr : at.key_norm;
     float* x = &qkv_[(size_t)node * qkv_width(at)];
     const int64_t place = place_of_[node];
+    if (at.kind.keyed_values) {
+        const int keys = at.kind.kv_heads * size;
+        memcpy(x + mixed_width(at) + keys, x + mixed_width(at), sizeof(float) * keys);
+    }
     if (wide) put_wide_norms(at, x);
     for (int head = 0; head < sizes.heads; head++, x += size) {
         kernels->rotate(x, query_norm, sizes.norm_eps, cosine, sine, half, at.kind.score_scale);
@@ -325,6 +344,7 @@ void Model::rotate_and_store(int layer, int node) {
         keep(x, plane(layer, 0, head), size, place);
     }
     for (int head = 0; head < at.kind.kv_heads; head++, x += size) {
+        if (at.kind.normed_values) put_norm(x, ones_.data(), sizes.norm_eps, size, x);
         keep(x, plane(layer, 1, head), size, place);
     }
 }
@@ -357,6 +377,14 @@ void Model::products(int rows, float* logits) {
             multiply({&at.output}, {&stream_[0]}, {mixed_q_.data(), context}, rows, hidden, false,
                      thread);
             pool.barrier();
+            if (sizes.vectors) {
+                multiply({&at.vector_gate}, {&gate_[0]}, normed(), rows, sizes.vectors, false, thread);
+                pool.barrier();
+                multiply({&at.vector_out}, {&stream_[0]}, {ffn_q_.data(), gate_.data()}, rows, hidden,
+                         false, thread);
+                pool.barrier();
+            }
+            if (at.kind.beside) feed_all(at, rows, &stream_[0], false, thread);
             if (at.kind.experts) {
                 multiply({&at.router}, {&scores_of_[0]}, normed(), rows, at.kind.experts + 1, false,
                          thread);

@@ -80,14 +80,15 @@ Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const 
     row_of_.resize(nodes);
     place_of_.resize(nodes);
     stream_.resize(nodes * given.hidden);
-    gate_.resize(nodes * given.ffn);
+    gate_.resize(nodes * std::max(given.ffn, given.vectors));
     up_.resize(nodes * given.ffn);
+    vectors_.resize(nodes * given.layers * given.vectors);
     cosine_.resize(nodes * angles);
     sine_.resize(nodes * angles);
     hidden_q_.resize(columns * groups(given.hidden));
     hidden_f_.resize(nodes * given.hidden);
     mixed_q_.resize(columns * groups(std::max(given.heads * given.value, given.net_output())));
-    ffn_q_.resize(columns * groups(given.ffn));
+    ffn_q_.resize(columns * groups(std::max(given.ffn, given.vectors)));
     branch_.resize(nodes * given.hidden);
     scratch_.resize(pool.most());
     if (given.rank) {
@@ -112,7 +113,7 @@ std::string Model::set_layer(int layer, const LayerKind& kind) {
     if (layer < 0 || layer >= sizes.layers) return "no such layer";
     const int64_t ffn = kind.experts ? (int64_t)kind.top_k * kind.ffn + kind.shared : kind.ffn;
     if (kind.experts && (kind.top_k < 1 || kind.top_k > kind.experts)) return "a top k of no node";
-    if (ffn > sizes.ffn) return "a feed-forward that is wider than the model's widest";
+    if (std::max<int64_t>(ffn, kind.beside) > sizes.ffn) return "a feed-forward that is wider than the model's widest";
     const int groups = kind.groups > 1 ? kind.groups : 1;
     if (kind.experts % groups || kind.kept > groups) return "groups that cannot be";
     if (kind.gate < 0 || kind.gate >= kGates) return "a gate that is not known";
@@ -130,6 +131,7 @@ std::string Model::set_layer(int layer, const LayerKind& kind) {
     }
     at.experts.resize(kind.experts);
     if (kind.experts) reserve_for(kind);
+    if (kind.beside) beside_.resize((size_t)sizes.max_nodes * sizes.hidden);
     return "";
 }
 
@@ -164,22 +166,26 @@ void Model::shape_layer(Layer& at) {
     const size_t nodes = sizes.max_nodes, columns = (nodes + kLanes - 1) / kLanes;
     reach(qkv_, nodes * qkv_width(at));
     reach(mixed_, nodes * mixed_width(at));
+    reach(ones_, at.kind.head_size);
+    std::fill(ones_.begin(), ones_.end(), 1.0f);
     if (!sizes.rank) reach(mixed_q_, columns * ((mixed_width(at) + kGroup - 1) / kGroup));
 }
 
 // 0 to 6: attention and feed-forward; 7 the router, 8 the shared expert's gate, then each expert's
 // gate, up and down; then what latent attention has besides: query_down, `into` and `out_of`; or a
-// gate, and beta and alpha of a delta net.
+// gate, beta and alpha of a delta net, and the two of the tokens' own vectors.
 Matrix* Model::matrix(int layer, int which) {
-    if (layer == -1) return which == 0 ? &embedding_ : which == 1 ? &head_ : nullptr;
+    if (layer == -1) {
+        return which == 0 ? &embedding_ : which == 1 ? &head_ : which == 3 ? &vector_projection_ : nullptr;
+    }
     if (layer < 0 || layer >= sizes.layers || which < 0) return nullptr;
     Layer& at = layers_[layer];
     Matrix* const all[] = {&at.query,   &at.key,     &at.value,     &at.output,     &at.feed.gate,
                            &at.feed.up, &at.feed.down, &at.router, &at.shared_gate};
     if (which < 9) return all[which];
     const int more = which - 9 - 3 * (int)at.experts.size(), heads = (int)at.into.size();
-    Matrix* const gates[] = {&at.gate, &at.beta, &at.alpha};
-    if (more >= 0 && more < 3 && !heads) return gates[more];
+    Matrix* const gates[] = {&at.gate, &at.beta, &at.alpha, &at.vector_gate, &at.vector_out};
+    if (more >= 0 && more < 5 && !heads) return gates[more];
     if (more >= 1 + 2 * heads || (more >= 0 && !heads)) return nullptr;
     if (more >= 0) {
         return !more ? &at.query_down : more <= heads ? &at.into[more - 1] : &at.out_of[more - 1 - heads];
@@ -190,7 +196,7 @@ Matrix* Model::matrix(int layer, int which) {
 }
 
 const float** Model::vector(int layer, int which) {
-    if (layer == -1) return which == 0 ? &final_norm_ : nullptr;
+    if (layer == -1) return which == 0 ? &final_norm_ : which == 1 ? &vector_norm_ : nullptr;
     if (layer < 0 || layer >= sizes.layers) return nullptr;
     Layer& at = layers_[layer];
     const float** const all[] = {&at.attention_norm, &at.ffn_norm,           &at.query_norm,
@@ -198,8 +204,12 @@ const float** Model::vector(int layer, int which) {
                                  &at.correction,     &at.sinks,
                                  &at.kernel,         &at.rate,
                                  &at.step,           &at.net_norm,
-                                 &at.kernel_bias};
-    return which < 0 || which >= 13 ? nullptr : all[which];
+                                 &at.kernel_bias,
+                                 &at.vector_norm,    &at.scalar,
+                                 &at.router_norm,    &at.expert_scale,
+                                 &at.fed_norm,       &at.experts_norm,
+                                 &at.mixed_norm};
+    return which < 0 || which >= 20 ? nullptr : all[which];
 }
 
 void Model::request_aux_hidden_states(const int32_t* layers, int count) {
@@ -226,7 +236,7 @@ uint64_t Model::read_weights() {
     for (const Layer& at : layers_) {
         for (const Matrix* w : {&at.query_down, &at.query, &at.key, &at.value, &at.output, &at.router,
                                 &at.shared_gate, &at.feed.gate, &at.feed.up, &at.feed.down,
-                                &at.gate, &at.beta, &at.alpha}) {
+                                &at.gate, &at.beta, &at.alpha, &at.vector_gate, &at.vector_out}) {
             read.push_back(w);
         }
         for (const Matrix& w : at.into) read.push_back(&w);
@@ -236,6 +246,7 @@ uint64_t Model::read_weights() {
             for (const Matrix* w : {&expert.gate, &expert.up, &expert.down}) read.push_back(w);
         }
     }
+    read.push_back(&vector_projection_);
     read.push_back(&head_);
     int64_t all = 0;
     for (const Matrix* w : read) all += lines_of(*w);

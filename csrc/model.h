@@ -3,13 +3,13 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <new>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
 #include "pool.h"
 #include "quant.h"
+#include "region.h"
 
 namespace forerun {
 
@@ -29,6 +29,7 @@ struct Sizes {
     int32_t recurrent, states, channels, convolved;
     int32_t key_heads, value_heads, key_size, value_size, tiled;
     int32_t gated;  // attention's context is multiplied by the sigmoid of a gate
+    int32_t vectors;  // numbers that each token has for each layer (per_layer.cpp); 0: none
     float norm_eps;
     float latent_eps;  // of the norms of the latent and of what makes queries
 
@@ -64,6 +65,7 @@ struct Step {
                                    // null without recurrent layers
     const int32_t* scored_nodes;  // [scored] nodes whose logits may be asked for, ascending
     float* logits;                // [scored][vocab]
+    const float* token_rows;      // [nodes][layers][vectors] the tokens' own; null without them
     int32_t* logits_row;          // [scored] out: the row of `logits` that is a scored node's,
                                   // -1: not computed; null: all are computed, in order
 
@@ -106,6 +108,9 @@ struct LayerKind {
     int32_t recurrent;     // a delta net or a convolution stands in attention's place
     int32_t kv_heads, head_size;  // its own; 0: the model's
     int32_t reads;         // 1 + the layer whose keys and values it attends to; 0: its own
+    int32_t normed_values; // each value head is normed, without a weight
+    int32_t keyed_values;  // the keys' product makes the values too
+    int32_t beside;        // width of a feed-forward beside the experts, with norms of its own; 0: none
     float router_scale;    // multiplies the weights of a node's experts
     float score_scale;     // multiplies q.k
     float residual;        // multiplies what attention and feed-forward add to the stream
@@ -129,6 +134,7 @@ struct Layer {
     Matrix query_down;                 // of latent attention, whose `query` reads what it makes
     std::vector<Matrix> into, out_of;  // of it, by head: [rank][nope] and [value][rank]
     FeedForward feed;                  // or, beside experts, the one that every node visits
+    Matrix vector_gate, vector_out;    // of the tokens' own vectors
     Matrix router, shared_gate;        // the second: one channel, whose sigmoid multiplies `feed`
     std::vector<FeedForward> experts;
     const float *attention_norm = nullptr, *ffn_norm = nullptr;  // before them, and behind them:
@@ -136,6 +142,12 @@ struct Layer {
     const float *query_norm = nullptr, *key_norm = nullptr;
     const float* correction = nullptr;  // [experts] takes part in the choice alone
     const float* sinks = nullptr;       // [heads] scores that carry no value
+    const float* vector_norm = nullptr;  // [hidden] of what vectors make
+    const float* scalar = nullptr;       // [1] multiplies the stream behind all else
+    const float* router_norm = nullptr;  // [hidden] of what the router alone reads
+    const float* expert_scale = nullptr; // [experts] multiplies their weights last
+    // Of experts beside a feed-forward: behind the feed-forward, before and behind the experts.
+    const float *fed_norm = nullptr, *experts_norm = nullptr, *mixed_norm = nullptr;
     const float *kernel = nullptr, *kernel_bias = nullptr;  // float32[convolved][channels], [channels]
     // Of a delta net: float32[value_heads], [value_heads], [value_size].
     const float *rate = nullptr, *step = nullptr, *net_norm = nullptr;
@@ -165,37 +177,6 @@ struct Visit {
     float *gate, *up;  // [rows][width]
     Group* between;    // columns of what `down` reads, where that is quantised
     float* out;        // [rows][hidden]
-};
-
-// Vectors that begin with a cache line: a register of 64 bytes that straddles two takes two reads.
-template <class T>
-struct OnLines {
-    using value_type = T;
-    OnLines() = default;
-    template <class Other>
-    OnLines(const OnLines<Other>&) {}
-    T* allocate(size_t count) {
-        return (T*)::operator new(count * sizeof(T), std::align_val_t(64));
-    }
-    void deallocate(T* at, size_t) { ::operator delete(at, std::align_val_t(64)); }
-    bool operator==(const OnLines&) const { return true; }
-    bool operator!=(const OnLines&) const { return false; }
-};
-using Floats = std::vector<float, OnLines<float>>;
-
-// Memory from the system: zero and untouched until used.
-class Region {
-public:
-    explicit Region(size_t bytes, bool huge = false);
-    ~Region();
-    Region(const Region&) = delete;
-    Region& operator=(const Region&) = delete;
-    uint8_t* data() const { return data_; }
-    size_t bytes() const { return bytes_; }
-
-private:
-    uint8_t* data_ = nullptr;
-    size_t bytes_ = 0;
 };
 
 // Attention of some nodes of one row under one key/value head: what a thread takes at a time.
@@ -366,8 +347,14 @@ protected:
     void reserve_for(const LayerKind& kind);
     void multiply_gates(const Visit& visit, int gate, int thread);
     void activate(const Visit& visit, int gate, int row, Share groups) const;
-    void end_branch(const Layer& layer, const float* norm, int nodes, int thread);
+    void end_branch(const Layer& layer, const float* norm, int nodes, int thread, float scalar = 1.0f);
+    void feed_all(const Layer& layer, int nodes, float* out, bool add, int thread);
+    void feed_beside(const Layer& layer, int nodes, int thread);
+    void make_vectors(const Step& step, int thread);
+    void add_vectors(const Layer& layer, int number, int nodes, int thread);
+    float scalar_of(const Layer& layer) const { return layer.scalar ? *layer.scalar : 1.0f; }
     void mixture(const Layer& layer, int nodes, int thread);
+    void route_all(const Layer& layer, int nodes, int thread);
     void route(const Layer& layer, int node);
     void list_visits(const Layer& layer, int nodes);
     void visit_experts(const Layer& layer, int nodes, int thread);
@@ -395,7 +382,7 @@ protected:
     void put_wide_norms(const Layer& layer, float* x) const;
     // Whether a branch's last product adds to the stream by itself; else it leaves it in branch_.
     bool adds(const Layer& layer, const float* norm) const {
-        return !norm && layer.kind.residual == 1.0f;
+        return !norm && layer.kind.residual == 1.0f && !layer.scalar;
     }
     Inputs normed() const { return {hidden_q_.data(), hidden_f_.data()}; }
 
@@ -427,8 +414,8 @@ protected:
     }
 
     std::vector<Layer> layers_;
-    Matrix embedding_, head_;
-    const float* final_norm_ = nullptr;
+    Matrix embedding_, head_, vector_projection_;
+    const float *final_norm_ = nullptr, *vector_norm_ = nullptr;
     size_t pairs_;
     std::vector<float> frequencies_, factors_;  // of Ropes
     float embedding_scale_ = 1.0f, logit_scale_ = 1.0f, logit_cap_ = 0.0f;
@@ -464,6 +451,8 @@ protected:
     std::vector<Group> hidden_q_, mixed_q_, ffn_q_;
     Floats hidden_f_;  // the others as floats are mixed_ and, when activated, gate_
     Floats branch_;    // what attention or feed-forward made, where it is not added at once
+    Floats beside_;    // what a feed-forward made that has experts beside it
+    Floats vectors_;   // [max_nodes][layers][vectors] the tokens' vectors
 
     // Of latent attention (latent.cpp).
     Floats latent_;    // [max_nodes][latent_width()]

@@ -54,6 +54,7 @@ std::string Model::check(const Step& step) const {
     for (int n = 0; sizes.recurrent && n < step.nodes; n++) {
         if (!within(step.state_targets[n], -1, sizes.states)) return say("a state's target", n);
     }
+    if (sizes.vectors && !step.token_rows) return "tokens without their own vectors";
     for (int i = 0; i < step.scored; i++) {
         if (!within(step.scored_nodes[i], 0, step.nodes)) return say("a scored node", i);
     }

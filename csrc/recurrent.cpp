@@ -69,7 +69,7 @@ void Model::reserve_nets() {
     found_.resize(nodes * sizes.net_output());
     decay_.resize(nodes * heads);
     beta_.resize(nodes * heads);
-    ones_.assign(sizes.channels, 1.0f);
+    ones_.assign(std::max<size_t>(sizes.channels, ones_.size()), 1.0f);
     draft_of_.resize(nodes);
     net_scratch_.resize(pool.most());
 }

@@ -196,7 +196,13 @@ def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
         vocab=arch.vocab,
         weights=weights,
         per_token=per_token,
-        per_node=4 * ((4 + arch.expert_rows) * arch.hidden + 3 * arch.ffn + arch.latent_numbers),
+        per_node=4
+        * (
+            (4 + arch.expert_rows) * arch.hidden
+            + 3 * arch.ffn
+            + arch.latent_numbers
+            + 2 * arch.layers * arch.token_vector
+        ),
         per_scored=4 * (arch.vocab // 4),
         state=arch.state_bytes,
     )

@@ -147,7 +147,10 @@ def _stored(
     }
 
 
-_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\..+")
+_VISION = re.compile(
+    r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\..+"
+)
+_KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 _WRAPPED = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 
 
@@ -246,13 +249,24 @@ def _sharded(index: Path, suffix: str, read: Callable[[Path], TensorFile]) -> di
 
 
 def _needed(files: dict[str, TensorFile], arch: Architecture) -> dict[str, TensorFile]:
-    """Leave out old checkpoints' rotary tables, and a copy of a tied head."""
+    """Leave out old checkpoints' rotary tables, a copy of a tied head, and what makes keys and
+    values in layers that read those of others.
+    """
     copied = {_HEAD} if arch.tied_head else set()
     return {
         name: file
         for name, file in files.items()
-        if name not in copied and _ROTARY_TABLE.fullmatch(name) is None
+        if name not in copied
+        and _ROTARY_TABLE.fullmatch(name) is None
+        and not read_elsewhere(name, arch)
     }
+
+
+def read_elsewhere(name: str, arch: Architecture) -> bool:
+    """Tell whether a tensor, by its canonical name, makes keys and values that no layer reads."""
+    match = _KEYS_AND_VALUES.fullmatch(name)
+    layer = int(match[1]) if match is not None else arch.layers
+    return layer < arch.layers and arch.layer_specs[layer].reads is not None
 
 
 def _own_head(files: dict[str, TensorFile]) -> bool:

@@ -196,13 +196,18 @@ _RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
     "granitemoehybrid": ((r"mlp\.down_proj\.", "shared_mlp.output_linear."),),
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
+    "gemma4_text": (
+        (r"moe\.gate\.weight", "router.proj.weight"),
+        (r"moe\.gate\.", "router."),
+        (r"moe\.experts\.", "experts."),
+    ),
 }
 """By family: how canonical names begin, and how the files' do."""
 FINAL_NORMS: dict[Family, str] = dict.fromkeys(("lfm2", "lfm2_moe"), "model.embedding_norm.weight")
 """What files call model.norm.weight, where they call it otherwise."""
 
 IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+EXPERT = re.compile(r"(?:mlp|moe)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
 def layer_pieces(
@@ -227,7 +232,10 @@ def layer_pieces(
             piece = head_by_head(name, piece, arch, spec)
         elif arch.family in ("qwen3_5_text", "qwen3_5_moe_text"):
             piece = joined(name, piece, arch, spec)
-            piece = _one_above_the_other(name, piece, spec) if stacked else piece
+            if stacked and isinstance(spec.feed_forward, Experts):
+                piece = _one_above_the_other(name, piece, spec.feed_forward, "mlp.experts")
+        elif arch.family == "gemma4_text":
+            piece = _one_above_the_other(name, piece, spec.beside, "experts")
         order = order_of(name, arch, spec)
         if order is not None:
             piece = replace(piece, order=order if piece.order is None else piece.order[order])
@@ -294,19 +302,22 @@ def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
 _STACKED = "mlp.experts.gate_up_proj"
 
 
-def _one_above_the_other(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
-    """Return the part of a tensor of all experts; gate stands above up."""
+def _one_above_the_other(
+    name: str, piece: StoredPart, experts: Experts | None, room: str
+) -> StoredPart:
+    """Return the part of a tensor of all experts, called room.down_proj and room.gate_up_proj; gate
+    stands above up.
+    """
     match = EXPERT.fullmatch(name)
-    if match is None:
+    if match is None or experts is None:
         return piece
-    assert isinstance(spec.feed_forward, Experts)
-    count, part = spec.feed_forward.count, match[2]
+    count, part = experts.count, match[2]
     width, columns = piece.shape
     if part == "down":
-        stored, rows, height = "mlp.experts.down_proj", None, width
+        stored, rows, height = f"{room}.down_proj", None, width
     else:
         first = 0 if part == "gate" else width
-        stored, rows, height = _STACKED, slice(first, first + width), 2 * width
+        stored, rows, height = f"{room}.gate_up_proj", slice(first, first + width), 2 * width
     whole = count, height, columns
     return replace(piece, stored=stored, whole=whole, expert=int(match[1]), rows=rows)
 

@@ -11,7 +11,6 @@ from typing import Literal, get_args
 from forerun.errors import ModelError
 from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.layer_spec import (
-    NORM_NAMES,
     AttentionSpec,
     Dense,
     Experts,
@@ -22,6 +21,7 @@ from forerun.networks.layer_spec import (
     ShortConvolution,
     check_factor,
 )
+from forerun.networks.layer_tensors import tensors_of
 from forerun.networks.rope import LongRope, Rope
 
 __all__ = ["FAMILIES", "Architecture", "Family", "Rope", "expected_tensors"]
@@ -56,6 +56,7 @@ Family = Literal[
     "lfm2",
     "lfm2_moe",
     "granitemoehybrid",
+    "gemma4_text",
 ]
 """By the name that config.json gives as model_type."""
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -140,6 +141,8 @@ class Architecture:
         self._check_caches()
         for spec in dict.fromkeys(self.layer_specs):
             spec.check(self.cache_of(spec).head_size)
+        if len({spec.token_vector for spec in self.layer_specs}) > 1:
+            raise ModelError("tokens must have equally many numbers for each layer")
         latent = self.latent
         states = {spec.recurrent for spec in self.layer_specs} - {None}
         if len({spec.attention.latent for spec in self.layer_specs}) > 1 or len(states) > 1:
@@ -255,7 +258,7 @@ class Architecture:
         """Rows of H numbers that are input and output of a node's experts, in the layer that has
         most; 0 for a dense model.
         """
-        mixtures = (s.feed_forward for s in self.layer_specs)
+        mixtures = (m for s in self.layer_specs for m in (s.feed_forward, s.beside))
         rows = [2 * m.top_k + bool(m.shared) for m in mixtures if isinstance(m, Experts)]
         return max(rows, default=0)
 
@@ -271,6 +274,11 @@ class Architecture:
         each = about.nope + about.rope + 2 * self.head_size + about.value
         each += max(about.nope, about.rank)
         return self.heads * each + 3 * self.head_size + (about.query_rank or 0)
+
+    @property
+    def token_vector(self) -> int:
+        """How many numbers each token has for each layer, the same in all; 0 if none."""
+        return self.layer_specs[0].token_vector
 
     @property
     def ropes(self) -> tuple[tuple[Rope, int], ...]:
@@ -349,6 +357,10 @@ class Architecture:
             "layers that read other layers' keys and values": any(
                 s.reads is not None for s in specs
             ),
+            "normed values": any(s.attention.normed_values for s in specs),
+            "experts beside a feed-forward": any(s.beside for s in specs),
+            "embeddings for each layer": self.token_vector > 0,
+            "scaled layers": any(s.scaled for s in specs),
             "scaled embeddings": self.embedding_scale != 1.0,
             "norm weights stored without their 1": self.norm_offset != 0.0,
             "a rope per layer": len(self.ropes) > 1,
@@ -374,12 +386,21 @@ def plain_layers(
     return (spec,) * count
 
 
+PER_LAYER_ROWS = "model.embed_tokens_per_layer"
+"""The matrix, without `.weight`, whose rows are each token's numbers for all layers."""
+
+
 def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Return canonical name -> shape of every tensor of the model, in the order of the computation.
 
     Matrices are [out, in], as `y = W x` reads them.
     """
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab, arch.hidden)}
+    if arch.token_vector:
+        numbers = arch.layers * arch.token_vector
+        tensors[f"{PER_LAYER_ROWS}.weight"] = (arch.vocab, numbers)
+        tensors["model.per_layer_model_projection.weight"] = (numbers, arch.hidden)
+        tensors["model.per_layer_projection_norm.weight"] = (arch.token_vector,)
     of_spec = {spec: layer_tensors(arch, spec) for spec in dict.fromkeys(arch.layer_specs)}
     for index, spec in enumerate(arch.layer_specs):
         prefix = f"model.layers.{index}."
@@ -392,85 +413,4 @@ def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 def layer_tensors(arch: Architecture, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
     """Return canonical name without the layer's prefix -> shape of every tensor of one layer."""
-    tensors, names = _Tensors(), NORM_NAMES[spec.norms]
-    tensors.norm(names.before_attention, arch.hidden)
-    if spec.recurrent is not None:
-        tensors.found |= spec.recurrent.tensors(arch.hidden)
-    elif spec.attention.latent is None:
-        _heads_tensors(tensors, arch, spec)
-    else:
-        _latent_tensors(tensors, arch, spec, spec.attention.latent)
-    if spec.attention.sinks:
-        tensors.found["self_attn.sinks"] = (arch.heads,)
-    tensors.norm(names.after_attention, arch.hidden)
-    tensors.norm(names.before_feed_forward, arch.hidden)
-    match spec.feed_forward:
-        case Dense(width, bias):
-            tensors.feed_forward("mlp", width, arch.hidden, bias)
-        case Experts() as experts:
-            _experts_tensors(tensors, arch, experts)
-    tensors.norm(names.after_feed_forward, arch.hidden)
-    return tensors.found
-
-
-class _Tensors:
-    """Names and shapes, in the order in which they are added."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, tuple[int, ...]] = {}
-
-    def norm(self, name: str | None, width: int) -> None:
-        if name is not None:
-            self.found[f"{name}.weight"] = (width,)
-
-    def matrix(self, name: str, rows: int, columns: int, bias: bool = False) -> None:
-        self.found[f"{name}.weight"] = (rows, columns)
-        if bias:
-            self.found[f"{name}.bias"] = (rows,)
-
-    def feed_forward(self, name: str, width: int, hidden: int, bias: bool = False) -> None:
-        self.matrix(f"{name}.gate_proj", width, hidden, bias)
-        self.matrix(f"{name}.up_proj", width, hidden, bias)
-        self.matrix(f"{name}.down_proj", hidden, width, bias)
-
-
-def _heads_tensors(tensors: _Tensors, arch: Architecture, spec: LayerSpec) -> None:
-    cache = arch.cache_of(spec)
-    queries, keys = arch.heads * cache.head_size, cache.kv_heads * cache.head_size
-    own = [] if spec.reads is not None else [("k", keys), ("v", keys)]
-    gate = [("gate", queries)] if spec.attention.gated else []
-    for part, width in (("q", queries), *own, *gate):
-        tensors.matrix(f"self_attn.{part}_proj", width, arch.hidden, spec.qkv_bias)
-    if spec.qk_norm or spec.wide_qk_norm:
-        for part, width in (("q", queries), *own[:1]):
-            tensors.norm(f"self_attn.{part}_norm", width if spec.wide_qk_norm else cache.head_size)
-    tensors.matrix("self_attn.o_proj", arch.hidden, queries, spec.o_bias)
-
-
-def _latent_tensors(tensors: _Tensors, arch: Architecture, spec: LayerSpec, latent: Latent) -> None:
-    queries = arch.heads * (latent.nope + latent.rope)
-    if latent.query_rank is None:
-        tensors.matrix("self_attn.q_proj", queries, arch.hidden)
-    else:
-        tensors.matrix("self_attn.q_a_proj", latent.query_rank, arch.hidden, spec.qkv_bias)
-        tensors.norm("self_attn.q_a_layernorm", latent.query_rank)
-        tensors.matrix("self_attn.q_b_proj", queries, latent.query_rank)
-    cached = latent.rank + latent.rope
-    tensors.matrix("self_attn.kv_a_proj_with_mqa", cached, arch.hidden, spec.qkv_bias)
-    tensors.norm("self_attn.kv_a_layernorm", latent.rank)
-    out_of = arch.heads * (latent.nope + latent.value)
-    tensors.matrix("self_attn.kv_b_proj", out_of, latent.rank)
-    tensors.matrix("self_attn.o_proj", arch.hidden, arch.heads * latent.value, spec.o_bias)
-
-
-def _experts_tensors(tensors: _Tensors, arch: Architecture, experts: Experts) -> None:
-    router, hidden = experts.router, arch.hidden
-    tensors.matrix("mlp.gate", experts.count, hidden, router.bias)
-    if router.correction:
-        tensors.found["mlp.gate.e_score_correction_bias"] = (experts.count,)
-    for expert in experts.here:
-        tensors.feed_forward(f"mlp.experts.{expert}", experts.width, hidden, experts.bias)
-    if experts.shared:
-        tensors.feed_forward("mlp.shared_expert", experts.shared, hidden)
-        if experts.shared_gate:
-            tensors.matrix("mlp.shared_expert_gate", 1, hidden)
+    return tensors_of(spec, arch.hidden, arch.heads, arch.cache_of(spec))

@@ -41,6 +41,7 @@ _ALIASES: dict[str, Family] = {
     "kimi_k2": "deepseek_v3",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma4_unified_text": "gemma4_text",
 }
 """Names of configurations that another family's code reads; Qwen3.5's without a text_config."""
 
@@ -90,12 +91,16 @@ _GEMMA3 = {
 }
 """What a multimodal Gemma 3 leaves out of its text_config: transformers' defaults."""
 
+_UNIFIED = {"hidden_size_per_layer_input": 0, "sliding_window": 1024}
+"""Where a Gemma 4 that reads images and sound by itself (12B) has other defaults."""
+
 _OUTSIDE = (
     *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"),
     *("image_token_index", "quantization_config", "projector_hidden_act", "vision_feature_layer"),
-    *("multimodal_projector_bias", "spatial_merge_size"),
+    *("multimodal_projector_bias", "spatial_merge_size", "audio_config", "eoa_token_index"),
+    "vision_soft_tokens_per_image",
 )
-"""Keys of a multimodal configuration about images, or about the files."""
+"""Keys of a multimodal configuration about images and sound, or about the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ class _Wrapper:
     """
 
     class_name: str
-    inner: tuple[Family, ...]
+    inner: tuple[str, ...]
     defaults: Mapping[str, Any]
     tied: bool = False
 
@@ -118,6 +123,10 @@ _WRAPPERS = {
     "gemma3": _Wrapper("Gemma3ForConditionalGeneration", ("gemma3_text",), _GEMMA3, tied=True),
     "qwen3_5": _Wrapper("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",), {}),
     "qwen3_5_moe": _Wrapper("Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",), {}),
+    "gemma4": _Wrapper("Gemma4ForConditionalGeneration", ("gemma4_text",), {}, tied=True),
+    "gemma4_unified": _Wrapper(
+        "Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",), _UNIFIED, tied=True
+    ),
     "mistral3": _Wrapper("Mistral3ForConditionalGeneration", ("ministral3", "mistral"), {}),
 }
 """By model_type."""
@@ -147,7 +156,7 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
         keys.get(key)
     ties = keys.flag("tie_word_embeddings", inner.get("tie_word_embeddings", wrapper.tied))
     keys.refuse_the_rest(harmless)
-    return {**wrapper.defaults, **inner, "tie_word_embeddings": ties}
+    return _plain_name({**wrapper.defaults, **inner, "tie_word_embeddings": ties})
 
 
 def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -158,6 +167,10 @@ def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(config.get("text_config"), dict):
         return _text_of(config)
     name = config.get("model_type")
+    if name == "gemma4_unified_text":
+        if config.get("architectures") == ["Gemma4UnifiedForCausalLM"]:
+            config = {**config, "architectures": None}
+        config = {**_UNIFIED, **config}
     if isinstance(name, str) and name in _ALIASES:
         return {**config, "model_type": _ALIASES[name]}
     if name in ("lfm2", "lfm2_moe"):

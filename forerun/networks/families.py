@@ -12,6 +12,7 @@ from forerun.networks import families_conv as conv
 from forerun.networks import families_delta as delta
 from forerun.networks import families_dense as dense
 from forerun.networks import families_experts as experts
+from forerun.networks import families_gemma as gemma
 from forerun.networks.arch import Architecture, ArchitectureSizes, Family
 from forerun.networks.family_parts import Layers, optional_real
 from forerun.networks.keys import Keys
@@ -30,8 +31,8 @@ class Reader:
     sizes       reads the sizes; None: as in most families
     centred     norms are stored without their 1
     granite     Granite's own scales of embeddings and logits
-    gemma       Gemma's model-wide facts: tied by default, norms stored without their 1, embeddings
-                scaled by sqrt(H), capped logits
+    gemma       Gemma's model-wide facts: tied by default, embeddings scaled by sqrt(H), capped
+                logits
     """
 
     class_name: str
@@ -66,7 +67,7 @@ class Reader:
             norm_eps=keys.real("rms_norm_eps", self.norm_eps),
             layer_specs=self.layers(keys, sizes),
             tied_head=keys.flag("tie_word_embeddings", self.tied or self.gemma),
-            norm_offset=float(self.gemma or self.centred),
+            norm_offset=float(self.centred),
             embedding_scale=self._embedding_scale(keys, sizes),
             final_softcap=_final_softcap(keys, family) if self.gemma else None,
             logit_scale=1 / _positive(keys, "logits_scaling") if self.granite else 1.0,
@@ -109,8 +110,10 @@ READERS: dict[Family, Reader] = {
     "qwen3": Reader("Qwen3ForCausalLM", dense.qwen3, head_size=128),
     "qwen2_moe": Reader("Qwen2MoeForCausalLM", experts.qwen2_moe),
     "qwen3_moe": Reader("Qwen3MoeForCausalLM", experts.qwen3_moe),
-    "gemma2": Reader("Gemma2ForCausalLM", dense.gemma2, head_size=256, gemma=True),
-    "gemma3_text": Reader("Gemma3ForCausalLM", dense.gemma3, head_size=256, gemma=True),
+    "gemma2": Reader("Gemma2ForCausalLM", gemma.gemma2, head_size=256, gemma=True, centred=True),
+    "gemma3_text": Reader(
+        "Gemma3ForCausalLM", gemma.gemma3, head_size=256, gemma=True, centred=True
+    ),
     "mixtral": Reader("MixtralForCausalLM", experts.mixtral, norm_eps=1e-5),
     "glm4_moe": Reader("Glm4MoeForCausalLM", experts.glm4_moe, head_size=128, norm_eps=1e-5),
     "deepseek_v3": Reader(
@@ -147,4 +150,5 @@ READERS: dict[Family, Reader] = {
     ),
     "lfm2": Reader("Lfm2ForCausalLM", conv.lfm2, norm_eps=1e-5, tied=True),
     "lfm2_moe": Reader("Lfm2MoeForCausalLM", conv.lfm2_moe, norm_eps=1e-5, tied=True),
+    "gemma4_text": Reader("Gemma4ForCausalLM", gemma.gemma4, head_size=256, gemma=True),
 }

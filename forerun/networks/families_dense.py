@@ -1,6 +1,5 @@
 """Layers of families without experts, as their config.json says, with transformers' defaults."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from forerun.networks.arch import ArchitectureSizes
@@ -9,19 +8,15 @@ from forerun.networks.family_parts import (
     SLIDING,
     Layers,
     optional_integer,
-    optional_real,
     plain_attention,
     slides_of,
     upper_windows,
     uses_windows,
 )
 from forerun.networks.keys import Keys
-from forerun.networks.layer_spec import Activation, AttentionSpec, Dense, LayerSpec
+from forerun.networks.layer_spec import AttentionSpec, Dense, LayerSpec
 from forerun.networks.rope import Rope
 from forerun.networks.rope_config import rope_from, ropes_by_kind
-
-_GELUS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-"""Their names in transformers."""
 
 
 def llama(keys: Keys, sizes: ArchitectureSizes) -> Layers:
@@ -110,74 +105,6 @@ def qwen3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
         )
         for window in upper_windows(keys, sizes)
     )
-
-
-def gemma2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Return L layers of Gemma 2 (arXiv 2408.00118): windows in every second layer, capped scores.
-    Raises ModelError for a key that is missing or cannot be used.
-    """
-    softcap = optional_real(keys, "attn_logit_softcapping", 50.0)
-    slides = slides_of(keys, sizes, [layer % 2 == 0 for layer in range(sizes.layers)])
-    rope = rope_from(keys, sizes.context)
-    return _gemma(keys, sizes, slides, {FULL: rope, SLIDING: rope}, softcap, qk_norm=False)
-
-
-def gemma3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Return L layers of Gemma 3 (arXiv 2503.19786): windows in five of six layers, with another
-    rope. Raises ModelError for a key that is missing or cannot be used.
-    """
-    pattern = keys.integer("sliding_window_pattern", 6)
-    if pattern < 1:
-        raise keys.unfit("sliding_window_pattern", pattern, "positive")
-    slides = slides_of(keys, sizes, [bool((layer + 1) % pattern) for layer in range(sizes.layers)])
-    thetas = {FULL: 1e6, SLIDING: 1e4}
-    if keys.get("rope_parameters") is not None:
-        return _gemma(keys, sizes, slides, ropes_by_kind(keys, sizes.context, thetas))
-    local = rope_from(Keys({}, keys.prefix), sizes.context, keys.real("rope_local_base_freq", 1e4))
-    ropes = {FULL: rope_from(keys, sizes.context, thetas[FULL]), SLIDING: local}
-    return _gemma(keys, sizes, slides, ropes)
-
-
-def _gemma(
-    keys: Keys,
-    sizes: ArchitectureSizes,
-    slides: Sequence[bool],
-    ropes: dict[str, Rope],
-    softcap: float | None = None,
-    qk_norm: bool = True,
-) -> Layers:
-    """Return the layers of Gemma 3; with other values of the last two parameters, of Gemma 2.
-
-    slides  which layers have a window; ropes  of the layers with and without one
-    """
-    scalar = keys.real("query_pre_attn_scalar", 256.0)
-    if scalar <= 0:
-        raise keys.unfit("query_pre_attn_scalar", scalar, "positive")
-    window = keys.integer("sliding_window", 4096)
-    biased = keys.flag("attention_bias", False)
-    feed_forward, activation = Dense(keys.integer("intermediate_size")), _gelu(keys)
-    return tuple(
-        LayerSpec(
-            AttentionSpec(scalar**-0.5, window if slide else None, softcap),
-            ropes[SLIDING if slide else FULL],
-            feed_forward,
-            norms="sandwich",
-            activation=activation,
-            qk_norm=qk_norm,
-            qkv_bias=biased,
-            o_bias=biased,
-        )
-        for slide in slides
-    )
-
-
-def _gelu(keys: Keys) -> Activation:
-    """Read `hidden_activation`; `hidden_act`, which transformers ignores, must agree."""
-    name = keys.text("hidden_activation", "gelu_pytorch_tanh")
-    if name not in _GELUS:
-        raise keys.unfit("hidden_activation", name, f"one of {', '.join(_GELUS)}")
-    keys.require("hidden_act", name)
-    return _GELUS[name]
 
 
 def phi3(keys: Keys, sizes: ArchitectureSizes) -> Layers:

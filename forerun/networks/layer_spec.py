@@ -47,6 +47,10 @@ NORM_NAMES: dict[Norms, NormNames] = {
     "sandwich": NormNames(_INPUT, _ATTENTION, _BEFORE, _AFTER),
 }
 """As transformers does: in "pre" the norm before the feed-forward is called post_attention."""
+BESIDE_NORMS = (f"{_AFTER}_1", f"{_BEFORE}_2", f"{_AFTER}_2")
+"""Where experts are beside a feed-forward: the norms behind the feed-forward, before and behind the
+experts.
+"""
 
 _MOST_WIDTH, _MOST_EXPERTS, _MOST_WINDOW = 1 << 20, 1 << 14, 1 << 30
 _MOST_HEADS, _MOST_CONVOLVED = 4096, 64
@@ -92,6 +96,8 @@ class AttentionSpec:
     latent   its own projections and cache; None: q_proj, k_proj and v_proj, G heads of E each
     gated    the context is multiplied by the sigmoid of a gate of A heads of E, a product of its
              own (Qwen3-Next; arXiv 2505.06708)
+    normed_values  RMSNorm over E on each value head, without a weight (Gemma 4)
+    keyed_values   the product of keys, before their norm and rotation, makes the values too
     """
 
     scale: float
@@ -100,6 +106,8 @@ class AttentionSpec:
     sinks: bool = False
     latent: Latent | None = None
     gated: bool = False
+    normed_values: bool = False
+    keyed_values: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +254,9 @@ class Router:
     groups      the experts are in so many groups; only the `kept` groups can be chosen that have
                 the greatest sums of their `summed` (two or one) greatest corrected scores; 1 = all
                 can
+    own_input   it reads the residual stream after an RMSNorm of its own, whose weight is a learnt
+                scale [H] times H^-1/2 (Gemma 4)
+    scaled      a learnt number for each expert multiplies its weight last
     """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -256,6 +267,8 @@ class Router:
     groups: int = 1
     kept: int = 1
     summed: int = 2
+    own_input: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +294,11 @@ class Experts:
     shared_whole: bool = False
 
     @property
+    def active_width(self) -> int:
+        """Width of the experts that one token runs through, together."""
+        return self.top_k * self.width + self.shared
+
+    @property
     def here(self) -> range:
         """Numbers of the experts whose weights are here: all, or a rank's own."""
         return range(self.count) if self.own is None else self.own
@@ -299,6 +317,12 @@ class LayerSpec:
                   model's
     reads         the number of the layer, of the same shape, whose keys and values it attends to,
                   having none of its own; None: its own
+    beside        experts beside the dense feed-forward, each of the two with norms of its own;
+                  what they make together goes through the norm behind the feed-forward
+    token_vector  numbers of a vector that each token has for this layer (Gemma 3n's and 4's
+                  per-layer embeddings); behind the feed-forward, x + norm(projection(
+                  activation(gate x) vector)); 0: none
+    scaled        a learnt number multiplies the stream behind all that
     """
 
     attention: AttentionSpec
@@ -314,15 +338,16 @@ class LayerSpec:
     recurrent: Recurrent | None = None
     cache: CacheLayer | None = None
     reads: int | None = None
+    beside: Experts | None = None
+    token_vector: int = 0
+    scaled: bool = False
 
     @property
     def active_width(self) -> int:
         """Width of the feed-forward that one token runs through; of all its experts together."""
-        match self.feed_forward:
-            case Dense(width):
-                return width
-            case Experts() as experts:
-                return experts.top_k * experts.width + experts.shared
+        own = self.feed_forward
+        width = own.width if isinstance(own, Dense) else own.active_width
+        return width if self.beside is None else max(width, self.beside.active_width)
 
     def check(self, head_size: int) -> None:
         """Raise ModelError for numbers that no layer can have."""
@@ -332,6 +357,9 @@ class LayerSpec:
                 bounds["ffn"] = (width, 1, _MOST_WIDTH)
             case Experts() as experts:
                 bounds |= _bounds_of(experts)
+        if self.beside is not None:
+            bounds |= _bounds_of(self.beside)
+        bounds["numbers of a token for each layer"] = (self.token_vector, 0, _MOST_WIDTH)
         if attention.window is not None:
             bounds["sliding window"] = (attention.window, 1, _MOST_WINDOW)
         if (latent := attention.latent) is not None:

@@ -62,6 +62,16 @@ class Divided:
 
 
 @dataclass(frozen=True, slots=True)
+class Proportional:
+    """Gemma 4's: of the frequencies of a whole head the first `share`, divided by `factor`; the
+    others are 0. Pairs stand half a head apart, in files too.
+    """
+
+    share: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class LongRope:
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): searched divisors, one per frequency, for
     short texts and for long ones.
@@ -92,7 +102,7 @@ def longrope_attention_factor(factor: float, original_context: int) -> float:
 _LEAST = 1e-20
 """Numbers outside (1e-20, 1e20) would leave float32 somewhere; no model has them."""
 
-Scaling = LinearScaling | Llama3 | Yarn | Divided | LongRope
+Scaling = LinearScaling | Llama3 | Yarn | Divided | Proportional | LongRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +137,10 @@ class Rope:
         match self.scaling:
             case None:
                 return plain
-            case LinearScaling(factor):
+            case LinearScaling(factor) | Proportional(factor=factor):
                 stretched: Floats = plain / np.float32(factor)
+                if isinstance(self.scaling, Proportional):
+                    stretched[int(self.scaling.share * head_size // 2) :] = 0
                 return stretched
             case Llama3():
                 return _llama3(plain, self.scaling)
@@ -168,6 +180,8 @@ class Rope:
                 positive["log(theta)"] = math.log(self.theta) if self.theta > 0 else 0.0
             case Divided(divisors):
                 positive |= _divisors(divisors, head_size)
+            case Proportional(share, factor):
+                positive |= {"share": share, "factor": factor, "rest": 2 - share}
             case LongRope(short, long, original, attention):
                 positive |= {"original context": original, "attention_factor": attention}
                 positive |= {

@@ -8,6 +8,7 @@ from forerun.networks.rope import (
     LinearScaling,
     Llama3,
     LongRope,
+    Proportional,
     Rope,
     Scaling,
     Yarn,
@@ -76,14 +77,17 @@ def _object(keys: Keys, name: str, value: Any) -> Keys:
 
 def _rope(inner: Keys, theta: float, context: int, original: int, partial: bool = False) -> Rope:
     """Read the rope of an object of rope parameters. partial: it may rotate a part of a head."""
-    if not partial:
+    kind = inner.text("rope_type", inner.text("type", "default"))
+    if not partial and kind != "proportional":
         inner.require("partial_rotary_factor", 1.0)
     theta = inner.real("rope_theta", theta)
     original = inner.integer("original_max_position_embeddings", original)
-    kind = inner.text("rope_type", inner.text("type", "default"))
     rope = Rope(theta, _scaling(kind, inner, context, original))
     inner.refuse_the_rest(lambda name, value: value is False or name == "finetuned")
     return rope
+
+
+_KINDS = "default, linear, llama3, longrope, proportional, yarn"
 
 
 def _scaling(kind: str, inner: Keys, context: int, original: int) -> Scaling | None:
@@ -91,6 +95,11 @@ def _scaling(kind: str, inner: Keys, context: int, original: int) -> Scaling | N
         return None
     if kind == "linear":
         return LinearScaling(inner.real("factor"))
+    if kind == "proportional":
+        share = inner.real("partial_rotary_factor", 1.0)
+        if not 0 < share <= 1:
+            raise inner.unfit("partial_rotary_factor", share, "in (0, 1]")
+        return Proportional(share, inner.real("factor", 1.0))
     if kind == "llama3":
         low, high = inner.real("low_freq_factor"), inner.real("high_freq_factor")
         return Llama3(inner.real("factor"), low, high, original)
@@ -101,7 +110,7 @@ def _scaling(kind: str, inner: Keys, context: int, original: int) -> Scaling | N
         short, long = (_divisors(inner, f"{name}_factor") for name in ("short", "long"))
         return LongRope(short, long, original, factor)
     if kind != "yarn":
-        raise inner.unfit("rope_type", kind, "default, linear, llama3, longrope or yarn")
+        raise inner.unfit("rope_type", kind, f"one of {_KINDS}")
     factor = inner.real("factor", context / max(original, 1))
     return Yarn(
         factor,

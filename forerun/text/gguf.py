@@ -7,8 +7,6 @@ merging (`tokenizer.ggml.pre`), which `pre_tokenizers` defines.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from forerun.errors import ModelError
 from forerun.text.pieces import SPACE_MARK
 from forerun.text.pre_tokenizers import NOT_BYTE_LEVEL, PRE_TOKENIZERS, PreTokenizer
@@ -25,6 +23,7 @@ _ENDS = (
     "<|calls|>",
     "<|flush|>",
     "<end_of_turn>",
+    "<turn|>",
     "<end_of_utterance>",
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -61,12 +60,10 @@ class GgufTokenizer(NamedTuple):
     twins: dict[int, str]
 
 
-def tokenizer_json(metadata: Mapping[str, Any], merges: bool = True) -> GgufTokenizer:
+def tokenizer_json(metadata: Mapping[str, Any]) -> GgufTokenizer:
     """Read a GGUF file's tokenizer.
 
     metadata  the file's keys as plain Python values
-    merges    False leaves them out, which only encoding needs: of 262k scored tokens they take
-              seconds
 
     Raises ModelError that names the key where one is missing, wrong or of an unknown kind.
     """
@@ -79,15 +76,20 @@ def tokenizer_json(metadata: Mapping[str, Any], merges: bool = True) -> GgufToke
         )
     twins, types = _without_twins(tokens, types)
     if kind == "gpt2":
-        spec = _byte_level(metadata, tokens, types, merges)
+        spec = _byte_level(metadata, tokens, types)
         begin = _pre_tokenizer(metadata).begins
     elif kind == "llama":
+        spec = _sentence_piece(metadata, tokens, types, _scored(metadata, tokens, types))
+        begin = True
+    elif kind == "gemma4":
+        merges = [merge.split(" ", 1) for merge in _strings(metadata, "tokenizer.ggml.merges")]
         spec = _sentence_piece(metadata, tokens, types, merges)
+        spec["pre_tokenizer"] = _LINES
         begin = True
     else:
         raise ModelError(
-            f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE) "
-            "and 'llama' (SentencePiece BPE)"
+            f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE), "
+            "'llama' and 'gemma4' (SentencePiece BPE)"
         )
     spec["added_tokens"] = [
         _added(index, token, types[index] == CONTROL)
@@ -118,14 +120,14 @@ def _without_twins(
 
 
 def _byte_level(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], merged: bool
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> dict[str, Any]:
     pre = _pre_tokenizer(metadata)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     steps = [split | {"pattern": {"Regex": regex}} for regex in pre.splits]
     steps.append(level | {"use_regex": False})
-    merges = _strings(metadata, "tokenizer.ggml.merges")
+    merges = [merge.split(" ", 1) for merge in _strings(metadata, "tokenizer.ggml.merges")]
     return {
         "normalizer": {"type": "NFC"} if pre.composed else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -134,7 +136,7 @@ def _byte_level(
             "type": "BPE",
             "ignore_merges": pre.whole_words,
             "vocab": _vocab(tokens, types),
-            "merges": [merge.split(" ", 1) for merge in merges] if merged else [],
+            "merges": merges,
         },
     }
 
@@ -150,15 +152,29 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
     )
 
 
+_LINES = {"type": "Split", "pattern": {"Regex": "\\n+"}, "behavior": "Isolated", "invert": False}
+"""Gemma 4's text is cut at runs of line breaks, and nowhere else."""
+
+
+def _scored(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
+) -> list[list[str]]:
+    """Return the merges that the tokens' scores imply. Raises ModelError without scores."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ModelError("tokenizer.ggml.scores is missing or not as long as the tokens")
+    return _merges(tokens, types, scores)
+
+
 def _sentence_piece(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], merged: bool
+    metadata: Mapping[str, Any],
+    tokens: Sequence[str],
+    types: Sequence[int],
+    merges: list[list[str]],
 ) -> dict[str, Any]:
     """Return a tokenizer like Llama 2's tokenizer.json: a space is added before the text, and after
     control tokens, even if there is one, so that decoding can remove it.
     """
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise ModelError("tokenizer.ggml.scores is missing or not as long as the tokens")
     spaced = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     marks: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
@@ -183,35 +199,29 @@ def _sentence_piece(
             "fuse_unk": True,
             "unk_token": None if unknown is None else tokens[unknown],
             "vocab": _vocab(tokens, types),
-            "merges": _merges(tokens, types, scores) if merged else [],
+            "merges": merges,
         },
     }
 
 
 def _merges(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
-) -> list[tuple[str, str]]:
+) -> list[list[str]]:
     """Return the merges that a SentencePiece vocabulary implies: best score first.
 
     Every way to cut a token into two tokens is a merge with that token's score. Ties between
     tokens go to the longer left part, then to the longer right part, as in transformers.
     """
     index = {token: id for id, token in enumerate(tokens) if types[id] == NORMAL}
-    merges: list[tuple[str, str]] = []
-    ranks: list[float] = []
-    for token, id in index.items():
-        pairs: list[tuple[int, int, str, str]] = []
-        for at in range(1, len(token)):
-            left = index.get(token[:at])
-            right = None if left is None else index.get(token[at:])
-            if left is not None and right is not None:
-                pairs.append((left, right, token[:at], token[at:]))
-        for *_, before, behind in sorted(pairs):
-            merges.append((before, behind))
-            ranks += (-len(behind), -len(before), -float(scores[id]))
-    # By the last key first; equal ones keep their order.
-    order = np.lexsort(np.array(ranks, np.float64).reshape(-1, 3).T)
-    return [merges[place] for place in order.tolist()]
+    merges: list[tuple[float, int, int, str, str]] = []
+    for token in index:
+        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [pair for pair in cuts if pair[0] in index and pair[1] in index]
+        pairs.sort(key=lambda pair: (index[pair[0]], index[pair[1]]))
+        score = float(scores[index[token]])
+        merges += [(score, len(left), len(right), left, right) for left, right in pairs]
+    merges.sort(key=lambda entry: entry[:3], reverse=True)
+    return [[left, right] for *_, left, right in merges]
 
 
 def _vocab(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from forerun.checkpoints.checkpoint import InFourBits
-from forerun.networks.layer_spec import NORM_NAMES, Experts, GatedDelta
+from forerun.networks.layer_spec import BESIDE_NORMS, NORM_NAMES, Experts, GatedDelta
 from tests.twins.gated_delta import Recurrence
 
 GROUP = 32
@@ -62,6 +62,11 @@ def capped(x, cap):
     return x if cap is None else cap * np.tanh(x / cap)
 
 
+def gelu_tanh(gate):
+    angle = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + np.tanh(angle))
+
+
 def forward(checkpoint, tokens):
     """float64[T,V] logits of one sequence."""
     return Twin(checkpoint).forward(np.asarray(tokens))
@@ -87,6 +92,7 @@ class Twin:
         name = next(n for n in checkpoint.names() if n.endswith("self_attn.o_proj.weight"))
         first = checkpoint.packed(name)
         self.floats = first is not None and first.kind in FLOATS
+        self.cached = {}  # By layer, keys and values that others may read.
 
     def product(self, name, x):
         x = x.astype(np.float32)
@@ -108,6 +114,7 @@ class Twin:
         arch = self.arch
         stream = packed(self.checkpoint, "model.embed_tokens.weight")[tokens].astype(np.float64)
         stream = stream * arch.embedding_scale
+        vectors = self.vectors(tokens, stream) if arch.token_vector else None
         for layer, spec in enumerate(arch.layer_specs):
             prefix, norms = f"model.layers.{layer}.", NORM_NAMES[spec.norms]
             x = self.normed(stream, prefix, norms.before_attention)
@@ -116,17 +123,45 @@ class Twin:
             elif spec.recurrent is not None:
                 made = self.convolution(prefix + "conv.", x, spec.recurrent)
             else:
-                made = self.attention(prefix + "self_attn.", x, spec)
+                made = self.attention(prefix + "self_attn.", x, spec, layer)
             stream = stream + self.normed(made, prefix, norms.after_attention) * spec.residual
             x = self.normed(stream, prefix, norms.before_feed_forward)
             if isinstance(spec.feed_forward, Experts):
                 made = self.mixture(prefix + "mlp.", x, spec)
             else:
                 made = self.fed(prefix + "mlp.", x, spec.activation)
+            if spec.beside is not None:
+                made = self.beside(prefix, stream, made, spec)
             stream = stream + self.normed(made, prefix, norms.after_feed_forward) * spec.residual
+            if vectors is not None:
+                gate = self.product(prefix + "per_layer_input_gate", stream)
+                opened = gelu_tanh(gate) * vectors[:, layer]
+                made = self.product(prefix + "per_layer_projection", opened)
+                stream = stream + self.normed(made, prefix, "post_per_layer_input_norm")
+            if spec.scaled:
+                stream = stream * self.vector(prefix + "layer_scalar")
         x = normed(stream, self.vector("model.norm.weight") + arch.norm_offset, arch.norm_eps)
         head = "model.embed_tokens" if arch.tied_head else "lm_head"
         return capped(self.product(head, x) * arch.logit_scale, arch.final_softcap)
+
+    def vectors(self, tokens, stream):
+        """Each token's vectors float64[T,L,D]."""
+        made = self.product("model.per_layer_model_projection", stream) * self.arch.hidden**-0.5
+        made = made.reshape(len(tokens), self.arch.layers, -1)
+        made = normed(
+            made, self.vector("model.per_layer_projection_norm.weight"), self.arch.norm_eps
+        )
+        rows = self.vector("model.embed_tokens_per_layer.weight")[tokens].reshape(made.shape)
+        return (made + rows * self.arch.token_vector**0.5) / np.sqrt(2)
+
+    def beside(self, prefix, stream, fed, spec):
+        """A feed-forward's output and that of the experts beside it."""
+        behind_fed, before, behind = BESIDE_NORMS
+        scale = self.vector(prefix + "moe.gate.scale") * self.arch.hidden**-0.5
+        routed = normed(stream, scale, self.arch.norm_eps)
+        x = self.normed(stream, prefix, before)
+        mixed = self.mixture(prefix + "moe.", x, spec, spec.beside, routed)
+        return self.normed(fed, prefix, behind_fed) + self.normed(mixed, prefix, behind)
 
     def normed(self, x, prefix, name):
         if name is None:
@@ -144,15 +179,14 @@ class Twin:
             normal = 0.5 * np.vectorize(math.erfc)(-gate / np.sqrt(2))
             return self.product(f"{prefix}down_proj", gate * normal * up)
         if activation == "gelu_tanh":
-            angle = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
-            return self.product(f"{prefix}down_proj", 0.5 * gate * (1 + np.tanh(angle)) * up)
+            return self.product(f"{prefix}down_proj", gelu_tanh(gate) * up)
         return self.product(f"{prefix}down_proj", gate / (1 + np.exp(-gate)) * up)
 
-    def mixture(self, prefix, x, spec):
+    def mixture(self, prefix, x, spec, about=None, routed=None):
         """Token by token, expert by expert."""
-        about, activation = spec.feed_forward, spec.activation
-        router = about.router
-        logits = x.astype(np.float32) @ self.vector(prefix + "gate.weight").T
+        about, activation = about or spec.feed_forward, spec.activation
+        router, routed = about.router, x if routed is None else routed
+        logits = routed.astype(np.float32) @ self.vector(prefix + "gate.weight").T
         if router.bias:
             logits = logits + self.vector(prefix + "gate.bias")
         if router.scores == "sigmoid":
@@ -168,6 +202,8 @@ class Twin:
             chosen = best(ranked[token], about)
             weights = scores[token, chosen]
             weights = weights / weights.sum() if router.normalised else weights
+            if router.scaled:
+                weights = weights * self.vector(prefix + "gate.per_expert_scale")[chosen]
             for expert, weight in zip(chosen, weights * router.scale, strict=True):
                 made = self.fed(f"{prefix}experts.{expert}.", x[token : token + 1], activation)[0]
                 out[token] += weight * made
@@ -212,24 +248,27 @@ class Twin:
             mixed.append(rounded(found.astype(np.float32)) @ out_of.T)
         return self.product(prefix + "o_proj", np.concatenate(mixed, -1))
 
-    def attention(self, prefix, x, spec):
+    def heads(self, prefix, which, x, spec):
+        """Queries or keys, normed and rotated; or values."""
+        name = f"{prefix}{'k' if which == 'v' and spec.attention.keyed_values else which}_proj"
+        made, wide = self.product(name, x), spec.wide_qk_norm and which != "v"
+        if wide:
+            made = self.normed(made, prefix, f"{which}_norm")
+        made = made.reshape(len(x), -1, self.arch.cache_of(spec).head_size)
+        if which == "v":
+            plain = spec.attention.normed_values
+            return normed(made, 1.0, self.arch.norm_eps) if plain else made
+        made = self.normed(made, prefix, f"{which}_norm") if spec.qk_norm else made
+        return made if spec.rope.rotated == 0 else self.rotated(made, spec.rope)
+
+    def attention(self, prefix, x, spec, layer):
         if spec.attention.latent is not None:
             return self.latent(prefix, x, spec)
-        arch, count = self.arch, len(x)
-        heads = {"q": arch.heads, "k": arch.kv_heads, "v": arch.kv_heads}
-        q, k, v = (self.product(f"{prefix}{which}_proj", x) for which in heads)
-        if spec.wide_qk_norm:
-            q, k = self.normed(q, prefix, "q_norm"), self.normed(k, prefix, "k_norm")
-        q, k, v = (
-            made.reshape(count, n, arch.head_size)
-            for made, n in zip((q, k, v), heads.values(), strict=True)
-        )
-        if spec.qk_norm:
-            q, k = self.normed(q, prefix, "q_norm"), self.normed(k, prefix, "k_norm")
-        if spec.rope.rotated != 0:
-            q, k = self.rotated(q, spec.rope), self.rotated(k, spec.rope)
-        k, v = self.kept(k), self.kept(v)
-        shared = arch.heads // arch.kv_heads
+        arch, count, q = self.arch, len(x), self.heads(prefix, "q", x, spec)
+        if spec.reads is None:
+            self.cached[layer] = [self.kept(self.heads(prefix, part, x, spec)) for part in "kv"]
+        k, v = self.cached[layer if spec.reads is None else spec.reads]
+        shared = arch.heads // k.shape[1]
         k, v = np.repeat(k, shared, 1), np.repeat(v, shared, 1)
         scores = np.einsum("ihe,jhe->hij", q, k) * spec.attention.scale
         scores = capped(scores, spec.attention.softcap)
@@ -273,7 +312,7 @@ class Twin:
 
     def rotated(self, x, rope):
         positions = np.arange(len(x), dtype=np.float32)[:, None]
-        angle = (positions * rope.frequencies(self.arch.rope_size)).astype(np.float64)
+        angle = (positions * rope.frequencies(x.shape[-1])).astype(np.float64)
         cosine = np.cos(angle)[:, None] * rope.attention_factor
         sine = np.sin(angle)[:, None] * rope.attention_factor
         a, b = np.split(x, 2, -1)

@@ -19,6 +19,7 @@ FAMILIES = (
     *("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"),
     *("phi3", "smollm3", "granite", "olmo2", "gemma3_text", "deepseek_v2"),
     *("seed_oss", "olmo3", "exaone4", "glm4_moe_lite", "minimax_m2", "ministral3"),
+    "gemma4_text",
 )
 CASES = [
     (family, page)
@@ -32,6 +33,7 @@ NATIVE = [
     "glm4_moe",
     "deepseek_v3",
     "gemma2",
+    "gemma4_text",
     *(
         pytest.param(family, marks=pytest.mark.slow)
         for family in (

@@ -316,6 +316,7 @@ BLOCKS = {
     "granitemoehybrid": {},
     "lfm2": {},
     "lfm2_moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0},
+    "gemma4_text": {},
 }
 
 

@@ -83,6 +83,7 @@ _CLASSES = {
         transformers.GraniteMoeHybridConfig,
         transformers.GraniteMoeHybridForCausalLM,
     ),
+    "gemma4_text": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
 }
 assert tuple(_CLASSES) == FAMILIES
 
@@ -138,6 +139,10 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         | {"original_max_position_embeddings": 512, "rope_theta": 1e4, "mscale": 1.0}
         | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
     },
+    "gemma4_text": {"global_head_dim": 32, "sliding_window": 24, "num_hidden_layers": 4}
+    | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 9.0}
+    | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32},
     "lfm2": _CONV | {"intermediate_size": 120, "block_multiple_of": 32},  # 96 in truth.
     "lfm2_moe": _EXPERTS | _CONV | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
@@ -180,6 +185,10 @@ def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> A
         numbers["rope_parameters"] = ropes
     if family in CONVOLUTIONS:
         del numbers["rms_norm_eps"]
+    if family == "gemma4_text":
+        whole = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e4}
+        local = {"rope_type": "default", "rope_theta": 3000.0}
+        numbers["rope_parameters"] = {"full_attention": whole, "sliding_attention": local}
     numbers |= _OF_FAMILY.get(family, {})
     partial = changes.pop("partial", _PARTIAL.get(family))
     if partial is not None:
@@ -204,6 +213,8 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
             for name, buffer in made.named_buffers():
                 if name.endswith(("e_score_correction_bias", "expert_bias")):
                     buffer.normal_(0.0, 0.3)
+                if name.endswith("layer_scalar"):
+                    buffer.uniform_(0.7, 1.2)
     return made
 
 
@@ -211,8 +222,9 @@ def _centre(family: str, name: str) -> float:
     """Of random weights: norms that do nothing, and states that are remembered for a while."""
     if name.endswith("A_log"):
         return -3.0
-    stored = family.startswith("gemma") or family in DELTAS
-    return float("norm" in name and (not stored or "linear_attn" in name))
+    stored = family in ("gemma2", "gemma3_text", *DELTAS)
+    named = ("norm", "router.scale", "per_expert_scale")
+    return float(any(part in name for part in named) and (not stored or "linear_attn" in name))
 
 
 def _made(family: str, settings: Any) -> Any:
@@ -234,7 +246,10 @@ def weights(hf: Any) -> dict[str, np.ndarray]:
         own = own.replace("shared_mlp.output_linear", "mlp.down_proj")
         if hf.config.model_type in CONVOLUTIONS:
             own = _of_lfm2(own)
-        if ".mlp.experts." in own:
+        if hf.config.model_type == "gemma4_text":
+            own = own.replace("router.proj", "moe.gate").replace("router.", "moe.gate.")
+            own = own.replace(".experts.", ".moe.experts.")
+        if ".mlp.experts." in own or ".moe.experts." in own:
             found |= _experts(own, array, hf.config)
         elif hf.config.model_type in DELTAS and own.split(".")[-2] in _NEXT:
             found |= _of_next(own, array, hf.config)
@@ -446,6 +461,8 @@ def write_gguf(
     extra     more tensors, under their names in the file
     """
     settings, family = hf.config, hf.config.model_type
+    if family == "gemma4_text":  # Else transformers shows no size of heads, which differ by layer.
+        settings.allow_global_per_layer_attribute_access = True
     name = GGUF_NAMES.get(family, family)
     writer = gguf.GGUFWriter(path, name)
     _add_metadata(writer, hf, metadata or {})
@@ -455,7 +472,7 @@ def write_gguf(
         arrays = of_qwen3_next(hf, arrays)
     for source, weight in arrays.items():
         array = interleaved(source, weight, settings) if family in INTERLEAVED else weight
-        if name.startswith("gemma") and "norm" in source:
+        if name in ("gemma2", "gemma3") and "norm" in source:
             array = array + 1
         if source.endswith("kv_b_proj.weight"):
             add_in_two(writer, source, array, settings, quant)
@@ -468,7 +485,7 @@ def write_gguf(
             raw, raw_kind = stored[source]
             writer.add_tensor(gguf_name(source, name), raw, raw_dtype=raw_kind)
         elif array.ndim == 1 or source.endswith(AS_FLOATS):
-            writer.add_tensor(gguf_name(source, name), array.squeeze())
+            writer.add_tensor(gguf_name(source, name), np.atleast_1d(array.squeeze()))
         else:
             writer.add_tensor(gguf_name(source, name), quantize(array, quant), raw_dtype=quant)
     for source, array in (extra or {}).items():
@@ -564,14 +581,15 @@ GGUF_NAMES = {
     "minimax_m2": "minimax-m2",
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granite",
+    "gemma4_text": "gemma4",
 }
 """What llama.cpp calls families that it does not call by their names here."""
 INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", *GRANITES)
 """Whose heads llama.cpp's converter turns (`undo_permute`)."""
 
 
-AS_FLOATS = (".bias", ".mlp.gate.weight", ".shared_expert_gate.weight", ".conv1d.weight")
-AS_FLOATS += (".conv.conv.weight",)
+AS_FLOATS = (".bias", ".mlp.gate.weight", ".moe.gate.weight", ".shared_expert_gate.weight")
+AS_FLOATS += (".conv1d.weight", ".conv.conv.weight")
 """Ends of names of what is never quantised."""
 
 
@@ -579,10 +597,11 @@ def stacked(arrays: dict[str, np.ndarray], settings: Any) -> dict[str, np.ndarra
     """Experts' matrices one above the other, as converters write them."""
     found, experts = {}, {}
     for name, array in arrays.items():
-        prefix, _, rest = name.partition(".mlp.experts.")
+        room = ".moe.experts." if ".moe.experts." in name else ".mlp.experts."
+        prefix, _, rest = name.partition(room)
         if rest:
             expert, part = rest.split(".", 1)
-            experts.setdefault(f"{prefix}.mlp.experts.{part}", {})[int(expert)] = array
+            experts.setdefault(f"{prefix}{room}{part}", {})[int(expert)] = array
         else:
             found[name] = array
     for name, each in experts.items():
@@ -708,10 +727,13 @@ def _add_metadata(writer: gguf.GGUFWriter, hf: Any, changes: dict[str, Any]) -> 
             writer.add_attn_logit_softcapping(settings.attn_logit_softcapping)
         if settings.final_logit_softcapping:
             writer.add_final_logit_softcapping(settings.final_logit_softcapping)
-    _add_experts(writer, settings)
+    if settings.model_type != "gemma4_text":
+        _add_experts(writer, settings)
     if settings.model_type in GRANITES:
         _add_scales(writer, settings)
     _add_rope(writer, hf)
+    if settings.model_type == "gemma4_text":
+        _add_gemma4(writer, settings)
     _add_tokenizer(writer)
     (values,) = writer.kv_data
     for key, value in changes.items():
@@ -746,9 +768,66 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
         name = name.replace("mlp.gate.", "mlp.router.")
     if arch.startswith("lfm2"):
         name = name.replace("model.norm.", "model.embedding_norm.")
+    if arch == "gemma4":
+        return _gemma4_name(name)
     found = _gguf_names(arch).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)
+
+
+def _gemma4_name(name: str) -> str:
+    """As the gguf package's table has them, by hand where llama.cpp's converter renames first."""
+    named = {
+        "moe.gate.weight": "ffn_gate_inp.weight",
+        "moe.gate.scale": "ffn_gate_inp.scale",
+        "moe.gate.per_expert_scale": "ffn_down_exps.scale",
+        "layer_scalar": "layer_output_scale.weight",
+        **{
+            f"moe.experts.{part}_proj.weight": f"ffn_{part}_exps.weight"
+            for part in ("gate", "up", "down")
+        },
+    }
+    for end, stored in named.items():
+        if name.endswith(end):
+            return f"blk.{name.split('.')[2]}.{stored}"
+    found = _gguf_names("gemma4").get_name(name, try_suffixes=(".weight",))
+    assert found is not None, name
+    return str(found)
+
+
+def _add_gemma4(writer: gguf.GGUFWriter, settings: Any) -> None:
+    """As llama.cpp's converter does."""
+    shared, kinds = settings.num_kv_shared_layers, settings.layer_types
+    each = [settings.per_layer_config[layer] for layer in range(len(kinds))]
+    (values,) = writer.kv_data
+    for name in ("head_count_kv", "key_length", "value_length"):
+        values.pop(f"gemma4.attention.{name}")
+    for name in ("feed_forward_length", "rope.dimension_count", "rope.freq_base"):
+        values.pop(f"gemma4.{name}")
+    width, wide = settings.intermediate_size, 1 + settings.use_double_wide_mlp
+    first = len(kinds) - shared
+    writer.add_feed_forward_length([width * (wide if i >= first else 1) for i in range(len(kinds))])
+    writer.add_head_count_kv([about.num_key_value_heads for about in each])
+    for size, end in (
+        (each[kinds.index("full_attention")].head_dim, ""),
+        (settings.head_dim, "_swa"),
+    ):
+        for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            writer.add_uint32(f"gemma4.{name}{end}", size)
+    ropes = settings.rope_parameters
+    writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+    writer.add_float32("gemma4.rope.freq_base_swa", ropes["sliding_attention"]["rope_theta"])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(settings.hidden_size_per_layer_input or 0)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    if settings.enable_moe_block:
+        writer.add_expert_count(settings.num_experts)
+        writer.add_expert_used_count(settings.top_k_experts)
+        writer.add_expert_feed_forward_length(settings.moe_intermediate_size)
+    half = each[kinds.index("full_attention")].head_dim // 2
+    divisors = np.full(half, 1e30, np.float32)
+    divisors[: int(half * ropes["full_attention"]["partial_rotary_factor"])] = 1
+    writer.add_tensor("rope_freqs.weight", divisors)
 
 
 def _add_rope(writer: gguf.GGUFWriter, hf: Any) -> None:

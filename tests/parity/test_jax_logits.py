@@ -41,6 +41,7 @@ BEYOND = {
     "olmo2",
     "olmo3",
     "minimax_m2",
+    "gemma4_text",
     *tiny.DELTAS,
     *tiny.CONVOLUTIONS,
 }

@@ -87,6 +87,8 @@ def forward(executor, tokens, chunks):
     return torch.cat(found)
 
 
+GEMMA_31B = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA_31B |= {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 FURTHER = {
     "mixtral": {
         "plain": {},
@@ -176,6 +178,16 @@ FURTHER = {
         | {"first_k_dense_replace": 0},
     },
     "ministral3": {"plain": {}},
+    "gemma4_text": {
+        "plain": {},
+        "values of keys": GEMMA_31B,
+        "experts beside": GEMMA_31B
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2}
+        | {"moe_intermediate_size": 32, "num_key_value_heads": 4, "num_hidden_layers": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        "its vectors alone": {"num_kv_shared_layers": 0, "use_double_wide_mlp": False},
+        "biases": {"attention_bias": True, "tie_word_embeddings": True},
+    },
     "minimax_m2": {"plain": {}, "one key head": {"num_key_value_heads": 1}},
     "lfm2": {
         "plain": {},

@@ -11,6 +11,7 @@ from forerun.checkpoints.gguf.convolution import (
 )
 from forerun.checkpoints.gguf.delta import DELTA_FAMILIES, delta_layers
 from forerun.checkpoints.gguf.experts import experts_of, scored_by_softmax
+from forerun.checkpoints.gguf.gemma4 import gemma4_layers, gemma4_sizes
 from forerun.checkpoints.gguf.header import GgufFile, Value
 from forerun.checkpoints.gguf.latent import latent_attention, latent_of, latent_rope
 from forerun.errors import ModelError
@@ -49,6 +50,7 @@ _FAMILIES: dict[str, Family] = {
     "minimax-m2": "minimax_m2",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
+    "gemma4": "gemma4_text",
 }
 """general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
 experts; DeepSeek V2's call themselves as V3's, and score experts by a softmax; GLM-4.7-Flash's are
@@ -137,14 +139,17 @@ def architecture_of(file: GgufFile) -> Architecture:
         family = "deepseek_v2"
     if family == "olmo2" and _window(keys):
         family = "olmo3"
-    sizes = _sizes(keys, file, family)
+    fourth = family == "gemma4_text"
+    sizes = gemma4_sizes(keys, _vocab(file)) if fourth else _sizes(keys, file, family)
     latent = latent_of(keys, sizes) if family in _LATENT else None
-    keys.require("attention.value_length", latent.rank if latent else sizes.head_size)
     keys.require("vocab_size", sizes.vocab)
     gemma = _GEMMAS.get(family)
-    layers = (
-        _gemma(keys, sizes, file, gemma) if gemma else _plain(keys, sizes, file, family, latent)
-    )
+    if fourth:
+        layers = gemma4_layers(keys, sizes, file, _scaling(keys, sizes.context, file))
+    else:
+        keys.require("attention.value_length", latent.rank if latent else sizes.head_size)
+        own = _gemma(keys, sizes, file, gemma) if gemma else None
+        layers = own or _plain(keys, sizes, file, family, latent)
     window = _window(keys) if family in _QWENS else None
     arch = Architecture(
         family=family,
@@ -159,8 +164,12 @@ def architecture_of(file: GgufFile) -> Architecture:
         layer_specs=layers,
         tied_head="output.weight" not in file.tensors,
         # The converter adds Gemma's and Qwen3-Next's 1 to the norms that it writes.
-        embedding_scale=sizes.hidden**0.5 if gemma else _factor(keys, family, "embedding_scale"),
-        final_softcap=_cap(keys, "final_logit_softcapping", gemma.logit_cap) if gemma else None,
+        embedding_scale=sizes.hidden**0.5
+        if gemma or fourth
+        else _factor(keys, family, "embedding_scale"),
+        final_softcap=_cap(keys, "final_logit_softcapping", gemma.logit_cap if gemma else 0.0)
+        if gemma or fourth
+        else None,
         logit_scale=1 / _factor(keys, family, "logit_scale"),
     )
     keys.refuse_the_rest(_harmless)

@@ -20,7 +20,7 @@ from forerun.checkpoints.naming import (
     order_of,
 )
 from forerun.networks.arch import Architecture, Family, expected_tensors
-from forerun.networks.layer_spec import NORM_NAMES, Experts, LayerSpec
+from forerun.networks.layer_spec import BESIDE_NORMS, NORM_NAMES, Experts, LayerSpec
 
 AnyStored = StoredTensor | StoredKvB | StoredALog
 
@@ -28,6 +28,9 @@ _TOP = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 _FINAL_NORMS: dict[Family, str] = dict.fromkeys(CONVOLUTIONS, "token_embd_norm")
 """What architectures call output_norm, where they call it otherwise."""
@@ -54,10 +57,20 @@ _IN_LAYER = {
     "conv.in_proj": "shortconv.in_proj",
     "conv.conv": "shortconv.conv",
     "conv.out_proj": "shortconv.out_proj",
+    "moe.gate": "ffn_gate_inp",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    **dict(
+        zip(BESIDE_NORMS, ("post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"), strict=True)
+    ),
 }
 _ALONE = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "self_attn.sinks": "attn_sinks.weight",
+    "moe.gate.scale": "ffn_gate_inp.scale",
+    "moe.gate.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
 }
 """Vectors that are no part of a matrix or norm."""
 _AFTER_ATTENTION = "post_attention_norm"
@@ -122,13 +135,20 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def divided(file: GgufFile, arch: Architecture) -> tuple[Shapes, Shapes]:
-    """Divide the file's tensors, without tables that are read with the metadata, into the model's
-    and those of prediction layers, which stand behind the others.
+    """Divide the file's tensors, without tables that are read with the metadata and what makes keys
+    and values that no layer reads, into the model's and those of prediction layers, which stand
+    behind the others.
     """
     layers = range(announced_layers(file.metadata))
     prefixes = tuple(f"blk.{arch.layers + layer}." for layer in layers)
     behind = {n: stored.shape for n, stored in file.tensors.items() if n.startswith(prefixes)}
-    own = file.tensors.keys() - behind.keys() - {*_IGNORED}
+    unread = {
+        f"blk.{layer}.{name}.weight"
+        for layer, spec in enumerate(arch.layer_specs)
+        if spec.reads is not None
+        for name in ("attn_k", "attn_v", "attn_k_norm")
+    }
+    own = file.tensors.keys() - behind.keys() - {*_IGNORED} - unread
     return {n: stored.shape for n, stored in file.tensors.items() if n in own}, behind
 
 
@@ -151,8 +171,9 @@ def _part_of(
         return prefix + _ALONE[name], StoredPart(name, shape, shape)
     base, _, kind = name.rpartition(".")
     if expert := EXPERT.fullmatch(name):
-        assert isinstance(spec.feed_forward, Experts)
-        return _of_expert(file, prefix, int(expert[1]), expert[2], kind, spec.feed_forward, shape)
+        about = spec.beside or spec.feed_forward
+        assert isinstance(about, Experts)
+        return _of_expert(file, prefix, int(expert[1]), expert[2], kind, about, shape)
     if arch.family in DELTA_FAMILIES and (part := delta_part(file, arch, spec, prefix, name)):
         return part
     if arch.family == "phi3":

@@ -1,6 +1,7 @@
 """A whole model as a draft model on the compiled core, with its target's threads."""
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from forerun.executors.cpu.executor import CpuExecutor
 from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.places import RopeTable
+from forerun.executors.cpu.token_rows import TokenRows
 from forerun.executors.cpu.weights import Packer
 from forerun.interface.draft_model import (
     BlockCandidates,
@@ -53,6 +55,8 @@ class CpuDecoderModel:
         self._model = self._open()
         packer.load(self._model)
         self._logits = np.empty((0, draft.vocab), np.float32)
+        vectors = draft.checkpoint.architecture.token_vector
+        self._token_rows = TokenRows(draft.checkpoint) if vectors else None
 
     def _open(self) -> int:
         arch, limits = self._draft.checkpoint.architecture, self._executor.limits
@@ -72,6 +76,7 @@ class CpuDecoderModel:
             threads=1,
             cache_item=2,
             cache_numbers=sum(cached.numbers for cached in arch.caches),
+            vectors=arch.token_vector,
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),
         )
@@ -161,6 +166,8 @@ class CpuDecoderModel:
     def _run(self, work: CpuDraftPass, candidates: int) -> Candidates:
         if len(work.scored) > len(self._logits):
             self._logits = np.empty((len(work.scored), self.traits.vocab), np.float32)
+        if self._token_rows is not None:
+            work = replace(work, token_rows=self._token_rows.of(work.tokens))
         return run(self._library, self._model, work, self._logits, candidates)
 
     def describe(self) -> dict[str, Any]:

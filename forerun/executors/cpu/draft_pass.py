@@ -20,6 +20,7 @@ class CpuDraftPass:
     features  float32[n,F*H], for an extension that does not read the core's own last step
     hidden    float32[n,H] the nodes' input instead of sources and features
     outputs   float32[n,H] to be filled with the input of a next step
+    token_rows  float32[n,L*D] the tokens' own (token_rows.py), of a whole model that has such
     """
 
     tokens: Ints
@@ -35,6 +36,7 @@ class CpuDraftPass:
     features: Floats | None = None
     hidden: Floats | None = None
     outputs: Floats | None = None
+    token_rows: Floats | None = None
 
 
 def run(
@@ -63,6 +65,7 @@ def run(
         features=_address(work.features),
         hidden=_address(work.hidden),
         outputs=_address(work.outputs),
+        token_rows=_address(work.token_rows),
         rows=len(work.kv_len),
         nodes=len(work.tokens),
         first=work.first,

@@ -68,7 +68,7 @@ class CpuExecutor(Executor):
         self.name = f"cpu ({self.model.kernels}, {self.model.threads} threads)"
         self._library = native.load()
         self._sampler = HostSampler(limits.slots, limits.vocab)
-        self._buffers = StepBuffers(limits.max_nodes, self._sampler.choosing)
+        self._buffers = StepBuffers(limits.max_nodes, self._sampler.choosing, self.model.token_rows)
         self._logits = np.empty((0, limits.vocab), np.float32)
         recurrent = checkpoint.architecture.recurrent is not None
         self.states = CpuStates(self.native_model, limits) if recurrent else None

@@ -15,6 +15,7 @@ from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.places import RopeTable
 from forerun.executors.cpu.states import net_sizes
+from forerun.executors.cpu.token_rows import TokenRows
 from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, cache_item, sentence
 from forerun.executors.feature_ring import HostFeatureRing
 from forerun.interface.executor import ExecutorLimits
@@ -32,6 +33,7 @@ class CpuModel:
 
     handle  the core's; None after `shutdown`
     ring    features for a draft model that reads any; None = no draft model reads them
+    token_rows  as StepBuffers has it
     by_page  [.,P,.] arrays of draft models that belong to pages, beside keys and values
 
     Parameters and errors are CpuExecutor's.
@@ -55,6 +57,7 @@ class CpuModel:
                 f"{limits.vocab}"
             )
         self._limits, self._arch = limits, arch
+        self.token_rows = TokenRows(checkpoint).address if arch.token_vector else None
         self._library = native.load()
         self.kernels = native.kernels(kernels)
         if self.kernels is None:
@@ -94,6 +97,7 @@ class CpuModel:
             threads=self.threads,
             cache_item=self._cache_item,
             cache_numbers=sum(cached.numbers for cached in arch.caches),
+            vectors=arch.token_vector,
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),
             **net_sizes(arch, limits),

@@ -1,7 +1,7 @@
 """The compiled core (csrc/) through ctypes: its structures, its calls, and whether it can run."""
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ctypes import (
     POINTER,
     c_char_p,
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
+AddressOf = Callable[[Any], int | None]
+"""The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
 ABI = 37
@@ -37,6 +39,7 @@ class Sizes(ctypes.Structure):
         *((name, c_int32) for name in ("recurrent", "states", "channels", "convolved")),
         *((name, c_int32) for name in ("key_heads", "value_heads", "key_size", "value_size")),
         *((name, c_int32) for name in ("tiled", "gated")),
+        ("vectors", c_int32),
         *((name, c_float) for name in ("norm_eps", "latent_eps")),
     )
 
@@ -58,6 +61,7 @@ class LayerKind(ctypes.Structure):
         *((name, c_int32) for name in ("sigmoid", "normalised", "groups", "kept", "summed")),
         *((name, c_int32) for name in ("window", "gate", "rope", "wide_norms", "recurrent")),
         *((name, c_int32) for name in ("kv_heads", "head_size", "reads")),
+        *((name, c_int32) for name in ("normed_values", "keyed_values", "beside")),
         *((name, c_float) for name in ("router_scale", "score_scale", "residual", "softcap")),
     )
 
@@ -70,7 +74,7 @@ class StepArrays(ctypes.Structure):
         *((name, c_void_p) for name in ("tokens", "parents", "depth")),
         *((name, c_void_p) for name in ("start", "known", "kv_len", "pages")),
         *((name, c_void_p) for name in ("state_rows", "state_targets")),
-        *((name, c_void_p) for name in ("scored_nodes", "logits", "logits_row")),
+        *((name, c_void_p) for name in ("scored_nodes", "logits", "token_rows", "logits_row")),
     )
 
 
@@ -112,7 +116,8 @@ class DraftStep(ctypes.Structure):
         ("scored", c_int32),
         *((name, c_void_p) for name in ("tokens", "sources", "parents")),
         *((name, c_void_p) for name in ("start", "kv_len", "pages", "slots")),
-        *((name, c_void_p) for name in ("scored_nodes", "logits", "features", "hidden", "outputs")),
+        *((name, c_void_p) for name in ("scored_nodes", "token_rows", "logits", "features")),
+        *((name, c_void_p) for name in ("hidden", "outputs")),
     )
 
 

@@ -9,6 +9,7 @@ from forerun.executors.cpu import native
 from forerun.executors.cpu.latent import numbered
 from forerun.networks.arch import Architecture
 from forerun.networks.layer_spec import (
+    BESIDE_NORMS,
     NORM_NAMES,
     Activation,
     Dense,
@@ -25,6 +26,7 @@ _CONVOLUTION = ("in_proj", "out_proj")
 _GATE, _NET_GATES = ("gate_proj",), ("z_proj", "b_proj", "a_proj")
 """Numbered behind all other matrices of a layer."""
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+_VECTORS = ("per_layer_input_gate", "per_layer_projection")
 _FEED, _ROUTER, _SHARED_GATE, _EXPERTS = 4, 7, 8, 9
 """Numbers of a layer's matrices in csrc/model.cpp, `Model::matrix`; attention's are the first."""
 _HEAD = (-1, 1)
@@ -42,6 +44,8 @@ class Place:
 def matrices(arch: Architecture) -> list[Place]:
     """Return the places of all matrices in the order of a step's reads; names without `.weight`."""
     places = [Place("model.embed_tokens", -1, 0)]
+    if arch.token_vector:
+        places.append(Place("model.per_layer_model_projection", -1, 3))
     for layer, spec in enumerate(arch.layer_specs):
         prefix = f"model.layers.{layer}."
         places += _attention_matrices(prefix, spec, layer)
@@ -50,13 +54,22 @@ def matrices(arch: Architecture) -> list[Place]:
                 places += _placed(f"{prefix}mlp.", _FEED_FORWARD, layer, _FEED)
             case Experts() as experts:
                 places += _expert_matrices(f"{prefix}mlp.", experts, layer)
+        if spec.beside is not None:
+            places += _expert_matrices(f"{prefix}moe.", spec.beside, layer)
+        if spec.token_vector:
+            places += _placed(prefix, _VECTORS, layer, _behind_experts(spec) + 3)
     return places if arch.tied_head else [*places, Place("lm_head", *_HEAD)]
 
 
+def _behind_experts(spec: LayerSpec) -> int:
+    """The first number behind those of a layer's experts."""
+    mixtures = (spec.feed_forward, spec.beside)
+    count = sum(mixture.count for mixture in mixtures if isinstance(mixture, Experts))
+    return _EXPERTS + len(_FEED_FORWARD) * count
+
+
 def _attention_matrices(prefix: str, spec: LayerSpec, layer: int) -> list[Place]:
-    latent, feed_forward = spec.attention.latent, spec.feed_forward
-    experts = feed_forward.count if isinstance(feed_forward, Experts) else 0
-    first = _EXPERTS + len(_FEED_FORWARD) * experts
+    latent, first = spec.attention.latent, _behind_experts(spec)
     if isinstance(spec.recurrent, ShortConvolution):
         return _placed(f"{prefix}conv.", _CONVOLUTION, layer, 0, step=_FEED - 1)
     if spec.recurrent is not None:
@@ -67,7 +80,8 @@ def _attention_matrices(prefix: str, spec: LayerSpec, layer: int) -> list[Place]
     if latent is not None:
         return [Place(prefix + name, layer, which) for name, which in numbered(latent, first)]
     *into, out = _placed(prefix, _ATTENTION, layer, 0)
-    into = into[:1] if spec.reads is not None else into
+    own = 1 if spec.reads is not None else 2 if spec.attention.keyed_values else 3
+    into = into[:own]
     return [*into, *_placed(prefix, _GATE[: spec.attention.gated], layer, first), out]
 
 
@@ -120,10 +134,27 @@ def vectors(arch: Architecture) -> list[Place]:
             f"{norms.after_feed_forward}.weight" if norms.after_feed_forward else None,
             correction if isinstance(experts, Experts) and experts.router.correction else None,
             "self_attn.sinks" if spec.attention.sinks else None,
-            *net,
+            *(*net, *(None,) * (5 - len(net))),
+            "post_per_layer_input_norm.weight" if spec.token_vector else None,
+            "layer_scalar" if spec.scaled else None,
+            *_beside_vectors(spec),
         )
         places += [Place(prefix + name, layer, i) for i, name in enumerate(named) if name]
+    if arch.token_vector:
+        places.append(Place("model.per_layer_projection_norm.weight", -1, 1))
     return [*places, Place("model.norm.weight", -1, 0)]
+
+
+def _beside_vectors(spec: LayerSpec) -> tuple[str | None, ...]:
+    """Names of what the router of experts beside a feed-forward has, and of their norms."""
+    if spec.beside is None:
+        return ()
+    router = spec.beside.router
+    return (
+        "moe.gate.scale" if router.own_input else None,
+        "moe.gate.per_expert_scale" if router.scaled else None,
+        *(f"{name}.weight" for name in BESIDE_NORMS),
+    )
 
 
 _GATES: dict[Activation, int] = {"silu": 0, "clamped_silu": 1, "gelu_tanh": 2, "gelu": 3}
@@ -146,15 +177,22 @@ def layer_kind(arch: Architecture, layer: int) -> native.LayerKind:
         residual=spec.residual,
         softcap=spec.attention.softcap or 0.0,
     )
+    kind.normed_values = spec.attention.normed_values
+    kind.keyed_values = spec.attention.keyed_values
+    experts = spec.beside
     match spec.feed_forward:
-        case Dense(width):
+        case Dense(width) if experts is None:
             kind.ffn = width
+        case Dense(width):
+            kind.beside = width
         case Experts() as experts:
-            router = experts.router
-            kind.ffn, kind.experts, kind.top_k = experts.width, experts.count, experts.top_k
-            kind.shared, kind.sigmoid = experts.shared, router.scores == "sigmoid"
-            kind.normalised, kind.router_scale = router.normalised, router.scale
-            kind.groups, kind.kept, kind.summed = router.groups, router.kept, router.summed
+            pass
+    if experts is not None:
+        router = experts.router
+        kind.ffn, kind.experts, kind.top_k = experts.width, experts.count, experts.top_k
+        kind.shared, kind.sigmoid = experts.shared, router.scores == "sigmoid"
+        kind.normalised, kind.router_scale = router.normalised, router.scale
+        kind.groups, kind.kept, kind.summed = router.groups, router.kept, router.summed
     return kind
 
 

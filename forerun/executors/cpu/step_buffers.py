@@ -18,12 +18,16 @@ _STATES = ("state_rows", "state_targets")
 class StepBuffers:
     """Buffers that every step refills: cheaper than passing the core new addresses each time.
 
+    token_rows  the address of tokens' own rows, as of TokenRows.address; None: they have none
     step  for forerun_forward, after `fill`
     walk  for forerun_forward, and for forerun_accept after `put_masks`
     path  address of the nodes from `put_path`
     """
 
-    def __init__(self, max_nodes: int, choosing: Choosing) -> None:
+    def __init__(
+        self, max_nodes: int, choosing: Choosing, token_rows: native.AddressOf | None = None
+    ) -> None:
+        self._token_rows = token_rows or (lambda tokens: None)
         self._choosing = choosing  # The core reads all but `on_device` in place.
         self._max_nodes = max_nodes
         self._arrays: dict[str, AnyArray] = {
@@ -70,6 +74,7 @@ class StepBuffers:
         self._put("slots", plan.slots)
         self._put("samples", plan.samples & self._choosing.on_device[plan.slots])
         step = self.step
+        step.token_rows = self._token_rows(trees.tokens)
         step.rows, step.nodes, step.scored = plan.rows, count, len(scored)
         self._put_pages(plan)
         if logits is not self._logits:

@@ -308,6 +308,8 @@ class Packer:
             return values.squeeze(1).T.ravel()
         if name.endswith("linear_attn.A_log"):
             return -np.exp(values)
+        if name.endswith("moe.gate.scale"):
+            return values * np.float32(arch.hidden**-0.5)
         if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             return values + np.float32(arch.norm_offset)
         return values

@@ -25,6 +25,10 @@ def refusal(arch: Architecture) -> str | None:
         "layers that read other layers' keys and values": any(
             spec.reads is not None for spec in specs
         ),
+        "normed values": any(spec.attention.normed_values for spec in specs),
+        "experts beside a feed-forward": any(spec.beside for spec in specs),
+        "embeddings for each layer": arch.token_vector > 0,
+        "scaled layers": any(spec.scaled for spec in specs),
         "a clamped gate": any(spec.activation == "clamped_silu" for spec in specs),
         "a router with biases": any(mixture.router.bias for mixture in mixtures),
         "experts with biases": any(mixture.bias for mixture in mixtures),

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.executors.torch.decoder.beside import BesideExperts, TokenVector, TokenVectors
 from forerun.executors.torch.decoder.elementwise import (
     PLAIN,
     AnyHeads,
@@ -60,13 +61,17 @@ class HeadsProjections:
     ) -> None:
         self._arch, self._parts, self._wide = arch, parts, spec.wide_qk_norm
         normed, cached = spec.qk_norm or spec.wide_qk_norm, arch.cache_of(spec)
-        own = "qkv" if spec.reads is None else "q"
+        own = "q" if spec.reads is not None else "qk" if spec.attention.keyed_values else "qkv"
         self._size, self._kv_heads = cached.head_size, cached.kv_heads if "k" in own else 0
         self._q_norm = weights.norm(f"{prefix}.q_norm.weight") if normed else None
         self._k_norm = self._q_norm  # Of no key, where another layer's are read.
         if normed and "k" in own:
             self._k_norm = weights.norm(f"{prefix}.k_norm.weight")
         self._qkv = weights.block_linear(*(f"{prefix}.{part}_proj" for part in own))
+        self._keyed = spec.attention.keyed_values
+        self._v_norm: Tensor | None = None
+        if spec.attention.normed_values and self._kv_heads:
+            self._v_norm = torch.ones(self._size, device=weights.device)
         self._out = weights.block_linear(f"{prefix}.o_proj")
         self._gate: Product | None = None
         if spec.attention.gated:
@@ -85,6 +90,11 @@ class HeadsProjections:
         if q_norm is not None and k_norm is not None and self._wide:
             qkv, q_norm, k_norm = self._normed(qkv, q_norm, k_norm), None, None
         each = qkv.view(len(qkv), -1, self._size)
+        if self._v_norm is not None:
+            values = each[:, -self._kv_heads :]
+            others = each if self._keyed else each[:, : -self._kv_heads]
+            values = self._parts.norm(values, self._v_norm, arch.norm_eps)
+            each = torch.cat([others, values], 1)
         return Heads(
             *(each, self._kv_heads, q_norm, k_norm, arch.norm_eps, rotary, self._parts),
             self._sinks,
@@ -133,6 +143,13 @@ class Block:
         self._before_feed_forward = norm(names.before_feed_forward)
         self._after_feed_forward = norm(names.after_feed_forward)
         self._attention = _projections(weights, prefix, spec, arch, parts)
+        self._beside: BesideExperts | None = None
+        if spec.beside is not None:
+            self._beside = BesideExperts(weights, prefix, spec, arch.norm_eps, parts)
+        self._vector: TokenVector | None = None
+        if spec.token_vector:
+            self._vector = TokenVector(weights, prefix, spec, arch.norm_eps, parts)
+        self._scalar = weights.required(f"{prefix}.layer_scalar").item() if spec.scaled else 1.0
         gate, mlp = parts.gate_for(spec.activation), f"{prefix}.mlp"
         self._feed_forward: FeedForward | Mixture
         if isinstance(spec.feed_forward, Dense):
@@ -144,7 +161,9 @@ class Block:
     @property
     def linears(self) -> tuple[Product, ...]:
         """Its matrix products."""
-        return *self._attention.linears, *self._feed_forward.linears
+        more = [part for part in (self._beside, self._vector) if part is not None]
+        own = *self._attention.linears, *self._feed_forward.linears
+        return *own, *(linear for part in more for linear in part.linears)
 
     def enter(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the residual stream [M,H] entering this layer, x + more, and the input of its
@@ -160,11 +179,14 @@ class Block:
         attend: Attend,
         sizes: tuple[int, ...],
         recur: Recur = no_states,
-    ) -> tuple[Tensor, Tensor]:
+        vector: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Return two parts [M,H] of the residual stream after this layer, from the results of
-        `enter`. They are added where the next one enters, together with its norm.
+        `enter`. They are added where the next one enters, together with its norm; None: the first
+        is all of it.
 
-        sizes  row counts that experts' products may be run at; empty = any
+        sizes   row counts that experts' products may be run at; empty = any
+        vector  [M,D] the tokens' own for this layer, if it has some
         """
         if isinstance(self._attention, RecurrentProjections):
             inputs = self._attention.inputs(normed)
@@ -175,7 +197,15 @@ class Block:
         attended = self._added(self._sum(mixed), self._after_attention)
         x, normed = self._joined(x, attended, self._before_feed_forward)
         fed = self._sum_fed(self._feed_forward(normed, sizes))
-        return x, self._added(fed, self._after_feed_forward)
+        if self._beside is not None:
+            fed = self._beside(x, fed, sizes)
+        more = self._added(fed, self._after_feed_forward)
+        if self._vector is None and self._scalar == 1.0:
+            return x, more
+        x = x + more
+        if self._vector is not None and vector is not None:
+            x = self._vector(x, vector)
+        return x * self._scalar, None
 
     def _joined(
         self, x: Tensor, more: Tensor | None, weight: Tensor | None
@@ -287,6 +317,7 @@ class Decoder(Ends):
         super().__init__(weights, arch, parts)
         self._group, self._first = group, group.tp.span(arch.vocab).start if group else 0
         self._scale = torch.tensor(arch.embedding_scale).to(dtype).item()
+        self._vectors = TokenVectors(weights, arch, parts) if arch.token_vector else None
         self._blocks = [
             Block(weights, layer, spec, arch, parts, group)
             for layer, spec in enumerate(arch.layer_specs)
@@ -297,6 +328,7 @@ class Decoder(Ends):
         in_float32 = device.type == "cpu" and dtype == torch.float32
         if in_float32 and products is Linear and parts is PLAIN:
             linears = [linear for block in self._blocks for linear in block.linears]
+            linears += [] if self._vectors is None else self._vectors.linears
             self.row_sizes = invariant_sizes([*linears, self.head])
 
     def rotary(self, positions: Tensor) -> tuple[Rotary, ...]:
@@ -337,13 +369,15 @@ class Decoder(Ends):
         x = self.embed(tokens)
         if self._scale != 1.0:
             x = x * self._scale
+        vectors = None if self._vectors is None else self._vectors(tokens, x)
         more: Tensor | None = None
         kept: dict[int, Tensor] = {}
-        for layer, (which, block) in enumerate(zip(self._rope_of, self._blocks, strict=True)):
+        for number, (which, block) in enumerate(zip(self._rope_of, self._blocks, strict=True)):
             x, normed = block.enter(x, more)
-            if layer in features:
-                kept[layer] = x
-            x, more = block(x, normed, rotary[which], attend, self.row_sizes, recur)
+            if number in features:
+                kept[number] = x
+            vector = None if vectors is None else vectors[:, number]
+            x, more = block(x, normed, rotary[which], attend, self.row_sizes, recur, vector)
         x = x if more is None else x + more
         kept[len(self._blocks)] = x
         return x, [kept[layer] for layer in features]

@@ -41,6 +41,7 @@ class Mixture:
         wide = about.router.scores == "sigmoid"
         self._router = (weights.wide_linear if wide else weights.linear)(f"{prefix}.gate")
         self._correction = weights.vector(f"{prefix}.gate.e_score_correction_bias")
+        self._scale = weights.vector(f"{prefix}.gate.per_expert_scale")
         gate, experts = parts.gate_for(activation), f"{prefix}.experts"
         self._each: list[FeedForward] = []
         self._grouped: GroupedProduct | None = parts.grouped
@@ -67,13 +68,15 @@ class Mixture:
         parts = [*self._each, *([self._shared] if self._shared else [])]
         return self._router, *(linear for part in parts for linear in part.linears)
 
-    def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def __call__(self, x: Tensor, sizes: tuple[int, ...], routed: Tensor | None = None) -> Tensor:
         """Return [M,H] for x [M,H], summed over the ranks. `sizes`: row counts that products may be
-        run at; empty = any.
+        run at; empty = any. routed: the router's input [M,H]; None: x.
         """
-        wide = self._about.router.scores == "sigmoid"
-        logits = self._router(x.float() if wide else x).float()
+        wide, routed = self._about.router.scores == "sigmoid", x if routed is None else routed
+        logits = self._router(routed.float() if wide else routed).float()
         weights, chosen = routes(logits, self._about.router, self._about.top_k, self._correction)
+        if self._scale is not None:
+            weights = weights * self._scale[chosen]
         if self._about.own is not None:
             chosen = _places(chosen, self._about.own)
         if self._grouped is None:

@@ -115,6 +115,16 @@ class Weights:
         """Return [N,K] of that name, in the activations' dtype, on the device."""
         return self._stacked((name,))
 
+    def stored_matrix(self, name: str) -> Tensor:
+        """[N,K] of that name, on the device: floats as the file has them, else as `matrix`."""
+        packed = self._checkpoint.packed(name)
+        if packed is None or packed.kind not in _STORED:
+            return self.matrix(name)
+        whole = torch.empty(self._checkpoint.shape(name), dtype=_STORED[packed.kind])
+        whole = whole.to(self.device)
+        self._fill(whole, name)
+        return whole
+
     def block_linear(self, *names: str) -> Product:
         """Return the named matrices, one above the other, as one product of the blocks."""
         if not self._narrow or self._few_bits is None:

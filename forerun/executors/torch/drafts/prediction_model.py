@@ -61,6 +61,7 @@ class _Layer:
         x = self._fuse(inputs)
         entering, normed = self._block.enter(x, None)
         x, more = self._block(entering, normed, nodes.rotary[0], nodes.attend, ())
+        assert more is not None, "no prediction layer is scaled"
         normed = self._parts.add_norm(x, more, final, eps)[1]
         return normed, normed
 

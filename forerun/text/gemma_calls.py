@@ -1,0 +1,133 @@
+"""Gemma 4's calls: `call:f{key:<|"|>text<|"|>,n:42,o:{...},a:[...]}`. Keys are bare, strings stand
+between marks without escapes.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+
+from forerun.text.reasoning import overlap
+from forerun.text.tool_bodies import NOTHING, CallPiece, loads_or, merged
+
+QUOTE, CALL = '<|"|>', "call:"
+_NAME = re.compile(r"\s*+call:([\w.:-]{1,256})\s*+\{")
+_LONGEST_HEAD = 300
+_CLOSES = {"{": "}", "[": "]"}
+
+
+class GemmaCalls:
+    """Reads calls and returns their arguments as JSON.
+
+    closer  behind a call; a model may leave it out
+    """
+
+    def __init__(self, closer: str) -> None:
+        self.count = 0
+        self._closer = closer
+        self._arguments: _Arguments | None = None
+        self._ended = False
+
+    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
+        """Read the next piece of text (see Body.push): the name once it is known, then arguments as
+        they come. Ends behind the closer, or where there can be no call.
+        """
+        calls: list[CallPiece] = []
+        if self._arguments is None and not self._ended:
+            name = _NAME.match(text)
+            if name is None:
+                head = text.lstrip()
+                begun = head.startswith(CALL) and "{" not in head and "\n" not in head
+                waits = CALL.startswith(head) or (begun and len(head) < _LONGEST_HEAD)
+                return (), text, waits
+            calls.append(CallPiece(self.count, name[1]))
+            self.count += 1
+            self._arguments, text = _Arguments(), "{" + text[name.end() :]
+        if self._arguments is not None:
+            written, text = self._arguments.push(text)
+            if written:
+                calls.append(CallPiece(self.count - 1, None, written))
+            if not self._arguments.ended:
+                return merged(calls), text, True
+            self._arguments, self._ended = None, True
+        behind = text.lstrip()
+        if self._closer.startswith(behind) and behind != self._closer:
+            return merged(calls), text, True
+        self._ended = False
+        return merged(calls), behind.removeprefix(self._closer), False
+
+
+class _Arguments:
+    """One object, read as it comes. ended: its last brace was read."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._open: list[str] = []
+        self._quoted = False
+        self._key = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return JSON of what is certain, and the text that is left over."""
+        written: list[str] = []
+        while text and not self.ended:
+            taken = self._string(text) if self._quoted else self._next(text)
+            if taken is None:
+                break
+            piece, text = taken
+            written.append(piece)
+        return "".join(written), text
+
+    def _string(self, text: str) -> tuple[str, str] | None:
+        """A piece of a string; its end, where the mark is there."""
+        at = text.find(QUOTE)
+        if at < 0:
+            at = len(text) - overlap(text, QUOTE)
+            return (_escaped(text[:at]), text[at:]) if at else None
+        self._quoted = False
+        return _escaped(text[:at]) + '"', text[at + len(QUOTE) :]
+
+    def _next(self, text: str) -> tuple[str, str] | None:
+        """One sign, key or value that is not quoted; None: it is not whole."""
+        first = text[0]
+        if first.isspace() or first in "{}[],:":
+            return self._sign(first), text[1:]
+        if text.startswith(QUOTE):
+            self._quoted, self._key = True, False
+            return '"', text[len(QUOTE) :]
+        return None if QUOTE.startswith(text) else self._word(text)
+
+    def _sign(self, sign: str) -> str:
+        """JSON of a sign between keys and values; nothing of white space."""
+        if sign in "}]":
+            return self._close()
+        if sign in "{[":
+            self._open.append(sign)
+        if sign in "{[,":
+            self._key = self._open[-1] == "{"
+        return {",": ", ", ":": ": "}.get(sign, sign.strip())
+
+    def _close(self) -> str:
+        """End what was opened last, whatever sign the model wrote for it."""
+        opened = self._open.pop()
+        self.ended = not self._open
+        self._key = False
+        return _CLOSES[opened]
+
+    def _word(self, text: str) -> tuple[str, str] | None:
+        """A key up to its colon, or a number or word up to what ends it."""
+        end = _KEY_END.search(text) if self._key else _VALUE_END.search(text)
+        if end is None:
+            return None
+        word, rest = text[: end.start()].strip(), text[end.start() :]
+        if self._key:
+            self._key = False
+            return json.dumps(word.strip('"'), ensure_ascii=False), rest
+        whole = loads_or(word, NOTHING) is not NOTHING
+        return word if whole else json.dumps(word.strip('"'), ensure_ascii=False), rest
+
+
+_KEY_END = re.compile(r"[:}]")
+_VALUE_END = re.compile(r"[,}\]]")
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
