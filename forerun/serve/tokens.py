@@ -165,15 +165,17 @@ def _tokens(body: TokenizeBody, loaded: Frontend) -> dict[str, Any]:
     if body.messages is not None:
         marks = Marks.found_in(loaded.chat.source if loaded.chat is not None else None)
         prompt = chat_prompt(body, loaded, body.tools, marks)
-        return _told(body, loaded, [prompt], several=False)
+        return _counts_and_ids(body, loaded, [prompt], several=False)
     begins = body.add_special if body.content is not None else body.add_special_tokens
-    asked = body.prompt if body.content is None else body.content
-    texts = (asked,) if isinstance(asked, str) else asked or ()
+    content = body.prompt if body.content is None else body.content
+    texts = (content,) if isinstance(content, str) else content or ()
     ids = [loaded.tokenizer.encode(one, body.parse_special, bos=begins) for one in texts]
-    return _told(body, loaded, ids, several=not isinstance(asked, str))
+    return _counts_and_ids(body, loaded, ids, several=not isinstance(content, str))
 
 
-def _told(body: TokenizeBody, loaded: Frontend, found: list[Ints], several: bool) -> dict[str, Any]:
+def _counts_and_ids(
+    body: TokenizeBody, loaded: Frontend, found: list[Ints], several: bool
+) -> dict[str, Any]:
     """Return counts and ids: of one text, or lists of them for a list."""
 
     def strings(ids: Ints) -> list[str]:

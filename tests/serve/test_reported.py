@@ -107,6 +107,7 @@ CALLS = {
     "harmony": "<|channel|>commentary<|message|>Well.<|end|><|start|>assistant to=functions.find"
     '<|channel|>commentary json<|message|>{"city": "Tokyo"}<|call|>',
     "mistral-args": 'Well.[TOOL_CALLS]find[ARGS]{"city": "Tokyo"}',
+    "lfm2": 'Well.<|tool_call_start|>[find(city="Tokyo")]<|tool_call_end|>',
     "qwen3-coder": "Well.<tool_call>\n<function=find>\n<parameter=city>\nTokyo\n</parameter>\n"
     "</function>\n</tool_call>",
     "seed-oss": "Well.<seed:tool_call><function=find><parameter=city>Tokyo</parameter></function>"

@@ -12,7 +12,7 @@ from forerun.text.tools import Parsed, ToolReader
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ParsedDelta:
     """The parsed content of a piece of text."""
 
     reasoning: str = ""
@@ -53,34 +53,34 @@ class OutputParser:
             return False
         return loads_or(self._arguments, NOTHING) is NOTHING
 
-    def push(self, text: str, last: bool, cut: bool = False) -> Heard:
+    def push(self, text: str, last: bool, cut: bool = False) -> ParsedDelta:
         """Return what `text` makes certain; with `last`, all that remains; with `cut`, the text was
         cut off.
         """
-        heard = self._in_channels(text, last, cut) or self._marked(text, last, cut)
-        for piece in heard.calls:
+        parsed = self._in_channels(text, last, cut) or self._marked(text, last, cut)
+        for piece in parsed.calls:
             before = self._arguments if piece.name is None else ""
             self._arguments = before + piece.arguments
-        return heard
+        return parsed
 
-    def _in_channels(self, text: str, last: bool, cut: bool) -> Heard | None:
+    def _in_channels(self, text: str, last: bool, cut: bool) -> ParsedDelta | None:
         if self._channels is None:
             return None
         news = self._channels.push(text)
         rest = self._channels.finish(cut) if last else MessagePiece()
         calls = news.calls + rest.calls
-        return Heard(news.reasoning + rest.reasoning, news.content + rest.content, calls)
+        return ParsedDelta(news.reasoning + rest.reasoning, news.content + rest.content, calls)
 
-    def _marked(self, text: str, last: bool, cut: bool) -> Heard:
+    def _marked(self, text: str, last: bool, cut: bool) -> ParsedDelta:
         thought, answer = self._reasoning.push(text) if self._reasoning else ("", text)
         if last and self._reasoning:
             rest = self._reasoning.finish(cut)
             thought, answer = thought + rest[0], answer + rest[1]
         if self._tools is None:
-            return Heard(thought, answer)
+            return ParsedDelta(thought, answer)
         called = self._tools.push(answer)
         tail = self._tools.finish(cut) if last else Parsed()
-        return Heard(thought, called.content + tail.content, called.calls + tail.calls)
+        return ParsedDelta(thought, called.content + tail.content, called.calls + tail.calls)
 
 
 def whole_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:

@@ -1,11 +1,11 @@
 """The common part of conversation dialects: one choice, whose text is parsed as it arrives."""
 
 from forerun.engine.request import Delta, Finish
-from forerun.serve.bodies.output_parser import Heard, OutputParser
+from forerun.serve.bodies.output_parser import OutputParser, ParsedDelta
 from forerun.serve.bodies.prepare import Generation
 
 
-class Hearing:
+class ChoiceReader:
     """Reads the one choice of a generation."""
 
     def __init__(self, generation: Generation) -> None:
@@ -14,7 +14,7 @@ class Hearing:
         self.finish: Finish | None = None
         self.stop_reason: str | int | None = None
 
-    def push(self, news: Delta) -> Heard:
+    def push(self, news: Delta) -> ParsedDelta:
         """Return what is new in a delta, split into reasoning, content and calls. Stores why the
         choice ended.
         """

@@ -12,10 +12,10 @@ Result = TypeVar("Result")
 def begun(work: Coroutine[Any, Any, Result], name: str) -> "asyncio.Task[Result]":
     """Begin `work` on the running event loop; its error is logged where it ends with one."""
     task = asyncio.get_running_loop().create_task(work, name=name)
-    task.add_done_callback(_heard)
+    task.add_done_callback(_log_failure)
     return task
 
 
-def _heard(task: "asyncio.Task[Any]") -> None:
+def _log_failure(task: "asyncio.Task[Any]") -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("%s has failed", task.get_name(), exc_info=task.exception())

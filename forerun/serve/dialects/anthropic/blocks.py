@@ -3,14 +3,14 @@
 import secrets
 from typing import Any
 
-from forerun.serve.bodies.output_parser import Heard
+from forerun.serve.bodies.output_parser import ParsedDelta
 from forerun.text.tool_bodies import NOTHING, loads_or
 
 Event = dict[str, Any]
 
 
 class Blocks:
-    """Turns what is heard into events of blocks, one after the other.
+    """Turns parsed text into events of blocks, one after the other.
 
     hidden  thinking is counted, but not shown
     """
@@ -21,21 +21,21 @@ class Blocks:
         self._arguments: dict[int, str] = {}
         self._open: str | None = None
 
-    def push(self, heard: Heard) -> list[Event]:
+    def push(self, parsed: ParsedDelta) -> list[Event]:
         """Return the events, in order, of what is new; blocks are begun and ended where the kind of
         text changes.
         """
         events: list[Event] = []
-        if heard.reasoning:
+        if parsed.reasoning:
             events += self._enter("thinking", {"thinking": "", "signature": ""})
             if not self._hidden:
-                self._blocks[-1]["thinking"] += heard.reasoning
-                events.append(self._delta("thinking_delta", "thinking", heard.reasoning))
-        if heard.content:
+                self._blocks[-1]["thinking"] += parsed.reasoning
+                events.append(self._delta("thinking_delta", "thinking", parsed.reasoning))
+        if parsed.content:
             events += self._enter("text", {"text": ""})
-            self._blocks[-1]["text"] += heard.content
-            events.append(self._delta("text_delta", "text", heard.content))
-        for piece in heard.calls:
+            self._blocks[-1]["text"] += parsed.content
+            events.append(self._delta("text_delta", "text", parsed.content))
+        for piece in parsed.calls:
             if piece.name is not None:
                 events += self.close()
                 begun = {"id": f"toolu_{secrets.token_hex(12)}", "name": piece.name, "input": {}}
@@ -54,8 +54,8 @@ class Blocks:
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def whole(self, cut: bool) -> list[dict[str, Any]]:
-        """Return all blocks. cut: as Hearing.cut; then a last call without a whole input is left
-        out.
+        """Return all blocks. cut: as ChoiceReader.cut; then a last call without a whole input is
+        left out.
         """
         found = []
         for at, block in enumerate(self._blocks):

@@ -61,6 +61,6 @@ def known_tool(value: Any, where: str) -> Tool | None:
     found = next((one for name, one in _KNOWN.items() if str(kind).startswith(name)), None)
     if found is None:
         return None
-    told, schema = found
+    description, schema = found
     given = read(_ClientTool, value, where)
-    return plain_tool(given.name, told, schema, given.strict, f"{where}.type")
+    return plain_tool(given.name, description, schema, given.strict, f"{where}.type")

@@ -32,10 +32,10 @@ def _message(error: ApiError) -> str:
     """
     if error.lengths is None:
         return str(error)
-    prompt, asked, context = error.lengths
+    prompt, max_tokens, context = error.lengths
     if prompt >= context:
         return f"prompt is too long: {prompt} tokens > {context} maximum. {error}"
     return (
-        f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {context}, "
+        f"input length and `max_tokens` exceed context limit: {prompt} + {max_tokens} > {context}, "
         f"decrease input length or `max_tokens` and try again. {error}"
     )

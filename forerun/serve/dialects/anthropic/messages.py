@@ -16,7 +16,7 @@ from forerun.serve.dialects.anthropic.blocks import Blocks, Event
 from forerun.serve.dialects.anthropic.conversation import chat_body, ignored
 from forerun.serve.dialects.anthropic.errors import error_body
 from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
-from forerun.serve.dialects.conversation import Hearing
+from forerun.serve.dialects.conversation import ChoiceReader
 from forerun.serve.dialects.openai.render import speculation_metrics
 from forerun.serve.http.errors import ApiError
 
@@ -25,7 +25,7 @@ class MessagesDialect(Dialect):
     """Events of content blocks between message_start and message_stop."""
 
     ping = event({"type": "ping"}, "ping")
-    _hearing: Hearing
+    _reader: ChoiceReader
     _blocks: Blocks
     _id: str
     _stats: bool
@@ -42,15 +42,15 @@ class MessagesDialect(Dialect):
         self._served = service.named(body.model)
         chat, loaded = chat_body(body), self._served.loaded
         made = chat_generation(chat, loaded, service.settings)
-        told = ignored_fields(chat, loaded)
+        ignored_names = ignored_fields(chat, loaded)
         kept = made.rules is not None and made.rules.grammar.budget is not None
         left = (
             *ignored(body),
             *(("thinking.budget_tokens",) if chat.thinking_token_budget and not kept else ()),
-            *("thinking" for name in told if name == "reasoning_effort"),
+            *("thinking" for name in ignored_names if name == "reasoning_effort"),
         )
         thinking = body.thinking
-        self._hearing = Hearing(made)
+        self._reader = ChoiceReader(made)
         self._blocks = Blocks(thinking is not None and thinking.display == "omitted")
         self._stats = body.speculative.stats
         self._id = f"msg_{uuid.uuid4().hex}"
@@ -66,7 +66,7 @@ class MessagesDialect(Dialect):
             usage = {**_input(tally), "output_tokens": 0}
             events.append({"type": "message_start", "message": self._message([], usage)})
         for _, delta in news:
-            events += self._blocks.push(self._hearing.push(delta))
+            events += self._blocks.push(self._reader.push(delta))
         if last:
             usage = {**_input(tally), "output_tokens": tally.output_tokens}
             stop = {**self._stop(), "stop_details": None}
@@ -81,9 +81,9 @@ class MessagesDialect(Dialect):
         usage.
         """
         for _, delta in choices:
-            self._blocks.push(self._hearing.push(delta))
+            self._blocks.push(self._reader.push(delta))
         usage = {**_input(tally), "output_tokens": tally.output_tokens}
-        blocks = self._blocks.whole(self._hearing.cut)
+        blocks = self._blocks.whole(self._reader.cut)
         answer = self._message(blocks, usage) | self._stop()
         if self._stats:
             answer["metrics"] = speculation_metrics(tally.stats)
@@ -114,12 +114,12 @@ class MessagesDialect(Dialect):
 
     def _stop(self) -> dict[str, Any]:
         """Say why the answer ended."""
-        hearing = self._hearing
-        if hearing.finish == Finish.LENGTH:
+        reader = self._reader
+        if reader.finish == Finish.LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if hearing.called:
+        if reader.called:
             return {"stop_reason": "tool_use", "stop_sequence": None}
-        stop = hearing.stop_reason if isinstance(hearing.stop_reason, str) else None
+        stop = reader.stop_reason if isinstance(reader.stop_reason, str) else None
         return {"stop_reason": "stop_sequence" if stop else "end_turn", "stop_sequence": stop}
 
 

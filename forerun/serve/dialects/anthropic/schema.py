@@ -114,7 +114,7 @@ _text_blocks = items(_text_block, MAX_MESSAGES)
 
 
 @takes({"anyOf": [plain_text.schema, _text_blocks.schema]}, of_parts(_text_blocks))
-def told(value: Any, where: str) -> str:
+def joined_text(value: Any, where: str) -> str:
     """Read the text of a field: a string, or blocks of text, joined by line breaks. Raises
     RequestError, naming `where`, for anything else.
     """
@@ -129,7 +129,7 @@ class ToolResult:
 
     type: str = need(plain_text)
     tool_use_id: str = need(text(256))
-    content: str = accept(told, "")
+    content: str = accept(joined_text, "")
     is_error: bool = ignore(boolean, False)
     cache_control: dict[str, Any] | None = ignore(mapping)
 
@@ -290,7 +290,7 @@ class CountBody:
     messages: tuple[AnthropicMessage, ...] = need(
         history(_message, MAX_MESSAGES, 1, assistant=is_assistant, fresh=_mend_results)
     )
-    system: str | None = accept(told)
+    system: str | None = accept(joined_text)
     tools: tuple[Tool, ...] = accept(_tools, ())
     tool_choice: AnthropicToolChoice | None = accept(part(AnthropicToolChoice))
     thinking: ThinkingConfig | None = accept(part(ThinkingConfig))

@@ -16,11 +16,11 @@ from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import ignored_fields
 from forerun.serve.bodies.fields import ignored_in, read
 from forerun.serve.bodies.history import left_out
-from forerun.serve.bodies.output_parser import Heard
+from forerun.serve.bodies.output_parser import ParsedDelta
 from forerun.serve.bodies.prepare import Generation, chat_generation, completion_generation, within
 from forerun.serve.bodies.schema import UNLIMITED, ChatBody, CompletionBody
 from forerun.serve.bodies.wire import line
-from forerun.serve.dialects.conversation import Hearing
+from forerun.serve.dialects.conversation import ChoiceReader
 from forerun.serve.dialects.ollama.errors import error_body
 from forerun.serve.dialects.ollama.schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from forerun.serve.dialects.openai.render import logprob_entries, speculation_metrics
@@ -38,7 +38,7 @@ class OllamaDialect(Dialect):
     ping = b""
     _body: OllamaBody
     _generation: Generation
-    _hearing: Hearing
+    _reader: ChoiceReader
     _ignored: tuple[str, ...]
 
     def __init__(self) -> None:
@@ -49,19 +49,20 @@ class OllamaDialect(Dialect):
         """Implement Dialect.parse; Ready for a request that has nothing to write, which only loads.
         Raises RequestError naming the field, ApiError.
         """
-        asked = self._read(value)
-        self._served = named(service, asked.model)
-        self._body = asked
-        idle = asked.options.without_effect(value.get("options") or {})
+        body = self._read(value)
+        self._served = named(service, body.model)
+        self._body = body
+        idle = body.options.without_effect(value.get("options") or {})
         inner = tuple(f"options.{name}" for name in idle)
-        self._ignored = (*ignored_in(asked), *inner)
-        if self._empty(asked):
-            reason = "unload" if asked.keep_alive in (0, "0") else "load"
+        self._ignored = (*ignored_in(body), *inner)
+        if self._empty(body):
+            reason = "unload" if body.keep_alive in (0, "0") else "load"
             return Ready(
-                {**self._line(Heard(), []), "done": True, "done_reason": reason}, self._ignored
+                {**self._line(ParsedDelta(), []), "done": True, "done_reason": reason},
+                self._ignored,
             )
-        self._generation = within(self._asked(asked, service), self._served.loaded.context)
-        self._hearing = Hearing(self._generation)
+        self._generation = within(self._prepare(body, service), self._served.loaded.context)
+        self._reader = ChoiceReader(self._generation)
         return ParsedRequest(self._generation, self._served, self._ignored)
 
     @abstractmethod
@@ -73,11 +74,11 @@ class OllamaDialect(Dialect):
         """Tell whether the request is empty, which only checks that the model is loaded."""
 
     @abstractmethod
-    def _asked(self, body: OllamaBody, service: Service) -> Generation:
+    def _prepare(self, body: OllamaBody, service: Service) -> Generation:
         """Return the generation for the engine."""
 
     @abstractmethod
-    def _text_fields(self, heard: Heard, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    def _text_fields(self, parsed: ParsedDelta, calls: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the part of a line that holds the text."""
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
@@ -86,21 +87,21 @@ class OllamaDialect(Dialect):
         """
         lines = []
         for _, delta in news:
-            heard = self._hearing.push(delta)
-            calls = self._calls.push(heard.calls, delta.finish, self._hearing.cut)
+            parsed = self._reader.push(delta)
+            calls = self._calls.push(parsed.calls, delta.finish, self._reader.cut)
             logprobs = self._logprobs([(0, delta)])
-            if heard.reasoning or heard.content or calls or logprobs:
-                lines.append(self._line(heard, calls, logprobs) | {"done": False})
+            if parsed.reasoning or parsed.content or calls or logprobs:
+                lines.append(self._line(parsed, calls, logprobs) | {"done": False})
         if last:
-            lines.append(self._line(Heard(), []) | self._done(tally))
+            lines.append(self._line(ParsedDelta(), []) | self._done(tally))
         return b"".join(map(line, lines))
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
         """Implement Dialect.whole: the one choice as one object, with counts and times."""
         ((_, delta),) = choices
-        heard = self._hearing.push(delta)
-        calls = self._calls.push(heard.calls, delta.finish, self._hearing.cut)
-        return self._line(heard, calls, self._logprobs(choices)) | self._done(tally)
+        parsed = self._reader.push(delta)
+        calls = self._calls.push(parsed.calls, delta.finish, self._reader.cut)
+        return self._line(parsed, calls, self._logprobs(choices)) | self._done(tally)
 
     def end(self, error: ApiError | None) -> bytes:
         """Implement Dialect.end: nothing, or a line with the error."""
@@ -112,11 +113,11 @@ class OllamaDialect(Dialect):
         return error_body(error)
 
     def _line(
-        self, heard: Heard, calls: list[dict[str, Any]], logprobs: Sequence[Any] = ()
+        self, parsed: ParsedDelta, calls: list[dict[str, Any]], logprobs: Sequence[Any] = ()
     ) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         name = self._body.model or self._served.name
-        found = {"model": name, "created_at": now, **self._text_fields(heard, calls)}
+        found = {"model": name, "created_at": now, **self._text_fields(parsed, calls)}
         return found | ({"logprobs": [*logprobs]} if logprobs else {})
 
     def _logprobs(self, news: News) -> list[dict[str, Any]]:
@@ -130,7 +131,7 @@ class OllamaDialect(Dialect):
         first = tally.first or now
         found: dict[str, Any] = {
             "done": True,
-            "done_reason": self._hearing.finish,
+            "done_reason": self._reader.finish,
             "total_duration": int((now - tally.began) * NANO),
             "load_duration": 0,
             "prompt_eval_count": tally.prompt_tokens,
@@ -153,21 +154,21 @@ class OllamaChat(OllamaDialect):
         assert isinstance(body, OllamaChatBody)
         return not body.messages
 
-    def _asked(self, body: OllamaBody, service: Service) -> Generation:
+    def _prepare(self, body: OllamaBody, service: Service) -> Generation:
         assert isinstance(body, OllamaChatBody)
         chat = conversation(body, body.messages)
         self._ignored += left_out(body.messages)
         return self._chat(replace(chat, tools=body.tools), service)
 
     def _chat(self, chat: ChatBody, service: Service) -> Generation:
-        told = ignored_fields(chat, self._served.loaded)
-        self._ignored += tuple("think" for name in told if name == "reasoning_effort")
+        ignored_names = ignored_fields(chat, self._served.loaded)
+        self._ignored += tuple("think" for name in ignored_names if name == "reasoning_effort")
         return chat_generation(chat, self._served.loaded, service.settings)
 
-    def _text_fields(self, heard: Heard, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": heard.content}
-        if heard.reasoning:
-            message["thinking"] = heard.reasoning
+    def _text_fields(self, parsed: ParsedDelta, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning:
+            message["thinking"] = parsed.reasoning
         if calls:
             message["tool_calls"] = calls
         return {"message": message}
@@ -187,7 +188,7 @@ class OllamaGenerate(OllamaChat):
         assert isinstance(body, OllamaGenerateBody)
         return not body.prompt
 
-    def _asked(self, body: OllamaBody, service: Service) -> Generation:
+    def _prepare(self, body: OllamaBody, service: Service) -> Generation:
         assert isinstance(body, OllamaGenerateBody)
         if body.raw:
             return completion_generation(plain(body), self._served.loaded, service.settings)
@@ -196,9 +197,9 @@ class OllamaGenerate(OllamaChat):
             messages.insert(0, {"role": "system", "content": body.system})
         return self._chat(conversation(body, tuple(messages)), service)
 
-    def _text_fields(self, heard: Heard, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        thought = {"thinking": heard.reasoning} if heard.reasoning else {}
-        return {"response": heard.content, **thought}
+    def _text_fields(self, parsed: ParsedDelta, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        thought = {"thinking": parsed.reasoning} if parsed.reasoning else {}
+        return {"response": parsed.content, **thought}
 
 
 class Calls:
@@ -211,8 +212,8 @@ class Calls:
     def push(
         self, pieces: Sequence[CallPiece], finish: Finish | None, cut: bool
     ) -> list[dict[str, Any]]:
-        """Return the calls that are whole now, all where the answer ends; cut: as Hearing.cut, then
-        a last one that is not whole is left out.
+        """Return the calls that are whole now, all where the answer ends; cut: as ChoiceReader.cut,
+        then a last one that is not whole is left out.
         """
         found = []
         for piece in pieces:
@@ -280,8 +281,8 @@ def _limit(body: OllamaBody) -> int | None:
     """Return the most tokens; left out, 0 and negative ones mean as many as the context takes:
     Ollama's runner counts tokens against positive limits alone (ollamarunner/runner.go).
     """
-    asked = body.options.num_predict
-    return None if asked is None or asked <= 0 else asked
+    limit = body.options.num_predict
+    return None if limit is None or limit <= 0 else limit
 
 
 def _sampled(body: OllamaBody) -> dict[str, Any]:

@@ -7,7 +7,12 @@ from typing import Any, Protocol
 
 from forerun.engine.request import Delta, Finish, SpeculationStats
 from forerun.interface.plan import TokenLogprobs
-from forerun.serve.bodies.output_parser import Heard, OutputParser, streamed_calls, whole_calls
+from forerun.serve.bodies.output_parser import (
+    OutputParser,
+    ParsedDelta,
+    streamed_calls,
+    whole_calls,
+)
 from forerun.serve.observe import trace
 from forerun.text.tokenizer import Tokenizer
 
@@ -77,12 +82,12 @@ class ChatFormat:
         """Implement ResponseFormat.choice: a message with reasoning, content and calls, and why it
         ended.
         """
-        heard = self._heard(index, news)
-        message: dict[str, Any] = {"role": "assistant", "content": heard.content, "refusal": None}
-        if heard.reasoning:
-            message |= {"reasoning_content": heard.reasoning, "reasoning": heard.reasoning}
-        if heard.calls:
-            message |= {"content": heard.content or None, "tool_calls": whole_calls(heard.calls)}
+        parsed = self._parse(index, news)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.reasoning:
+            message |= {"reasoning_content": parsed.reasoning, "reasoning": parsed.reasoning}
+        if parsed.calls:
+            message |= {"content": parsed.content or None, "tool_calls": whole_calls(parsed.calls)}
         choice = {
             "index": index,
             "message": message,
@@ -103,13 +108,13 @@ class ChatFormat:
         if index not in self._speeches:
             role = {"role": "assistant", "content": "", "refusal": None}
             found.append(_chat_chunk(index, role))
-        heard, logprobs = self._heard(index, news), self._logprobs(news)
+        parsed, logprobs = self._parse(index, news), self._logprobs(news)
         deltas: list[dict[str, Any]] = []
-        if heard.reasoning:
-            deltas.append({"reasoning_content": heard.reasoning, "reasoning": heard.reasoning})
-        if heard.content:
-            deltas.append({"content": heard.content})
-        deltas += [{"tool_calls": [piece]} for piece in streamed_calls(heard.calls)]
+        if parsed.reasoning:
+            deltas.append({"reasoning_content": parsed.reasoning, "reasoning": parsed.reasoning})
+        if parsed.content:
+            deltas.append({"content": parsed.content})
+        deltas += [{"tool_calls": [piece]} for piece in streamed_calls(parsed.calls)]
         if logprobs and logprobs["content"]:
             # They belong to all of the deltas: the first one carries them.
             first = deltas.pop(0) if deltas else {"content": ""}
@@ -126,12 +131,12 @@ class ChatFormat:
             found[0][trace.FIELD] = trace.traced(news.trace, self._tokenizer)
         return found
 
-    def _heard(self, index: int, news: Delta) -> Heard:
+    def _parse(self, index: int, news: Delta) -> ParsedDelta:
         parser = self._speeches.setdefault(index, self._new_parser())
-        heard = parser.push(news.text, news.finish is not None, news.finish == Finish.LENGTH)
-        if heard.reasoning:
-            self._thoughts[index] = self._thoughts.get(index, "") + heard.reasoning
-        return heard
+        parsed = parser.push(news.text, news.finish is not None, news.finish == Finish.LENGTH)
+        if parsed.reasoning:
+            self._thoughts[index] = self._thoughts.get(index, "") + parsed.reasoning
+        return parsed
 
     @property
     def reasoning_tokens(self) -> int:

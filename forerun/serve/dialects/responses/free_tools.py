@@ -64,11 +64,11 @@ def free_tool(value: dict[str, Any], where: str) -> Tool:
     """
     if value["type"] == SHELL:
         read(_Shell, value, where)
-        told = "Runs a command on the user's machine."
-        return plain_tool(SHELL, told, _SHELL_TAKES, False, where)
+        description = "Runs a command on the user's machine."
+        return plain_tool(SHELL, description, _SHELL_TAKES, False, where)
     given = read(_Custom, value, where)
     text: dict[str, Any] = {"type": "string"}
-    told = given.description or ""
+    description = given.description or ""
     if isinstance(given.format, _Grammar):
         place = f"{where}.format.definition"
         if given.format.syntax == "regex":
@@ -77,9 +77,11 @@ def free_tool(value: dict[str, Any], where: str) -> Tool:
         else:
             Grammar.grammar(given.format.definition, place)
         shown = f"The input is a text of this {given.format.syntax}:\n{given.format.definition}"
-        told = f"{told}\n\n{shown}" if told else shown
+        description = f"{description}\n\n{shown}" if description else shown
     schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-    return plain_tool(given.name, told, schema | {"additionalProperties": False}, False, where)
+    return plain_tool(
+        given.name, description, schema | {"additionalProperties": False}, False, where
+    )
 
 
 def unheld(tools: list[dict[str, Any]] | None) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from forerun.serve.bodies.output_parser import Heard
+from forerun.serve.bodies.output_parser import ParsedDelta
 from forerun.serve.dialects.responses.free_tools import (
     free_input,
     of_action,
@@ -32,22 +32,22 @@ class Output:
         self._open: str | None = None
         self._waiting: Logprobs = []
 
-    def push(self, heard: Heard, logprobs: Logprobs) -> list[Event]:
+    def push(self, parsed: ParsedDelta, logprobs: Logprobs) -> list[Event]:
         """Return events of what is new. Log-probabilities go with the next piece of text."""
         events: list[Event] = []
         self._waiting += logprobs
-        if heard.reasoning:
+        if parsed.reasoning:
             events += self._enter("reasoning")
-            self._part["text"] += heard.reasoning
-            events.append(self._of_part("response.reasoning_text.delta", delta=heard.reasoning))
-        if heard.content:
+            self._part["text"] += parsed.reasoning
+            events.append(self._of_part("response.reasoning_text.delta", delta=parsed.reasoning))
+        if parsed.content:
             events += self._enter("message")
-            told, self._waiting = self._waiting, []
-            self._part["text"] += heard.content
-            self._part["logprobs"] += told
-            delta = {"delta": heard.content, "logprobs": told}
+            waiting, self._waiting = self._waiting, []
+            self._part["text"] += parsed.content
+            self._part["logprobs"] += waiting
+            delta = {"delta": parsed.content, "logprobs": waiting}
             events.append(self._of_part("response.output_text.delta", **delta))
-        for piece in heard.calls:
+        for piece in parsed.calls:
             if piece.name is not None:
                 events += [*self.close("completed"), *self._enter("function_call", piece.name)]
             if piece.arguments:
@@ -88,8 +88,8 @@ class Output:
         function = self.calls[-1]["function"]
         arguments = function["arguments"]
         if item["type"] == "function_call":
-            told = {"arguments": arguments, "name": item["name"]}
-            return [self._of_item("response.function_call_arguments.done", **told)]
+            fields = {"arguments": arguments, "name": item["name"]}
+            return [self._of_item("response.function_call_arguments.done", **fields)]
         if item["type"] == "local_shell_call":
             item["action"] = shell_action(arguments)
             function["arguments"] = of_action(item["action"])  # JSON, also where it was cut.
@@ -146,20 +146,20 @@ class Output:
         function = {"name": name, "arguments": ""}
         self.calls.append({"id": id, "type": "function", "function": function})
         kind = self._kinds.get(name)
-        told: dict[str, Any]
+        item: dict[str, Any]
         if kind == "custom":
-            told = {"type": "custom_tool_call", "name": name, "input": ""}
-            return {**told, "id": f"ctc_{own}", "call_id": id}
+            item = {"type": "custom_tool_call", "name": name, "input": ""}
+            return {**item, "id": f"ctc_{own}", "call_id": id}
         if kind is not None:
-            told = {"type": "local_shell_call", "action": shell_action("")}
-            return {**told, "id": f"lsh_{own}", "call_id": id}
+            item = {"type": "local_shell_call", "action": shell_action("")}
+            return {**item, "id": f"lsh_{own}", "call_id": id}
         space = self._namespaces.get(name)
-        told = {"id": f"fc_{own}", "call_id": id, **function}
-        return told | ({"namespace": space} if space else {})
+        item = {"id": f"fc_{own}", "call_id": id, **function}
+        return item | ({"namespace": space} if space else {})
 
-    def _of_item(self, kind: str, **told: Any) -> Event:
+    def _of_item(self, kind: str, **fields: Any) -> Event:
         at = len(self.items) - 1
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": at, **told}
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": at, **fields}
 
-    def _of_part(self, kind: str, **told: Any) -> Event:
-        return self._of_item(kind, content_index=0, **told)
+    def _of_part(self, kind: str, **fields: Any) -> Event:
+        return self._of_item(kind, content_index=0, **fields)

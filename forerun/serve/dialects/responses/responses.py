@@ -13,7 +13,7 @@ from forerun.serve.bodies.dialogue import dialogue, ignored_fields
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.prepare import Generation, chat_generation
 from forerun.serve.bodies.wire import event
-from forerun.serve.dialects.conversation import Hearing
+from forerun.serve.dialects.conversation import ChoiceReader
 from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.openai.render import (
     logprob_entries,
@@ -40,7 +40,7 @@ class ResponsesDialect(Dialect):
 
     _body: ResponsesBody
     _generation: Generation
-    _hearing: Hearing
+    _reader: ChoiceReader
     _messages: Messages
     _base: dict[str, Any]
 
@@ -63,14 +63,14 @@ class ResponsesDialect(Dialect):
             made, left = fitting(chat, loaded, service.settings)
         else:
             made, left = chat_generation(chat, loaded, service.settings), 0
-        told = ignored_fields(chat, loaded)
-        unknown = ("reasoning.effort" for name in told if name == "reasoning_effort")
+        ignored_names = ignored_fields(chat, loaded)
+        unknown = ("reasoning.effort" for name in ignored_names if name == "reasoning_effort")
         truncated = (f"input ({left} earliest messages)",) if left else ()
         unused = (*ignored(body, value), *unknown, *truncated)
         self._body = body
         self._output = Output(namespaces(value.get("tools")), kinds(value.get("tools")))
         self._messages = (*earlier, *messages_of(body.input))
-        self._hearing = Hearing(made)
+        self._reader = ChoiceReader(made)
         self._generation = replace(made, id=f"resp_{uuid.uuid4().hex}")
         self._base = self._described(value)
         return ParsedRequest(self._generation, self._served, unused)
@@ -84,7 +84,7 @@ class ResponsesDialect(Dialect):
             begun = {**self._base, "status": "in_progress", "output": []}
             events.append({"type": "response.created", "response": begun})
             events.append({"type": "response.in_progress", "response": begun})
-        events += self._heard(news)
+        events += self._push(news)
         if last:
             events += self._output.close("completed" if self._complete else "incomplete")
             answer = self._answer(tally)
@@ -93,7 +93,7 @@ class ResponsesDialect(Dialect):
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
         """Return the response with all items, as Dialect.whole; stores it if requested."""
-        self._heard(choices)
+        self._push(choices)
         self._output.close("completed" if self._complete else "incomplete")
         return self._answer(tally)
 
@@ -102,8 +102,8 @@ class ResponsesDialect(Dialect):
         if error is None:
             return b""
         code = "rate_limit_exceeded" if error.status == 429 else error.code or "server_error"
-        told = {"code": code, "message": str(error)}
-        failed = {**self._base, "status": "failed", "error": told, "output": self._output.items}
+        details = {"code": code, "message": str(error)}
+        failed = {**self._base, "status": "failed", "error": details, "output": self._output.items}
         return self._worded({"type": "response.failed", "response": failed})
 
     @staticmethod
@@ -111,19 +111,19 @@ class ResponsesDialect(Dialect):
         """Implement Dialect.error by `error_body`."""
         return error_body(error)
 
-    def _heard(self, news: News) -> list[Event]:
+    def _push(self, news: News) -> list[Event]:
         events: list[Event] = []
         for _, delta in news:
             entries: Logprobs = []
             if delta.logprobs:
                 tokenizer = self._served.loaded.tokenizer
                 entries = logprob_entries(delta, self._generation.unseen, tokenizer)
-            events += self._output.push(self._hearing.push(delta), entries)
+            events += self._output.push(self._reader.push(delta), entries)
         return events
 
     @property
     def _complete(self) -> bool:
-        return self._hearing.finish != Finish.LENGTH
+        return self._reader.finish != Finish.LENGTH
 
     def _worded(self, one: Event) -> bytes:
         data = {**one, "sequence_number": self._number}
@@ -140,12 +140,12 @@ class ResponsesDialect(Dialect):
         if self._body.speculative.stats:
             answer["metrics"] = speculation_metrics(tally.stats)
         if self._body.store:
-            asked = [
+            input_items = [
                 input_item(item, item.id or f"item_{index}_{self._generation.id}")
                 for index, item in enumerate(self._body.input)
             ]
             messages = (*self._messages, *self._as_message())
-            self._store.put(answer, asked, messages)
+            self._store.put(answer, input_items, messages)
         return answer
 
     def _as_message(self) -> Messages:

@@ -82,7 +82,7 @@ _parts = items(_part, MAX_MESSAGES)
 
 
 @takes({"anyOf": [plain_text.schema, _parts.schema]}, of_parts(_parts))
-def told(value: Any, where: str) -> str:
+def joined_text(value: Any, where: str) -> str:
     """Read the text of a field: a string, or parts of it, joined by line breaks. Raises
     RequestError, naming `where`, for anything else.
     """
@@ -97,7 +97,7 @@ class InputMessage:
 
     type: str = accept(plain_text, "message")
     role: str = need(only("user", "assistant", "system", "developer", why="these exist"))
-    content: str = need(told)
+    content: str = need(joined_text)
     id: str | None = accept(text(256))
     status: str | None = accept(_STATUS)
     phase: str | None = ignore(text(64))
@@ -127,7 +127,7 @@ class CallOutput:
 
     type: str = need(plain_text)
     call_id: str = need(text(256))
-    output: str = need(told)
+    output: str = need(joined_text)
     namespace: str | None = ignore(text(256))
     id: str | None = accept(text(256))
     name: str | None = accept(text(256))
@@ -142,8 +142,8 @@ class Reasoning:
     """An earlier thought of the model, or its summary if there is nothing else."""
 
     type: str = need(plain_text)
-    summary: str = accept(told, "")
-    content: str = accept(told, "")
+    summary: str = accept(joined_text, "")
+    content: str = accept(joined_text, "")
     id: str | None = accept(text(256))
     status: str | None = accept(_STATUS)
     encrypted_content: str | None = ignore(plain_text)
@@ -154,7 +154,7 @@ class ShellOutput:
     """The output of a command."""
 
     type: str = need(plain_text)
-    output: str = need(told)
+    output: str = need(joined_text)
     id: str | None = accept(text(256))
     call_id: str | None = accept(text(256))
     status: str | None = accept(_STATUS)

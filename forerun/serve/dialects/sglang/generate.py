@@ -54,7 +54,7 @@ class GenerateDialect(Dialect):
     """Every event says the whole text so far, as SGLang's do."""
 
     _body: GenerateBody
-    _asked: tuple[TextRequest, ...]
+    _texts: tuple[TextRequest, ...]
     _generation: Generation
     _several: bool
 
@@ -71,14 +71,14 @@ class GenerateDialect(Dialect):
         prompts = body.text if body.text is not None else body.input_ids
         if prompts is None or (body.text is not None and body.input_ids is not None):
             raise RequestError("Give either text or input_ids.", "text")
-        self._asked = text_requests(body, prompts)
-        names = {name for one in self._asked for name in ignored_in(one.params)}
+        self._texts = text_requests(body, prompts)
+        names = {name for one in self._texts for name in ignored_in(one.params)}
         inner = sorted(f"sampling_params.{name}" for name in names)
-        ignored = (*ignored_in(body), *inner, *unused_reports(body, self._asked))
+        ignored = (*ignored_in(body), *inner, *unused_reports(body, self._texts))
         found = [
-            generation_of(one, body, self._served.loaded, service.settings) for one in self._asked
+            generation_of(one, body, self._served.loaded, service.settings) for one in self._texts
         ]
-        self._generation = together(found, tuple(one.rid for one in self._asked if one.rid))
+        self._generation = together(found, tuple(one.rid for one in self._texts if one.rid))
         self._several = prompts.several or self._generation.n > 1
         return ParsedRequest(self._generation, self._served, ignored)
 
@@ -87,15 +87,15 @@ class GenerateDialect(Dialect):
         found = []
         for index, delta in news:
             self._answers.setdefault(index, Answer()).add(delta)
-            told = self._told(index, tally)
-            found.append({**told, "index": index} if self._several else told)
+            one = self._output(index, tally)
+            found.append({**one, "index": index} if self._several else one)
         return b"".join(map(event, found))
 
     def whole(self, choices: News, tally: Tally) -> Any:
         """Return an object, or a list of them for several texts, as Dialect.whole."""
         for index, delta in choices:
             self._answers.setdefault(index, Answer()).add(delta)
-        found = [self._told(index, tally) for index in sorted(self._answers)]
+        found = [self._output(index, tally) for index in sorted(self._answers)]
         return found if self._several else found[0]
 
     def end(self, error: ApiError | None) -> bytes:
@@ -107,11 +107,11 @@ class GenerateDialect(Dialect):
         """Implement Dialect.error by `error_body`."""
         return error_body(error)
 
-    def _told(self, index: int, tally: Tally) -> dict[str, Any]:
+    def _output(self, index: int, tally: Tally) -> dict[str, Any]:
         answer, generation = self._answers[index], self._generation
         place = index // generation.n
-        request, asked = generation.requests[place], self._asked[place]
-        id = asked.rid or f"{generation.id}-{place}"
+        request, text = generation.requests[place], self._texts[place]
+        id = text.rid or f"{generation.id}-{place}"
         meta: dict[str, Any] = {
             "id": id if generation.n == 1 else f"{id}-{index % generation.n}",
             "finish_reason": _finish(answer),
@@ -120,8 +120,8 @@ class GenerateDialect(Dialect):
             "cached_tokens": answer.cached,
             "e2e_latency": monotonic() - tally.began,
         }
-        if asked.logprobs:
-            meta |= self._logprobs(answer, request.prompt.tolist(), asked)
+        if text.logprobs:
+            meta |= self._logprobs(answer, request.prompt.tolist(), text)
         stats = answer.last.stats if answer.last is not None else None
         if stats is not None and stats.steps:
             meta["spec_verify_ct"] = stats.steps
@@ -130,7 +130,7 @@ class GenerateDialect(Dialect):
             meta["lossy"] = lossy
         return {"text": answer.text, "output_ids": [*answer.tokens], "meta_info": meta}
 
-    def _logprobs(self, answer: Answer, prompt: list[int], asked: TextRequest) -> dict[str, Any]:
+    def _logprobs(self, answer: Answer, prompt: list[int], text: TextRequest) -> dict[str, Any]:
         """Return [log-probability, id, text or null] of each token of the answer, and of the prompt
         from the requested start; the first token of a prompt has none.
         """
@@ -140,16 +140,16 @@ class GenerateDialect(Dialect):
             "input_token_logprobs": [],
         }
         kinds: dict[str, Callable[[TokenLogprobs], list[Any]]] = {}
-        if asked.top:
-            kinds["top_logprobs"] = lambda e: self._top(e, asked.top)
-        if asked.ids:
-            kinds["token_ids_logprobs"] = lambda e: self._chosen(e, asked.ids)
-        start = asked.start
-        for name, told in kinds.items():
-            found[f"output_{name}"] = [told(e) for e in output]
+        if text.top:
+            kinds["top_logprobs"] = lambda e: self._top(e, text.top)
+        if text.ids:
+            kinds["token_ids_logprobs"] = lambda e: self._chosen(e, text.ids)
+        start = text.start
+        for name, entry in kinds.items():
+            found[f"output_{name}"] = [entry(e) for e in output]
             found[f"input_{name}"] = []
             if start >= 0:
-                found[f"input_{name}"] = [None, *map(told, entries)][start:]
+                found[f"input_{name}"] = [None, *map(entry, entries)][start:]
         if start >= 0:
             first = [self._entry(prompt[0], None)]
             found["input_token_logprobs"] = [

@@ -139,8 +139,8 @@ async def get_load(request: Request) -> Response:
     served = service_of(request).enter()
     now = (await served.engine.stats()).load
     held = now.pages_held * served.loaded.config.page_size
-    told = {"num_reqs": now.running + now.waiting, "num_waiting_reqs": now.waiting}
-    return Json([{"dp_rank": 0, **told, "num_tokens": held}])
+    counts = {"num_reqs": now.running + now.waiting, "num_waiting_reqs": now.waiting}
+    return Json([{"dp_rank": 0, **counts, "num_tokens": held}])
 
 
 SGLANG_ROUTES = [

@@ -65,9 +65,9 @@ def unused_reports(body: GenerateBody, texts: tuple[TextRequest, ...]) -> tuple[
     if any(one.logprobs for one in texts):
         return ()
     names = ("logprob_start_len", "top_logprobs_num", "token_ids_logprob")
-    told = tuple(name for name in names if any(value not in (0, -1, ()) for value in
+    idle = tuple(name for name in names if any(value not in (0, -1, ()) for value in
                                                getattr(body, name).values))  # fmt: skip
-    return (*told, "return_text_in_logprobs") if body.return_text_in_logprobs else told
+    return (*idle, "return_text_in_logprobs") if body.return_text_in_logprobs else idle
 
 
 def generation_of(
