@@ -99,6 +99,10 @@ _OUTSIDE = (
     *("image_token_index", "quantization_config", "projector_hidden_act", "vision_feature_layer"),
     *("multimodal_projector_bias", "spatial_merge_size", "audio_config", "eoa_token_index"),
     "vision_soft_tokens_per_image",
+    *("downsample_factor", "tile_size"),
+    *("projector_bias", "projector_hidden_size", "projector_use_layernorm", "encoder_patch_size"),
+    *("do_image_splitting", "use_thumbnail", "use_image_special_tokens", "max_pixels_tolerance"),
+    *("min_tiles", "max_tiles", "min_image_tokens", "max_image_tokens", "max_num_patches"),
 )
 """Keys of a multimodal configuration about images and sound, or about the files."""
 
@@ -128,6 +132,7 @@ _WRAPPERS = {
         "Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",), _UNIFIED, tied=True
     ),
     "mistral3": _Wrapper("Mistral3ForConditionalGeneration", ("ministral3", "mistral"), {}),
+    "lfm2_vl": _Wrapper("Lfm2VlForConditionalGeneration", ("lfm2",), {}, tied=True),
 }
 """By model_type."""
 

@@ -3,6 +3,8 @@
 import huggingface_hub
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
@@ -150,6 +152,44 @@ def test_gguf_metadata_are_honoured_or_refused(key, value, named, tmp_path):
     tiny.write_gguf(tiny.model("lfm2"), path, metadata={f"lfm2.{key}": value})
     with pytest.raises(ModelError, match=named):
         GgufCheckpoint(path)
+
+
+AS_VL = {
+    "architectures": ["Lfm2VlForConditionalGeneration"], "do_image_splitting": True,
+    "downsample_factor": 2, "dtype": "bfloat16", "encoder_patch_size": 16, "image_token_id": 396,
+    "max_image_tokens": 256, "max_num_patches": 1024, "max_pixels_tolerance": 2.0, "max_tiles": 10,
+    "min_image_tokens": 64, "min_tiles": 2, "model_type": "lfm2_vl", "projector_bias": True,
+    "projector_hidden_act": "gelu", "projector_hidden_size": 2560, "text_config": AS_LFM2,
+    "tile_size": 512, "use_image_special_tokens": True, "use_thumbnail": True,
+    "vision_config": {"model_type": "siglip2_vision_model"}, "vision_feature_layer": -1,
+}  # fmt: skip
+
+
+def test_of_a_multimodal_configuration_the_language_model_runs_alone(tmp_path):
+    assert architecture_from(AS_VL, tmp_path) == architecture_from(AS_LFM2, tmp_path)
+    with pytest.raises(ModelError, match="use_sandwich_norm"):
+        architecture_from(AS_VL | {"text_config": AS_LFM2 | {"use_sandwich_norm": 1}}, tmp_path)
+
+
+@torch.no_grad()
+def test_the_language_model_of_a_multimodal_folder_is_that_of_transformers(tmp_path):
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 1, "patch_size": 4, "num_patches": 16}
+    settings = transformers.Lfm2VlConfig(
+        text_config=tiny.config("lfm2").to_dict(),
+        vision_config=vision | {"model_type": "siglip2_vision_model"},
+        projector_hidden_size=32,
+    )
+    made = transformers.Lfm2VlForConditionalGeneration(settings).eval()
+    made.save_pretrained(tmp_path)
+    checkpoint = FolderCheckpoint(tmp_path)
+    assert checkpoint.towers == ("multi_modal_projector", "vision_tower")
+    alone = tiny.model("lfm2")
+    alone.model.load_state_dict(made.model.language_model.state_dict())
+    weights = tiny.weights(alone)
+    assert set(checkpoint.names()) == set(weights)
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), weight)
 
 
 @pytest.mark.parametrize("kind", ["", ":Q4_K_M", ":Q8_0"])
