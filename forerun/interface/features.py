@@ -15,7 +15,7 @@ class Features(Protocol):
     """Rows of features that a draft model of the same executor reads."""
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         ...
 
 
@@ -57,5 +57,5 @@ class HostFeatures:
     values: AnyArray
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return len(self.values)

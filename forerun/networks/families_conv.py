@@ -81,7 +81,9 @@ def _adjusted(keys: Keys, width: int) -> int:
 def _layers(
     keys: Keys, sizes: ArchitectureSizes, feed_forwards: Sequence[Dense | Experts], listed: object
 ) -> Layers:
-    """listed: numbers of the layers that attend, where `layer_types` does not say it."""
+    """Describe the layers. listed: numbers of those that attend, where `layer_types` does not say
+    it.
+    """
     for name in ("conv_dim", "conv_dim_out"):
         keys.require(name, sizes.hidden)
     convolution = ShortConvolution(
@@ -100,7 +102,7 @@ def _layers(
 
 
 def _kinds(keys: Keys, sizes: ArchitectureSizes, listed: object) -> list[str]:
-    """FULL or CONV of each layer; one layer at least must attend."""
+    """Return FULL or CONV of each layer; one layer at least must attend."""
     if listed is None:
         return kinds_of(keys, sizes, CONV, [FULL] * sizes.layers)
     if not isinstance(listed, list) or not {*listed} <= {*range(sizes.layers)}:

@@ -170,7 +170,7 @@ def _shapes(
 
 
 def _numbered(keys: Keys, written: Any, layers: int) -> dict[int, Keys]:
-    """The objects of per_layer_config by their layers' numbers."""
+    """Return the objects of per_layer_config by their layers' numbers."""
     found: dict[int, Keys] = {}
     unfit = keys.unfit("per_layer_config", written, "objects by numbers of layers")
     if not isinstance(written, dict):

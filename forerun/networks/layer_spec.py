@@ -208,7 +208,9 @@ class ShortConvolution:
         return (self.window - 1) * self.channels
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Canonical names and shapes of its tensors beside a residual stream of H numbers."""
+        """Return canonical names and shapes of its tensors beside a residual stream of H
+        numbers.
+        """
         channels = self.channels
         found: dict[str, tuple[int, ...]] = {}
         for name, *shape in (

@@ -13,7 +13,7 @@ from forerun.networks.layer_spec import (
 def tensors_of(
     spec: LayerSpec, hidden: int, heads: int, cache: CacheLayer
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a layer with so many query heads and such keys and values, by
+    """Return shapes of the tensors of a layer with so many query heads and such keys and values, by
     canonical name without the layer's prefix, in the order of the computation.
     """
     tensors, names = _Tensors(), NORM_NAMES[spec.norms]

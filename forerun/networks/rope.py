@@ -194,8 +194,8 @@ class Rope:
 
 
 def frequency_table(ropes: Sequence[tuple[Rope, int]]) -> Floats:
-    """float32[K,E/2] frequencies of K ropes, each over heads of so many numbers; E is the most, and
-    the rows of smaller heads end in zeros.
+    """Return float32[K,E/2], frequencies of K ropes, each over heads of so many numbers; E is the
+    most, and the rows of smaller heads end in zeros.
     """
     table = np.zeros((len(ropes), max(size for _, size in ropes) // 2), np.float32)
     for row, (rope, size) in zip(table, ropes, strict=True):

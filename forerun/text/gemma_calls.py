@@ -77,7 +77,7 @@ class _Arguments:
         return "".join(written), text
 
     def _string(self, text: str) -> tuple[str, str] | None:
-        """A piece of a string; its end, where the mark is there."""
+        """Read a piece of a string; its end, where the mark is there."""
         at = text.find(QUOTE)
         if at < 0:
             at = len(text) - overlap(text, QUOTE)
@@ -86,7 +86,7 @@ class _Arguments:
         return _escaped(text[:at]) + '"', text[at + len(QUOTE) :]
 
     def _next(self, text: str) -> tuple[str, str] | None:
-        """One sign, key or value that is not quoted; None: it is not whole."""
+        """Read one sign, key or value that is not quoted; None: it is not whole."""
         first = text[0]
         if first.isspace() or first in "{}[],:":
             return self._sign(first), text[1:]
@@ -96,7 +96,7 @@ class _Arguments:
         return None if QUOTE.startswith(text) else self._word(text)
 
     def _sign(self, sign: str) -> str:
-        """JSON of a sign between keys and values; nothing of white space."""
+        """Return the JSON of a sign between keys and values; nothing of white space."""
         if sign in "}]":
             return self._close()
         if sign in "{[":
@@ -113,7 +113,7 @@ class _Arguments:
         return _CLOSES[opened]
 
     def _word(self, text: str) -> tuple[str, str] | None:
-        """A key up to its colon, or a number or word up to what ends it."""
+        """Read a key up to its colon, or a number or word up to what ends it."""
         end = _KEY_END.search(text) if self._key else _VALUE_END.search(text)
         if end is None:
             return None

@@ -31,8 +31,8 @@ def with_tools_in_text(messages: Sequence[Mapping[str, Any]], tools: Tools) -> l
 
 
 def call_in_text(message: Mapping[str, Any], format: ToolFormat = HERMES) -> dict[str, Any]:
-    """A copy of an assistant's message with its `tool_calls` written out in its content, in the
-    Hermes format or LFM2's.
+    """Copy an assistant's message with its `tool_calls` written out in its content, in the Hermes
+    format or LFM2's.
     """
     functions = [call["function"] for call in message["tool_calls"]]
     written = [_written(function) for function in functions]

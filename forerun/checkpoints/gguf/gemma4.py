@@ -107,7 +107,7 @@ def _experts(keys: Keys) -> Experts | None:
 
 
 def _slides(keys: Keys, layers: int) -> list[bool]:
-    """Which layers have a window."""
+    """Tell which layers have a window."""
     flags = keys.get("attention.sliding_window_pattern")
     if not isinstance(flags, list) or len(flags) != layers or not {*flags} <= {True, False}:
         wanted = f"{layers} times true or false"
@@ -116,7 +116,7 @@ def _slides(keys: Keys, layers: int) -> list[bool]:
 
 
 def _each(keys: Keys, name: str, layers: int) -> list[int]:
-    """A whole number for each layer, or one for all."""
+    """Read a whole number for each layer, or one for all."""
     value: Any = keys.get(name)
     values = value if isinstance(value, list) else [value] * layers
     if len(values) != layers or any(type(one) is not int or one < 1 for one in values):

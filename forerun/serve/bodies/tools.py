@@ -52,11 +52,9 @@ def tool(value: Any, where: str) -> Tool:
     """Read a function with its parameters; without any it takes none. Raises RequestError naming
     the field.
     """
-    given = read(_Tool, value, where)
-    place = f"{where}.function"
-    function = read(_Function, given.function, place)
-    signature = signed(function.name, function.parameters, function.strict, f"{place}.parameters")
-    return Tool(signature, value)
+    given = read(_Tool, value, where).function
+    place = f"{where}.function.parameters"
+    return Tool(signed(given.name, given.parameters, given.strict, place), value)
 
 
 def signed(name: str, parameters: dict[str, Any] | None, strict: bool, place: str) -> Signature:
@@ -131,17 +129,19 @@ _FUNCTIONS = only("function", why="tools are functions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tool:
-    type: str = need(_FUNCTIONS)
-    function: dict[str, Any] = need(mapping)
+class ToolFunction:
+    """What all dialects but Anthropic's say of a function."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Function:
     name: str = need(function_name)
     description: str | None = accept(_text)
     parameters: dict[str, Any] | None = accept(mapping)
     strict: bool = accept(boolean, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tool:
+    type: str = need(_FUNCTIONS)
+    function: ToolFunction = need(part(ToolFunction))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,7 +173,7 @@ class CachePart:
     scales: Tensor | None
 
     def layer(self, number: int, value_size: int | None) -> tuple[CacheTensor, CacheTensor]:
-        """Keys and values of one of them; value_size as of CacheLayer."""
+        """Return keys and values of one layer; value_size as of CacheLayer."""
         planes = self.numbers[number]
         keys, values = planes[0], planes[1] if value_size is None else planes[0, ..., :value_size]
         if self.scales is None:

@@ -35,8 +35,8 @@ class BesideExperts:
         return self._mixture.linears
 
     def __call__(self, x: Tensor, fed: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """[M,H] of the residual stream [M,H] and what the feed-forward made of it [M,H]. `sizes` as
-        of Mixture.
+        """Return [M,H] of the residual stream [M,H] and what the feed-forward made of it [M,H].
+        `sizes` as of Mixture.
         """
         behind_fed, before, behind = self._norms
         routed = None if self._scale is None else self._norm(x, self._scale, self._eps)
@@ -62,7 +62,7 @@ class TokenVectors:
         return (self._projection,)
 
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
-        """[M,L,D] of tokens int64[M] and their embeddings [M,H], scaled."""
+        """Return [M,L,D] of tokens int64[M] and their embeddings [M,H], scaled."""
         made = (self._projection(x) * self._shrink).unflatten(1, (self._layers, -1))
         made = self._norm(made, self._weight, self._eps)
         rows = F.embedding(tokens, self._table).to(x.dtype) * self._scale
@@ -86,6 +86,6 @@ class TokenVector:
         return self._gate_product, self._projection
 
     def __call__(self, x: Tensor, vector: Tensor) -> Tensor:
-        """[M,H] of the residual stream [M,H] and the vectors [M,D]."""
+        """Return [M,H] of the residual stream [M,H] and the vectors [M,D]."""
         made = self._projection(self._gate(self._gate_product(x), vector))
         return x + self._norm(made, self._weight, self._eps)

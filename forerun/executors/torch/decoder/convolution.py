@@ -51,12 +51,12 @@ class ConvolutionProjections:
         return ConvolutionInputs(b.float() * x.float(), c, self._kernel, self._bias)
 
     def out(self, found: Tensor, gate: Tensor) -> Tensor:
-        """[M,H] of the convolution's sums, float32[M,C], and c [M,C]."""
+        """Return [M,H] of the convolution's sums, float32[M,C], and c [M,C]."""
         return self._out((found * gate.float()).to(gate.dtype))
 
 
 def window_sums(rows: Tensor, past: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
-    """float32[M,C]: the convolution of nodes [M].
+    """Return the convolution of nodes [M]: float32[M,C].
 
     rows    float32[R,C] what it reads of them and of what stands before them
     past    int64[M,W] the rows of each node's last W tokens, its own last

@@ -341,7 +341,7 @@ class Decoder(Ends):
         )
 
     def by_layer_shape(self, rotary: tuple[Rotary, ...]) -> tuple[Rotary, ...]:
-        """Cos and sin as `rotary` returns them, of such that all have as many numbers as the widest
+        """Return cos and sin as `rotary` does, of such that all have as many numbers as the widest
         heads.
         """
         halves = (size // 2 for _, size in self.ropes)

@@ -134,7 +134,7 @@ class Tokens:
 
 
 def tokens_of(inputs: DeltaInputs, sums: Tensor) -> Tokens:
-    """The tokens of nodes [M], from the convolution's sums float32[M,C] (`window_sums`)."""
+    """Return the tokens of nodes [M], from the convolution's sums float32[M,C] (`window_sums`)."""
     about, count = inputs.about, len(sums)
     mixed = sums / (1 + torch.exp(-sums))
     queries, keys, values = mixed.split([about.keys, about.keys, about.values], -1)

@@ -23,7 +23,7 @@ of a convolution. Layers are counted from 0 among those that have states.
 
 
 def no_states(layer: int, inputs: RecurrentInputs) -> Tensor:
-    """For a decoder without recurrent layers. Raises TypeError in one that has any."""
+    """Raise TypeError: a decoder without recurrent layers has no states to read."""
     raise TypeError("a layer with a recurrent state runs where no states are kept")
 
 

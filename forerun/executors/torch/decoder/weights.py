@@ -116,7 +116,9 @@ class Weights:
         return self._stacked((name,))
 
     def stored_matrix(self, name: str) -> Tensor:
-        """[N,K] of that name, on the device: floats as the file has them, else as `matrix`."""
+        """Return [N,K] of that name, on the device: floats as the file has them, else as
+        `matrix`.
+        """
         packed = self._checkpoint.packed(name)
         if packed is None or packed.kind not in _STORED:
             return self.matrix(name)

@@ -42,7 +42,7 @@ class SharedStep:
     moves: Moves
 
     def message(self) -> RankMessage:
-        """The message from which `of` makes the step on another rank."""
+        """Return the message from which `of` makes the step on another rank."""
         plan, trees, nodes, on_device = self.plan, self.trees, self.nodes, self.nodes.on_device
         return RankMessage("step", arrays={
             "kv_len": plan.kv_len, "samples": plan.samples, "page_table": plan.page_table,

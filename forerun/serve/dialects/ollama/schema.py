@@ -38,7 +38,14 @@ from forerun.serve.bodies.schema import (
     untraced,
 )
 from forerun.serve.bodies.structure import json_object_rules, json_rules
-from forerun.serve.bodies.tools import MAX_TOOLS, Tool, argument_object, function_name, plain_tool
+from forerun.serve.bodies.tools import (
+    MAX_TOOLS,
+    Tool,
+    ToolFunction,
+    argument_object,
+    function_name,
+    plain_tool,
+)
 
 _ANY = integer(-(2**31), 2**31 - 1)
 _NUMBER = number(-1e9, 1e9)
@@ -208,17 +215,9 @@ def _plain_call(call: _Call) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Function:
-    name: str = need(function_name)
-    description: str | None = accept(plain_text)
-    parameters: dict[str, Any] | None = accept(mapping)
-    strict: bool = accept(boolean, False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Tool:
     type: str | None = accept(only("function", why="tools are functions"))
-    function: _Function = need(part(_Function))
+    function: ToolFunction = need(part(ToolFunction))
 
 
 @takes(body_schema(_Tool))

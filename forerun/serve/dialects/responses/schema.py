@@ -40,6 +40,7 @@ from forerun.serve.bodies.tools import (
     MAX_TOOLS,
     Tool,
     ToolChoice,
+    ToolFunction,
     argument_text,
     function_name,
     plain_tool,
@@ -217,12 +218,8 @@ def _input(value: Any, where: str) -> tuple[Item, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Function:
+class _Function(ToolFunction):
     type: str = need(only("function", why=OWN_TOOLS))
-    name: str = need(function_name)
-    description: str | None = accept(plain_text)
-    parameters: dict[str, Any] | None = accept(mapping)
-    strict: bool = accept(boolean, False)
     output_schema: dict[str, Any] | None = ignore(mapping)
     defer_loading: bool = ignore(boolean, False)
     allowed_callers: list[Any] | None = accept(only(["direct"], why="only the model calls"))
