@@ -267,6 +267,11 @@ int forerun_aux_hidden_states(const Model* model, int count, float* out) {
     return guarded([&] { return model->copy_aux_hidden_states(count, out); });
 }
 
+// See Model::copy_final_hidden_states.
+int forerun_final_hidden_states(Model* model, const int32_t* nodes, int count, float* out) {
+    return guarded([&] { return model->copy_final_hidden_states(nodes, count, out); });
+}
+
 // A draft head for `model`, which must outlive it. Its tensors are set with forerun_set_matrix and
 // forerun_set_vector, its positions committed with forerun_commit, as any model's; the target's
 // steps keep the hidden states named by `aux_layers` from now on.

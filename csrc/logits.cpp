@@ -104,6 +104,21 @@ std::string Model::logits_row_of(const Step& step, int node, int& row) {
     return "";
 }
 
+std::string Model::copy_final_hidden_states(const int32_t* nodes, int count, float* out) {
+    for (int i = 0; i < count; i++) {
+        if (nodes[i] < 0 || nodes[i] >= last_nodes_) return "a node that the last step did not run";
+    }
+    const int hidden = sizes.hidden;
+    pool.run([&](int thread) {
+        const Share mine(count, thread, pool.threads());
+        for (int i = mine.first; i < mine.last; i++) {
+            const float* x = &stream_[(size_t)nodes[i] * hidden];
+            put_norm(x, final_norm_, sizes.norm_eps, hidden, out + (size_t)i * hidden);
+        }
+    });
+    return "";
+}
+
 // The logits of `logits_nodes_`.
 void Model::head(const Step& step, int thread) {
     const int rows = (int)logits_nodes_.size();

@@ -275,6 +275,10 @@ public:
     // The kept states of the last step's first `count` nodes. Empty, or what was wrong.
     std::string copy_aux_hidden_states(int count, float* out) const;
 
+    // Hidden states of these nodes of the last step, after the final norm: float[count][hidden].
+    // Empty, or what was wrong.
+    std::string copy_final_hidden_states(const int32_t* nodes, int count, float* out);
+
     // Reads what the products of a step of one node read, once, and nothing else: no step takes
     // less time. The sum of its bytes, eight at a time.
     uint64_t read_weights();

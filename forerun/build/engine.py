@@ -34,6 +34,8 @@ from forerun.build.page_store import attach_store
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.text_table import TextTable
 from forerun.build.with_cpu import ngram_drafter
+from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.pooling import EmbeddingRule, embedding_rule
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler, open_compiler
 from forerun.constrain.matcher.matcher import CompiledGrammar
@@ -46,6 +48,7 @@ from forerun.drafts.token_map import read_token_map
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
 from forerun.errors import ConfigError, ModelError, RequestError
+from forerun.executors.toy import HIDDEN as TOY_HIDDEN
 from forerun.executors.toy import ToyExecutor
 from forerun.hub import huggingface
 from forerun.hub.catalog import Model, open_model
@@ -82,6 +85,7 @@ class Target:
     parameters  number of weights; 0 for the toy
     network  description of the network and its draft, for page_store.attach_store
     files    their weights
+    embedding  how embeddings are made, and of how many numbers
     """
 
     executor: Executor
@@ -102,6 +106,7 @@ class Target:
     parameters: int = 0
     network: str = "toy"
     files: tuple[Path, ...] = ()
+    embedding: tuple[EmbeddingRule, int] = (EmbeddingRule(), TOY_HIDDEN)
 
     def compile(self, grammar: Grammar, client: str = "") -> CompiledGrammar:
         """Compile a grammar for a request; client: see Compiler. May block for seconds.
@@ -293,9 +298,18 @@ def _facts(target: Target) -> dict[str, Any]:
         "sampling_defaults": {**NEUTRAL, **target.sampling},
         "memory": target.memory.describe(),
         "executor": target.executor.describe(),
+        "embeddings": _embeddings(target),
         "costs": asdict(target.costs) if target.costs else None,
         "machine": stamp(),
     }
+
+
+def _embeddings(target: Target) -> dict[str, Any]:
+    """Return how embeddings are made, and of how many numbers."""
+    rule, size = target.embedding
+    if not target.executor.capabilities.hidden:
+        rule = replace(rule, fault=f"the executor {target.executor.name} makes none")
+    return {**asdict(rule), "size": size}
 
 
 def _lookup(config: EngineConfig, target: Target) -> TableDrafter:
@@ -413,7 +427,14 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         parameters=arch.parameters,
         network=f"{arch} {drafts and drafts.traits.name} {draft and draft.cache}",
         files=(model.checkpoint.path, *([draft.path] if draft and drafts else [])),
+        embedding=(_embedding_rule(model), arch.hidden),
     )
+
+
+def _embedding_rule(model: Model) -> EmbeddingRule:
+    """Return how the model's files say that embeddings are made."""
+    metadata = model.checkpoint.metadata if isinstance(model.checkpoint, GgufCheckpoint) else {}
+    return embedding_rule(model.checkpoint.path, metadata)
 
 
 def _drafts(config: EngineConfig, target: Model) -> DraftParts:

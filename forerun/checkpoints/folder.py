@@ -66,7 +66,8 @@ class FolderCheckpoint:
         self.methods: tuple[Method, ...] = read_method(self.config)
         stored = files_by_tensor(folder, QUANTISED if self.methods else FLOATS)
         self.towers: tuple[str, ...] = _towers(stored, self.config)
-        files = with_matrices(text_only(stored, self.config, folder), self.methods)
+        named = _as_model(text_only(stored, self.config, folder))
+        files = with_matrices(named, self.methods)
         own, self.prediction_files = divided(files, self.architecture)
         if self.architecture.tied_head and _own_head(own):
             self.architecture = replace(self.architecture, tied_head=False)
@@ -178,6 +179,21 @@ def text_only(
         if plain in names:
             raise ModelError(f"{folder}: {name} and {names[plain]} are both {plain}")
         names[plain] = name
+    return _renamed(files, names)
+
+
+def _as_model(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
+    """A base model's files, which has no head (embedding models are saved so), named as a whole
+    model's; any other's as they are.
+    """
+    if _EMBEDDING in files or _EMBEDDING.removeprefix("model.") not in files:
+        return files
+    names = {name if name == _HEAD else f"model.{name}": name for name in files}
+    return _renamed(files, names)
+
+
+def _renamed(files: dict[str, TensorFile], names: Mapping[str, str]) -> dict[str, TensorFile]:
+    """Return the files with tensors under new names. names: new name -> name in the files."""
     renamed = {
         id(file): replace(
             file,

@@ -25,6 +25,7 @@ class Admission:
     free_slots  that no sequence has
     disk     pages on disk; None without a page store
     scored   most nodes of a step that may have logits
+    pools    whether a request ever wanted an embedding
     ready    whether a sequence with a slot can take part in the next step
     resumable  (cached tokens, salt) -> how many of them a sequence can skip (Executor.resumable)
     """
@@ -43,6 +44,7 @@ class Admission:
         self.running: list[Sequence] = []
         self.shares, self.pace = PromptShares(), PromptPace()
         self.disk: DiskPages | None = None
+        self.pools = False
         # The budgets of the last step that had decoding rows.
         self._granted: Several[Budget] = ()
         # Every running row needs a node and its logits in every step.
@@ -55,6 +57,7 @@ class Admission:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence at its place, with an empty page table."""
+        self.pools = self.pools or sequence.pooled is not None
         sequence.table = PageTable(self.index, sequence.request.cache_salt.encode())
         insort(self.waiting, sequence, key=lambda s: s.order)
 

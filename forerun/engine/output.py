@@ -16,7 +16,9 @@ from forerun.engine.row_output import (
     echo,
     end_by_grammar,
     failed,
+    pooled_ending,
     step_trace,
+    through_grammar,
 )
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
@@ -95,9 +97,9 @@ def make_delta(sequence: Sequence, output: RowOutput, logprobs: Reports) -> Delt
     if not output.text and ending is None:
         return None
     first, sequence.first_sent = not sequence.first_sent, True
-    tokens, reports = tuple(sequence.unsent), tuple(sequence.unsent_logprobs)
-    trace = tuple(sequence.unsent_trace)
-    for unsent in (sequence.unsent, sequence.unsent_logprobs, sequence.unsent_trace):
+    waiting = sequence.unsent, sequence.unsent_logprobs, sequence.unsent_trace
+    tokens, reports, trace = tuple(waiting[0]), tuple(waiting[1]), tuple(waiting[2])
+    for unsent in waiting:
         unsent.clear()
     return Delta(
         request=sequence.request.id,
@@ -113,6 +115,7 @@ def make_delta(sequence: Sequence, output: RowOutput, logprobs: Reports) -> Delt
         error=ending.error if ending else None,
         trace=trace,
         code=ending.code if ending else None,
+        embedding=ending.embedding if ending else b"",
     )
 
 
@@ -164,8 +167,7 @@ class OutputProcessor:
             plan.samples.tolist(),
             plan.constrained.tolist(),
         )
-        rows: list[int] = []
-        committed: dict[int, Committed] = {}
+        rows, committed = list[int](), dict[int, Committed]()
         for row, sequence in enumerate(step.rows):
             if sequence.over:  # It ended just now, or while the step ran.
                 continue
@@ -173,9 +175,13 @@ class OutputProcessor:
                 echo(sequence, outcome.prompt_logprobs[row])
             sequence.table.commit(counts[row], sequence.tokens)
             if not samples[row]:
+                if sequence.pooled and sequence.pooled.takes(step.round, row):
+                    self._emit(sequence, RowOutput((), "", pooled_ending(sequence.pooled)))
                 continue
             rows.append(row)
-            if constrained[row] and (state := self._through_grammar(sequence, tokens[row])):
+            if constrained[row] and (
+                state := through_grammar(self._parts.grammars, sequence, tokens[row], self.end)
+            ):
                 committed[row] = state
                 if state.released:
                     sequence.constrained = False
@@ -240,17 +246,6 @@ class OutputProcessor:
             sequence.total -= len(tokens) - len(output.tokens)  # The rest is decided again.
         sequence.update_bulk()
 
-    def _through_grammar(self, sequence: Sequence, tokens: list[int]) -> Committed | None:
-        """Advance a sequence's grammar over decided tokens; None if it failed or has no slot."""
-        if sequence.slot is None:
-            return None
-        try:
-            return self._parts.grammars.commit(sequence.slot, tokens)
-        except Exception as error:
-            log.exception("request %s failed", sequence.request.id)
-            self.end(sequence.request.id, failed(error))
-            return None
-
     def _emit(self, sequence: Sequence, output: RowOutput, logprobs: Reports = ()) -> None:
         """Report an output; if it ends the sequence, first release what that holds."""
         if sequence.reported == len(output.tokens) > 0:
@@ -293,8 +288,7 @@ class OutputProcessor:
         """Release all that a sequence holds, and remove it."""
         request = sequence.request.id
         self._metrics.ended(sequence, finish)
-        longest = max(self._longest.get(request, 0), sequence.reported)
-        self._longest[request] = longest
+        self._longest[request] = max(self._longest.get(request, 0), sequence.reported)
         sequence.over, sequence.bulk = True, False
         self._vacate(sequence)
         self.live[request].remove(sequence)

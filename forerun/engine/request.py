@@ -72,6 +72,7 @@ class Request:
     cache_salt  cached prefixes are shared only among requests of the same salt, "" included
     client    clients share the prompt tokens of a step evenly
     tenant    n-grams counted of answers draft only for the same tenant and salt
+    pooling   one of engine.pooling.POOLINGS: an embedding of the prompt instead of text; "" = text
     """
 
     id: RequestId
@@ -87,6 +88,7 @@ class Request:
     cache_salt: str = ""
     client: str = ""
     tenant: str = ""
+    pooling: str = ""
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -127,6 +129,7 @@ class Delta(msgspec.Struct, frozen=True):
     error            message, with finish == ERROR
     trace            the steps that decided `tokens`, if requested; none beyond trace.MAX_STEPS
     code             kind of error, if the request itself caused it
+    embedding        float32[H] as bytes, on the last delta of a request with pooling
     """
 
     request: RequestId
@@ -142,6 +145,7 @@ class Delta(msgspec.Struct, frozen=True):
     error: str | None = None
     trace: tuple[StepTrace, ...] = ()
     code: str | None = None
+    embedding: bytes = b""
 
 
 Sink = Callable[[Delta], None]

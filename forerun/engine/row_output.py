@@ -1,16 +1,23 @@
 """The output of one row of a step: its tokens that count, their text, and the sequence's end."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
+from forerun.engine.pooling import PooledPrompt
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Step
 from forerun.engine.trace import StepTrace, bounded, draft_row
-from forerun.interface.grammars import Committed
+from forerun.interface.grammars import Committed, Grammars
 from forerun.interface.plan import Outcome, Reports
 from forerun.speculative.tree import DraftSource, TreeBatch
-from forerun.types import Ints
+from forerun.types import Ints, RequestId
+
+log = logging.getLogger("forerun.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +28,7 @@ class Ending:
     reason: str | int | None = None
     error: str | None = None
     code: str | None = None
+    embedding: bytes = b""
 
 
 class RowOutput(NamedTuple):
@@ -46,6 +54,25 @@ class PendingRows(NamedTuple):
     committed: dict[int, Committed]
 
 
+def through_grammar(
+    grammars: Grammars,
+    sequence: Sequence,
+    tokens: list[int],
+    end: Callable[[RequestId, Ending], None],
+) -> Committed | None:
+    """Advance a sequence's grammar over decided tokens; None if it failed, which ends its request
+    through `end`, or has no slot.
+    """
+    if sequence.slot is None:
+        return None
+    try:
+        return grammars.commit(sequence.slot, tokens)
+    except Exception as error:
+        log.exception("request %s failed", sequence.request.id)
+        end(sequence.request.id, failed(error))
+        return None
+
+
 def end_by_grammar(sequence: Sequence, output: RowOutput, committed: Committed) -> RowOutput:
     """Return the output, with an ending if the grammar is complete or cannot be followed."""
     if output.ending is not None or not (committed.complete or committed.error):
@@ -58,6 +85,14 @@ def failed(error: Exception) -> Ending:
     """Return the ending of a sequence whose step or part failed with `error`."""
     text = f"The engine failed while it ran this request: {error or type(error).__name__}"
     return Ending(Finish.ERROR, error=text)
+
+
+def pooled_ending(pooled: PooledPrompt) -> Ending:
+    """Return the ending of a sequence whose prompt has run for an embedding."""
+    vector = pooled.vector()
+    if not np.isfinite(vector).all():
+        return Ending(Finish.ERROR, error="The model's hidden states were not finite.")
+    return Ending(Finish.STOP, embedding=vector.tobytes())
 
 
 def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:

@@ -11,6 +11,7 @@ import numpy as np
 
 from forerun.control.policy import Budget, Decision, Policy
 from forerun.engine.admission import Admission
+from forerun.engine.pooling import with_hidden
 from forerun.engine.sequence import Sequence
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
@@ -169,6 +170,8 @@ class Scheduler(Admission):
                 known.append(chunk)
                 kv_len.append(sequence.table.length)
         plan = self.make_plan(rows, known, kv_len, budgets, decision)
+        if self.pools and any(sequence.pooled for sequence in rows):
+            plan = with_hidden(plan, [sequence.pooled for sequence in rows])
         return Schedule(plan, tuple(rows), decision, opened, closed)
 
     def grant(

@@ -8,6 +8,7 @@ from time import monotonic
 import numpy as np
 
 from forerun.cache.table import PageTable
+from forerun.engine.pooling import PooledPrompt
 from forerun.engine.request import Request, Sink, SpeculationStats, choice_seed
 from forerun.engine.trace import StepTrace
 from forerun.interface.plan import TokenLogprobs
@@ -88,6 +89,7 @@ class Sequence:
         # a sequence that has reached its limit runs once more.
         self.buffer = np.zeros(self.limit + 1, np.int32)
         self.buffer[: self.total] = request.prompt
+        self.pooled = PooledPrompt(request.pooling, self.total) if request.pooling else None
         self.reported = self.shared = 0
         self.cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -141,11 +143,11 @@ class Sequence:
 
     @property
     def reuses_prefix(self) -> bool:
-        """False while the request needs log-probabilities of the prompt: every token must run for
-        them.
+        """False while the request needs log-probabilities or hidden states of the whole prompt:
+        every token must run for them.
         """
         if self.sampling.prompt_logprobs is None:
-            return True
+            return self.pooled is None or not self.pooled.every
         return len(self.prompt_logprobs) >= self.prompt_len - 1
 
     def update_bulk(self) -> None:

@@ -94,6 +94,9 @@ class Engine(EngineLoop):
         """
         limits, request = self._parts.executor.limits, self._options.on(request)
         validate(request, limits.vocab, self.context, self._options.max_choices)
+        if request.pooling and not self._parts.executor.capabilities.hidden:
+            name = self._parts.executor.name
+            raise RequestError(f"The executor {name} makes no embeddings.", "pooling")
         if request.grammar is not None and isinstance(self._parts.grammars, NoGrammars):
             raise RequestError("This engine was started without structured output.", "grammar")
         with self._changed:

@@ -6,6 +6,7 @@ from numbers import Integral, Real
 
 import numpy as np
 
+from forerun.engine.pooling import POOLINGS
 from forerun.engine.request import Request
 from forerun.errors import ContextError, RequestError
 from forerun.speculative.sampling import Sampling
@@ -38,6 +39,7 @@ def validate(request: Request, vocab: int, context: int, max_choices: int) -> No
     if not 0 <= request.sampling.seed < 2**64:
         raise RequestError("seed must be an unsigned 64-bit number.", "seed")
     _sampling(request.sampling)
+    _pooling(request)
     if len(prompt) + max_tokens > context:
         raise ContextError(
             f"This model's maximum context length is {context} tokens, but the prompt has "
@@ -48,6 +50,15 @@ def validate(request: Request, vocab: int, context: int, max_choices: int) -> No
             max_tokens,
             context,
         )
+
+
+def _pooling(request: Request) -> None:
+    """Check that a request for an embedding asks for nothing else."""
+    if request.pooling not in ("", *POOLINGS):
+        known = " or ".join(POOLINGS)
+        raise RequestError(f"pooling is {request.pooling!r}, but must be {known}.", "pooling")
+    if request.pooling and (request.stopping.max_tokens or request.n != 1):
+        raise RequestError("An embedding has no text: max_tokens must be 0 and n 1.", "pooling")
 
 
 _WHOLE = ("top_k", "min_tokens", "seed", "logprobs", "prompt_logprobs")

@@ -17,6 +17,8 @@ Worked example, prompt "Hi" = 72, 105:
 Greedy text soon repeats with period 24, so n-gram lookup succeeds. At temperature 1 the best token
 has probability 1 - exp(-1/2) = 0.393, the next id up 0.239, then 0.145, ...
 
+The hidden state of a token is (256, x, y, s mod 256) / 256, as far as pages tell.
+
 "Keys" are positions and "values" are tokens, in real pages: s, x and y are read through the page
 table, so a wrong page changes the text or is reported.
 """
@@ -26,16 +28,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.host_sampler import HostSampler
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
+from forerun.interface.hidden import hidden_nodes
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 
-END = 257
+END, HIDDEN = 257, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +65,14 @@ class ToyPages:
 
 @dataclass(eq=False)
 class ToyRound(Round):
-    """best int32[M]: each node's most probable next token; its logits follow from it."""
+    """A step that has run.
+
+    best   int32[M] each node's most probable next token; its logits follow from it
+    state  int64[M,4] each node's hidden state, times 256
+    """
 
     best: Ints = field(kw_only=True)
+    state: NDArray[np.int64] = field(kw_only=True)
 
 
 class ToyExecutor(Executor):
@@ -73,7 +82,7 @@ class ToyExecutor(Executor):
     """
 
     name = "toy"
-    capabilities = Capabilities()
+    capabilities = Capabilities(hidden=True)
 
     def __init__(self, limits: ExecutorLimits, delay: float = 0.0) -> None:
         if limits.vocab <= END:
@@ -105,9 +114,10 @@ class ToyExecutor(Executor):
         if self.delay:
             time.sleep(self.delay)
         best = np.zeros(len(trees.tokens), np.int32)
+        state = np.full((len(best), HIDDEN), 256)
         for row in range(plan.rows):
-            self._verify_row(self._read(plan, row), trees, row, best)
-        return ToyRound(plan, trees, best=best)
+            self._verify_row(self._read(plan, row), trees, row, best, state)
+        return ToyRound(plan, trees, best=best, state=state)
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Accept on the host, by the specification; write the accepted paths, and nothing else,
@@ -115,6 +125,9 @@ class ToyExecutor(Executor):
         """
         assert isinstance(round, ToyRound)
         best = round.best.tolist()
+        if round.plan.hidden is not None:
+            nodes = hidden_nodes(round.plan, round.trees)
+            round.hidden = round.state[nodes].astype(np.float32) / np.float32(256)
         outcome = self._sampler.finish(round, lambda node: self._logits(best[node]), masks)
         for row in range(round.plan.rows):
             self._write(round.plan, round.trees, row, outcome.permanent(round.trees, row))
@@ -152,8 +165,10 @@ class ToyExecutor(Executor):
         prefix: Ints = self._values[pages].ravel()[:length]
         return prefix
 
-    def _verify_row(self, prefix: Ints, trees: TreeBatch, row: int, best: Ints) -> None:
-        """Fill in best[node] for the nodes of `row`."""
+    def _verify_row(
+        self, prefix: Ints, trees: TreeBatch, row: int, best: Ints, state: NDArray[np.int64]
+    ) -> None:
+        """Fill in best[node] and state[node] for the nodes of `row`."""
         nodes, first_draft_token = trees.nodes(row), trees.root(row) + 1
         chain = np.concatenate([prefix[-1:], trees.tokens[nodes.start : first_draft_token]])
         if not len(prefix):
@@ -169,3 +184,4 @@ class ToyExecutor(Executor):
         last = trees.tokens[nodes.start : nodes.stop]
         letters = 97 + (last + 3 * before + 2 * sums) % 16
         best[nodes.start : nodes.stop] = np.where(sums % 256 == 0, END, letters)
+        state[nodes.start : nodes.stop, 1:] = np.stack([last, before, sums % 256], -1)

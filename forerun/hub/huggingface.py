@@ -39,6 +39,10 @@ _PATTERNS = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
 ]

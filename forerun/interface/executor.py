@@ -57,6 +57,7 @@ class Capabilities:
     padded       a step computes as many nodes of every row as the row with most nodes has
     unwritten    a step may read pages that were never written: its results mean nothing but its
                  time is typical, so start-up can time steps behind long texts
+    hidden       it returns hidden states of known tokens (`Plan.hidden`)
     """
 
     masks_first: bool = False
@@ -64,6 +65,7 @@ class Capabilities:
     first_steps: int = 2
     padded: bool = False
     unwritten: bool = False
+    hidden: bool = False
 
 
 class PageContents(Protocol):

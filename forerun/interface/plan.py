@@ -12,7 +12,7 @@ from forerun.errors import EngineError
 from forerun.interface.features import StepFeatures
 from forerun.interface.next_draft import DraftRequest, NextDrafts
 from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
-from forerun.types import Bools, Ints
+from forerun.types import Bools, Floats, Ints
 
 _NO_NODES: Ints = np.zeros(0, np.int32)
 
@@ -50,6 +50,8 @@ class Plan:
                             most max_depth; 0 = only the free drafters propose, None = max_depth
     request     what the step shall do for the draft model at its end, if the executor can;
                 `Outcome.drafts` has the result, which may be None
+    hidden      int32[B] of how many of the row's last known tokens `Round.hidden` has the hidden
+                states; None = of none (`Capabilities.hidden`)
     """
 
     slots: Ints
@@ -64,6 +66,7 @@ class Plan:
     prices: Prices | None = None
     model_depth: Ints | None = None
     request: DraftRequest | None = None
+    hidden: Ints | None = None
 
     @property
     def rows(self) -> int:
@@ -170,6 +173,8 @@ class Round:
                else is to be read of it that the next round would overwrite
     drafting   int32[.] slots that it drafts for, as the plan requests
     outcome    None until it is finished
+    hidden     float32[n,H] hidden states of the nodes of `hidden_nodes` (interface/hidden.py), once
+               it is finished: after the final norm, as the head reads them; None = of none
     """
 
     plan: Plan
@@ -179,6 +184,7 @@ class Round:
     continues: bool = False
     drafting: Ints = field(default_factory=lambda: _NO_NODES)
     outcome: Outcome | None = None
+    hidden: Floats | None = None
 
     def complete_plan(self) -> None:
         """Set true `kv_len` and `known` in the plan, once the round that this one began from is

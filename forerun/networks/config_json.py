@@ -226,7 +226,9 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def harmless(name: str, value: Any) -> bool:
-    """Return whether an unread key can be ignored: it is false or empty, so it switches nothing on,
-    or known not to change the model.
+    """Return whether an unread key can be ignored: it is false or empty, so it switches nothing on
+    (but causal attention off), or known not to change the model.
     """
+    if name == "is_causal":
+        return value is True
     return value is False or value in ({}, [], "") or _HARMLESS.fullmatch(name) is not None

@@ -22,7 +22,7 @@ from forerun.networks.keys import Keys
 class Reader:
     """How to read one family's config.json into an Architecture.
 
-    class_name  the only value of `architectures` for this family
+    class_name  the only value of `architectures` for this family, beside its base model's
     layers      reads the keys about layers
     head_size   default of head_dim; None = hidden / heads
     every_head  without num_key_value_heads, every head has its own keys
@@ -51,7 +51,7 @@ class Reader:
         missing or cannot be used.
         """
         classes = keys.get("architectures", [self.class_name])
-        if classes != [self.class_name]:
+        if classes not in ([self.class_name], [self.class_name.replace("ForCausalLM", "Model")]):
             raise keys.unfit("architectures", classes, f"[{self.class_name!r}] to run here")
         if not self.gemma:
             keys.require("hidden_act", "silu")

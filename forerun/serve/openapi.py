@@ -14,10 +14,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from forerun.serve.answers.answering import Json
+from forerun.serve.bodies.embedding import EmbeddingBody
 from forerun.serve.bodies.fields import body_schema
 from forerun.serve.bodies.schema import ChatBody, CompletionBody
 from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
+from forerun.serve.dialects.llama.embeddings import EmbeddingsBody, LlamaEmbeddingBody
 from forerun.serve.dialects.llama.schema import InfillBody, NativeBody, TemplateBody
+from forerun.serve.dialects.ollama.embeddings import EmbedBody, OldEmbedBody
 from forerun.serve.dialects.ollama.models import PullBody, ShowBody
 from forerun.serve.dialects.ollama.schema import OllamaChatBody, OllamaGenerateBody
 from forerun.serve.dialects.responses.schema import ResponsesBody
@@ -30,6 +33,11 @@ BODIES: dict[str, type[Any]] = {
     "/v1/chat/completions": ChatBody,
     "/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/embeddings": EmbeddingsBody,
+    "/embedding": LlamaEmbeddingBody,
+    "/api/embed": EmbedBody,
+    "/api/embeddings": OldEmbedBody,
     "/v1/chat/completions/input_tokens": ChatBody,
     "/apply-template": TemplateBody,
     "/completion": NativeBody,

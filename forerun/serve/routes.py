@@ -12,6 +12,7 @@ from forerun.serve.answers.service import Served
 from forerun.serve.dialects.anthropic.messages import MessagesDialect, counted
 from forerun.serve.dialects.anthropic.models import listed, model_card
 from forerun.serve.dialects.openai.completions import ChatDialect, CompletionDialect
+from forerun.serve.dialects.openai.embeddings import OpenAIEmbeddings
 from forerun.serve.dialects.responses.responses import ResponsesDialect, input_tokens
 from forerun.serve.dialects.responses.store import ResponseStore, StoredAnswer
 from forerun.serve.http.errors import ApiError
@@ -31,6 +32,13 @@ async def completions(request: Request) -> Response:
     cannot be taken.
     """
     return await generated(request, CompletionDialect())
+
+
+async def embeddings(request: Request) -> Response:
+    """POST /v1/embeddings: a vector per input. 400 names a field that cannot be taken, 501 says why
+    this model makes none.
+    """
+    return await generated(request, OpenAIEmbeddings())
 
 
 async def responses(request: Request) -> Response:
@@ -124,6 +132,7 @@ ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/chat/completions", chat_completions, name="without_v1", methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/embeddings", embeddings, methods=["POST"]),
     Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/responses/input_tokens", response_tokens, methods=["POST"]),
     Route("/v1/responses/{id}", response),

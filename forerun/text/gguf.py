@@ -96,9 +96,11 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> GgufTokenizer:
         for index, token in enumerate(tokens)
         if types[index] in (CONTROL, USER_DEFINED)
     ]
-    bos = _id(metadata, "bos", len(tokens))
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begin):
-        spec["post_processor"] = _prefix(tokens[bos], bos)
+    bos, eos = (_id(metadata, name, len(tokens)) for name in ("bos", "eos"))
+    before = bos if metadata.get("tokenizer.ggml.add_bos_token", begin) else None
+    behind = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    if before is not None or behind is not None:
+        spec["post_processor"] = _around(tokens, before, behind)
     return GgufTokenizer(spec, _ends(metadata, tokens, types), bos, twins)
 
 
@@ -234,16 +236,21 @@ def _added(index: int, text: str, special: bool) -> dict[str, Any]:
     return {"id": index, "content": text, "special": special, **flags}
 
 
-def _prefix(text: str, index: int) -> dict[str, Any]:
-    """Return a post-processor that puts one token before the text."""
-    begin = {"SpecialToken": {"id": text, "type_id": 0}}
-    body = {"Sequence": {"id": "A", "type_id": 0}}
-    other = {"Sequence": {"id": "B", "type_id": 1}}
+def _around(tokens: Sequence[str], before: int | None, behind: int | None) -> dict[str, Any]:
+    """A post-processor that puts one token before a text, and one behind it; None: puts none."""
+    ids = [id for id in (before, behind) if id is not None]
+    begin, end = (
+        [] if id is None else [{"SpecialToken": {"id": tokens[id], "type_id": 0}}]
+        for id in (before, behind)
+    )
+    body = [{"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB")]
     return {
         "type": "TemplateProcessing",
-        "single": [begin, body],
-        "pair": [begin, body, other],
-        "special_tokens": {text: {"id": text, "ids": [index], "tokens": [text]}},
+        "single": [*begin, body[0], *end],
+        "pair": [*begin, *body, *end],
+        "special_tokens": {
+            tokens[id]: {"id": tokens[id], "ids": [id], "tokens": [tokens[id]]} for id in ids
+        },
     }
 
 

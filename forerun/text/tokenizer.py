@@ -22,7 +22,13 @@ from forerun.text.encoders import Encoders, built
 from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import UNKNOWN, LengthBound, length_bound
 from forerun.text.pieces import Pieces, pieces_of
-from forerun.text.tokenizer_limits import check_limits, prefix_of, served, without_foreign
+from forerun.text.tokenizer_limits import (
+    check_limits,
+    prefix_of,
+    served,
+    suffix_of,
+    without_foreign,
+)
 from forerun.types import Bools, Ints
 
 _AT_ONCE = 1 << 16
@@ -64,6 +70,7 @@ class TextEnds:
     eos_ids  ids that end a text, the declared one first
     bos_id   begin-of-text id, if there is one
     prefix   ids that the model expects before a plain text
+    suffix   ids that it expects behind a text of which an embedding is made
     named    texts of special tokens as the model's files name them, by their names in chat
              templates (`eos_token`); None if the files declare that there is none
     """
@@ -71,6 +78,7 @@ class TextEnds:
     eos_ids: tuple[int, ...]
     bos_id: int | None = None
     prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
     named: Mapping[str, str | None] = field(default_factory=dict)
 
 
@@ -82,6 +90,7 @@ class Tokenizer:
     special_ids     ids of the control tokens
     eos_ids         ids that end a text, the declared one first
     bos_id          begin-of-text id, if there is one
+    suffix          ids behind a text of which an embedding is made
     pieces          bytes that each id below vocab_size stands for; no id above it stands for any
     names           texts of special tokens by what chat templates call them: bos_token, eos_token
                     and the like, as far as there are any
@@ -109,6 +118,7 @@ class Tokenizer:
         self.vocab_size = len(pieces.bytes)
         self.eos_ids = ends.eos_ids
         self.bos_id = ends.bos_id
+        self.suffix = ends.suffix
         self.leading_spaces = pieces.leading_spaces
         self.backend = backend
         self._plain = plain
@@ -210,7 +220,7 @@ class Tokenizer:
             pieces = pieces_of(spec, twins)
             backend = built(spec)
             codec = Encoders(spec, {token.text for token in added if token.control})
-            prefix = prefix_of(spec)
+            around = prefix_of(spec), suffix_of(spec)
         except ModelError:
             raise
         except Exception as error:  # A part of another type than it must have.
@@ -222,7 +232,7 @@ class Tokenizer:
         if eos_id is not None:
             eos_ids = tuple(dict.fromkeys([*eos_ids, eos_id]))
         bos_id = known.get("bos_token") if "bos_token" in named else bos_id
-        ends = TextEnds(eos_ids, bos_id, prefix, named)
+        ends = TextEnds(eos_ids, bos_id, *around, named)
         texts = [token.text for token in added]
         bound = cache(lambda: length_bound(spec, pieces.bytes, texts))
         return cls(codec, pieces, added, ends, backend, bound, codec.within)

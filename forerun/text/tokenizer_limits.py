@@ -89,7 +89,7 @@ def check_limits(spec: dict[str, Any]) -> None:
 
 def prefix_of(spec: dict[str, Any]) -> tuple[int, ...]:
     """Return the ids that the post-processor of a `tokenizer.json` document puts before a text.
-    Those behind a text, for training, are left out: an answer could not continue from there.
+    Those behind a text are `suffix_of`: an answer could not continue from there.
     """
     before: list[int] = []
     for step in steps(spec.get("post_processor"), "processors"):
@@ -102,6 +102,21 @@ def prefix_of(spec: dict[str, Any]) -> tuple[int, ...]:
             ids += tokens[piece["SpecialToken"]["id"]]["ids"]
         before = [*ids, *before]
     return tuple(before)
+
+
+def suffix_of(spec: dict[str, Any]) -> tuple[int, ...]:
+    """The ids that the post-processor of a `tokenizer.json` document puts behind a whole text, as
+    embedding models expect it.
+    """
+    behind: list[int] = []
+    for step in steps(spec.get("post_processor"), "processors"):
+        if step.get("type") in ("BertProcessing", "RobertaProcessing"):
+            behind.append(int(step["sep"][1]))
+        tokens, pieces = step.get("special_tokens") or {}, step.get("single") or []
+        texts = [place for place, piece in enumerate(pieces) if "SpecialToken" not in piece]
+        for piece in pieces[texts[-1] + 1 :] if texts else []:
+            behind += tokens[piece["SpecialToken"]["id"]]["ids"]
+    return tuple(behind)
 
 
 def _tokens_around(step: dict[str, Any]) -> int:

@@ -154,7 +154,7 @@ def test_llama_cpps_environment(caplog):
         ("--enable-lora", "adapters are not loaded; merge them"),
         ("--offline", "set HF_HUB_OFFLINE=1"),
         ("-ctk q8_0", "--kv-dtype float8 halves the cache"),
-        ("--embeddings", "run an embedding server beside it"),
+        ("--reranking", "run another server beside it"),
         ("--rope-scaling yarn", "a model is what its file says"),
         ("--quantization awq", "leave it out for files that are quantised"),
     ],
@@ -261,7 +261,7 @@ def test_vllms_speculative_config():
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("--dp-size 2", "--dp-size 2 cannot be honoured: a model is shared"),
+        ("--dp-size 2", "--dp-size 2 cannot be honoured: one machine's devices share"),
         ("-ngl 12", "not split between CPU and GPU"),
         ("--draft folder", "--draft takes a whole number, not 'folder'"),
         ("--speculation off", "There is no option --speculation of forerun serve"),

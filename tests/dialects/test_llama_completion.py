@@ -194,7 +194,7 @@ def test_routes_that_are_not_served_say_so(server):
     asked = {"input_prefix": "def f(", "input_suffix": "): pass"}
     answer = server.post("/infill", asked)
     assert answer.status_code == 400 and "<|fim_prefix|>" in answer.json()["error"]["message"]
-    for path in ("/embedding", "/embeddings", "/slots/0?action=save", "/lora-adapters", "/props"):
+    for path in ("/slots/0?action=save", "/lora-adapters", "/props"):
         answer = server.post(path, {})
         assert answer.status_code == 501 and answer.json()["error"]["message"], path
     assert server.http.get("/lora-adapters").json() == []

@@ -131,9 +131,6 @@ def test_what_is_beside_it(server):
     assert (info["model_path"], info["is_generation"]) == ("toy", True)
     assert server.http.get("/health_generate").json() == {"status": "ok"}
     assert server.http.get("/model_info").json() == info
-    for path in ("/v1/embeddings", "/api/embed", "/encode", "/rerank", "/score", "/classify"):
-        answer = server.post(path, {"input": "Hi"})
-        assert answer.status_code == 501 and "no embeddings" in answer.text
 
 
 def test_each_text_has_its_own_parameters(server):

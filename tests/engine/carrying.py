@@ -85,7 +85,7 @@ class CarryingToy(ToyExecutor):
         if round.after is not None:
             round.complete_plan()
             assert round.plan.kv_len.tolist() == round.inner.plan.kv_len.tolist()
-        round.outcome = round.inner.outcome
+        round.outcome, round.hidden = round.inner.outcome, round.inner.hidden
         return round.outcome
 
     def _note(self, what, round):

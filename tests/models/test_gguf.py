@@ -119,7 +119,7 @@ def test_types_that_cannot_be_dequantised_are_refused_by_name(tmp_path):
     ("key", "value", "named"),
     [
         ("expert_count", 8, r"llama\.expert_used_count is missing"),
-        ("attention.causal", False, None),
+        ("attention.causal", False, "causal"),
         ("attention.causal", True, None),
         ("attention.key_length", 32, "embedding|q_proj|value_length"),
         ("attention.value_length", 32, "value_length"),

@@ -213,6 +213,7 @@ def test_what_stands_before_a_text_is_kept_and_what_stands_behind_it_is_not(
     text = ours.encode("xy").tolist()
     assert theirs.encode("xy").ids == [*before, *text, *behind]
     assert ours.encode("xy", bos=True).tolist() == [*before, *text]
+    assert ours.suffix == tuple(behind)  # Embeddings are made with it.
 
 
 def test_few_tokens_may_stand_around_a_text(tmp_path):

@@ -116,7 +116,6 @@ _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 """Tensors that belong to the rope, not to the layers."""
 
 _NEUTRAL: dict[str, tuple[Value, ...]] = {
-    "attention.causal": (True,),
     "rope.scale_linear": (1.0,),
     "rope.scaling.finetuned": (True, False),
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),
@@ -387,7 +386,11 @@ def _divisors(file: GgufFile, name: str) -> tuple[float, ...]:
 
 
 def _harmless(name: str, value: Value) -> bool:
-    """Zero and False switch nothing on; some keys have other values that change nothing."""
+    """Zero and False switch nothing on, but causal attention off; some keys have other values that
+    change nothing.
+    """
+    if name in ("attention.causal", "pooling_type"):  # Of embeddings: checkpoints/pooling.py.
+        return name == "pooling_type" or value is True
     if not isinstance(value, int | float | str):
         return False
     return value in (0, False) or value in _NEUTRAL.get(name, ())

@@ -16,6 +16,7 @@ from forerun.executors.cpu.step_buffers import StepBuffers
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.state_steps import StateStep
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
+from forerun.interface.hidden import hidden_nodes
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NodeMasks, TreeBatch
@@ -52,7 +53,7 @@ class CpuExecutor(Executor):
     fit, ConfigError for unknown kernels.
     """
 
-    capabilities = Capabilities(first_steps=0, unwritten=True)
+    capabilities = Capabilities(first_steps=0, unwritten=True, hidden=True)
 
     def __init__(
         self,
@@ -128,6 +129,8 @@ class CpuExecutor(Executor):
         buffers.put_masks(masks)
         if library.forerun_accept(self.native_model(), buffers.step, buffers.walk):
             raise EngineError(f"acceptance was refused: {library.forerun_error().decode()}")
+        if round.plan.hidden is not None:
+            round.hidden = self.model.final_hidden_states(hidden_nodes(round.plan, round.trees))
         if self.model.ring is not None:
             features = CpuFeatures(self.model, round, np.arange(len(round.trees.tokens)))
         outcome = self._sampler.finish(

@@ -20,7 +20,7 @@ from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, cache_i
 from forerun.executors.feature_ring import HostFeatureRing
 from forerun.interface.executor import ExecutorLimits
 from forerun.machine import physical_cores
-from forerun.types import AnyArray, Floats
+from forerun.types import AnyArray, Floats, Ints
 
 log = logging.getLogger("forerun.executors")
 
@@ -169,6 +169,18 @@ class CpuModel:
         if self.handle is None:
             raise EngineError("the executor was shut down")
         return self.handle, *self._drafts
+
+    def final_hidden_states(self, nodes: Ints) -> Floats:
+        """Return float32[n,H], hidden states of the last step's nodes int32[n] after the final
+        norm. Or EngineError.
+        """
+        values = np.empty((len(nodes), self._arch.hidden), np.float32)
+        arguments = self._models()[0], nodes.ctypes.data, len(nodes), values.ctypes.data
+        if self._library.forerun_final_hidden_states(*arguments):
+            raise EngineError(
+                f"hidden states were refused: {self._library.forerun_error().decode()}"
+            )
+        return values
 
     def features(self, count: int, width: int) -> Floats:
         """Return float32[count,width], features of the last step's first `count` nodes. Raises

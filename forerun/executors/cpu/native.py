@@ -192,6 +192,7 @@ _CALLS = {
     "forerun_delta_run": (c_int, [c_void_p, POINTER(DeltaStep)]),
     "forerun_request_aux_hidden_states": (c_int, [c_void_p, c_void_p, c_int]),
     "forerun_aux_hidden_states": (c_int, [c_void_p, c_int, c_void_p]),
+    "forerun_final_hidden_states": (c_int, [c_void_p, c_void_p, c_int, c_void_p]),
     "forerun_open_draft": (
         c_void_p,
         [c_void_p, POINTER(Sizes), POINTER(HeadKind), c_void_p, POINTER(Ropes), c_int64],

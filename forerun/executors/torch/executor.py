@@ -32,7 +32,7 @@ class TorchExecutor(ModelRunner, Executor):
     """
 
     name = "torch"
-    capabilities = Capabilities()
+    capabilities = Capabilities(hidden=True)
 
     def __init__(
         self,
@@ -112,6 +112,8 @@ class TorchExecutor(ModelRunner, Executor):
         """
         assert isinstance(round, TorchRound)
         plan, trees, cache = round.plan, round.trees, self.cache
+        if round.final is not None:
+            round.hidden = round.final.float().cpu().numpy()
         outcome = self.sampler.finish(
             round,
             self.whole_logits(round),

@@ -38,6 +38,7 @@ from forerun.executors.torch.memory import (
 )
 from forerun.executors.torch.triton.kernels import Kernels, kernels_for, parts_of
 from forerun.interface.executor import ExecutorLimits
+from forerun.interface.hidden import hidden_nodes
 from forerun.interface.plan import Plan, Round
 from forerun.networks.arch import Architecture
 from forerun.speculative.tree import NodeMasks, TreeBatch
@@ -60,6 +61,7 @@ class TorchRound(Round):
     reported_of  int32[M] a flat node's row there; -1 = it has none
     features  of the nodes, if a draft model reads any
     states    the step's recurrent states, if the model has any
+    final     `hidden` on the device
     """
 
     logits: Tensor = field(kw_only=True)
@@ -70,6 +72,7 @@ class TorchRound(Round):
     reported_of: Ints = field(kw_only=True)
     features: TorchStepFeatures | None = None
     states: TorchStateStep | None = None
+    final: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,7 @@ class ModelRunner:
         masks: NodeMasks | None = None,
         step: TorchStateStep | None = None,
     ) -> TorchRound:
-        """Run one forward pass. Of the plan it reads only kv_len, samples and page_table.
+        """Run one forward pass. Of the plan it reads only kv_len, samples, page_table and hidden.
 
         step  its way through `states`, where there are any
         """
@@ -217,7 +220,12 @@ class ModelRunner:
             reported_of=_numbered(nodes.reported, count),
             features=features,
             states=step,
+            final=None if plan.hidden is None else self._final(last, hidden_nodes(plan, trees)),
         )
+
+    def _final(self, last: Tensor, nodes: Ints) -> Tensor:
+        """Return [n,H], hidden states of these flat nodes after the final norm."""
+        return self.decoder.final_norm(last[self._padded(nodes, len(nodes))])
 
     def _recur(self, step: TorchStateStep, layer: int, inputs: RecurrentInputs) -> Tensor:
         assert self.states is not None

@@ -82,15 +82,15 @@ class GenerationSession:
         self._cut = generation.cut() if generation.cut is not None else None
         # Choices that still run, and the index of the first choice, by request.
         self._open: dict[RequestId, int] = {}
+        # Requests that are not submitted yet, the next one last.
+        self._left = list(generation.requests)[::-1]
         firsts = enumerate(generation.requests)
         self._first = {request.id: place * generation.n for place, request in firsts}
 
     def __enter__(self) -> Self:
         """Submit. Raises RequestError (BusyError, ContextError) and EngineError."""
         try:
-            for request in self.generation.requests:
-                self._engine.submit(request, self.events)
-                self._open[request.id] = request.n
+            self._submit()
         except Exception:
             self._abort()
             raise
@@ -138,7 +138,12 @@ class GenerationSession:
             if monotonic() >= deadline:
                 seconds = self._settings.request_seconds
                 raise ApiError(504, f"The answer took longer than {seconds:g} s.", "timeout")
-            yield [self._counted(self._shortened(delta)) for delta in deltas]
+            news = [self._counted(self._shortened(delta)) for delta in deltas]
+            try:
+                self._submit()
+            except ForerunError as error:
+                raise api_error(error) from error
+            yield news
 
     async def whole(self) -> list[tuple[int, Delta]]:
         """Return all choices, in order, once they have ended. Raises what `news` raises."""
@@ -148,6 +153,14 @@ class GenerationSession:
                 for index, delta in news:
                     parts.setdefault(index, []).append(delta)
         return [(index, merged(parts[index])[0]) for index in sorted(parts)]
+
+    def _submit(self) -> None:
+        """Submit requests, as many as may be in flight. Raises what the engine raises."""
+        most = self.generation.at_once
+        while self._left and (most is None or len(self._open) < most):
+            request = self._left.pop()
+            self._engine.submit(request, self.events)
+            self._open[request.id] = request.n
 
     async def _taken(self, patience: float) -> list[Delta]:
         """Return what is new. Raises ApiError if the engine refused a request or has ended."""
@@ -206,5 +219,6 @@ class GenerationSession:
         self.events.close()
 
     def _abort(self) -> None:
+        self._left.clear()
         for request in self._open:
             self._engine.abort(request)

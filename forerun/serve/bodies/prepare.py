@@ -57,6 +57,7 @@ class Generation:
     given       the client's own name for it: it can be aborted by that and by its id
     cut         makes what may end the one text before the engine does
     unenforced  keywords of its schemas that its compiled rules do not enforce
+    at_once     how many of its requests are in flight at most; None = all
     """
 
     id: str
@@ -72,6 +73,7 @@ class Generation:
     given: tuple[str, ...] = ()
     cut: Callable[[], Cut] | None = None
     unenforced: tuple[str, ...] = ()
+    at_once: int | None = None
 
     def under(self, grammar: Constraint) -> "Generation":
         """Compile its rules to `grammar`, which holds for all its requests; return the new
@@ -210,10 +212,10 @@ def _predicted(body: SampledBody, loaded: Frontend) -> Ints:
     context.
     """
     given, place = body.prediction or "", "prediction.content"
-    _check_length(given, loaded, place)
+    check_length(given, loaded, place)
     ids = np.array(loaded.tokenizer.encode_part(given, False), np.int32)
     if len(ids) > loaded.context:
-        raise _too_long(len(ids), loaded, place)
+        raise too_long(len(ids), loaded, place)
     return ids
 
 
@@ -292,17 +294,17 @@ def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Frontend, place:
     """Encode a prompt of /v1/completions: int32[T]. Raises RequestError, ContextError."""
     if isinstance(prompt, str):
         if body.truncate_prompt_tokens is None:
-            _check_length(prompt, loaded, place)
+            check_length(prompt, loaded, place)
         ids = loaded.tokenizer.encode(prompt, body.parse_special, body.add_special_tokens)
     else:
         ids = known_tokens(prompt, loaded, place)
     ids = _truncated(ids, body, loaded)
     if len(ids) > loaded.context:
-        raise _too_long(len(ids), loaded, place)
+        raise too_long(len(ids), loaded, place)
     return ids
 
 
-def _too_long(count: int, loaded: Frontend, place: str, least: str = "") -> ContextError:
+def too_long(count: int, loaded: Frontend, place: str, least: str = "") -> ContextError:
     """Return the message for a text with more tokens than the context; least: "at least "."""
     return ContextError(
         f"This model's maximum context length is {loaded.context} tokens, but {place} has "
@@ -313,11 +315,11 @@ def _too_long(count: int, loaded: Frontend, place: str, least: str = "") -> Cont
     )
 
 
-def _check_length(text: str, loaded: Frontend, place: str) -> None:
+def check_length(text: str, loaded: Frontend, place: str) -> None:
     """Raise ContextError if a text certainly has more tokens than the context, unencoded."""
     least = loaded.tokenizer.least_tokens(text)
     if least > loaded.context:
-        raise _too_long(least, loaded, place, "at least ")
+        raise too_long(least, loaded, place, "at least ")
 
 
 def _truncated(prompt: Ints, body: SampledBody, loaded: Frontend) -> Ints:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
+    DescribedReader,
     accept,
     body_schema,
     boolean,
@@ -133,7 +134,7 @@ def _bias_pairs(pairs: list[Any], where: str) -> dict[str, Any]:
 
 
 @takes({"type": "integer", "minimum": -1, "not": {"const": 0}})
-def _truncation(value: Any, where: str) -> int:
+def truncation(value: Any, where: str) -> int:
     """Read `truncate_prompt_tokens`: how many of a prompt's last tokens stay; -1: as many as
     fit.
     """
@@ -209,7 +210,7 @@ class SampledBody(UnusedFields):
     skip_special_tokens: bool = accept(boolean, True)
     speculative: SpeculativeOptions = accept(part(SpeculativeOptions), SpeculativeOptions())
     user: str = accept(text(MAX_TEXT), "")
-    truncate_prompt_tokens: int | None = accept(_truncation)
+    truncate_prompt_tokens: int | None = accept(truncation)
     priority: int = ignore(integer(-(2**63), 2**63 - 1), 0)
     return_token_ids: bool = accept(boolean, False)
     return_tokens_as_token_ids: bool = accept(boolean, False)
@@ -338,32 +339,28 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-_PROMPTS = [
-    plain_text.schema,
-    token_ids.schema,
-    items(plain_text, MAX_PROMPTS, 1).schema,
-    items(token_ids, MAX_PROMPTS, 1).schema,
-]
+def prompts(most: int) -> DescribedReader:
+    """Return a reader of at most `most` prompts: a text, a list of texts, token ids, or a list of
+    lists of token ids.
+    """
+    several = [items(plain_text, most, 1), items(token_ids, most, 1)]
 
+    @takes({"anyOf": [each.schema for each in (plain_text, token_ids, *several)]})
+    def reader(value: Any, where: str) -> tuple[Prompt, ...]:
+        if isinstance(value, str):
+            return (str(plain_text(value, where)),)
+        if not isinstance(value, list) or not value:
+            raise RequestError(
+                f"{where} must be a text, a list of texts, a list of token ids or a list of such "
+                f"lists, not {shown(value)}.",
+                where,
+            )
+        if isinstance(value[0], str | list):
+            found: tuple[Prompt, ...] = several[isinstance(value[0], list)](value, where)
+            return found
+        return (token_ids(value, where),)
 
-@takes({"anyOf": _PROMPTS})
-def _prompts(value: Any, where: str) -> tuple[Prompt, ...]:
-    """Read `prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
-    if isinstance(value, str):
-        return (str(plain_text(value, where)),)
-    if not isinstance(value, list) or not value:
-        raise RequestError(
-            f"{where} must be a text, a list of texts, a list of token ids or a list of such "
-            f"lists, not {shown(value)}.",
-            where,
-        )
-    if isinstance(value[0], list):
-        several: tuple[Prompt, ...] = items(token_ids, MAX_PROMPTS)(value, where)
-        return several
-    if isinstance(value[0], str):
-        texts: tuple[Prompt, ...] = items(plain_text, MAX_PROMPTS)(value, where)
-        return texts
-    return (token_ids(value, where),)
+    return reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,7 +369,7 @@ class CompletionBody(SampledBody):
 
     id_prefix: ClassVar[str] = "cmpl-"
 
-    prompt: tuple[Prompt, ...] = need(_prompts)
+    prompt: tuple[Prompt, ...] = need(prompts(MAX_PROMPTS))
     max_tokens: int = accept(integer(UNLIMITED, MAX_TOKENS), 16)
     echo: bool = accept(boolean, False)
     logprobs: int | None = accept(integer(0, MAX_TOKENS))

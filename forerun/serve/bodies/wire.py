@@ -135,7 +135,8 @@ def _careless(request: Request) -> bool:
     llama.cpp, and their users with curl, do.
     """
     path = request.url.path
-    return path.startswith("/api/") or path in ("/completion", "/completions", "/infill")
+    native = ("/completion", "/completions", "/infill", "/embedding", "/embeddings")
+    return path.startswith("/api/") or path in native
 
 
 def check_same_site(request: Request) -> None:

@@ -8,13 +8,8 @@ from starlette.routing import Route
 
 from forerun.serve.http.errors import ApiError
 
-EMBEDDINGS = (
-    "/v1/embeddings",
-    "/embeddings",
-    "/api/embed",
-    "/api/embeddings",
+SCORES = (
     "/encode",
-    "/embedding",
     "/v1/rerank",
     "/v2/rerank",
     "/rerank",
@@ -28,12 +23,12 @@ EMBEDDINGS = (
 )
 
 
-async def embeddings(request: Request) -> Response:
-    """Embeddings and scores: 501 always, this server only writes text."""
+async def scores(request: Request) -> Response:
+    """Scores, classes and other poolings: 501 always."""
     raise ApiError(
         501,
-        "This server writes text and makes no embeddings or scores; use an embedding server beside "
-        "it, such as text-embeddings-inference or llama.cpp with --embeddings.",
+        "This server writes text and makes embeddings (/v1/embeddings), but no scores or classes; "
+        "use another server beside it for them, such as text-embeddings-inference.",
         "not_implemented",
     )
 
@@ -56,6 +51,6 @@ def _says(message: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 REFUSED_ROUTES = [
-    *(Route(path, embeddings, methods=["POST"]) for path in EMBEDDINGS),
+    *(Route(path, scores, methods=["POST"]) for path in SCORES),
     *(Route(path, _says(why), methods=["POST"]) for path, why in OF_LLAMA.items()),
 ]

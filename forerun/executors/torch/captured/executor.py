@@ -74,7 +74,9 @@ class CapturedExecutor(Executor):
     def __init__(
         self, eager: TorchExecutor, kernels: Kernels, records: CudaRecorder, overlap: bool = False
     ) -> None:
-        self.capabilities = Capabilities(masks_first=True, overlap=overlap, padded=True)
+        self.capabilities = Capabilities(
+            masks_first=True, overlap=overlap, padded=True, hidden=True
+        )
         self.eager, self.kernels = eager, kernels
         self.limits, self.device, self.dtype = eager.limits, eager.device, eager.dtype
         self._sampler, self._scored = eager.sampler, eager.limits.scored_nodes

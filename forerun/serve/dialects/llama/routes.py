@@ -13,6 +13,7 @@ from forerun.serve.bodies.dialogue import dialogue, template_of
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.dialects.llama.completion import CompletionsDialect, InfillDialect
+from forerun.serve.dialects.llama.embeddings import EitherEmbeddings, LlamaEmbeddings
 from forerun.serve.dialects.llama.schema import TemplateBody
 from forerun.version import __version__
 
@@ -27,6 +28,16 @@ async def completion(request: Request) -> Response:
 async def infill(request: Request) -> Response:
     """POST /infill: what stands between two texts. 400 where the model has no marks for that."""
     return await generated(request, InfillDialect())
+
+
+async def embedding(request: Request) -> Response:
+    """POST /embedding: a list with the vector of each input. 501 says why this model makes none."""
+    return await generated(request, LlamaEmbeddings())
+
+
+async def embeddings(request: Request) -> Response:
+    """POST /embeddings: as /embedding for `content`, as /v1/embeddings for `input`."""
+    return await generated(request, EitherEmbeddings())
 
 
 async def adapters(request: Request) -> Response:
@@ -93,6 +104,8 @@ LLAMA_ROUTES = [
     Route("/completion", completion, methods=["POST"]),
     Route("/completions", completion, name="completions", methods=["POST"]),
     Route("/infill", infill, methods=["POST"]),
+    Route("/embedding", embedding, methods=["POST"]),
+    Route("/embeddings", embeddings, name="embeddings_without_v1", methods=["POST"]),
     Route("/lora-adapters", adapters),
     Route("/props", props),
     Route("/slots", slots),

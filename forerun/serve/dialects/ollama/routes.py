@@ -9,6 +9,7 @@ from forerun.serve.answers.answering import Json, generated, received, service_o
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.wire import line
 from forerun.serve.dialects.ollama.answers import LATEST, OllamaChat, OllamaGenerate, named
+from forerun.serve.dialects.ollama.embeddings import OllamaEmbed, OllamaOldEmbed
 from forerun.serve.dialects.ollama.models import PullBody, ShowBody, listed, running, shown
 from forerun.serve.http.errors import ApiError
 from forerun.version import __version__
@@ -28,6 +29,16 @@ async def chat(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """POST /api/generate: text after a prompt. 400 names a field that cannot be taken."""
     return await generated(request, OllamaGenerate())
+
+
+async def embed(request: Request) -> Response:
+    """POST /api/embed: a vector per input. 501 says why this model makes none."""
+    return await generated(request, OllamaEmbed())
+
+
+async def embeddings(request: Request) -> Response:
+    """POST /api/embeddings: the vector of one prompt. 501 as /api/embed."""
+    return await generated(request, OllamaOldEmbed())
 
 
 async def tags(request: Request) -> Response:
@@ -79,6 +90,8 @@ async def kept(request: Request) -> Response:
 OLLAMA_ROUTES = [
     Route("/api/chat", chat, methods=["POST"]),
     Route("/api/generate", generate, methods=["POST"]),
+    Route("/api/embed", embed, methods=["POST"]),
+    Route("/api/embeddings", embeddings, methods=["POST"]),
     Route("/api/tags", tags),
     Route("/api/ps", ps),
     Route("/api/show", show, methods=["POST"]),

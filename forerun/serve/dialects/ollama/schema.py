@@ -138,8 +138,8 @@ _seconds, _duration = number(-1e12, 1e12), text(32, 1)
 
 
 @takes({"anyOf": [_seconds.schema, _duration.schema]})
-def _alive(value: Any, where: str) -> Any:
-    """Read `keep_alive`: seconds, or a duration such as 5m."""
+def alive(value: Any, where: str) -> Any:
+    """Read `keepalive`: seconds, or a duration such as 5m."""
     return _duration(value, where) if isinstance(value, str) else _seconds(value, where)
 
 
@@ -154,7 +154,7 @@ class OllamaBody:
     think: str | None = accept(_think)
     logprobs: bool = accept(boolean, False)
     top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
-    keep_alive: Any = ignore(_alive)
+    keep_alive: Any = ignore(alive)
     speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
     truncate: bool | None = ignore(boolean)
     shift: bool | None = ignore(boolean)

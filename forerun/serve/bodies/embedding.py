@@ -1,0 +1,163 @@
+"""Requests for embeddings, and the vectors of their answers."""
+
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from forerun.build.engine import Frontend
+from forerun.engine.request import Delta, Request, Speculation, Stopping
+from forerun.errors import RequestError
+from forerun.serve.bodies.fields import accept, boolean, ignore, integer, need, only, text
+from forerun.serve.bodies.messages import MAX_TEXT
+from forerun.serve.bodies.prepare import Generation, check_length, known_tokens, too_long
+from forerun.serve.bodies.schema import MAX_TOKENS, Prompt, cache_salt, prompts, truncation
+from forerun.serve.http.errors import ApiError
+from forerun.speculative.sampling import Sampling
+from forerun.types import Floats, Ints, RequestId
+
+MAX_INPUTS = 2048
+"""Inputs of one request, OpenAI's limit."""
+MAX_NUMBERS = 1 << 22
+"""Numbers of one answer, at most: some 80 MB of JSON."""
+AT_ONCE = 64
+"""Inputs of one request that the engine has at once; the others wait outside of its queue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingBody:
+    """POST /v1/embeddings. dimensions: the first numbers alone, again of length 1, for models that
+    were trained for it. normalize: false leaves the length as it is (vLLM).
+    """
+
+    input: tuple[Prompt, ...] = need(prompts(MAX_INPUTS))
+    model: str | None = accept(text(256, 1))
+    encoding_format: str = accept(only("float", "base64", why="these are the formats"), "float")
+    dimensions: int | None = accept(integer(1, MAX_TOKENS))
+    normalize: bool = accept(boolean, True)
+    truncate_prompt_tokens: int | None = accept(truncation)
+    add_special_tokens: bool = accept(boolean, True)
+    cache_salt: str | None = accept(cache_salt)
+    request_id: str | None = accept(text(256, 1))
+    user: str = accept(text(MAX_TEXT), "")
+    priority: int = ignore(integer(-(2**63), 2**63 - 1), 0)
+
+    renamed: ClassVar[dict[str, str]] = {"rid": "request_id", "extra_key": "cache_salt"}
+    refused: ClassVar[dict[str, str]] = {"messages": "put the text into input"}
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """What a body of any dialect asks for.
+
+    place       the field that holds the inputs
+    dimensions  the first numbers that are kept; None = all
+    normalize   vectors have length 1
+    most        tokens of an input, at most: longer ones are cut; None = they are refused
+    keep_first  cut inputs keep their first tokens, not their last
+    special     texts get the tokens that the model expects around them
+    name        the client's own name for the request
+    """
+
+    inputs: tuple[Prompt, ...]
+    place: str = "input"
+    dimensions: int | None = None
+    normalize: bool = True
+    most: int | None = None
+    keep_first: bool = False
+    special: bool = True
+    salt: str = ""
+    name: str | None = None
+
+    @classmethod
+    def of(cls, body: EmbeddingBody, context: int) -> "EmbeddingRequest":
+        """Return the request of a body of /v1/embeddings."""
+        most = body.truncate_prompt_tokens
+        return cls(
+            body.input,
+            dimensions=body.dimensions,
+            normalize=body.normalize,
+            most=context if most == -1 else most,
+            special=body.add_special_tokens,
+            salt=body.cache_salt or "",
+            name=body.request_id,
+        )
+
+    def vectors(self, deltas: Iterable[Delta]) -> list[Floats]:
+        """Return float32[dimensions] of each input's last delta, in order."""
+        return [self._vector(np.frombuffer(delta.embedding, np.float32)) for delta in deltas]
+
+    def _vector(self, pooled: Floats) -> Floats:
+        cut = pooled[: self.dimensions]
+        if not self.normalize:
+            return cut
+        exact = cut.astype(np.float64)
+        length = max(float(np.linalg.norm(exact)), 1e-30)
+        vector: Floats = (exact / length).astype(np.float32)
+        return vector
+
+
+def embedding_generation(asked: EmbeddingRequest, loaded: Frontend, name: str) -> Generation:
+    """Return the engine's requests. Raises RequestError naming the field, ContextError, ApiError
+    (501) where the model called `name` makes no embeddings.
+    """
+    rule: dict[str, Any] = loaded.info["embeddings"]
+    if rule["fault"]:
+        raise ApiError(501, f"{name} makes no embeddings: {rule['fault']}.", "not_implemented")
+    size = rule["size"] if asked.dimensions is None else asked.dimensions
+    if size > rule["size"]:
+        message = f"dimensions is {size}, but {name} has {rule['size']}."
+        raise RequestError(message, "dimensions")
+    if len(asked.inputs) * size > MAX_NUMBERS:
+        raise RequestError(
+            f"{len(asked.inputs)} inputs of {size} numbers are more than the {MAX_NUMBERS} of one "
+            "answer; send fewer inputs.",
+            asked.place,
+        )
+    id = f"embd-{uuid.uuid4().hex}"
+    requests = tuple(
+        Request(
+            id=RequestId(f"{id}-{index}"),
+            prompt=_tokens(given, asked, loaded, rule["prompt"], index),
+            sampling=Sampling(temperature=0.0),
+            stopping=Stopping(max_tokens=0),
+            speculation=Speculation(enabled=False),
+            cache_salt=asked.salt,
+            pooling=rule["pooling"],
+        )
+        for index, given in enumerate(asked.inputs)
+    )
+    given = () if asked.name is None else (asked.name,)
+    return Generation(
+        *(asked.name or id, int(time.time()), requests, 1, False, frozenset()),
+        given=given,
+        at_once=AT_ONCE,
+    )
+
+
+def _tokens(
+    given: Prompt, asked: EmbeddingRequest, loaded: Frontend, prompt: str, index: int
+) -> Ints:
+    """int32[T] an input. Raises RequestError, ContextError."""
+    tokenizer, suffix = loaded.tokenizer, np.zeros(0, np.int32)
+    place = asked.place if len(asked.inputs) == 1 else f"{asked.place}[{index}]"
+    if isinstance(given, str):
+        if asked.most is None:
+            check_length(given, loaded, place)
+        ids = tokenizer.encode(prompt + given, True, asked.special)
+        if asked.special:
+            suffix = np.array(tokenizer.suffix, np.int32)
+    else:
+        ids = known_tokens(given, loaded, place)
+    if asked.most is not None:
+        room = max(min(asked.most, loaded.context) - len(suffix), 0)
+        ids = ids[:room] if asked.keep_first else ids[max(len(ids) - room, 0) :]
+    ids = np.concatenate([ids, suffix])
+    if not len(ids):
+        raise RequestError(f"{place} is empty; it needs at least one token.", place)
+    if len(ids) > loaded.context:
+        raise too_long(len(ids), loaded, place)
+    return ids

@@ -1,0 +1,98 @@
+"""POST /v1/embeddings, and what all routes of embeddings share."""
+
+import base64
+from abc import abstractmethod
+from typing import Any
+
+from forerun.serve.answers.contract import Dialect, News, ParsedRequest, Ready
+from forerun.serve.answers.service import Served, Service
+from forerun.serve.answers.session import Tally
+from forerun.serve.bodies.embedding import EmbeddingBody, EmbeddingRequest, embedding_generation
+from forerun.serve.bodies.fields import ignored_in, read
+from forerun.serve.dialects.openai.errors import error_body
+from forerun.serve.http.errors import ApiError
+from forerun.types import Floats
+
+NUMBER = 20
+"""Bytes of a number in an answer, about."""
+
+
+class EmbeddingDialect(Dialect):
+    """The common part of all routes of embeddings: answers in one piece, a vector per input."""
+
+    _asked: EmbeddingRequest
+
+    def parse(self, value: Any, service: Service) -> ParsedRequest | Ready:
+        """As Dialect.parse; Ready where there is no input, if the dialect takes that. Raises
+        RequestError naming the field, ApiError.
+        """
+        self._asked, self._served, ignored = self._read(value, service)
+        if not self._asked.inputs:
+            return Ready(self._empty(), ignored)
+        generation = embedding_generation(self._asked, self._served.loaded, self._served.name)
+        return ParsedRequest(generation, self._served, ignored)
+
+    @abstractmethod
+    def _read(
+        self, value: Any, service: Service
+    ) -> tuple[EmbeddingRequest, Served, tuple[str, ...]]:
+        """Return what is asked, of which model, and the fields that change nothing."""
+
+    def _empty(self) -> Any:
+        """Return the answer to no input."""
+        return {}
+
+    @staticmethod
+    def size(news: News) -> int:
+        """Bytes of an answer with this news, about."""
+        return sum(len(delta.embedding) // 4 * NUMBER for _, delta in news)
+
+    def events(self, news: News, tally: Tally, last: bool) -> bytes:
+        """Return nothing: embeddings do not stream."""
+        return b""
+
+    def end(self, error: ApiError | None) -> bytes:
+        """Return nothing, as `events`."""
+        return b""
+
+    @staticmethod
+    def error(error: ApiError) -> dict[str, Any]:
+        """As Dialect.error: `error_body`."""
+        return error_body(error)
+
+    def _vectors(self, choices: News) -> list[Floats]:
+        return self._asked.vectors(delta for _, delta in choices)
+
+
+class OpenAIEmbeddings(EmbeddingDialect):
+    """POST /v1/embeddings."""
+
+    _body: EmbeddingBody
+
+    def _read(
+        self, value: Any, service: Service
+    ) -> tuple[EmbeddingRequest, Served, tuple[str, ...]]:
+        body = self._body = read(EmbeddingBody, value)
+        served = service.named(body.model)
+        return EmbeddingRequest.of(body, served.loaded.context), served, ignored_in(body)
+
+    def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
+        """As Dialect.whole: OpenAI's list of embeddings, with the usage."""
+        packed = self._body.encoding_format == "base64"
+        data = [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _base64(vector) if packed else vector.tolist(),
+            }
+            for index, vector in enumerate(self._vectors(choices))
+        ]
+        usage = {"prompt_tokens": tally.prompt_tokens, "total_tokens": tally.prompt_tokens}
+        model = self._served.name
+        return {"id": tally.generation.id, "object": "list", "created": tally.generation.created,
+                "model": model, "data": data, "usage": usage}  # fmt: skip
+
+
+def _base64(vector: Floats) -> str:
+    """Return little-endian float32 in base64."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,0 +1,132 @@
+"""Embeddings: hidden states of a prompt, pooled as its chunks run beside others' text."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forerun.engine.pooling import POOLINGS, PooledPrompt
+from forerun.engine.request import Finish, Speculation, Stopping
+from forerun.errors import RequestError
+from forerun.executors.toy import ToyExecutor
+from forerun.interface.executor import Capabilities
+from tests.engine.carrying import CarryingToy
+from tests.engine.toys import Ear, ask, finish, limits, make, run
+
+PROMPT = b"A prompt that takes some chunks to read."
+
+
+def embed(id, prompt=PROMPT, pooling="mean", **more):
+    tokens = np.frombuffer(prompt, np.uint8).astype(np.int32)
+    return replace(
+        ask(id, tokens, **more),
+        stopping=Stopping(0),
+        speculation=Speculation(enabled=False),
+        pooling=pooling,
+    )
+
+
+def states(prompt):
+    """float32[T,4], straight from the module docstring of the toy."""
+    before = [0, *prompt]
+    rows = [(256, x, before[i], sum(prompt[: i + 1]) % 256) for i, x in enumerate(prompt)]
+    return np.array(rows, np.float32) / 256
+
+
+def pooled(prompt, pooling):
+    return states(prompt).mean(0) if pooling == "mean" else states(prompt)[-1]
+
+
+def vector(ear, id):
+    (delta,) = ear.of(id)
+    assert (delta.finish, delta.tokens, delta.text) == (Finish.STOP, (), "")
+    return np.frombuffer(delta.embedding, np.float32)
+
+
+@pytest.mark.parametrize("kind", [ToyExecutor, CarryingToy])
+@pytest.mark.parametrize("name", ["none", "oracle"])
+def test_embeddings_run_beside_text(name, kind):
+    """Prompts of one token and of many chunks, with both poolings, beside texts that draft."""
+    kind.capabilities = replace(kind.capabilities, hidden=True)
+    engine = make(name, executor=kind(limits(slots=3)), overlap=kind is CarryingToy)
+    texts = [ask(f"text{n}", "Hello" * (n + 1)) for n in range(2)]
+    asked = {f"{p}{n}": (PROMPT[: n or None], p) for p in POOLINGS for n in (0, 1, 2, 17)}
+    vectors = [embed(id, *given) for id, given in asked.items()]
+    ear = run(engine, texts[0], *vectors, texts[1])
+    for text in texts:
+        ear.expect(text)
+    for id, given in asked.items():
+        np.testing.assert_allclose(vector(ear, id), pooled(*given), rtol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_chunks_preemption_and_cached_prefixes_change_no_bit(pooling):
+    whole = vector(run(make(max_nodes=64), embed("v", pooling=pooling)), "v")
+    for nodes, pages in ((3, 64), (16, 14)):
+        engine = make(max_nodes=nodes, pages=pages, slots=4)
+        texts = [ask(f"t{n}", "Hi" + "ho" * n, max_tokens=20) for n in range(3)]
+        first = embed("first", pooling=pooling)
+        ear = run(engine, *texts, embed("v", pooling=pooling))
+        engine.submit(first, ear)
+        finish(engine)
+        assert vector(ear, "v").tobytes() == vector(ear, "first").tobytes() == whole.tobytes()
+        cached = ear.last("first").cached_tokens
+        assert (cached > 0) == (pooling == "last")
+
+
+def test_sums_do_not_depend_on_chunks():
+    states = np.random.default_rng(0).normal(size=(101, 7)).astype(np.float32)
+    found = set()
+    for size in (1, 2, 7, 50, 101):
+        one = PooledPrompt("mean", 101)
+        for begin in range(0, 101, size):
+            chunk = states[begin : begin + size]
+            assert one.wanted(begin, len(chunk)) == len(chunk)
+            one.add(chunk)
+        assert one.wanted(0, 101) == 0  # Preempted, it runs again.
+        found.add(one.vector().tobytes())
+    assert len(found) == 1
+
+
+def test_an_aborted_one_has_no_vector_and_others_go_on():
+    engine, ear = make(max_nodes=8), Ear()
+    engine.submit(embed("gone"), ear)
+    engine.submit(embed("stays", pooling="last"), ear)
+    engine.step_once()
+    engine.abort("gone")
+    finish(engine)
+    assert (ear.last("gone").finish, ear.last("gone").embedding) == (Finish.ABORT, b"")
+    np.testing.assert_allclose(vector(ear, "stays"), pooled(PROMPT, "last"))
+
+
+def test_states_that_are_not_finite_end_their_own_request_alone():
+    class Broken(ToyExecutor):
+        def finish(self, round, masks=None):
+            outcome = super().finish(round, masks)
+            round.hidden = np.where(round.hidden == 65 / 256, np.inf, round.hidden)
+            return outcome
+
+    ear = run(make(executor=Broken(limits())), embed("wrong"), embed("right", b"xyz"))
+    assert ear.last("wrong").finish == Finish.ERROR and "not finite" in ear.last("wrong").error
+    np.testing.assert_allclose(vector(ear, "right"), pooled(b"xyz", "mean"), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (replace(embed("v"), pooling="max"), "must be last or mean"),
+        (replace(embed("v"), n=2), "n 1"),
+        (replace(embed("v"), stopping=Stopping(3)), "max_tokens must be 0"),
+        (embed("v", b"x" * 500), "context"),
+    ],
+)
+def test_what_is_no_embedding_is_refused(wrong, word):
+    with pytest.raises(RequestError, match=word):
+        make().submit(wrong, Ear())
+
+
+def test_an_executor_without_hidden_states_says_so():
+    executor = ToyExecutor(limits())
+    executor.capabilities = Capabilities()
+    with pytest.raises(RequestError, match="toy makes no embeddings"):
+        make(executor=executor).submit(embed("v"), Ear())
