@@ -76,10 +76,9 @@ class Sequence:
         self.request = request
         seed = choice_seed(request.sampling.seed, order[1])
         self.sampling = replace(request.sampling, seed=seed)
-        self.sink = sink
-        self.stream = stream
+        self.sink, self.stream = sink, stream
         self.slot: int | None = None
-        self.over = self.bulk = self.looked_up = False
+        self.over = self.first_sent = self.bulk = self.looked_up = False
         self.constrained = request.grammar is not None
         self.bounded = request.speculation.bounded
         self.table: PageTable
@@ -96,7 +95,6 @@ class Sequence:
         self.unsent: list[int] = []
         self.unsent_logprobs: list[TokenLogprobs] = []
         self.unsent_trace: list[StepTrace] = []
-        self.first_sent = False
         self.counts = SpeculationCounts()
         # Seconds on the monotonic clock: submitted, given a slot, first token decided.
         self.submitted = monotonic()
