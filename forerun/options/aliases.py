@@ -44,6 +44,7 @@ _KIMI = dict.fromkeys(("kimi", "kimi_k2"), "kimi")
 _QWEN = dict.fromkeys(("qwen3-coder", "qwen3_coder", "qwen3_xml"), "qwen3-coder")
 _SEED = dict.fromkeys(("seed-oss", "seed_oss"), "seed-oss")
 _MORE = {"mistral": "mistral", "granite": "granite", "phi4_mini_json": "phi4", "lfm2": "lfm2"}
+_MORE |= {"gemma4": "gemma4"}
 _OTHERS = _KIMI | _QWEN | _SEED | _MORE | _HARMONY
 _TOOLS = {"auto": "auto"} | _HERMES | _LLAMA3 | _GLM | _OTHERS
 _THINKERS = ("deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking", "glm45", "nemotron_3")

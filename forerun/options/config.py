@@ -479,7 +479,7 @@ class ServeSettings:
         choices=(
             *("auto", "hermes", "llama3", "mistral", "mistral-args", "glm"),
             *("qwen3-coder", "seed-oss"),
-            *("granite", "phi4", "kimi", "harmony", "lfm2"),
+            *("granite", "phi4", "kimi", "harmony", "lfm2", "gemma4"),
         ),
     )
     reasoning_end: str = option(

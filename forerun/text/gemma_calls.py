@@ -1,5 +1,5 @@
 """Gemma 4's calls: `call:f{key:<|"|>text<|"|>,n:42,o:{...},a:[...]}`. Keys are bare, strings stand
-between marks without escapes.
+between marks without escapes; JSON's strings are read too.
 """
 
 import json
@@ -11,6 +11,7 @@ from forerun.text.tool_bodies import NOTHING, CallPiece, loads_or, merged
 
 QUOTE, CALL = '<|"|>', "call:"
 _NAME = re.compile(r"\s*+call:([\w.:-]{1,256})\s*+\{")
+_BEGUN = re.compile(r"call:[\w.:-]*+\s*+")
 _LONGEST_HEAD = 300
 _CLOSES = {"{": "}", "[": "]"}
 
@@ -36,9 +37,8 @@ class GemmaCalls:
             name = _NAME.match(text)
             if name is None:
                 head = text.lstrip()
-                begun = head.startswith(CALL) and "{" not in head and "\n" not in head
-                waits = CALL.startswith(head) or (begun and len(head) < _LONGEST_HEAD)
-                return (), text, waits
+                begun = len(head) < _LONGEST_HEAD and _BEGUN.fullmatch(head)
+                return (), text, CALL.startswith(head) or begun is not None
             calls.append(CallPiece(self.count, name[1]))
             self.count += 1
             self._arguments, text = _Arguments(), "{" + text[name.end() :]
@@ -64,6 +64,7 @@ class _Arguments:
         self._open: list[str] = []
         self._quoted = False
         self._key = False
+        self._read = 0  # Of a word that is not whole.
 
     def push(self, text: str) -> tuple[str, str]:
         """Return JSON of what is certain, and the text that is left over."""
@@ -114,15 +115,32 @@ class _Arguments:
 
     def _word(self, text: str) -> tuple[str, str] | None:
         """Read a key up to its colon, or a number or word up to what ends it."""
-        end = _KEY_END.search(text) if self._key else _VALUE_END.search(text)
+        if text[0] == '"':
+            return self._json_string(text)
+        end = (_KEY_END if self._key else _VALUE_END).search(text, self._read)
         if end is None:
+            self._read = len(text)
             return None
+        self._read = 0
         word, rest = text[: end.start()].strip(), text[end.start() :]
         if self._key:
             self._key = False
-            return json.dumps(word.strip('"'), ensure_ascii=False), rest
+            return json.dumps(word, ensure_ascii=False), rest
         whole = loads_or(word, NOTHING) is not NOTHING
-        return word if whole else json.dumps(word.strip('"'), ensure_ascii=False), rest
+        return word if whole else json.dumps(word, ensure_ascii=False), rest
+
+    def _json_string(self, text: str) -> tuple[str, str] | None:
+        """Read a string in JSON, which stays as it stands where it is one."""
+        at = max(self._read, 1)
+        while at < len(text) and text[at] != '"':
+            at += 2 if text[at] == "\\" else 1
+        if at >= len(text):
+            self._read = at if at == len(text) else len(text) - 1
+            return None
+        self._read, self._key = 0, False
+        word, rest = text[: at + 1], text[at + 1 :]
+        whole = isinstance(loads_or(word, NOTHING), str)
+        return word if whole else json.dumps(word[1:-1], ensure_ascii=False), rest
 
 
 _KEY_END = re.compile(r"[:}]")

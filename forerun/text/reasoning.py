@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
-CLOSERS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>")
+CLOSERS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>", "<channel|>")
 """Ends of reasoning known from chat templates."""
 
 TAIL = 64
@@ -26,15 +26,24 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The texts around the reasoning. gap: stands behind the opener that this server writes."""
+    """The texts around the reasoning.
+
+    gap    stands behind the opener that this server writes
+    label  a word behind the opener that is no reasoning: Gemma 4's `<|channel>thought`
+    """
 
     opener: str
     closer: str
     gap: str = "\n"
+    label: str = ""
 
     @classmethod
     def of(cls, closer: str) -> Self:
-        """Return the pair of a closer: its opener is the same text without the first slash."""
+        """Return the pair of a closer: its opener is the same text without the first slash, of
+        Gemma 4 with the bar at the other end.
+        """
+        if closer == "<channel|>":
+            return cls("<|channel>", closer, label="thought")
         return cls(closer.replace("/", "", 1), closer)
 
     @classmethod
@@ -49,7 +58,7 @@ class Marks:
     def stage(self, prompt_tail: str) -> Stage:
         """Return the stage of an answer behind a prompt with this end (TAIL characters suffice)."""
         tail = prompt_tail.rstrip()
-        if tail.endswith(self.opener):
+        if tail.endswith((self.opener, self.opener + self.label)):
             return Stage.THINKING
         return Stage.ANSWERING if tail.endswith(self.closer) else Stage.UNDECIDED
 
@@ -62,14 +71,16 @@ class Marks:
             thought = str(message.get("reasoning_content") or "")
             return f"{self.gap}{thought}" if thought.strip() else None
         opens = content.lstrip().startswith(self.opener) and self.closer not in content
-        return content.lstrip()[len(self.opener) :] if opens else None
+        thought = content.lstrip()[len(self.opener) :]
+        return thought.removeprefix(self.label) if opens else None
 
     def going_on(self, prompt: str, thought: str) -> str:
         """Return a prompt for an answer, with unfinished reasoning behind it, which templates may
         have opened.
         """
-        if not prompt.rstrip().endswith(self.opener):
-            return f"{prompt}{self.opener}{thought}"
+        opener = self.opener + self.label
+        if not prompt.rstrip().endswith(opener):
+            return f"{prompt}{opener}{thought}"
         return prompt + (thought.lstrip("\n") if prompt.endswith("\n") else thought)
 
 
@@ -89,6 +100,7 @@ class ReasoningReader:
         self._stage = stage
         self._held = ""
         self._bare = bare
+        self._label = marks.label if bare else ""
         self._unclosed: list[str] = []
 
     def push(self, text: str) -> tuple[str, str]:
@@ -126,6 +138,11 @@ class ReasoningReader:
     def _thought(self) -> str:
         """Move reasoning out; hold back white space and what may begin the closer."""
         text = self._held.lstrip() if self._bare else self._held
+        if self._label.startswith(text) and self._label:
+            self._held = text
+            return ""
+        if self._label:
+            text, self._label = text.removeprefix(self._label).lstrip(), ""
         marks = (self._marks.closer, *self._ends)
         found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
         if found:

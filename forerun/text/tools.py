@@ -16,6 +16,7 @@ begins calls; what precedes it is ordinary content.
     qwen3-coder  <tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n
              </tool_call>    Qwen3-Coder, Qwen3.5, Nemotron 3, Granite 4.2
     seed-oss     the same in <seed:tool_call>                                   Seed-OSS
+    gemma4   <|tool_call>call:f{k:<|"|>v<|"|>,n:1}<tool_call|>                   Gemma 4
     lfm2     <|tool_call_start|>[f(k='v', n=1), g()]<|tool_call_end|>   LFM2, LFM2.5
 """
 
@@ -23,6 +24,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forerun.text.gemma_calls import QUOTE, GemmaCalls
 from forerun.text.harmony import CHANNEL, MARKS, shows_harmony
 from forerun.text.python_calls import PythonCalls
 from forerun.text.reasoning import overlap
@@ -56,6 +58,7 @@ class ToolFormat:
     listed     calls are a JSON list, which is opened once
     each       begins and ends one call among several
     bare       begins a call too, where a model leaves the opener out
+    quote      stands around strings
     """
 
     name: str
@@ -66,6 +69,7 @@ class ToolFormat:
     listed: bool = False
     each: tuple[str, str] = ("", "")
     bare: str = ""
+    quote: str = ""
 
     @property
     def ends_thoughts(self) -> tuple[str, ...]:
@@ -77,7 +81,7 @@ class ToolFormat:
         """Texts that may be control tokens of a model's."""
         if self.opener == CHANNEL:
             return MARKS
-        return tuple(filter(None, (self.opener, self.closer, self.divider, *self.each)))
+        return tuple(filter(None, (self.opener, self.closer, self.divider, self.quote, *self.each)))
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
@@ -98,13 +102,14 @@ MISTRAL_ARGS = ToolFormat("mistral-args", "[TOOL_CALLS]", "", "", "[ARGS]")
 GLM = ToolFormat("glm", "<tool_call>", "</tool_call>", "")
 QWEN = ToolFormat("qwen3-coder", "<tool_call>", "</tool_call>", "", bare="<function=")
 SEED = ToolFormat("seed-oss", "<seed:tool_call>", "</seed:tool_call>", "", bare="<function=")
+GEMMA = ToolFormat("gemma4", "<|tool_call>", "<tool_call|>", "", quote=QUOTE)
 LFM2 = ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", "", listed=True)
 
 FORMATS = {
     format.name: format
     for format in (
         *(HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, QWEN, SEED),
-        *(GRANITE, PHI4, KIMI, HARMONY, LFM2),
+        *(GRANITE, PHI4, KIMI, HARMONY, LFM2, GEMMA),
     )
 }
 
@@ -117,6 +122,7 @@ _SIGNS = (
     ("[TOOL_CALLS]", MISTRAL),
     ("<tool_call>", HERMES),
     ("<|/tool_call|>", PHI4),
+    (GEMMA.opener, GEMMA),
     ("<|tool_call|>", GRANITE),
     (LFM2.opener, LFM2),
     ("<|tool_list_start|>", LFM2),
@@ -155,6 +161,8 @@ class ToolReader:
             self._body = GlmCalls(tools, format.closer)
         elif format in (QWEN, SEED):
             self._body = QwenCalls(tools, format.closer)
+        elif format is GEMMA:
+            self._body = GemmaCalls(format.closer)
         elif format is LFM2:
             self._body = PythonCalls(tools, format.closer)
         elif format is MISTRAL_ARGS:

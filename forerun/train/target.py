@@ -49,6 +49,13 @@ class DenseTarget:
                 "no draft model is trained beside a model with recurrent states yet; what drafts "
                 "for it untrained is --speculative-algorithm NGRAM"
             )
+        if len(self.arch.cache_shapes) > 1 or any(
+            s.reads is not None for s in self.arch.layer_specs
+        ):
+            raise ModelError(
+                "no draft model is trained beside a model whose layers differ in keys and values "
+                "yet, or share them; what drafts for it untrained is --speculative-algorithm NGRAM"
+            )
         self.device, self.dtype = device, dtype
         there = torch.device(device)
         kernels = kernels_for(there)

@@ -68,7 +68,10 @@ WRITTEN["lfm2"] = (
 )
 WRITTEN["seed-oss"] = WRITTEN["qwen3-coder"].replace("tool_call", "seed:tool_call")
 TAGGED = ("glm", "qwen3-coder", "seed-oss")
-NOTED = (*TAGGED, "lfm2")
+WRITTEN["gemma4"] = (
+    '<|tool_call>call:note{text:<|"|>a < b<|"|>,mood:<|"|>sad<|"|>,at:[1, 2]}<tool_call|>'
+)
+NOTED = (*TAGGED, "lfm2", "gemma4")
 CALLED = {name: [("weather", json.loads(ROME))] for name in WRITTEN} | {
     name: [("note", {"text": "a < b", "mood": "sad", "at": [1, 2]})] for name in NOTED
 }
@@ -87,6 +90,7 @@ MORE = {
     "granite": WRITTEN["granite"][:-1] + ", " + WRITTEN["granite"][len("<|tool_call|>[") :],
     **{name: WRITTEN[name] + "\n" + WRITTEN[name] for name in TAGGED},
 }
+MORE["gemma4"] = 2 * WRITTEN["gemma4"].replace('<|"|>sad<|"|>', '"glad"')
 MORE["lfm2"] = WRITTEN["lfm2"].replace(
     ")]", '), weather(city="Oslo"), note(text="\\"\\u00e9", mood=\'glad\')]'
 )
@@ -272,3 +276,23 @@ def test_an_opener_that_is_a_control_token(name, required):
     assert taken([*b"Sure. ", special, *call]) is not required
     assert taken(list(WRITTEN[name].encode())) is not required
     assert not taken([special, *b" x"])
+
+
+def test_strings_between_control_tokens():
+    """Gemma 4's marks of strings are tokens of their own; JSON's will do, too."""
+    format = FORMATS["gemma4"]
+    tokenizer = with_control_tokens("[O]", "[C]", "[Q]")
+    opener, closer, quote = 7000, 7001, 7002
+    marks = {format.opener: opener, format.closer: closer, format.quote: quote}
+    grammar = tool_rules(format, TOOLS, Calling(True, True, marks)).grammar
+
+    def call(text, mood):
+        return [opener, *b"call:note{text:", *text, *b",mood:", *mood, *b",at:[1, 2]}", closer]
+
+    def taken(text, mood):
+        return takes(tokenizer, grammar)(call(text, mood))
+
+    words, sad = [quote, *b'a < "b"', quote], [quote, *b"sad", quote]
+    assert taken(words, sad) and taken([quote, quote], b'"sad"') and taken(b'"\\n"', sad)
+    assert not taken(words, [quote, *b"odd", quote]) and not taken(b"a", sad)
+    assert not taken(list(b'<|"|>a<|"|>'), sad)

@@ -100,7 +100,7 @@ def test_nor_on_the_compiled_core(folder_of, family, page):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "gpt_oss", "gemma4_text"])
 def test_nor_in_captured_rounds(folder_of, emulated, family):  # noqa: F811
     config = replace(itself(folder_of(family), 16), disable_cuda_graph=False)
     proved(config, TRIAL, None, shapes=("tree",))

@@ -112,6 +112,7 @@ CALLS = {
     "</function>\n</tool_call>",
     "seed-oss": "Well.<seed:tool_call><function=find><parameter=city>Tokyo</parameter></function>"
     "</seed:tool_call>",
+    "gemma4": 'Well.<|tool_call>call:find{city:<|"|>Tokyo<|"|>}<tool_call|>',
     "glm": "Well.<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>Tokyo</arg_value>\n"
     "</tool_call>",
 }

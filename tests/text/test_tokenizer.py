@@ -18,6 +18,7 @@ from transformers.tokenization_utils_base import generate_merges
 
 from forerun.errors import ModelError, RequestError
 from forerun.text import encoders
+from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import length_bound
 from forerun.text.pieces import byte_alphabet
 from forerun.text.pre_tokenizers import PRE_TOKENIZERS
@@ -106,6 +107,21 @@ def sentence_piece_reference(spaced: bool = True) -> transformers.LlamaTokenizer
     hf.backend_tokenizer.normalizer = normalizers.Sequence(marks)
     hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
     return hf
+
+
+def test_gemma_4_merges_by_its_own_list_and_cuts_at_line_breaks():
+    plain = sentence_piece_metadata(spaced=False)
+    merges = tokenizer_json(plain).spec["model"]["merges"]
+    own = plain | {"tokenizer.ggml.model": "gemma4"}
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.merges"):
+        Tokenizer.from_gguf(own)
+    own["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
+    found, other = Tokenizer.from_gguf(own), sentence_piece(spaced=False)
+    for text in ("the quick brown fox", "  a  b", "\u00e9\U0001f600", "x"):
+        assert list(found.encode(text)) == list(other.encode(text))
+        assert found.decode(found.encode_within(text)) == text
+    parts = (found.encode_within(part) for part in ("the", "\n\n", "fox"))
+    assert list(found.encode_within("the\n\nfox")) == [one for part in parts for one in part]
 
 
 PRES = ("smollm", "llama-bpe", "qwen2", "gpt-2", "tekken", "qwen35", "gpt-4o")

@@ -10,6 +10,7 @@ from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from forerun.text.tool_prompt import call_in_text, result_in_text, with_tools_in_text
 from forerun.text.tools import (
     FORMATS,
+    GEMMA,
     GLM,
     GRANITE,
     HERMES,
@@ -101,6 +102,25 @@ VECTORS = [
         [["now", '{"a": "]"}'], ["now", "{}"]],
     ),
     (LFM2, PYTHON.format("none, "), PYTHON.format("none, "), []),
+    (
+        GEMMA,
+        'So <|tool_call>call:weather{city:<|"|>Os"lo, {x}<|"|>,days:3,'
+        'o:{on:true,a:[<|"|>b<|"|>,null]}}'
+        "<tool_call|><|tool_call>call:now{}<tool_call|>",
+        "So",
+        [
+            ["weather", '{"city": "Os\\"lo, {x}", "days": 3, "o": {"on": true, "a": ["b", null]}}'],
+            ["now", "{}"],
+        ],
+    ),
+    (
+        GEMMA,
+        '<|tool_call> call:f{"a b":"x, \\"y\\"",c:Oslo, d : -1.5e2}Then.',
+        "Then.",
+        [["f", '{"a b": "x, \\"y\\"", "c": "Oslo", "d": -1.5e2}']],
+    ),
+    (GEMMA, "a <|tool_call>none<tool_call|>", "a <|tool_call>none<tool_call|>", []),
+    (GEMMA, '<|tool_call>call:now{a:<|"|>x', "", [["now", '{"a": "x']]),
     (LFM2, "a <|tool_call_start|>[wea", "a <|tool_call_start|>[wea", []),
     (LFM2, "<|tool_call_start|>[now(a='", "", [["now", ""]]),
     (
@@ -258,6 +278,7 @@ def test_the_template_shows_the_format(name):
         "mistral-args": "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}",
         "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}",
         "granite": "{{ '<|tool_call|>' + calls | tojson }}",
+        "gemma4": "{{ '<|tool_call>call:' + f.name + '{' }}<|tool_call|>",
         "lfm2": "{%- if tools -%}{{ 'List of tools: [' + tools | join(', ') + ']' }}",
         "phi4": "{{ '<|tool_call|>' + call | tojson + '<|/tool_call|>' }}",
         "harmony": "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>",
@@ -374,3 +395,27 @@ def test_marks_and_stages_are_found():
     assert THINK.stage("assistant\n<think>\n") == Stage.THINKING
     assert THINK.stage("<think>\n\n</think>\n\n") == Stage.ANSWERING
     assert THINK.stage("assistant\n") == Stage.UNDECIDED
+
+
+@pytest.mark.parametrize(
+    ("stage", "text", "reasoning", "answer"),
+    [
+        (Stage.UNDECIDED, "<|channel>thought\nA <b>\n<channel|>C", "A <b>", "C"),
+        (Stage.UNDECIDED, "<|channel>thoughts run<channel|>C", "s run", "C"),
+        (Stage.UNDECIDED, "<|channel>Why<channel|>\n C", "Why", "C"),
+        (Stage.THINKING, "thought\n\n<channel|>C", "", "C"),
+        (Stage.THINKING, "A<channel|><channel|>C", "A", "C"),
+        (Stage.ANSWERING, "thought", "", "thought"),
+    ],
+)
+def test_the_word_behind_gemmas_opener_is_no_reasoning(stage, text, reasoning, answer):
+    marks = Marks.found_in("{{ '<|channel>thought\n' + t + '<channel|>' }}")
+    for cut in [(), range(1, len(text)), *((i,) for i in range(1, len(text)))]:
+        reader = ReasoningReader(marks, stage)
+        found = [*map(reader.push, pieces(text, cut)), reader.finish()]
+        assert ["".join(part) for part in zip(*found, strict=True)] == [reasoning, answer], cut
+    assert marks.stage("<|turn>model\n<|channel>thought\n") == Stage.THINKING
+    assert marks.stage("<|channel>thought\n<channel|>") == Stage.ANSWERING
+    assert marks.going_on("x", "\nA") == "x<|channel>thought\nA"
+    begun = {"content": "<|channel>thought\nA"}
+    assert marks.begun(begun) == "\nA"

@@ -36,9 +36,12 @@ def test_features_and_logits_are_those_of_transformers(checkpoint):
     assert torch.equal(target.choices(last), logits.argmax(-1))
 
 
-def test_nothing_is_trained_beside_recurrent_states(tmp_path):
-    found = FolderCheckpoint(tiny.save_folder(tiny.model("qwen3_next"), tmp_path))
-    with pytest.raises(ModelError, match="recurrent states"):
+@pytest.mark.parametrize(
+    ("family", "why"), [("qwen3_next", "recurrent states"), ("gemma4_text", "keys and values")]
+)
+def test_what_nothing_is_trained_beside(tmp_path, family, why):
+    found = FolderCheckpoint(tiny.save_folder(tiny.model(family), tmp_path))
+    with pytest.raises(ModelError, match=why):
         DenseTarget(found, "cpu", torch.float32)
 
 

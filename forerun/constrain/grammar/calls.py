@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from forerun.constrain.grammar.grammar import Grammar, Kind, Start, ThinkingBudget
 from forerun.constrain.grammar.harmony import harmony_lines
-from forerun.constrain.grammar.tagged import GLM_TAGS, PYTHON_TAGS, QWEN_TAGS, arguments
+from forerun.constrain.grammar.tagged import GEMMA_TAGS, GLM_TAGS, PYTHON_TAGS, QWEN_TAGS, arguments
 from forerun.errors import BusyError, RequestError
 from forerun.text.harmony import END, START
 from forerun.text.tools import (
     FORMATS,
+    GEMMA,
     GLM,
     HARMONY,
     HERMES,
@@ -37,7 +38,7 @@ SLASHES = "// x-forerun-slashes"
 slash may be escaped (matcher/slashes.py)."""
 
 ANY_TEXT = r"/(.|\n)*/"
-TAGS = {GLM: GLM_TAGS, QWEN: QWEN_TAGS, SEED: QWEN_TAGS, LFM2: PYTHON_TAGS}
+TAGS = {GLM: GLM_TAGS, QWEN: QWEN_TAGS, SEED: QWEN_TAGS, LFM2: PYTHON_TAGS, GEMMA: GEMMA_TAGS}
 """Formats whose arguments are no JSON object, and how each argument is written."""
 
 
@@ -161,7 +162,7 @@ def _in_channels(tools: Sequence[Signature], calling: Calling, answer: Grammar |
 def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> list[str]:
     """Return the rules from `start` down to the calls."""
     opener = calling.mark(format.opener)
-    between = {LLAMA3: '"; "', MISTRAL_ARGS: opener, PHI4: opener, KIMI: ""}
+    between = {LLAMA3: '"; "', KIMI: "", **dict.fromkeys((MISTRAL_ARGS, PHI4, GEMMA), opener)}
     again = '", "' if format.listed else between.get(format, f'"\\n" {opener}')
     calls = f"call ({again} call)*" if calling.several else "call"
     if format.listed:
@@ -206,6 +207,11 @@ def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> 
     if format is LFM2:
         written = f"arguments_{index}: {_tag_texts(format, tool.arguments)}"
         return [f'call_{index}: {literal(f"{tool.name}(")} arguments_{index} ")"', written]
+    if format is GEMMA:
+        quote = calling.mark(format.quote)
+        written = f"arguments_{index}: {_tag_texts(format, tool.arguments, quote)}"
+        head, end = literal(f"call:{tool.name}{{"), f'"}}" {calling.mark(format.closer)}'
+        return [f"call_{index}: {head} arguments_{index} {end}", written]
     if format in TAGS:
         head, end = f"{tool.name}\n", calling.mark(format.closer)
         if format is not GLM:
@@ -249,11 +255,11 @@ def json_texts(grammar: Grammar) -> str:
     return f"%json {_plain({'x-forerun': options, 'schema': json.loads(grammar.source)})}"
 
 
-def _tag_texts(format: ToolFormat, grammar: Grammar) -> str:
+def _tag_texts(format: ToolFormat, grammar: Grammar, quote: str = "") -> str:
     """Return the rule for arguments in tags, which the compiling process writes out (`with_tags`),
     since that takes time that grows faster than a schema.
     """
-    options = [grammar.field, grammar.lenient, format.name]
+    options = [grammar.field, grammar.lenient, format.name, quote]
     return f"%tags {_plain({'x-forerun': options, 'schema': json.loads(grammar.source)})}"
 
 
@@ -265,9 +271,10 @@ def with_tags(source: str) -> tuple[str, list[str]]:
     out, left, at = "", list[str](), 0
     while match := _TAG_TEXTS.search(source, at):
         given, end = json.JSONDecoder().raw_decode(source, match.end())
-        field, lenient, name = given["x-forerun"]
+        field, lenient, name, quote = given["x-forerun"]
         grammar = Grammar.json_schema(given["schema"], lenient, field)
-        made = arguments(int(match[1]), grammar, TAGS[FORMATS[name]], literal, json_texts)
+        tags = TAGS[FORMATS[name]]
+        made = arguments(int(match[1]), grammar, tags, literal, json_texts, quote)
         rule = source[at : match.end()].removesuffix("%tags ")
         out += "\n".join([f"{rule}{made.pairs or chr(34) * 2}", *made.rules])
         left += made.left

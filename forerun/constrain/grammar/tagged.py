@@ -16,6 +16,7 @@ from forerun.constrain.schema.patterns import MAX_STEPS, matching
 from forerun.constrain.schema.rewrite import rewritten
 from forerun.constrain.schema.strings import RAW_FORMATS, other_than
 from forerun.errors import RequestError
+from forerun.text.gemma_calls import QUOTE
 
 _ANY = r"/(.|\n)*/"
 _STRING = frozenset(
@@ -45,6 +46,7 @@ class Tags:
 GLM_TAGS = Tags("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</arg_value>")
 QWEN_TAGS = Tags("<parameter={}>\n", "\n</parameter>", "</parameter>")
 PYTHON_TAGS = Tags("{}=", "", "", ", ")
+GEMMA_TAGS = Tags("{}:", "", "", ",")
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ def arguments(
     tags: Tags,
     literal: Callable[[str], str],
     content: Callable[[Grammar], str],
+    quote: str = "",
 ) -> Arguments:
     """Write the rules of a function's arguments: tags of keys and values, strings without quotes.
 
@@ -74,13 +77,14 @@ def arguments(
     grammar  a schema of its arguments
     literal  makes a Lark literal of a text
     content  makes a Lark expression of a schema's texts
+    quote    a Lark expression of what may stand around a string instead of JSON's marks; "" = none
 
     Raises RequestError if a strict schema has a keyword that this form cannot honour; of a
     lenient one such keywords are left out and listed.
     """
     raw = json.loads(grammar.source)
     try:
-        return _Writer(grammar, tags, raw, literal, content).arguments(index)
+        return _Writer(grammar, tags, raw, literal, content, quote).arguments(index)
     except RecursionError:
         message = f"{grammar.field} has levels or names that are too long for calls of this form"
         raise RequestError(message, grammar.field) from None
@@ -94,8 +98,10 @@ class _Writer:
         raw: dict[str, Any],
         literal: Callable[[str], str],
         content: Callable[[Grammar], str],
+        quote: str,
     ) -> None:
         self._grammar, self._literal, self._content = grammar, literal, content
+        self._quote = quote
         self._tags = tags
         schema = rewritten(raw, plain=not grammar.lenient)
         whole = schema.schema if isinstance(schema.schema, dict) else {}
@@ -165,6 +171,8 @@ class _Writer:
         schema = {**value, "$defs": self._defined} if refers else value
         part = Grammar.json_schema(schema, self._grammar.lenient, self._grammar.field)
         also = [] if self._tags.never else self._python(kind, self._resolved(value))
+        if self._quote and kind == "string":
+            also = self._quoted(name, self._resolved(value))
         either = " | ".join([f"{name}_json", *also])
         self._out.rules.append(f"{name}: ({either}) {self._literal(self._tags.closer)}")
         self._out.rules.append(f"{name}_json: {self._content(part)}")
@@ -173,6 +181,8 @@ class _Writer:
         """Return what a value may be besides JSON: Python's words, and strings in single quotes
         where these need no escapes.
         """
+        if self._quote:
+            return []
         if kind == "boolean" and schema.keys() <= {"type"}:
             return ['"True"', '"False"']
         if kind != "string" or schema.keys() - {"type", "enum", "const"}:
@@ -182,6 +192,22 @@ class _Writer:
             return [r"/'[^'\\\n]*'/"]
         apart = (word for word in words if isinstance(word, str) and not {*word} & {*"'\\\n"})
         return [self._literal(f"'{word}'") for word in apart]
+
+    def _quoted(self, name: str, schema: dict[str, Any]) -> list[str]:
+        """Return what a string may be besides JSON: raw between two marks."""
+        if schema.keys() - {"type", "enum", "const"}:
+            return []
+        words = [schema["const"]] if "const" in schema else schema.get("enum")
+        mark = self._quote
+        if words is not None:
+            apart = (word for word in words if isinstance(word, str) and QUOTE not in word)
+            return [f"{mark} {self._literal(word)} {mark}" for word in apart if word]
+        if mark.startswith("<["):  # A control token is no text.
+            self._out.rules.append(f"{name}_raw: {name.upper()}_RAW?")
+            self._out.rules.append(f"{name.upper()}_RAW: {_ANY}")
+            return [f"{mark} {name}_raw {mark}"]
+        self._out.rules.append(f"{name}_raw[suffix={mark}]: {_ANY}")
+        return [f"{mark} {name}_raw"]
 
     def _string(self, name: str, key: str, schema: dict[str, Any]) -> None:
         closer = self._literal(self._tags.closer)
