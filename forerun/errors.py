@@ -83,3 +83,10 @@ class RankError(EngineError):
 
 class EngineLostError(EngineError):
     """The process that an engine runs in was killed or ended by itself."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error's text for a message that names the file already: of OSError "No such file or
+    directory", without its number and path.
+    """
+    return getattr(error, "strerror", None) or str(error)

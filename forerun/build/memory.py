@@ -127,7 +127,8 @@ def plan_memory(
     context = min(config.context or needs.context, needs.context)
     if config.context and config.context > needs.context:
         raise ConfigError(
-            f"context is {config.context}, but this model was made for {needs.context} tokens."
+            f"context is {config.context}, but this model was made for {needs.context} tokens: "
+            "give at most that many, or leave it out."
         )
     if config.kv_tokens and config.context and config.kv_tokens < config.context:
         raise ConfigError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from forerun.cache_dir import cache_dir, locked, make_room, unwritable
 from forerun.checkpoints.mapped import TensorFile
 from forerun.checkpoints.shard import MAPS, read_shard
-from forerun.errors import ModelError
+from forerun.errors import ModelError, reason_of
 from forerun.sandbox import SandboxProcess
 
 _MODULE = "forerun.checkpoints.unpickle_worker"
@@ -35,7 +35,7 @@ def read_pickled(path: Path) -> TensorFile:
         real = path.resolve(strict=True)
         about = real.stat()
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"{path} cannot be read: {reason_of(error)}") from error
     place = hashlib.sha256(str(real).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     target = folder / f"{place}-{about.st_size:x}-{about.st_mtime_ns:x}.safetensors"
     if not target.is_file():

@@ -25,7 +25,7 @@ from forerun.checkpoints.prediction_naming import (
 from forerun.checkpoints.quantised.files import with_matrices
 from forerun.checkpoints.quantised.method import Method, read_method
 from forerun.checkpoints.shard import FLOATS, QUANTISED, read_shard
-from forerun.errors import ModelError
+from forerun.errors import ModelError, reason_of
 from forerun.networks.arch import Architecture, expected_tensors
 from forerun.networks.config_json import architecture_from, read_json
 from forerun.networks.keys import shown
@@ -427,7 +427,7 @@ def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else None
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"{path} cannot be read: {reason_of(error)}") from error
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:

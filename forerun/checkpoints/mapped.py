@@ -11,7 +11,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from forerun.checkpoints.grouped import Grouped
-from forerun.errors import ModelError
+from forerun.errors import ModelError, reason_of
 from forerun.types import Floats
 
 _ROWS_AT_ONCE = 2048
@@ -150,7 +150,7 @@ def mapped(path: Path) -> NDArray[np.uint8]:
         with path.open("rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"{path} cannot be read: {reason_of(error)}") from error
     return np.frombuffer(mapping, np.uint8)
 
 

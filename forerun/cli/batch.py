@@ -21,7 +21,7 @@ import httpx
 
 from forerun.build.engine import Loaded
 from forerun.cli.console import bars, emit_json, load_shown, say
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, reason_of
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.options.flags import configured
 from forerun.serve.app import create_app
@@ -83,7 +83,7 @@ def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
     try:
         texts = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The requests in {path} cannot be read: {error}.") from error
+        raise ConfigError(f"The requests in {path} cannot be read: {reason_of(error)}.") from error
     requests: dict[str, Line] = {}
     refused: list[Line] = []
     for number, text in enumerate(texts, 1):

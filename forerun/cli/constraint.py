@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from forerun.constrain.grammar import Grammar
-from forerun.errors import RequestError
+from forerun.errors import RequestError, reason_of
 
 
 def grammar_of(arguments: argparse.Namespace) -> Grammar | None:
@@ -30,4 +30,4 @@ def _read(path: str, flag: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise RequestError(f"{flag} {path} cannot be read: {error}") from error
+        raise RequestError(f"{flag} {path} cannot be read: {reason_of(error)}") from error

@@ -173,7 +173,9 @@ def _prompt(given: str | None) -> str:
     if any("\udc80" <= letter <= "\udcff" for letter in given):
         raise RequestError("The prompt is not valid UTF-8.", "prompt")
     if not given.strip():
-        raise RequestError("The prompt is empty.", "prompt")
+        raise RequestError(
+            "The prompt is empty; give it in quotes or on the standard input.", "prompt"
+        )
     return given
 
 

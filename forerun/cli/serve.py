@@ -13,7 +13,7 @@ from forerun.cli.several import Named, in_file, in_folder, on_the_line, sources
 from forerun.cli.start_log import StartLog, as_log, model_facts
 from forerun.client.engine_process import EngineCommand
 from forerun.client.engine_start import EngineProgram, EngineStart
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, reason_of
 from forerun.hub.catalog import check_reference
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.options.flags import configured_both
@@ -107,7 +107,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The API keys in {path} cannot be read: {error}.") from error
+        raise ConfigError(f"The API keys in {path} cannot be read: {reason_of(error)}.") from error
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ConfigError(f"{path} holds no API key.")

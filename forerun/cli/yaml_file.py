@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, reason_of
 
 _NULL, _MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
 
@@ -27,7 +27,9 @@ def mapping(path: Path, levels: int = 1) -> Mapping[str, Any]:
         node = loader.get_single_node()
         return {} if node is None or node.tag == _NULL else _names(loader, node, levels, str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The configuration {path} cannot be read: {error}.") from error
+        raise ConfigError(
+            f"The configuration {path} cannot be read: {reason_of(error)}."
+        ) from error
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"The configuration {path} is not YAML: {reason}.") from error

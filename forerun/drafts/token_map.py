@@ -12,7 +12,7 @@ import numpy as np
 
 from forerun.checkpoints.pickled import read_pickled_ids
 from forerun.checkpoints.shard import MAPS, read_shard
-from forerun.errors import ModelError
+from forerun.errors import ModelError, reason_of
 from forerun.types import AnyArray, Ints
 
 _KINDS = {"I64": "<i8", "I32": "<i4"}
@@ -55,7 +55,7 @@ def _json(path: Path) -> AnyArray:
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"{path} cannot be read: {reason_of(error)}") from error
     if not isinstance(ids, list) or not all(type(id) is int and abs(id) < 1 << 62 for id in ids):
         raise ModelError(f"{path} must hold a JSON list of token ids")
     return np.array(ids, np.int64)

@@ -209,6 +209,8 @@ def find_model(url: str, api_key: str, wanted: str | None) -> str:
 
     Raises ConfigError if the server does not answer, not yet, or lists none.
     """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"The address begins with http:// or https://, not as {url!r} does.")
     if wanted:
         return wanted
     endpoint = Endpoint(url, "", api_key)

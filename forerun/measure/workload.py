@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, reason_of
 
 BUILT_IN = Path(__file__).with_name("prompts.jsonl")
 """Written for Forerun: explaining, code, JSON, repetition, reading, sums, other languages,
@@ -44,8 +44,7 @@ def read_prompts(path: Path | None = None) -> list[Prompt]:
         # A line of JSON may hold U+2028, at which splitlines() would tear it.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"The prompts in {path} cannot be read: {reason}.") from error
+        raise ConfigError(f"The prompts in {path} cannot be read: {reason_of(error)}.") from error
     prompts = [
         _prompt(line, f"{path}, line {number}", number)
         for number, line in enumerate(lines, 1)

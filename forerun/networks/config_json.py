@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import ModelError
+from forerun.errors import ModelError, reason_of
 from forerun.networks.arch import FAMILIES, Architecture, Family
 from forerun.networks.families import READERS
 from forerun.networks.keys import Keys
@@ -64,7 +64,7 @@ def read_json(path: Path, most: int = _MOST_BYTES) -> dict[str, Any]:
             raise ModelError(f"{path} is larger than {most >> 20} MiB, the limit for this file")
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"{path} cannot be read: {reason_of(error)}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} does not hold a JSON object")
     return value

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, reason_of
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.pipeline import forced_ids
 from forerun.types import Ints
@@ -32,7 +32,7 @@ def token_map(text: Path, tokenizer: Tokenizer, vocab: int, size: int) -> Ints:
             while piece := "".join(lines.readlines(_PIECE)):
                 counts += np.bincount(tokenizer.encode(piece), minlength=vocab)
     except OSError as error:
-        raise ConfigError(f"--token-map {text} cannot be read: {error}") from error
+        raise ConfigError(f"--token-map {text} cannot be read: {reason_of(error)}") from error
     counts -= np.arange(vocab) / (2 * vocab)  # Ties, unseen ids included, to the lowest id.
     counts[forced] = np.inf
     return np.sort(np.argpartition(-counts, size - 1)[:size]).astype(np.int32)
