@@ -220,8 +220,9 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
     twice = arch.tied_head and config.device == "cpu" and width == 4
     embedding = arch.vocab * arch.hidden
     weights = width * (arch.parameters + (embedding if twice else 0))
-    if config.dtype == "float8":  # All but embedding and head is one byte a number.
+    if config.dtype == "float8":  # All but embeddings and head is one byte a number.
         weights -= arch.parameters - embedding * (1 if arch.tied_head else 2)
+        weights += arch.token_numbers
     heads = ((c.planes * c.kv_heads, c.head_size * item + scale) for c in arch.caches)
     cached = sum(count * numbers for count, numbers in heads)
     return needs_of(arch, weights, cached)

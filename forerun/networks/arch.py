@@ -281,6 +281,11 @@ class Architecture:
         return self.layer_specs[0].token_vector
 
     @property
+    def token_numbers(self) -> int:
+        """Numbers in the table of tokens' vectors for all layers; 0 if there is none."""
+        return self.vocab * self.layers * self.token_vector
+
+    @property
     def ropes(self) -> tuple[tuple[Rope, int], ...]:
         """The different rotary positions of its layers, as `rope_of` returns them, in the order of
         first use.

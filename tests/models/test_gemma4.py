@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from forerun.build.memory import dense_needs
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.errors import ModelError
 from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.config_json import architecture_from
+from forerun.options.config import EngineConfig
 from tests.models import tiny
 from tests.models.test_gguf import logits_are_those_of
 from tests.parity.test_torch_logits import FURTHER
@@ -90,6 +92,17 @@ def test_configurations_as_published(tmp_path, text, billions, caches):
     last = arch.layer_specs[-1]
     assert last.attention.window is None and last.cache.head_size == 512
     assert arch.rope_of(last)[0].frequencies(512).nonzero()[0].tolist() == list(range(64))
+
+
+def test_a_plan_counts_the_table_of_vectors_as_it_is_stored(tmp_path):
+    """With float8 weights, too: like the embedding it is never narrowed."""
+    arch = architecture_from(E2B, tmp_path)
+    wide, narrow = (
+        dense_needs(EngineConfig(model="x", device="cuda", dtype=dtype), arch, None).weights
+        for dtype in ("bfloat16", "float8")
+    )
+    rows = 262144 * (1536 + 35 * 256)
+    assert wide == 2 * arch.parameters and narrow == arch.parameters + rows
 
 
 def test_the_last_layers_read_the_last_of_their_kind(tmp_path):

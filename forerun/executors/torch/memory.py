@@ -51,6 +51,7 @@ def planned_bytes(
     """
     item = activations(dtype, device).itemsize
     narrowed = arch.parameters - arch.vocab * arch.hidden * (1 if arch.tied_head else 2)
+    narrowed -= arch.token_numbers
     copies = arch.vocab * arch.hidden if arch.tied_head and device.type == "cpu" else 0
     heads = (5 * arch.heads * c.head_size + 4 * c.kv_heads * c.head_size for c in arch.cache_shapes)
     widest = max(5 * arch.ffn, *heads)
