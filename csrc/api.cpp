@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 38; }
+int forerun_abi() { return 39; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -270,6 +270,16 @@ int forerun_aux_hidden_states(const Model* model, int count, float* out) {
 // See Model::copy_final_hidden_states.
 int forerun_final_hidden_states(Model* model, const int32_t* nodes, int count, float* out) {
     return guarded([&] { return model->copy_final_hidden_states(nodes, count, out); });
+}
+
+// See Model::open_adapters and Model::set_adapter.
+int forerun_open_adapters(Model* model, int count, int rank) {
+    return guarded([&] { return model->open_adapters(count, rank); });
+}
+
+int forerun_set_adapter(Model* model, int adapter, int layer, int which, const float* down,
+                        const float* up, int rank) {
+    return guarded([&] { return model->set_adapter(adapter, layer, which, down, up, rank); });
 }
 
 // A draft head for `model`, which must outlive it. Its tensors are set with forerun_set_matrix and

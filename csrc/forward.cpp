@@ -78,14 +78,16 @@ void Model::multiply_blocks(const Matrix& w, Inputs x, int rows, int first, int 
 void Model::multiply(std::initializer_list<const Matrix*> stack,
                      std::initializer_list<float*> outs, Inputs x, int rows, int stride, bool add,
                      int thread) {
-    int total = 0;
+    int total = 0, place = 0;
     for (const Matrix* w : stack) total += w->blocks();
+    const bool adapted = lower(stack, x, rows, thread);
     Share share(total, thread, pool.threads());
     auto out = outs.begin();
     for (const Matrix* w : stack) {
         const int first = share.first < 0 ? 0 : share.first;
         const int last = share.last < w->blocks() ? share.last : w->blocks();
         multiply_blocks(*w, x, rows, first, last, {*out, stride, add});
+        if (adapted) raise(*w, place++, rows, first, last, {*out, stride, true});
         share.first -= w->blocks();
         share.last -= w->blocks();
         ++out;
@@ -293,8 +295,12 @@ void Model::multiply_gates(const Visit& visit, int kind, int thread) {
     const Share mine((visit.width + kGroup - 1) / kGroup, thread, pool.threads());
     const int each = kGroup / kBlock, blocks = gate.blocks();
     const int last = mine.last * each < blocks ? mine.last * each : blocks;
+    const bool adapted = lower({&gate, &up}, visit.x, visit.rows, thread);
+    int place = 0;
     for (const auto& [w, out] : {std::pair(&gate, visit.gate), std::pair(&up, visit.up)}) {
-        multiply_blocks(*w, visit.x, visit.rows, mine.first * each, last, {out, visit.width, false});
+        const Target target = {out, visit.width, false};
+        multiply_blocks(*w, visit.x, visit.rows, mine.first * each, last, target);
+        if (adapted) raise(*w, place++, visit.rows, mine.first * each, last, target);
     }
     for (int row = 0; row < visit.rows; row++) activate(visit, kind, row, mine);
 }
@@ -361,6 +367,7 @@ void Model::keep(const float* x, uint8_t* plane, int64_t size, int64_t place) co
 // All matrix products of a step of `rows` rows that all want logits, and nothing between them: what
 // the rest of a step is measured against.
 void Model::products(int rows, float* logits) {
+    adapting_ = false;
     pool.run([&](int thread) {
         const int hidden = sizes.hidden;
         for (const Layer& at : layers_) {

@@ -60,6 +60,7 @@ struct Step {
     int32_t rows, nodes, page_width, scored;
     const int32_t *tokens, *parents, *depth;
     const int32_t *start, *known, *kv_len, *pages;
+    const int32_t* adapters;       // [rows] a row's adapter, or -1; null: no row has any
     const int64_t* state_rows;     // [rows] whose state a row begins with, and its root's becomes;
     const int64_t* state_targets;  // [nodes] where a known node's state goes as well, or -1: both
                                    // null without recurrent layers
@@ -153,6 +154,14 @@ struct Layer {
     const float *rate = nullptr, *step = nullptr, *net_norm = nullptr;
     bool reads_groups = false;          // some feed-forward's weights are quantised
 };
+
+// What an adapter adds to a matrix: up (down x), as floats; empty where it adds nothing.
+struct LowRank {
+    Matrix down, up;
+    std::vector<std::vector<uint8_t>> tiles;  // of both
+};
+
+constexpr int kStack = 4;  // matrices that share their input, at most
 
 // Rows of activations as products read them: quantised for quantised weights, float32[rows][width]
 // for weights that are floats. What no product reads may be null.
@@ -279,6 +288,12 @@ public:
     // Empty, or what was wrong.
     std::string copy_final_hidden_states(const int32_t* nodes, int count, float* out);
 
+    // Room for so many adapters of ranks up to `rank`; then what one adds to a matrix (0 to 6 of a layer),
+    // down float[rank][inputs] and up float[channels][rank], copied. Empty, or what was wrong.
+    std::string open_adapters(int count, int rank);
+    std::string set_adapter(int adapter, int layer, int which, const float* down, const float* up,
+                            int rank);
+
     // Reads what the products of a step of one node read, once, and nothing else: no step takes
     // less time. The sum of its bytes, eight at a time.
     uint64_t read_weights();
@@ -308,6 +323,13 @@ protected:
     int32_t choose(const float* logits, const uint32_t* allowed, float temperature, uint64_t seed,
                    uint32_t position, Floats& room) const;
     void prepare(const Step& step);
+    std::string check_adapters(const Step& step) const;
+    void prepare_adapters(const Step& step);
+    const LowRank* low_rank(const Matrix& w, int node) const;
+    int end_of_run(int node, int end) const;
+    bool lower(std::initializer_list<const Matrix*> stack, Inputs x, int rows, int thread);
+    const float* floats_of(const Matrix& w, Inputs x, int first, int last, int thread);
+    void raise(const Matrix& w, int place, int rows, int first, int last, Target out) const;
     void list_places(const Step& step, int row);
     void plan_attention(const Step& step);
     int64_t plan_division(const Step& step, Division& division);
@@ -432,6 +454,14 @@ protected:
 
     std::vector<int32_t> aux_layers_;
     std::vector<float> aux_hidden_states_;
+
+    // Adapters (lora.cpp): how many, their padded rank, and what each adds to a matrix.
+    int32_t adapters_ = 0, rank_ = 0;
+    std::vector<std::vector<LowRank>> low_ranks_;  // [Matrix::adapted][adapter]
+    bool adapting_ = false;            // some row of the step has one
+    std::vector<int32_t> adapter_of_;  // [nodes]
+    Floats lowered_;                   // [kStack][max_nodes][rank_] A x
+    std::vector<Floats> widened_;      // of each thread
 
     // Of the current step.
     std::vector<int32_t> trunks_;    // places of every row's positions, row after row

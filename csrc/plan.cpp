@@ -55,6 +55,7 @@ std::string Model::check(const Step& step) const {
         if (!within(step.state_targets[n], -1, sizes.states)) return say("a state's target", n);
     }
     if (sizes.vectors && !step.token_rows) return "tokens without their own vectors";
+    if (const std::string fault = check_adapters(step); !fault.empty()) return fault;
     for (int i = 0; i < step.scored; i++) {
         if (!within(step.scored_nodes[i], 0, step.nodes)) return say("a scored node", i);
     }
@@ -77,6 +78,7 @@ void Model::prepare(const Step& step) {
     for (int b = 0; b < step.rows; b++) list_places(step, b);
     last_nodes_ = step.nodes;
     if (sizes.recurrent) prepare_nets(step);
+    prepare_adapters(step);
     plan_attention(step);
 }
 

@@ -106,6 +106,7 @@ struct Matrix {
     int32_t format = kQ8;
     int32_t channels = 0;  // rows of the matrix
     int32_t inputs = 0;    // columns of the matrix
+    int32_t adapted = -1;  // its place in Model::low_ranks_, or -1: no adapter adds to it
 
     FORERUN_MEMBER int blocks() const { return (channels + kBlock - 1) / kBlock; }
     FORERUN_MEMBER int groups() const { return (inputs + kGroup - 1) / kGroup; }

@@ -34,7 +34,7 @@ from forerun.build.page_store import attach_store
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.text_table import TextTable
 from forerun.build.with_cpu import ngram_drafter
-from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.adapter import LoraAdapter, read_adapter
 from forerun.checkpoints.pooling import EmbeddingRule, embedding_rule
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler, open_compiler
@@ -86,6 +86,7 @@ class Target:
     network  description of the network and its draft, for page_store.attach_store
     files    their weights
     embedding  how embeddings are made, and of how many numbers
+    adapters   that run beside the weights, by number
     """
 
     executor: Executor
@@ -107,6 +108,7 @@ class Target:
     network: str = "toy"
     files: tuple[Path, ...] = ()
     embedding: tuple[EmbeddingRule, int] = (EmbeddingRule(), TOY_HIDDEN)
+    adapters: tuple[LoraAdapter, ...] = ()
 
     def compile(self, grammar: Grammar, client: str = "") -> CompiledGrammar:
         """Compile a grammar for a request; client: see Compiler. May block for seconds.
@@ -219,6 +221,7 @@ def _engine_on(target: Target, config: EngineConfig, lookup: TableDrafter) -> En
         overlap=bool(config.overlap),
         accept_threshold_single=config.speculative_accept_threshold_single,
         accept_threshold_acc=config.speculative_accept_threshold_acc,
+        adapters=tuple((adapter.name, adapter.digest) for adapter in target.adapters),
     )
     engine = Engine(target.executor, drafter, policy, target.tokenizer, grammars, options, fault)
     target.executor.watch(engine.fail)
@@ -299,6 +302,7 @@ def _facts(target: Target) -> dict[str, Any]:
         "memory": target.memory.describe(),
         "executor": target.executor.describe(),
         "embeddings": _embeddings(target),
+        "adapters": [{"name": one.name, "path": str(one.path)} for one in target.adapters],
         "costs": asdict(target.costs) if target.costs else None,
         "machine": stamp(),
     }
@@ -380,7 +384,9 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     entry = EXECUTORS[config.executor]
     chunk = config.chunked_prefill_size or entry.prefill_chunk(config, None)
     config = replace(config, chunked_prefill_size=chunk)
+    adapters = tuple(read_adapter(name, Path(folder), arch) for name, folder in config.adapters)
     needs = entry.needs(config, arch, model.checkpoint)
+    needs = replace(needs, fixed=needs.fixed + sum(adapter.bytes for adapter in adapters))
     weights = needs.weights
     parts, fault = excused(config, lambda: _drafts(config, model))
     draft, table = (parts.model, parts.table) if parts else (None, None)
@@ -388,6 +394,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         needs = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     memory = plan_memory(config, needs, entry.free_memory(config), fill=config.device != "cpu")
     executor = entry.build(config, model.checkpoint, memory.limits, progress or (lambda *_: None))
+    if adapters:
+        executor.adapt(adapters)
     here = str(executor.describe()["dtype"]) if config.dtype in NATIVE_DTYPES else None
     for title in few_bits_titles(model.checkpoint, config):
         warnings.warn(few_bits_sentence(model.path, title, weights, here), stacklevel=3)
@@ -395,6 +403,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         config = replace(config, overlap=executor.capabilities.overlap)
     policy = "adaptive" if config.policy == "auto" else config.policy
     config = _resolved(config, memory, executor, policy=policy)
+    metadata = getattr(model.checkpoint, "metadata", {})
     drafts: DraftModel | None = None
     if draft is not None:
         drafts, fault = excused(
@@ -427,14 +436,9 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         parameters=arch.parameters,
         network=f"{arch} {drafts and drafts.traits.name} {draft and draft.cache}",
         files=(model.checkpoint.path, *([draft.path] if draft and drafts else [])),
-        embedding=(_embedding_rule(model), arch.hidden),
+        embedding=(embedding_rule(model.path, metadata), arch.hidden),
+        adapters=adapters,
     )
-
-
-def _embedding_rule(model: Model) -> EmbeddingRule:
-    """Return how the model's files say that embeddings are made."""
-    metadata = model.checkpoint.metadata if isinstance(model.checkpoint, GgufCheckpoint) else {}
-    return embedding_rule(model.checkpoint.path, metadata)
 
 
 def _drafts(config: EngineConfig, target: Model) -> DraftParts:

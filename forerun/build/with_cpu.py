@@ -73,9 +73,10 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
 def _build(
     config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, progress: Progress
 ) -> Executor:
-    from forerun.executors.cpu import CpuExecutor
+    from forerun.executors.cpu import AdaptedCpuExecutor, CpuExecutor
 
-    return CpuExecutor(checkpoint, limits, config.threads, dtype=config.dtype, progress=progress)
+    kind = AdaptedCpuExecutor if config.lora_modules else CpuExecutor
+    return kind(checkpoint, limits, config.threads, dtype=config.dtype, progress=progress)
 
 
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:

@@ -57,8 +57,9 @@ class Admission:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence at its place, with an empty page table."""
+        request = sequence.request
         self.pools = self.pools or sequence.pooled is not None
-        sequence.table = PageTable(self.index, sequence.request.cache_salt.encode())
+        sequence.table = PageTable(self.index, request.salt or request.cache_salt.encode())
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def _admit(self) -> tuple[Sequence, ...]:

@@ -65,6 +65,7 @@ def open_slot(sequence: Sequence, parts: Parts) -> None:
         shared=sequence.shared,
         salt=sequence.table.salt,
         tenant=tenant_key(sequence.request),
+        adapter=sequence.request.adapter,
     )
     parts.executor.open(slot_init)
     parts.open_slots[slot_init.slot] = sequence

@@ -17,6 +17,7 @@ class EngineOptions:
                   reported (overlap.py), if the executor can
     accept_threshold_single, accept_threshold_acc
                   defaults for requests (speculative/thresholds.py); 1 = lossless
+    adapters      names of the executor's adapters, and 16 bytes that say what each is
     """
 
     max_waiting: int = 1024
@@ -25,6 +26,14 @@ class EngineOptions:
     overlap: bool = False
     accept_threshold_single: float = 1.0
     accept_threshold_acc: float = 1.0
+    adapters: tuple[tuple[str, bytes], ...] = ()
+
+    def salt(self, request: Request) -> bytes:
+        """Return the salt of a request's cached prefixes: its own, apart by adapter. No text of a
+        client begins with the byte that an adapter's begins with.
+        """
+        own = request.cache_salt.encode()
+        return own if request.adapter < 0 else b"\xff" + self.adapters[request.adapter][1] + own
 
     def on(self, request: Request) -> Request:
         """Return the request with the engine's defaults filled in."""

@@ -72,6 +72,8 @@ class Request:
     cache_salt  cached prefixes are shared only among requests of the same salt, "" included
     client    clients share the prompt tokens of a step evenly
     tenant    n-grams counted of answers draft only for the same tenant and salt
+    salt      the same as bytes, apart by adapter; b"" = cache_salt alone
+    adapter   number of the adapter that it runs with (EngineOptions.adapters); -1 = none
     pooling   one of engine.pooling.POOLINGS: an embedding of the prompt instead of text; "" = text
     """
 
@@ -89,6 +91,8 @@ class Request:
     client: str = ""
     tenant: str = ""
     pooling: str = ""
+    salt: bytes = b""
+    adapter: int = -1
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from forerun.control.policy import Budget
+from forerun.engine.adapter_counts import AdapterCount
 from forerun.engine.disk_pages import StoreStats
 from forerun.engine.metrics import EngineMetrics, LiveHistogram
 from forerun.engine.request import Finish
@@ -68,6 +69,7 @@ class Stats:
     longest_output     tokens of the longest choice of ended requests
     max_tokens, choices   as requested
     by_source          verified and accepted draft tokens, by source and depth
+    by_adapter         of every adapter that ended a sequence
     step_seconds, step_nodes   per step
     store              of the pages on disk; None without a page store
     """
@@ -100,14 +102,20 @@ class Stats:
     max_tokens: Histogram
     choices: Histogram
     by_source: tuple[SourceCount, ...]
+    by_adapter: tuple[AdapterCount, ...]
     step_seconds: Histogram
     step_nodes: Histogram
     store: StoreStats | None = None
 
 
-def snapshot(metrics: EngineMetrics, load: Load, store: StoreStats | None = None) -> Stats:
+def snapshot(
+    metrics: EngineMetrics,
+    load: Load,
+    store: StoreStats | None = None,
+    by_adapter: tuple[AdapterCount, ...] = (),
+) -> Stats:
     """Return the counters as they are now, as a value of their own; load: what runs and waits;
-    store: as in Stats.
+    store, by_adapter: as in Stats.
 
     From any thread: a step that is being counted may be included in part.
     """
@@ -127,6 +135,7 @@ def snapshot(metrics: EngineMetrics, load: Load, store: StoreStats | None = None
             SourceCount(DraftSource(source).name.lower(), depth, verified, accepted)
             for (source, depth), (verified, accepted) in by_source
         ),
+        "by_adapter": by_adapter,
     }
     names = [field.name for field in fields(Stats) if field.name not in values]
     return Stats(**values, **{name: _frozen(getattr(metrics, name)) for name in names})

@@ -2,12 +2,14 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
 
 from forerun.cache.store import PageStore
 from forerun.control.policy import Policy
+from forerun.engine.adapter_counts import AdapterCounters
 from forerun.engine.core import EngineCore
 from forerun.engine.disk_pages import LEAST_TOKENS, DiskPages
 from forerun.engine.loop import EngineLoop
@@ -55,6 +57,7 @@ class Engine(EngineLoop):
         self._options = options
         super().__init__(self._parts, options)
         self._orders = count()
+        self._adapters = AdapterCounters()
         self._thread: threading.Thread | None = None
 
     @property
@@ -92,8 +95,12 @@ class Engine(EngineLoop):
         Raises RequestError (ContextError, BusyError) if it cannot be honoured, EngineError if the
         engine has ended; nothing has been allocated then.
         """
-        limits, request = self._parts.executor.limits, self._options.on(request)
-        validate(request, limits.vocab, self.context, self._options.max_choices)
+        limits, options = self._parts.executor.limits, self._options
+        request = options.on(request)
+        validate(request, limits.vocab, self.context, options.max_choices, len(options.adapters))
+        request = replace(request, salt=options.salt(request))
+        if request.adapter >= 0:
+            sink = self._adapters.counting(options.adapters[request.adapter][0], sink)
         if request.pooling and not self._parts.executor.capabilities.hidden:
             name = self._parts.executor.name
             raise RequestError(f"The executor {name} makes no embeddings.", "pooling")
@@ -211,7 +218,8 @@ class Engine(EngineLoop):
         """Return a snapshot of the counters."""
         scheduler = self._core.scheduler
         store = None if scheduler.disk is None else scheduler.disk.stats()
-        return snapshot(self._core.metrics, scheduler.load(self._entering), store)
+        load = scheduler.load(self._entering)
+        return snapshot(self._core.metrics, load, store, self._adapters.counts())
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: drafter and policy."""

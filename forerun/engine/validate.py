@@ -13,12 +13,15 @@ from forerun.speculative.sampling import Sampling
 from forerun.types import Ints
 
 
-def validate(request: Request, vocab: int, context: int, max_choices: int) -> None:
+def validate(
+    request: Request, vocab: int, context: int, max_choices: int, adapters: int = 0
+) -> None:
     """Raise RequestError, naming the wrong field, if the engine cannot honour `request`.
 
     vocab        V
     context      longest sequence, in tokens
     max_choices  largest n
+    adapters     how many there are
     """
     prompt, max_tokens = request.prompt, request.stopping.max_tokens
     _types(request)
@@ -40,6 +43,9 @@ def validate(request: Request, vocab: int, context: int, max_choices: int) -> No
         raise RequestError("seed must be an unsigned 64-bit number.", "seed")
     _sampling(request.sampling)
     _pooling(request)
+    if not -1 <= request.adapter < adapters:
+        message = f"adapter is {request.adapter}, but there are {adapters}."
+        raise RequestError(message, "adapter")
     if len(prompt) + max_tokens > context:
         raise ContextError(
             f"This model's maximum context length is {context} tokens, but the prompt has "

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from forerun.checkpoints.adapter import LoraAdapter
 from forerun.draft_shape import DraftShape
+from forerun.errors import ConfigError
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NodeMasks, TreeBatch
@@ -181,6 +183,16 @@ class Executor(Protocol):
         May lower `limits`. Executors that compile nothing return at once.
         """
         return
+
+    def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
+        """Run these adapters beside the weights, for slots that name them by their place
+        (`SlotInit.adapter`). Once, before the first slot is opened. Raises ConfigError if it
+        cannot.
+        """
+        raise ConfigError(
+            f"lora-modules: the executor {self.name} runs no adapters; use cpu or torch on one "
+            "device, or merge them into the weights."
+        )
 
     def watch(self, failed: Callable[[str], None]) -> None:
         """Register a listener for the end of service: `failed` is called with one sentence, from

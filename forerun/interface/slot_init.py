@@ -58,6 +58,7 @@ class SlotInit:
                 missing for some
     salt        cached text is shared only among sequences of the same salt
     tenant      64 bits; n-grams counted of its answer draft only for sequences of the same tenant
+    adapter     number of its adapter (Executor.adapt); -1 = none
     """
 
     slot: int
@@ -69,3 +70,4 @@ class SlotInit:
     shared: int = 0
     salt: bytes = b""
     tenant: int = 0
+    adapter: int = -1

@@ -116,6 +116,7 @@ _WITH_EFFECT = (
     Alias("--ep --expert-parallel-size", _S, SETS, "ep_size"),
     Alias("--enable-expert-parallel", _V, SETS, "ep_size", values={"true": 0}, takes=NOTHING),
     # The server.
+    Alias("--lora-paths", _S, SETS, "lora_modules", takes=MANY),
     Alias("--served-model-name", _SV, SETS, "served_name", takes=MANY),
     Alias("--alias -a", _L, SETS, "served_name"),
     Alias("--tool-call-parser", _SV, SETS, "tool_parser", values=_TOOLS,

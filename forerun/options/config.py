@@ -20,7 +20,7 @@ from forerun.options.algorithms import (
     check_shape,
     draft_shape,
 )
-from forerun.options.fields import addresses, option, settle
+from forerun.options.fields import adapters_in, addresses, option, settle
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,12 @@ class EngineConfig:
     )
     revision: str | None = option(
         None, "branch, tag or commit of a model that is named by its hub id (default: main)"
+    )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "LoRA adapter beside the model, in peft's format: NAME=FOLDER (may be repeated); requests "
+        "choose it by the model's name (cpu, and torch on one device)",
+        spellings=adapters_in,
     )
     chat_template: str | None = option(
         None,
@@ -310,6 +316,11 @@ class EngineConfig:
                 "kv-store-size limits the size of the kv-store folder, but there is none: add "
                 "--kv-store FOLDER, or leave it out."
             )
+        if self.lora_modules and self.toy:
+            raise ConfigError("lora-modules needs a model with weights; the toy has none.")
+        names = [name for name, _ in self.adapters]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"lora-modules names an adapter twice: {', '.join(names)}.")
         if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
             raise ConfigError(
                 f"model is {self.model} and executor is {self.executor}, but the toy model and the "
@@ -351,6 +362,12 @@ class EngineConfig:
                 "speculative-draft-model-revision names a version of a draft on the hub, but "
                 "speculative-draft-model-path names no draft: give both or neither."
             )
+
+    @property
+    def adapters(self) -> tuple[tuple[str, str], ...]:
+        """(name, folder) of each LoRA adapter."""
+        found = (one.partition("=") for one in self.lora_modules)
+        return tuple((name, folder) for name, _, folder in found)
 
     @property
     def algorithm(self) -> Algorithm:

@@ -172,3 +172,24 @@ def addresses(text: str) -> tuple[str, ...]:
     if not isinstance(parsed, list) or not all(isinstance(one, str) for one in parsed):
         raise ConfigError(f"this option takes addresses or a JSON list of them, not {text!r}.")
     return tuple(parsed)
+
+
+def adapters_in(text: str) -> tuple[str, ...]:
+    """NAME=FOLDER for each adapter in `text`: as it is written (a folder alone is its own name), or
+    vLLM's JSON, an object with name and path or a list of them. Raises ConfigError for other text.
+    """
+    if text[:1] in ("{", "["):
+        try:
+            parsed = json.loads(text)
+            listed = parsed if isinstance(parsed, list) else [parsed]
+            named = [(str(one["name"]), str(one["path"])) for one in listed]
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(
+                f"lora-modules takes NAME=FOLDER, or objects with name and path, not {text!r}."
+            ) from None
+    else:
+        name, equals, folder = text.partition("=")
+        named = [(name, folder if equals else name)]
+    if not all(name and folder for name, folder in named):
+        raise ConfigError(f"lora-modules takes NAME=FOLDER, not {text!r}.")
+    return tuple(f"{name}={folder}" for name, folder in named)

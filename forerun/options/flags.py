@@ -223,7 +223,8 @@ def own_option(item: "Field[Any]") -> Option:
         return {item.name: parsed(item, where, text)}
 
     flag = f"--{item.metadata['flag'] or item.name.replace('_', '-')}"
-    return Option(flag, (item.name,), assign, NOTHING if kind_of(item) is bool else VALUE)
+    takes = MANY if item.name == "lora_modules" else VALUE  # As vLLM's.
+    return Option(flag, (item.name,), assign, NOTHING if kind_of(item) is bool else takes)
 
 
 def _add(group: Any, item: "Field[Any]", option: Option, default: Any) -> None:
@@ -244,6 +245,8 @@ def _add(group: Any, item: "Field[Any]", option: Option, default: Any) -> None:
         text = f"one of {', '.join(item.metadata['choices'])}: {text}"
     elif kind is not bool:
         how["metavar"] = _METAVARS[kind]
+    if option.takes == MANY:
+        how["nargs"] = "+"
     group.add_argument(*names, help=text.replace("%", "%%"), **how)
 
 

@@ -98,7 +98,9 @@ async def models(request: Request) -> Response:
     if "anthropic-version" in request.headers:
         return Json(listed([model_card(served)]))
     names = service_of(request).settings.served_name or (served.name,)
-    return Json({"object": "list", "data": [card(served, name) for name in names]})
+    cards = [card(served, name) for name in names]
+    cards += [adapter_card(served, one) for one in served.loaded.info.get("adapters", ())]
+    return Json({"object": "list", "data": cards})
 
 
 async def model(request: Request) -> Response:
@@ -106,6 +108,9 @@ async def model(request: Request) -> Response:
     name = request.path_params["name"]
     served = service_of(request).named(name, strict=True)
     anthropic = "anthropic-version" in request.headers
+    if served.adapter >= 0 and not anthropic:
+        base = service_of(request).enter()
+        return Json(adapter_card(base, base.loaded.info["adapters"][served.adapter]))
     return Json(model_card(served) if anthropic else card(served, name))
 
 
@@ -173,3 +178,8 @@ def card(served: Served, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": served.loaded.context,
     }
+
+
+def adapter_card(served: Served, adapter: dict[str, Any]) -> dict[str, Any]:
+    """An adapter in OpenAI's list, with its folder as root and the model as parent, as vLLM's."""
+    return card(served, adapter["name"]) | {"root": adapter["path"], "parent": served.name}

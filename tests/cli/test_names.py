@@ -150,8 +150,9 @@ def test_llama_cpps_environment(caplog):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("--lora-modules a=b", "adapters are not loaded; merge them"),
-        ("--enable-lora", "adapters are not loaded; merge them"),
+        ("--lora a", "use --lora-modules NAME=FOLDER"),
+        ("m --lora-modules a=b a=c", "names an adapter twice: a, a"),
+        ("m --lora-modules =b", "takes NAME=FOLDER, not '=b'"),
         ("--offline", "set HF_HUB_OFFLINE=1"),
         ("-ctk q8_0", "--kv-dtype float8 halves the cache"),
         ("--reranking", "run another server beside it"),
@@ -162,6 +163,18 @@ def test_llama_cpps_environment(caplog):
 def test_what_to_say_instead(line, told):
     with pytest.raises(ConfigError, match=told):
         engine(*line.split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--enable-lora --lora-modules a=x b=y --max-loras 2",
+        "--lora-paths a=x b=y",
+        """--lora-modules {"name":"a","path":"x"} {"name":"b","path":"y","base_model_name":"m"}""",
+    ],
+)
+def test_adapters_are_named_as_in_other_servers(line):
+    assert engine("model", *line.split()).adapters == (("a", "x"), ("b", "y"))
 
 
 SEEDS = [
@@ -206,14 +219,14 @@ def test_names_of_a_model_do_not_swallow_it():
 
 
 def test_all_problems_of_a_line_are_told_at_once(capsys):
-    line = "serve --nonsense --port x --swap-spaces 3 --lora-paths a --another"
+    line = "serve --nonsense --port x --swap-spaces 3 --lora a --another"
     assert main(line.split()) == 2
     said = capsys.readouterr().err
     for part in (
         "no option --nonsense",
         "--port takes",
         "no option --swap-spaces",
-        "--lora-paths cannot be honoured",
+        "--lora cannot be honoured",
         "no option --another",
     ):
         assert part in said
@@ -287,9 +300,9 @@ def test_what_cannot_be_is_one_sentence(line, problem, capsys):
 
 
 def test_all_that_is_refused_is_said_at_once(capsys):
-    assert main(["serve", "--dp-size", "2", "--lora-paths", "x", "--policy", "fixed"]) == 2
+    assert main(["serve", "--dp-size", "2", "--lora", "x", "--policy", "fixed"]) == 2
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == [
-        "--dp-size", "--lora-paths",
+        "--dp-size", "--lora",
     ]  # fmt: skip
 
 

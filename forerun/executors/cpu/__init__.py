@@ -1,5 +1,6 @@
 """The executor on the compiled CPU core (built by hatch_build.py); needs no torch."""
 
+from forerun.executors.cpu.adapted import AdaptedCpuExecutor
 from forerun.executors.cpu.decoder_model import CpuDecoderModel
 from forerun.executors.cpu.eagle_model import CpuEagleModel
 from forerun.executors.cpu.executor import CpuExecutor
@@ -11,6 +12,7 @@ from forerun.executors.cpu.states import node_numbers
 from forerun.executors.cpu.weights import bits_made, cache_bytes_per_token, cache_item, widens
 
 __all__ = [
+    "AdaptedCpuExecutor",
     "CpuDecoderModel",
     "CpuEagleModel",
     "CpuExecutor",

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from forerun.checkpoints.adapter import LoraAdapter
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
-from forerun.executors.cpu.places import RopeTable
+from forerun.executors.cpu.places import RopeTable, matrices
 from forerun.executors.cpu.states import net_sizes
 from forerun.executors.cpu.token_rows import TokenRows
 from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, cache_item, sentence
@@ -169,6 +170,22 @@ class CpuModel:
         if self.handle is None:
             raise EngineError("the executor was shut down")
         return self.handle, *self._drafts
+
+    def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
+        """Copy adapters into the core. Or EngineError."""
+        library, model = self._library, self._models()[0]
+        places = {place.name: place for place in matrices(self._arch)}
+        faults = library.forerun_open_adapters(
+            model, len(adapters), max(adapter.rank for adapter in adapters)
+        )
+        for number, adapter in enumerate(adapters):
+            for name, one in adapter.matrices.items():
+                down, up = (np.ascontiguousarray(each, "<f4") for each in (one.down, one.up))
+                where = model, number, places[name].layer, places[name].which
+                values = down.ctypes.data, up.ctypes.data, len(down)
+                faults = faults or library.forerun_set_adapter(*where, *values)
+        if faults:
+            raise EngineError(f"adapters were refused: {library.forerun_error().decode()}")
 
     def final_hidden_states(self, nodes: Ints) -> Floats:
         """Return float32[n,H], hidden states of the last step's nodes int32[n] after the final

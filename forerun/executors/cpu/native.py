@@ -22,7 +22,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 38
+ABI = 39
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -73,7 +73,7 @@ class StepArrays(ctypes.Structure):
         *((name, c_int32) for name in ("rows", "nodes", "page_width", "scored")),
         *((name, c_void_p) for name in ("tokens", "parents", "depth")),
         *((name, c_void_p) for name in ("start", "known", "kv_len", "pages")),
-        *((name, c_void_p) for name in ("state_rows", "state_targets")),
+        *((name, c_void_p) for name in ("adapters", "state_rows", "state_targets")),
         *((name, c_void_p) for name in ("scored_nodes", "logits", "token_rows", "logits_row")),
     )
 
@@ -193,6 +193,11 @@ _CALLS = {
     "forerun_request_aux_hidden_states": (c_int, [c_void_p, c_void_p, c_int]),
     "forerun_aux_hidden_states": (c_int, [c_void_p, c_int, c_void_p]),
     "forerun_final_hidden_states": (c_int, [c_void_p, c_void_p, c_int, c_void_p]),
+    "forerun_open_adapters": (c_int, [c_void_p, c_int, c_int]),
+    "forerun_set_adapter": (
+        c_int,
+        [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_int],
+    ),
     "forerun_open_draft": (
         c_void_p,
         [c_void_p, POINTER(Sizes), POINTER(HeadKind), c_void_p, POINTER(Ropes), c_int64],

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from forerun.checkpoints.adapter import LoraAdapter
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.errors import EngineError
 from forerun.executors.device_choice import device_nodes
 from forerun.executors.host_choice import Logits, ReportsOf, put_path
 from forerun.executors.host_sampler import HostSampler
+from forerun.executors.slot_adapters import SlotAdapters
 from forerun.executors.torch.attention.plan_geometry import StepNodes, choosing_nodes, places_of
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
@@ -48,6 +50,11 @@ class TorchExecutor(ModelRunner, Executor):
         super().__init__(checkpoint, limits, options)
         self.sampler = HostSampler(limits.slots, limits.vocab)
 
+    def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
+        """Run these adapters beside the weights."""
+        self.decoder.adapt(adapters)
+        self.slot_adapters = SlotAdapters(self.limits.slots)
+
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot, with its sampling; where layers are recurrent with the state
         of its cached tokens. Raises EngineError if that was not kept.
@@ -55,6 +62,8 @@ class TorchExecutor(ModelRunner, Executor):
         if self.states is not None:
             self.states.open(slot_init)
         self.sampler.open(slot_init)
+        if self.slot_adapters is not None:
+            self.slot_adapters.open(slot_init)
 
     def resumable(self, tokens: Ints, salt: bytes = b"") -> int:
         """Return how many of the cached tokens int32[n] a sequence may continue behind: all, or if

@@ -15,6 +15,7 @@ from forerun.checkpoints.kept import kept_matrices, kept_sentence
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.device_choice import DeviceNodes
 from forerun.executors.host_choice import Logits
+from forerun.executors.slot_adapters import SlotAdapters
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention.attention import apart, attend, key_blocks
 from forerun.executors.torch.attention.attention_shapes import widest_tile
@@ -141,6 +142,7 @@ class ModelRunner:
                 f"{options.device}, where attention keeps its bits whatever the chunks are; leave "
                 "it out"
             )
+        self.slot_adapters: SlotAdapters | None = None  # Set by `adapt`.
         self._decoder: Decoder | None = Decoder(
             checkpoint,
             self.device,
@@ -201,6 +203,9 @@ class ModelRunner:
         rows = padded_rows(count, () if self.kernels else decoder.row_sizes)
         tokens = self._padded(trees.tokens, rows)
         rotary = decoder.rotary(self._padded(positions(trees, plan.kv_len), rows))
+        if self.slot_adapters is not None:
+            of_rows = self.slot_adapters.of(plan.slots)
+            decoder.adapters.begin(of_rows, trees, rows, self.device)
         attend = self._attention(plan, trees, places)
         recur = no_states if step is None else partial(self._recur, step)
         last, streams = decoder.forward(tokens, rotary, attend, self._aux_layers, recur)

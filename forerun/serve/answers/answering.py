@@ -98,7 +98,8 @@ async def generated(request: Request, dialect: Dialect) -> Response:
     record.ignored += generation.ignored
     record.lossy = generation.lossy
     client = request.client.host if request.client is not None else ""
-    generation = generation.sent_by(client, request.scope["state"].get("tenant", ""))
+    tenant = request.scope["state"].get("tenant", "")
+    generation = generation.sent_by(client, tenant, served.adapter)
     if generation.rules is not None:
         compiled = await service.compiled(served, generation.rules, client)
         generation = generation.under(compiled)

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ class Served:
     names        all that it is called
     created      when it was loaded, in seconds since 1970
     fingerprint  changes when the model, the configuration or the version does
+    adapter      number of the adapter that requests of this name run with; -1 = none
     """
 
     loaded: Frontend
@@ -54,6 +55,12 @@ class Served:
     created: int
     fingerprint: str
     meter: Meter
+    adapter: int = -1
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters beside the model, by number."""
+        return [str(one["name"]) for one in self.loaded.info.get("adapters", ())]
 
     def events(self) -> EventQueue:
         """Make a queue where the news of one HTTP request comes in."""
@@ -134,9 +141,11 @@ class Service(InFlight):
         accepted, unless `strict` or --strict-model-names: then ApiError, 404 for another.
         """
         served = self.enter()
+        if model in (adapters := served.adapters):
+            return replace(served, name=model, adapter=adapters.index(model))
         strict = strict or self.settings.strict_model_names
         if strict and model is not None and model not in served.names:
-            raise unknown_model(model, served.names)
+            raise unknown_model(model, (*served.names, *adapters))
         return served
 
     async def compiled(self, served: Served, rules: Rules, client: str) -> Constraint:

@@ -82,12 +82,13 @@ class Generation:
         requests = tuple(replace(request, grammar=grammar) for request in self.requests)
         return replace(self, requests=requests, rules=None, unenforced=grammar.unenforced)
 
-    def sent_by(self, client: str, tenant: str) -> "Generation":
-        """Return the same generation with the client and tenant of its HTTP request
+    def sent_by(self, client: str, tenant: str, adapter: int) -> "Generation":
+        """Return the same generation with the client, tenant and adapter of its HTTP request
         (engine.request.Request).
         """
         requests = tuple(
-            replace(request, client=client, tenant=tenant) for request in self.requests
+            replace(request, client=client, tenant=tenant, adapter=adapter)
+            for request in self.requests
         )
         return replace(self, requests=requests)
 

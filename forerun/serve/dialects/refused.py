@@ -37,7 +37,8 @@ OF_LLAMA = {
     "/slots/{id}": "Caches of sequences are not saved or restored one by one: with --kv-store "
     "the server keeps those of prompts on disk and finds them by itself; prefixes in memory are "
     "cached automatically, and /flush_cache drops them.",
-    "/lora-adapters": "There is one set of weights, and no adapters.",
+    "/lora-adapters": "Adapters are named when the server starts (--lora-modules), and chosen "
+    "by the model's name.",
     "/props": "Properties are those that the server was started with.",
 }
 """Routes of llama.cpp's server that change things, and why this server has none."""

@@ -162,6 +162,24 @@ _LABELLED: tuple[
         ("source", "position"),
         lambda s: ((count.source, count.depth - 1, count.accepted) for count in s.by_source),
     ),
+    (
+        "forerun:adapter_steps",
+        "Steps that emitted tokens, by LoRA adapter.",
+        ("adapter",),
+        lambda s: ((count.name, count.steps) for count in s.by_adapter),
+    ),
+    (
+        "forerun:adapter_draft_tokens",
+        "Draft tokens verified, by LoRA adapter.",
+        ("adapter",),
+        lambda s: ((count.name, count.verified) for count in s.by_adapter),
+    ),
+    (
+        "forerun:adapter_accepted_draft_tokens",
+        "Draft tokens accepted, by LoRA adapter.",
+        ("adapter",),
+        lambda s: ((count.name, count.accepted) for count in s.by_adapter),
+    ),
     ("forerun:step_part_seconds", "Time of steps.", ("part",), lambda s: s.seconds.items()),
     (
         "forerun:kv_store_misses",

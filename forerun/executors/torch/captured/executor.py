@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from forerun.checkpoints.adapter import LoraAdapter
 from forerun.draft_shape import DraftShape
 from forerun.errors import EngineError
 from forerun.executors.device_choice import device_nodes
@@ -93,10 +94,16 @@ class CapturedExecutor(Executor):
         # longer than that is the host's.
         self._rounds, self._seconds, self._read = 0, 0.0, 0.0
 
+    def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
+        """Run these adapters in eager steps: a step in which a row has one is not captured."""
+        self.eager.adapt(adapters)
+
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot, with all its sampling parameters."""
         self._sampler.open(slot_init)
         self._shaped.open(slot_init)
+        if self.eager.slot_adapters is not None:
+            self.eager.slot_adapters.open(slot_init)
 
     def close(self, slot: int) -> None:
         """Forget a slot's sequence. Its pages are the caller's."""
@@ -159,6 +166,9 @@ class CapturedExecutor(Executor):
         size = Size(len(slots), nodes)
         more = masked or not self._sampler.choosing.on_device[slots].all()
         more = more or self._sampler.reports(slots)
+        adapters = self.eager.slot_adapters
+        if adapters is not None and adapters.of(slots) is not None:
+            return None
         if nodes > MOST_NODES or size.total > self._scored or (more and self.eager.group):
             return None
         if more:

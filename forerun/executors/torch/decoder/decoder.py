@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from forerun.checkpoints.adapter import LoraAdapter
 from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.executors.torch.decoder.adapters import Adapting, RowAdapters
 from forerun.executors.torch.decoder.beside import BesideExperts, TokenVector, TokenVectors
 from forerun.executors.torch.decoder.elementwise import (
     PLAIN,
@@ -62,6 +64,7 @@ class HeadsProjections:
         self._arch, self._parts, self._wide = arch, parts, spec.wide_qk_norm
         normed, cached = spec.qk_norm or spec.wide_qk_norm, arch.cache_of(spec)
         own = "q" if spec.reads is not None else "qk" if spec.attention.keyed_values else "qkv"
+        self._prefix, self._own = prefix, own
         self._size, self._kv_heads = cached.head_size, cached.kv_heads if "k" in own else 0
         self._q_norm = weights.norm(f"{prefix}.q_norm.weight") if normed else None
         self._k_norm = self._q_norm  # Of no key, where another layer's are read.
@@ -82,6 +85,13 @@ class HeadsProjections:
     def linears(self) -> tuple[Product, ...]:
         """Its matrix products."""
         return self._qkv, self._out, *([] if self._gate is None else [self._gate])
+
+    def adapt(self, adapting: Adapting) -> None:
+        """Let adapters add to the products."""
+        heads = {"q": self._arch.heads, "k": self._kv_heads, "v": self._kv_heads}
+        widths = {f"{self._prefix}.{part}_proj": self._size * heads[part] for part in self._own}
+        self._qkv = adapting(self._qkv, list(widths.items()))
+        self._out = adapting(self._out, [(f"{self._prefix}.o_proj", self._arch.hidden)])
 
     def heads(self, x: Tensor, rotary: Rotary) -> Heads:
         """Return heads, not yet normed or rotated, of rows [M,H] at the positions of `rotary`."""
@@ -164,6 +174,23 @@ class Block:
         more = [part for part in (self._beside, self._vector) if part is not None]
         own = *self._attention.linears, *self._feed_forward.linears
         return *own, *(linear for part in more for linear in part.linears)
+
+    def adapt(self, adapting: Adapting, layer: int) -> None:
+        """Let adapters add to the products of this layer."""
+        if isinstance(self._attention, HeadsProjections):
+            self._attention.adapt(adapting)
+        spec, prefix = self._spec, f"model.layers.{layer}.mlp"
+        if not isinstance(spec.feed_forward, Dense):
+            return
+        width, (gate_up, down) = spec.feed_forward.width, self._feed_forward.linears
+        both = [(f"{prefix}.{part}_proj", width) for part in ("gate", "up")]
+        gate_up, down = (
+            adapting(gate_up, both),
+            adapting(down, [(f"{prefix}.down_proj", self._arch.hidden)]),
+        )
+        if (gate_up, down) != self._feed_forward.linears:
+            gate = self._parts.gate_for(spec.activation)
+            self._feed_forward = FeedForward(gate_up, down, gate)
 
     def enter(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the residual stream [M,H] entering this layer, x + more, and the input of its
@@ -325,11 +352,21 @@ class Decoder(Ends):
         self.ropes = arch.ropes
         self._rope_of = [self.ropes.index(arch.rope_of(spec)) for spec in arch.layer_specs]
         self.frequencies = torch.from_numpy(frequency_table(self.ropes)).to(device)
+        self.adapters = RowAdapters()
         in_float32 = device.type == "cpu" and dtype == torch.float32
         if in_float32 and products is Linear and parts is PLAIN:
             linears = [linear for block in self._blocks for linear in block.linears]
             linears += [] if self._vectors is None else self._vectors.linears
             self.row_sizes = invariant_sizes([*linears, self.head])
+
+    def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
+        """Run these adapters for the rows that `adapters` names in a step."""
+        adapting = Adapting(adapters, self.adapters, self.embedding.device, self.dtype)
+        for layer, block in enumerate(self._blocks):
+            block.adapt(adapting, layer)
+        if self.row_sizes:
+            alike = set(invariant_sizes(adapting.linears))
+            self.row_sizes = tuple(size for size in self.row_sizes if size in alike)
 
     def rotary(self, positions: Tensor) -> tuple[Rotary, ...]:
         """Return cos and sin, float32[M,E/2] each, of positions int64[M]; in the order of

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from forerun.checkpoints.adapter import LoraAdapter
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
 from forerun.errors import ConfigError
@@ -110,6 +111,13 @@ class ParallelExecutor(TorchExecutor):
             self.ranks.close()
             raise
         self.sampler = HostSampler(limits.slots, limits.vocab)
+
+    def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
+        """Raise ConfigError: ranks run no adapters."""
+        raise ConfigError(
+            f"lora-modules needs tp-size 1, not {self.shared.tp.size}: ranks run no adapters; "
+            "merge them into the weights."
+        )
 
     def watch(self, failed: Callable[[str], None]) -> None:
         """Have `failed` called with a sentence, once, from some thread, when a rank is gone."""

@@ -41,11 +41,11 @@ async def embeddings(request: Request) -> Response:
 
 
 async def adapters(request: Request) -> Response:
-    """GET /lora-adapters: an empty list, for there is one set of weights. 503 while nothing can
-    answer.
+    """GET /lora-adapters: the adapters that requests may name as their model. 503 while nothing
+    can answer.
     """
-    service_of(request).enter()
-    return Json([])
+    found = service_of(request).enter().loaded.info.get("adapters", ())
+    return Json([{"id": i, **one, "scale": 1.0} for i, one in enumerate(found)])
 
 
 async def props(request: Request) -> Response:

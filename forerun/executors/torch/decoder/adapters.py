@@ -1,0 +1,99 @@
+"""LoRA adapters in torch: low-rank products beside a decoder's own, for the rows that have them.
+
+A step runs an adapter's products on all its rows, at the row counts that keep bits (layers.py), and
+takes the sum where the row has that adapter: so bits depend on no other row.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.checkpoints.adapter import LoraAdapter, LowRank
+from forerun.executors.torch.decoder.layers import Linear, Product
+from forerun.speculative.tree import TreeBatch
+from forerun.types import Ints
+
+
+class RowAdapters:
+    """The adapters of the current step.
+
+    active  (number of an adapter, bool[M,1] whether a row has it)
+    """
+
+    def __init__(self) -> None:
+        self.active: list[tuple[int, Tensor]] = []
+
+    def begin(
+        self, adapters: Ints | None, trees: TreeBatch, rows: int, device: torch.device
+    ) -> None:
+        """Begin a step of `rows` rows, padding included, whose trees have adapters int32[B]; None:
+        none has any.
+        """
+        self.active = []
+        if adapters is None:
+            return
+        nodes = np.full(rows, -1, np.int32)
+        nodes[: len(trees.tokens)] = np.repeat(adapters, np.diff(trees.start))
+        for number in np.unique(adapters[adapters >= 0]).tolist():
+            mask = torch.from_numpy(nodes == number).to(device)
+            self.active.append((number, mask[:, None]))
+
+
+class AdaptedProduct:
+    """A product with what adapters add to some of its columns.
+
+    linears  the products of adapters
+    """
+
+    def __init__(
+        self, base: Product, rows: RowAdapters, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.shape, self.linears = base.shape, list[Linear]()
+        self._base, self._rows, self._device, self._dtype = base, rows, device, dtype
+        self._parts: dict[int, list[tuple[slice, Linear, Linear]]] = {}
+
+    def add(self, number: int, columns: slice, one: LowRank) -> None:
+        """Have an adapter add to these columns."""
+        down, up = (
+            Linear(torch.from_numpy(np.array(each)).to(self._device, self._dtype))
+            for each in (one.down, one.up)
+        )
+        self._parts.setdefault(number, []).append((columns, down, up))
+        self.linears += [down, up]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M,K] -> [M,N]."""
+        y = self._base(x)
+        for number, mask in self._rows.active:
+            for columns, down, up in self._parts.get(number, ()):
+                part = y[:, columns]
+                y[:, columns] = torch.where(mask, part + up(down(x)), part)
+        return y
+
+
+class Adapting:
+    """Wraps products of a decoder whose matrices some adapter changes.
+
+    linears  the products of adapters that it made
+    """
+
+    def __init__(
+        self,
+        adapters: tuple[LoraAdapter, ...],
+        rows: RowAdapters,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._adapters, self._how = adapters, (rows, device, dtype)
+        self.linears: list[Linear] = []
+
+    def __call__(self, product: Product, parts: list[tuple[str, int]]) -> Product:
+        """Return the product of these matrices, (canonical name, rows), one above the other."""
+        found, begin = AdaptedProduct(product, *self._how), 0
+        for name, width in parts:
+            for number, adapter in enumerate(self._adapters):
+                if (one := adapter.matrices.get(name)) is not None:
+                    found.add(number, slice(begin, begin + width), one)
+            begin += width
+        self.linears += found.linears
+        return found if found.linears else product

@@ -1,0 +1,128 @@
+"""LoRA adapters beside the weights: the text of merged weights, mixed in one batch, in any chunks,
+with any drafts.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.checkpoints.adapter import read_adapter
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.control.policy import FixedPolicy
+from forerun.drafters.ngram import NgramDrafter
+from forerun.engine.options import EngineOptions
+from forerun.engine.thread import Engine
+from forerun.executors import cpu
+from forerun.executors.cpu import AdaptedCpuExecutor
+from forerun.executors.torch import TorchExecutor
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.grammars import NoGrammars
+from tests.engine.test_embeddings import embed, vector
+from tests.engine.toys import TOKENIZER, ask, run
+from tests.models import tiny
+from tests.models.lora import merged, save_adapter
+
+NATIVE = pytest.mark.skipif(bool(cpu.available()), reason="the native core is not built")
+KINDS = [TorchExecutor, pytest.param(AdaptedCpuExecutor, marks=NATIVE)]
+LIMITS = ExecutorLimits(16, 64, 6, 40, 160, tiny.VOCAB)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A model, two adapters of different ranks and modules, and the models that they make."""
+    folder = tmp_path_factory.mktemp("adapters")
+    hf = tiny.model("qwen3", max_position_embeddings=512)
+    checkpoint = FolderCheckpoint(tiny.save_folder(hf, folder / "base"))
+    some = r"model\.layers\.1\.(self_attn\.[qv]_proj|mlp\.down_proj)"
+    folders = [
+        save_adapter(hf, folder / "one", 1, rank=4),
+        save_adapter(hf, folder / "two", 2, some, rank=9, use_rslora=True),
+    ]
+    names = ("one", "two")
+    adapters = tuple(map(read_adapter, names, folders, [checkpoint.architecture] * 2))
+    models = [hf]
+    for each in folders:
+        other = tiny.model("qwen3", max_position_embeddings=512)
+        weights = {name: torch.from_numpy(value) for name, value in merged(hf, each).items()}
+        other.load_state_dict(weights)
+        models.append(other)
+    return checkpoint, adapters, models
+
+
+def engine_on(executor, adapters, draft):
+    policy, lookup = FixedPolicy(*(draft, draft)), NgramDrafter(executor.limits.slots)
+    named = tuple((one.name, one.digest) for one in adapters)
+    options = EngineOptions(adapters=named)
+    return Engine(executor, lookup, policy, TOKENIZER, NoGrammars(), options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_those_of_merged_weights(world, kind):
+    checkpoint, adapters, models = world
+    executor = kind(checkpoint, LIMITS)
+    executor.adapt(adapters)
+    random = np.random.default_rng(3)
+    texts = [random.integers(8, 250, n).astype(np.int32) for n in (70, 5)]
+    asked = [
+        replace(ask(f"{t}{a}", text, 12, stop_tokens=()), adapter=a)
+        for t, text in enumerate(texts)
+        for a in (-1, 0, 1)
+    ]
+    vectors = [replace(embed(f"v{a}", b"some words"), adapter=a) for a in (-1, 0, 1)]
+    together = run(engine_on(executor, adapters, 0), *asked, *vectors, check=False)
+    drafted = run(engine_on(executor, adapters, 4), *asked, *vectors, check=False)
+    for number, one in enumerate(asked):
+        hf = models[one.adapter + 1]
+        tokens = together.tokens(one.id)
+        assert tokens == drafted.tokens(one.id)
+        alone = run(engine_on(executor, adapters, 3 * (number % 2)), one, check=False)
+        assert alone.tokens(one.id) == tokens
+        with torch.inference_mode():
+            ids = torch.from_numpy(np.concatenate([one.prompt, tokens[:-1]]).astype(np.int64))
+            logits = hf(ids[None]).logits[0, len(one.prompt) - 1 :]
+        best = logits.max(-1).values
+        assert (best - logits[torch.arange(12), tokens] < 1e-3).all()
+    for one in vectors:
+        with torch.inference_mode():
+            ids = torch.tensor(list(b"some words"))[None]
+            states = models[one.adapter + 1].model(ids).last_hidden_state[0].mean(0)
+        np.testing.assert_allclose(vector(together, one.id), states, atol=1e-4)
+    assert len({tuple(together.tokens(f"0{a}")) for a in (-1, 0, 1)}) == 3
+    executor.shutdown()
+
+
+@NATIVE
+def test_quantised_weights_and_their_adapters_read_the_same_numbers(world):
+    """In few bits: near the merged model's hidden states, and with the same bits in any batch."""
+    checkpoint, adapters, models = world
+    executor = AdaptedCpuExecutor(checkpoint, LIMITS, 2, dtype="q8_0")
+    executor.adapt(adapters)
+    asked = [replace(embed(f"v{a}", b"some words that are read"), adapter=a) for a in (-1, 0, 1)]
+    more = replace(ask("text", "Hello", 20), adapter=1)
+    together = run(engine_on(executor, adapters, 4), *asked, more, check=False)
+    for one in asked:
+        alone = run(engine_on(executor, adapters, 0), one, check=False)
+        assert vector(alone, one.id).tobytes() == vector(together, one.id).tobytes()
+        with torch.inference_mode():
+            ids = torch.from_numpy(one.prompt.astype(np.int64))[None]
+            states = models[one.adapter + 1].model(ids).last_hidden_state[0].mean(0).numpy()
+        found = vector(alone, one.id)
+        assert np.dot(found, states) / np.linalg.norm(found) / np.linalg.norm(states) > 0.995
+    executor.shutdown()
+
+
+def test_cached_prefixes_are_apart_by_adapter(world):
+    checkpoint, adapters, _ = world
+    executor = TorchExecutor(checkpoint, LIMITS)
+    executor.adapt(adapters)
+    engine = engine_on(executor, adapters, 0)
+    cached = []
+    for number, adapter in enumerate((-1, 0, 1, 0, -1)):
+        one = replace(ask(f"r{number}", "The same beginning of all. " * 3, 3), adapter=adapter)
+        cached.append(run(engine, one, check=False).of(one.id)[0].cached_tokens)
+    assert cached[:3] == [0, 0, 0] and cached[3] == cached[4] > 0
+    counts = {one.name: one for one in engine.stats().by_adapter}
+    assert counts.keys() == {"one", "two"} and counts["one"].steps > 0
+    executor.shutdown()

@@ -1,0 +1,80 @@
+"""A server with LoRA adapters: each is a model by its name."""
+
+import pytest
+from starlette.testclient import TestClient
+
+from forerun.build.engine import load
+from forerun.errors import ConfigError
+from forerun.options.config import EngineConfig, ServeSettings
+from forerun.serve.app import create_app
+from tests.models import tiny
+from tests.models.lora import save_adapter
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    hf = tiny.model("llama", max_position_embeddings=512)
+    base = tiny.save_folder(hf, folder / "base")
+    return base, [save_adapter(hf, folder / name, seed) for seed, name in enumerate("ab")]
+
+
+@pytest.fixture(scope="module")
+def client(folders):
+    base, adapters = folders
+    named = tuple(f"{path.name}={path}" for path in adapters)
+    config = EngineConfig(model=str(base), device="cpu", lora_modules=named, kv_tokens=512)
+    loaded = load(config)
+    settings = ServeSettings(served_name=("base",), strict_model_names=True)
+    with TestClient(create_app(loaded, settings)) as client:
+        while client.get("/health").status_code != 200:
+            pass
+        yield client
+
+
+def text(client, model, **more):
+    body = {"model": model, "prompt": "Hello", "max_tokens": 12, "temperature": 0, **more}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    return answer.json()["choices"][0]["text"]
+
+
+def test_each_adapter_is_a_model(client):
+    texts = {model: text(client, model) for model in ("base", "a", "b")}
+    assert len(set(texts.values())) == 3
+    off = {"speculative": {"enabled": False}}
+    assert texts == {model: text(client, model, **off) for model in texts}
+    answer = client.post("/v1/completions", json={"model": "c", "prompt": "a"})
+    assert answer.status_code == 404 and "'a', 'b'" in answer.text
+    vectors = [
+        client.post("/v1/embeddings", json={"model": m, "input": "Hi"}).json()["data"]
+        for m in texts
+    ]
+    assert vectors[0] != vectors[1] != vectors[2]
+
+
+def test_they_are_listed(client, folders):
+    cards = {one["id"]: one for one in client.get("/v1/models").json()["data"]}
+    assert cards.keys() == {"base", "a", "b"}
+    assert (cards["a"]["parent"], cards["a"]["root"]) == ("base", str(folders[1][0]))
+    assert client.get("/v1/models/b").json() == cards["b"]
+    listed = client.get("/lora-adapters").json()
+    assert [(one["id"], one["name"], one["scale"]) for one in listed] == [(0, "a", 1), (1, "b", 1)]
+
+
+def test_acceptance_is_counted_by_adapter(client):
+    text(client, "b")
+    page = client.get("/metrics").text
+    lines = [line for line in page.splitlines() if line.startswith("forerun:adapter_steps")]
+    assert any('adapter="b"' in line and not line.endswith(" 0.0") for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [({"executor": "jax"}, "the executor jax runs no adapters"), ({"model": "toy"}, "the toy")],
+)
+def test_where_none_can_run_it_is_said(folders, more, word):
+    base, (adapter, _) = folders
+    with pytest.raises(ConfigError, match=word):
+        load(EngineConfig(**{"model": str(base), "lora_modules": (f"a={adapter}",), **more}))
