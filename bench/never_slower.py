@@ -36,8 +36,8 @@ from forerun.drafts.ngram_table import NgramTable
 from forerun.engine.request import Request
 from forerun.interface.plan import Plan
 from forerun.measure.paired import median_interval
-from forerun.measure.prove import Completions, encode
-from forerun.measure.sweep import Pair, answers, pair
+from forerun.measure.prove import Completions, answers, encode
+from forerun.measure.sweep import Pair, pair
 from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
 from forerun.speculative.tree import Draft

@@ -38,5 +38,5 @@ def write_folder(model: Any, folder: Path) -> None:
     checkpoint = model.checkpoint
     tensors = {name: checkpoint.tensor(name) for name in checkpoint.names()}
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    model.tokenizer.backend.save(str(folder / "tokenizer.json"))
+    model.tokenizer.save(folder / "tokenizer.json")
     (folder / "chat_template.jinja").write_text(model.chat_template)

@@ -55,7 +55,7 @@ from forerun.hub.catalog import Model, open_model
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter, TableDrafter
 from forerun.interface.executor import Executor
-from forerun.machine import memory_available, stamp
+from forerun.machine import memory_available, stamp, trim_memory
 from forerun.options.config import NATIVE_DTYPES, NEUTRAL, EngineConfig
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
@@ -482,6 +482,7 @@ def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
         return tokenizer, _chat(template_source(config, template), tokenizer)
     model = open_model(config.model, revision=config.revision)
     model.tokenizer.warm_up()
+    trim_memory()
     return model.tokenizer, _chat(template_source(config, model.chat_template), model.tokenizer)
 
 

@@ -14,6 +14,7 @@ from forerun.cli.main import explained
 from forerun.cli.start_log import model_facts
 from forerun.client.engine_worker import run
 from forerun.client.messages import Start
+from forerun.machine import trim_memory
 from forerun.options.config import EngineConfig
 from forerun.serve.observe.logs import configure_logs
 
@@ -42,6 +43,7 @@ def load_started(start: Start, told: Progress) -> tuple[Loaded, dict[str, str]]:
     configure_logs(options["level"], options["format"])
     quiet = logging.getLogger().level > logging.INFO
     loaded = load_served(start.config, quiet or options["format"] == "json", told)
+    trim_memory()
     return loaded, model_facts(loaded, began)
 
 

@@ -120,8 +120,6 @@ def _write_tokenizer(name: str, folder: Path) -> int:
     with bars() as report:
         model = open_model(name, report)
     tokenizer = model.tokenizer
-    if tokenizer.backend is None:
-        raise ModelError(f"{model.name} has no tokenizer that could be written")
     settings: dict[str, Any] = tokenizer.names | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.architecture.context,
@@ -130,7 +128,7 @@ def _write_tokenizer(name: str, folder: Path) -> int:
         settings["chat_template"] = model.chat_template
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        tokenizer.save(folder / "tokenizer.json")
         text = json.dumps(settings, indent=1, ensure_ascii=False)
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
     except OSError as error:

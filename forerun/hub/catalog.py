@@ -10,6 +10,7 @@ from forerun.checkpoints import folder as folders
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.gguf.parts import read_gguf
 from forerun.errors import ModelError
 from forerun.hub import huggingface, wheel
 from forerun.hub.reference import HubReference, NoGgufError, hub_reference
@@ -206,7 +207,7 @@ def _open_hub(
 def _open_gguf(name: str, path: Path, context: int | None) -> Model:
     checkpoint = GgufCheckpoint(path, context)
     try:
-        tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
+        tokenizer = Tokenizer.from_gguf(checkpoint.metadata, lambda: read_gguf(path).metadata)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     key = "tokenizer.chat_template"
@@ -214,6 +215,7 @@ def _open_gguf(name: str, path: Path, context: int | None) -> Model:
     template = folders.joined_templates(f"{path}: {key}", default, with_tools)
     stated = {key: checkpoint.metadata.get(place) for key, place in _GGUF_SAMPLING.items()}
     sampling = RECOMMENDED.get(name) or folders.sampling_defaults(str(path), stated)
+    checkpoint.drop_vocabulary()
     return _model(name, checkpoint, tokenizer, template, sampling)
 
 

@@ -1,13 +1,15 @@
 """Encoders of a `tokenizer.json` that know no control strings, for each place in a text."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from threading import Lock
 from typing import Any
 
 import tokenizers
+from tokenizers import models
 
 from forerun.errors import ModelError, RequestError
 
@@ -31,12 +33,13 @@ class Encoders:
     """Encodes text in which no control string counts: it cannot produce a control token, whatever
     the text says. Safe to share between threads.
 
-    The encoders are made when the first text is encoded, which an engine behind a server never
-    does. They run without the interpreter's lock, which `tokenizers` lets go of for batches only.
+    The encoders are made, from what `document` returns, when the first text is encoded: an engine
+    behind a server may never do so, and they are most of a tokenizer's memory. They run without the
+    interpreter's lock, which `tokenizers` lets go of for batches only.
     """
 
-    def __init__(self, spec: Spec, controls: set[str]) -> None:
-        self._spec, self._controls = spec, controls
+    def __init__(self, document: Callable[[], Spec], controls: set[str]) -> None:
+        self._document, self._controls = document, controls
         self._lock = Lock()
         self._made: dict[TextPlace, tokenizers.Tokenizer] = {}
 
@@ -53,7 +56,9 @@ class Encoders:
     def _encoded(self, text: str, place: TextPlace) -> list[int]:
         with self._lock:
             if not self._made:
-                self._made = _for_places(without_controls(self._spec, self._controls))
+                with _refused():
+                    spec = without_controls(self._document(), self._controls)
+                    self._made = _for_places(spec)
         encoder = self._made[place]
         try:
             ids: list[int] = encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -80,20 +85,63 @@ def without_controls(spec: Spec, controls: set[str]) -> Spec:
 
 
 def _for_places(spec: Spec) -> dict[TextPlace, tokenizers.Tokenizer]:
-    """Return an encoder for each place; one for all if places make no difference. Raises
-    ModelError.
+    """Return an encoder for each place, which share one model; one for all where places make no
+    difference.
     """
     made: list[tuple[Spec, tokenizers.Tokenizer]] = []
     found: dict[TextPlace, tokenizers.Tokenizer] = {}
+    model = _bpe(spec["model"])
     for place in TextPlace:
         steps = {
             name: _mapped(spec.get(name), partial(_at, place))
             for name in ("normalizer", "pre_tokenizer")
         }
         same = next((encoder for known, encoder in made if known == steps), None)
-        found[place] = same or built(spec | steps)
+        found[place] = same or _encoder(model, steps, spec.get("added_tokens") or [])
         made.append((steps, found[place]))
     return found
+
+
+def _bpe(model: Spec) -> models.BPE:
+    """Make the model without a document in between, which would take three times as long."""
+    merges = [
+        tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]
+    ]
+    rest = {name: model[name] for name in _OF_BPE if model.get(name) is not None}
+    return models.BPE(model["vocab"], merges, **rest)
+
+
+_OF_BPE = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
+
+
+def _encoder(model: models.BPE, steps: Spec, added: list[Spec]) -> tokenizers.Tokenizer:
+    parts = tokenizers.Tokenizer.from_str(json.dumps(steps | {"model": {**_NO_MODEL}}))
+    encoder = tokenizers.Tokenizer(model)
+    if parts.normalizer is not None:
+        encoder.normalizer = parts.normalizer
+    if parts.pre_tokenizer is not None:
+        encoder.pre_tokenizer = parts.pre_tokenizer
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    encoder.add_tokens(
+        [
+            tokenizers.AddedToken(
+                token["content"], **{name: bool(token.get(name)) for name in flags}
+            )
+            for token in added
+        ]
+    )
+    return encoder
+
+
+_NO_MODEL: Spec = {"type": "BPE", "vocab": {}, "merges": []}
+
+
+def check_parts(spec: Spec) -> None:
+    """Raise ModelError if a `tokenizer.json` document cannot be built, but for its vocabulary and
+    merges, which are looked at when they are needed.
+    """
+    empty = dict.fromkeys(("post_processor", "truncation", "padding"))
+    built(spec | empty | {"model": _NO_MODEL, "added_tokens": []})
 
 
 def _at(place: TextPlace, step: Spec) -> Spec | None:
@@ -122,8 +170,19 @@ def _mapped(step: Spec | None, change: Callable[[Spec], Spec | None]) -> Spec | 
 
 def built(spec: Spec) -> tokenizers.Tokenizer:
     """Build the tokenizer of a `tokenizer.json` document. Raises ModelError."""
-    try:
+    with _refused():
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Return a context manager that makes a ModelError of what the library cannot build, a panic
+    included.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and not _of_rust(error):
             raise

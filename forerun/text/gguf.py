@@ -7,6 +7,8 @@ merging (`tokenizer.ggml.pre`), which `pre_tokenizers` defines.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from forerun.errors import ModelError
 from forerun.text.pieces import SPACE_MARK
 from forerun.text.pre_tokenizers import NOT_BYTE_LEVEL, PRE_TOKENIZERS, PreTokenizer
@@ -60,10 +62,12 @@ class GgufTokenizer(NamedTuple):
     twins: dict[int, str]
 
 
-def tokenizer_json(metadata: Mapping[str, Any]) -> GgufTokenizer:
+def tokenizer_json(metadata: Mapping[str, Any], merges: bool = True) -> GgufTokenizer:
     """Read a GGUF file's tokenizer.
 
     metadata  the file's keys as plain Python values
+    merges    False leaves them out, which only encoding needs: of 262k scored tokens they take
+              seconds
 
     Raises ModelError that names the key where one is missing, wrong or of an unknown kind.
     """
@@ -76,14 +80,13 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> GgufTokenizer:
         )
     twins, types = _without_twins(tokens, types)
     if kind == "gpt2":
-        spec = _byte_level(metadata, tokens, types)
+        spec = _byte_level(metadata, tokens, types, merges)
         begin = _pre_tokenizer(metadata).begins
     elif kind == "llama":
-        spec = _sentence_piece(metadata, tokens, types, _scored(metadata, tokens, types))
+        spec = _sentence_piece(metadata, tokens, types, _scored(metadata, tokens, types, merges))
         begin = True
     elif kind == "gemma4":
-        merges = [merge.split(" ", 1) for merge in _strings(metadata, "tokenizer.ggml.merges")]
-        spec = _sentence_piece(metadata, tokens, types, merges)
+        spec = _sentence_piece(metadata, tokens, types, _stated(metadata, merges))
         spec["pre_tokenizer"] = _LINES
         begin = True
     else:
@@ -122,14 +125,13 @@ def _without_twins(
 
 
 def _byte_level(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], merged: bool
 ) -> dict[str, Any]:
     pre = _pre_tokenizer(metadata)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     steps = [split | {"pattern": {"Regex": regex}} for regex in pre.splits]
     steps.append(level | {"use_regex": False})
-    merges = [merge.split(" ", 1) for merge in _strings(metadata, "tokenizer.ggml.merges")]
     return {
         "normalizer": {"type": "NFC"} if pre.composed else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -138,7 +140,7 @@ def _byte_level(
             "type": "BPE",
             "ignore_merges": pre.whole_words,
             "vocab": _vocab(tokens, types),
-            "merges": merges,
+            "merges": _stated(metadata, merged),
         },
     }
 
@@ -158,21 +160,29 @@ _LINES = {"type": "Split", "pattern": {"Regex": "\\n+"}, "behavior": "Isolated",
 """Gemma 4's text is cut at runs of line breaks, and nowhere else."""
 
 
+def _stated(metadata: Mapping[str, Any], merged: bool) -> list[list[str]]:
+    """Return the merges that the file lists, none unless `merged`. Raises ModelError."""
+    merges = _strings(metadata, "tokenizer.ggml.merges")
+    return [merge.split(" ", 1) for merge in merges] if merged else []
+
+
 def _scored(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
-) -> list[list[str]]:
-    """Return the merges that the tokens' scores imply. Raises ModelError without scores."""
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], merged: bool
+) -> list[tuple[str, str]]:
+    """Return the merges that the tokens' scores imply, none unless `merged`. Raises ModelError
+    without scores.
+    """
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise ModelError("tokenizer.ggml.scores is missing or not as long as the tokens")
-    return _merges(tokens, types, scores)
+    return _merges(tokens, types, scores) if merged else []
 
 
 def _sentence_piece(
     metadata: Mapping[str, Any],
     tokens: Sequence[str],
     types: Sequence[int],
-    merges: list[list[str]],
+    merges: Sequence[Sequence[str]],
 ) -> dict[str, Any]:
     """Return a tokenizer like Llama 2's tokenizer.json: a space is added before the text, and after
     control tokens, even if there is one, so that decoding can remove it.
@@ -208,22 +218,28 @@ def _sentence_piece(
 
 def _merges(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
-) -> list[list[str]]:
+) -> list[tuple[str, str]]:
     """Return the merges that a SentencePiece vocabulary implies: best score first.
 
     Every way to cut a token into two tokens is a merge with that token's score. Ties between
     tokens go to the longer left part, then to the longer right part, as in transformers.
     """
     index = {token: id for id, token in enumerate(tokens) if types[id] == NORMAL}
-    merges: list[tuple[float, int, int, str, str]] = []
-    for token in index:
-        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
-        pairs = [pair for pair in cuts if pair[0] in index and pair[1] in index]
-        pairs.sort(key=lambda pair: (index[pair[0]], index[pair[1]]))
-        score = float(scores[index[token]])
-        merges += [(score, len(left), len(right), left, right) for left, right in pairs]
-    merges.sort(key=lambda entry: entry[:3], reverse=True)
-    return [[left, right] for *_, left, right in merges]
+    merges: list[tuple[str, str]] = []
+    ranks: list[float] = []
+    for token, id in index.items():
+        pairs: list[tuple[int, int, str, str]] = []
+        for at in range(1, len(token)):
+            left = index.get(token[:at])
+            right = None if left is None else index.get(token[at:])
+            if left is not None and right is not None:
+                pairs.append((left, right, token[:at], token[at:]))
+        for *_, before, behind in sorted(pairs):
+            merges.append((before, behind))
+            ranks += (-len(behind), -len(before), -float(scores[id]))
+    # By the last key first; equal ones keep their order.
+    order = np.lexsort(np.array(ranks, np.float64).reshape(-1, 3).T)
+    return [merges[place] for place in order.tolist()]
 
 
 def _vocab(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:

@@ -9,16 +9,15 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError, RequestError
-from forerun.text.encoders import Encoders, built
+from forerun.text.encoders import Encoders, built, check_parts
 from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import UNKNOWN, LengthBound, length_bound
 from forerun.text.pieces import Pieces, pieces_of
@@ -95,7 +94,6 @@ class Tokenizer:
     names           texts of special tokens by what chat templates call them: bos_token, eos_token
                     and the like, as far as there are any
     leading_spaces  spaces that decoding takes off the front at most (SentencePiece: 1)
-    backend         the `tokenizers.Tokenizer`, or None where there is none (byte level)
     """
 
     def __init__(
@@ -104,13 +102,14 @@ class Tokenizer:
         pieces: Pieces,
         added: Iterable[AddedToken],
         ends: TextEnds,
-        backend: tokenizers.Tokenizer | None = None,
+        whole: Callable[[], dict[str, Any]] | None = None,
         bound: Callable[[], LengthBound] = lambda: UNKNOWN,
         within: Callable[[str], list[int]] | None = None,
     ) -> None:
         """Hold the parts of a tokenizer.
 
         plain   encodes parts of a text
+        whole   returns its `tokenizer.json` document; None = there is none
         within  encodes what goes on behind other text; None = as any later part
         """
         self.added = {token.text: token for token in added}
@@ -120,7 +119,7 @@ class Tokenizer:
         self.bos_id = ends.bos_id
         self.suffix = ends.suffix
         self.leading_spaces = pieces.leading_spaces
-        self.backend = backend
+        self._whole = whole
         self._plain = plain
         self._within = within or (lambda text: plain(text, False))
         self._bound = bound
@@ -161,13 +160,26 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, Any],
+        again: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> Self:
         """Make a tokenizer from the `tokenizer.*` keys of a GGUF file, as plain Python values.
+
+        again  returns the keys once more, when a text is encoded; None = `metadata` is kept
 
         Raises ModelError that names the key where one is missing or of an unknown kind.
         """
-        spec = tokenizer_json(metadata)
-        return cls._from_json(spec.spec, spec.eos_ids, spec.bos_id, twins=spec.twins)
+        known = tokenizer_json(metadata, merges=False)
+        again = again or (lambda: metadata)
+        return cls._from_json(
+            known.spec,
+            known.eos_ids,
+            known.bos_id,
+            lambda: tokenizer_json(again()).spec,
+            twins=known.twins,
+        )
 
     @classmethod
     def from_file(
@@ -189,18 +201,8 @@ class Tokenizer:
         Raises ModelError if the file cannot be read, exceeds the limits (check_limits), or is of
         an unsupported kind.
         """
-        try:
-            spec = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
-        if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
-            raise ModelError(f"{path} is not a tokenizer.json: it has no object named 'model'")
-        if spec["model"].get("type") != "BPE":
-            raise ModelError(
-                f"{path}: the tokenizer's model is {spec['model'].get('type')!r}; "
-                "only 'BPE' is supported"
-            )
-        return cls._from_json(spec, tuple(eos_ids), bos_id, names or {}, most=most)
+        whole = partial(_document, Path(path), most)
+        return cls._from_json(whole(), tuple(eos_ids), bos_id, whole, names or {})
 
     @classmethod
     def _from_json(
@@ -208,18 +210,22 @@ class Tokenizer:
         spec: dict[str, Any],
         eos_ids: tuple[int, ...],
         bos_id: int | None,
+        whole: Callable[[], dict[str, Any]],
         names: Mapping[str, str | None] | None = None,
         twins: Mapping[int, str] | None = None,
-        most: int | None = None,
     ) -> Self:
+        """Of a `tokenizer.json` document, of which nothing is kept but small parts: `whole` returns
+        it again, with its merges, when a text is encoded.
+        """
         try:
-            spec = spec if most is None else without_foreign(spec, most)
             spec = served(spec)
             check_limits(spec)
             added = [_added_token(token) for token in spec.get("added_tokens") or []]
             pieces = pieces_of(spec, twins)
-            backend = built(spec)
-            codec = Encoders(spec, {token.text for token in added if token.control})
+            check_parts(spec)
+            vocab = spec["model"]["vocab"] | {token.text: token.id for token in added}
+            controls = {token.text for token in added if token.control}
+            codec = Encoders(lambda: _checked(whole()), controls)
             around = prefix_of(spec), suffix_of(spec)
         except ModelError:
             raise
@@ -227,15 +233,22 @@ class Tokenizer:
             raise ModelError(f"the tokenizer cannot be built: {error!r}") from error
         named = names or {}
         # Text that is no token cannot be sampled: it ends nothing.
-        known = {name: backend.token_to_id(text) for name, text in named.items() if text}
+        known = {name: vocab.get(text) for name, text in named.items() if text}
         eos_id = known.get("eos_token")
         if eos_id is not None:
             eos_ids = tuple(dict.fromkeys([*eos_ids, eos_id]))
         bos_id = known.get("bos_token") if "bos_token" in named else bos_id
         ends = TextEnds(eos_ids, bos_id, *around, named)
         texts = [token.text for token in added]
-        bound = cache(lambda: length_bound(spec, pieces.bytes, texts))
-        return cls(codec, pieces, added, ends, backend, bound, codec.within)
+        parts = {name: value for name, value in spec.items() if name != "model"}
+        bound = cache(lambda: length_bound(parts, pieces.bytes, texts))
+        return cls(codec, pieces, added, ends, whole, bound, codec.within)
+
+    def save(self, path: Path) -> None:
+        """Write a `tokenizer.json`. Raises OSError, ModelError for a tokenizer of bytes."""
+        if self._whole is None:
+            raise ModelError("a tokenizer of bytes has no file")
+        path.write_text(built(self._whole()).to_str(pretty=True), encoding="utf-8")
 
     def warm_up(self) -> None:
         """Make what the first text that is encoded would wait for, a fraction of a second: an
@@ -339,6 +352,34 @@ class Tokenizer:
         """Return the first non-empty piece of a text without the spaces that encoding put there."""
         spaces = len(piece) - len(piece.lstrip(b" "))
         return piece[min(spaces, self.leading_spaces) :]
+
+
+def _document(path: Path, most: int | None) -> dict[str, Any]:
+    """Read a `tokenizer.json`, without added tokens whose ids are not below `most`. Raises
+    ModelError.
+    """
+    try:
+        spec = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
+    if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
+        raise ModelError(f"{path} is not a tokenizer.json: it has no object named 'model'")
+    if spec["model"].get("type") != "BPE":
+        raise ModelError(
+            f"{path}: the tokenizer's model is {spec['model'].get('type')!r}; "
+            "only 'BPE' is supported"
+        )
+    try:
+        return spec if most is None else without_foreign(spec, most)
+    except Exception as error:  # A part of another type than it must have.
+        raise ModelError(f"{path}: the tokenizer cannot be built: {error!r}") from error
+
+
+def _checked(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a document that is served. Raises ModelError if it exceeds a limit."""
+    spec = served(spec)
+    check_limits(spec)
+    return spec
 
 
 def matcher(strings: Iterable[str]) -> re.Pattern[str]:

@@ -153,7 +153,7 @@ def test_a_folder_with_its_weights(capsys, tmp_path):
         (("--model-shape", "tiny", "--device-memory", "0"), "--device-memory is 0"),
         (("--model-shape", "tiny", "--device-memory", "nan"), "--device-memory is nan"),
         (("--model-shape", "tiny", "--device-memory", "inf"), "--device-memory is inf"),
-        (("--model-shape", "tiny", *DRAFT, "/no/such", *CARD), "it has no config.json"),
+        (("--model-shape", "tiny", *DRAFT, "/no/such", *CARD), "there is no config.json in it"),
         (("/no/such/folder",), "no file or folder"),
     ],
 )

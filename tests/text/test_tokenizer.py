@@ -414,7 +414,7 @@ def test_ends_are_declared_first_then_well_known():
 )
 def test_bad_gguf_metadata_names_the_key(change, message):
     with pytest.raises(ModelError, match=message):
-        Tokenizer.from_gguf(gguf_metadata("smollm") | change)
+        Tokenizer.from_gguf(gguf_metadata("smollm") | change).warm_up()
 
 
 @pytest.mark.parametrize(
@@ -615,11 +615,11 @@ def test_what_only_encoding_needs_is_made_when_a_text_is_encoded(monkeypatch):
     spec = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}
     cuts = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     spec["decoder"] = {"type": "ByteLevel", **cuts}
-    found = Tokenizer._from_json(spec, (), None)
+    found = Tokenizer._from_json(spec, (), None, lambda: spec)
     assert found.decode([0, 1]) == "ab" and not made
     found.warm_up()
     assert found.encode("ba").tolist() == [1, 0] and len(made) == 1
-    broken = Tokenizer._from_json(spec, (), None)
-    monkeypatch.setattr(encoders.json, "dumps", lambda spec: "no JSON")
+    broken = Tokenizer._from_json(spec, (), None, lambda: spec)
+    monkeypatch.setattr(encoders.models, "BPE", {}.pop)
     with pytest.raises(ModelError, match="cannot be built"):
         broken.warm_up()

@@ -135,7 +135,7 @@ def vocabulary(name: str) -> Tokenizer:
     if name in REAL:
         return Tokenizer.from_gguf(_real(name))
     spec = sentence_piece("prepend", BIG) if name == "large" else SMALL[name]
-    return Tokenizer._from_json(spec, (2,), 1)
+    return Tokenizer._from_json(spec, (2,), 1, lambda: spec)
 
 
 def _data() -> Path | None:

@@ -47,6 +47,13 @@ class GgufCheckpoint:
         """Everything the header says; the tokenizer and chat template live here."""
         return self._file.metadata
 
+    def drop_vocabulary(self) -> None:
+        """Drop the lists of tokens, scores and merges from `metadata`, tens of megabytes; the
+        tokenizer reads them again where it needs them.
+        """
+        for name in ("tokens", "scores", "token_type", "merges"):
+            self.metadata.pop(f"tokenizer.ggml.{name}", None)
+
     def names(self) -> tuple[str, ...]:
         """Return the canonical names of all tensors (arch.expected_tensors)."""
         return tuple(self._stored)
