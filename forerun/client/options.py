@@ -29,6 +29,7 @@ class EngineArgs(TypedDict, total=False):
     """How to run a model: fields of `EngineConfig`, which explains and checks them."""
 
     revision: str | None
+    lora_modules: tuple[str, ...]
     chat_template: str | None
     sampling_defaults: str
     executor: str

@@ -206,7 +206,7 @@ def test_mxfp4_scales_out_of_range_are_named():
     check_fp4(rows, "here")
     for outside in (103, 144):
         rows[1, 17] = outside
-        with pytest.raises(ModelError, match=r"here: MXFP4 scales"):
+        with pytest.raises(ModelError, match=r"here: a scale of MXFP4"):
             check_fp4(rows, "here")
     rows[1, 17] = 143
     check_fp4(rows, "here")

@@ -25,7 +25,7 @@ class Scripted(ToyExecutor):
         logits[best] = 0
         return logits
 
-    def _verify_row(self, prefix, trees, row, best):
+    def _verify_row(self, prefix, trees, row, best, state):
         nodes, root = trees.nodes(row), trees.root(row)
         known = np.concatenate([prefix, trees.tokens[nodes.start : root + 1]])
         below = {root: known}

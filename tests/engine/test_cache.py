@@ -272,7 +272,7 @@ def test_an_index_s_check_sees_a_page_that_is_kept_and_free():
     (page,) = table.pages
     table.release()
     shared._free.append(page)
-    with pytest.raises(AssertionError, match=r"8 free [+] 0 held [+] 1 kept pages are not 8"):
+    with pytest.raises(AssertionError, match=r"8 free [+] 0 held [+] 1 evictable pages are not 8"):
         shared.check()
 
 

@@ -324,7 +324,7 @@ def test_what_it_refuses(checkpoint, warm, prompt):
         JaxExecutor(whole, limits(tiny.VOCAB, max_nodes=1 << 24, slots=1 << 22))
     with pytest.raises(ConfigError, match="dtype is 'int3'"):
         JaxExecutor(whole, SMALL, JaxOptions(dtype="int3"))
-    with pytest.raises(ConfigError, match="vocabulary of 320, but its executor was planned for 5"):
+    with pytest.raises(ConfigError, match="vocabulary is 5, the model's 320"):
         JaxExecutor(whole, limits(5))
     with pytest.raises(ConfigError, match="context is 1024, the model was made for 512"):
         JaxExecutor(whole, limits(tiny.VOCAB, context=1024))

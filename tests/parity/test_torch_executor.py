@@ -207,7 +207,7 @@ def test_what_it_refuses(checkpoint, executor, prompt):
         TorchExecutor(whole, limits(tiny.VOCAB), dtype="int3")
     with pytest.raises(ConfigError, match="no device 'abacus'"):
         TorchExecutor(whole, limits(tiny.VOCAB), device="abacus")
-    with pytest.raises(ConfigError, match="vocabulary of 320, but its executor was planned for 5"):
+    with pytest.raises(ConfigError, match="vocabulary is 5, the model's 320"):
         TorchExecutor(whole, limits(5))
     with pytest.raises(ConfigError, match="context is 1024, the model was made for 512"):
         TorchExecutor(whole, limits(tiny.VOCAB, context=1024))

@@ -461,7 +461,7 @@ def test_models_of_a_file_have_options_of_their_own(tmp_path):
         ("a: {model: toy, contxt: 80}", "models.yaml, a: There is no option --contxt"),
         ("a: {model: toy, context: many}", "context in .*models.yaml, a takes a whole number"),
         ("a: {model: toy, context: -8}", "models.yaml, a: context"),
-        ("a: {model: toy, lora: x}", "adapters are not loaded"),
+        ("a: {model: toy, lora: x}", "use --lora-modules"),
         ("a: 7", "models.yaml, a: options of a model are lines"),
         ("- toy", "must hold lines"),
         ("", "names no model"),

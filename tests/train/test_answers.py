@@ -158,7 +158,7 @@ def test_shares_of_temperatures():
 
 
 def test_shares_of_more_than_all_are_refused():
-    with pytest.raises(ConfigError, match=r"greedy 0\.75 and hot 0\.5 are shares"):
+    with pytest.raises(ConfigError, match=r"greedy is 0\.75 and hot is 0\.5: these shares"):
         TrainConfig(greedy=0.75, hot=0.5)
 
 
