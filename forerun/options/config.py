@@ -330,6 +330,10 @@ class EngineConfig:
             raise ConfigError(
                 f"tp-size is {self.tp_size}, but the toy model runs in one process: leave it out."
             )
+        if self.toy and self.device not in ("auto", "cpu"):
+            raise ConfigError(
+                f"device is {self.device}, but the toy model runs on the CPU: leave it out."
+            )
 
     def _check_device(self) -> None:
         if self.ep_size > self.tp_size:

@@ -24,6 +24,7 @@ KINDS = [EngineConfig, ServeSettings, AskConfig]
         (EngineConfig, {"device": "xpu"}, "cuda"),
         (EngineConfig, {"device": "cuda", "executor": "cpu"}, "torch executor"),
         (EngineConfig, {"model": "toy", "executor": "torch"}, "toy"),
+        (EngineConfig, {"model": "toy", "device": "cuda"}, "toy model runs on the CPU"),
         (EngineConfig, {"executor": "cpu", "dtype": "bfloat16"}, "dtype is bfloat16, but the cpu"),
         (EngineConfig, {"executor": "jax", "dtype": "file"}, "dtype is file, but the jax"),
         (EngineConfig, {"model": "smollm2-135m", "executor": "toy"}, "toy"),

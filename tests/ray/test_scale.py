@@ -39,7 +39,7 @@ def test_numbers_that_cannot_be_are_refused(words):
     [
         ({}, "device is cuda, but gpus is 0: .*; set gpus=1"),
         (
-            {"model": "smollm2-135m", "gpus": 1, "tp-size": 2},
+            {"gpus": 1, "tp-size": 2},
             "device is cuda, but gpus is 1: .*; set gpus=2",
         ),
     ],
@@ -47,8 +47,8 @@ def test_numbers_that_cannot_be_are_refused(words):
 def test_gpus_that_nobody_reserves(words, says):
     """Half a GPU is one that replicas share."""
     with pytest.raises(ConfigError, match=says):
-        read({"model": "toy", "device": "cuda"} | words)
-    assert read({"model": "toy", "device": "cuda", "gpus": 0.5})[2].gpus == 0.5
+        read({"model": "smollm2-135m", "device": "cuda"} | words)
+    assert read({"model": "smollm2-135m", "device": "cuda", "gpus": 0.5})[2].gpus == 0.5
 
 
 @pytest.mark.parametrize(
