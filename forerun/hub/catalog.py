@@ -10,7 +10,6 @@ from forerun.checkpoints import folder as folders
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
-from forerun.checkpoints.gguf.parts import read_gguf
 from forerun.errors import ModelError
 from forerun.hub import huggingface, wheel
 from forerun.hub.reference import HubReference, NoGgufError, hub_reference
@@ -207,7 +206,7 @@ def _open_hub(
 def _open_gguf(name: str, path: Path, context: int | None) -> Model:
     checkpoint = GgufCheckpoint(path, context)
     try:
-        tokenizer = Tokenizer.from_gguf(checkpoint.metadata, lambda: read_gguf(path).metadata)
+        tokenizer = Tokenizer.from_gguf(checkpoint.metadata, checkpoint.whole_metadata)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     key = "tokenizer.chat_template"

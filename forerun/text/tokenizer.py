@@ -7,6 +7,7 @@ done on bytes, because a token may hold half a character.
 
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -201,8 +202,9 @@ class Tokenizer:
         Raises ModelError if the file cannot be read, exceeds the limits (check_limits), or is of
         an unsupported kind.
         """
-        whole = partial(_document, Path(path), most)
-        return cls._from_json(whole(), tuple(eos_ids), bos_id, whole, names or {})
+        spec, packed = _document(Path(path), most)
+        whole = partial(_unpacked, packed)
+        return cls._from_json(spec, tuple(eos_ids), bos_id, whole, names or {})
 
     @classmethod
     def _from_json(
@@ -214,8 +216,8 @@ class Tokenizer:
         names: Mapping[str, str | None] | None = None,
         twins: Mapping[int, str] | None = None,
     ) -> Self:
-        """Of a `tokenizer.json` document, of which nothing is kept but small parts: `whole` returns
-        it again, with its merges, when a text is encoded.
+        """Return the tokenizer of a `tokenizer.json` document, which it does not keep: `whole`
+        returns it again, with its merges, when a text is encoded.
         """
         try:
             spec = served(spec)
@@ -251,8 +253,9 @@ class Tokenizer:
         path.write_text(built(self._whole()).to_str(pretty=True), encoding="utf-8")
 
     def warm_up(self) -> None:
-        """Make what the first text that is encoded would wait for, a fraction of a second: an
-        engine behind a server, which is given ids, encodes none. Raises ModelError.
+        """Make the encoders, for which the first text would wait: a fraction of a second, with
+        262k scored tokens some seconds. An engine behind a server, which gets ids, needs none but
+        for grammars. Raises ModelError.
         """
         self.encode_part("", first=True)
         self.least_tokens("")
@@ -354,9 +357,9 @@ class Tokenizer:
         return piece[min(spaces, self.leading_spaces) :]
 
 
-def _document(path: Path, most: int | None) -> dict[str, Any]:
-    """Read a `tokenizer.json`, without added tokens whose ids are not below `most`. Raises
-    ModelError.
+def _document(path: Path, most: int | None) -> tuple[dict[str, Any], bytes]:
+    """Read a `tokenizer.json`, without added tokens whose ids are not below `most`. Returns it,
+    and the same compressed, for `_unpacked`: the file may change or go. Raises ModelError.
     """
     try:
         spec = json.loads(path.read_text(encoding="utf-8"))
@@ -370,9 +373,16 @@ def _document(path: Path, most: int | None) -> dict[str, Any]:
             "only 'BPE' is supported"
         )
     try:
-        return spec if most is None else without_foreign(spec, most)
+        spec = spec if most is None else without_foreign(spec, most)
+        return spec, zlib.compress(json.dumps(spec).encode(), 1)
     except Exception as error:  # A part of another type than it must have.
         raise ModelError(f"{path}: the tokenizer cannot be built: {error!r}") from error
+
+
+def _unpacked(packed: bytes) -> dict[str, Any]:
+    """Return the document that `_document` compressed."""
+    spec: dict[str, Any] = json.loads(zlib.decompress(packed))
+    return spec
 
 
 def _checked(spec: dict[str, Any]) -> dict[str, Any]:

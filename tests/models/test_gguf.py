@@ -64,6 +64,15 @@ def test_quantised_rows_come_back_in_canonical_order(family, kind, tmp_path):
         np.testing.assert_array_equal(packed.rows, raw.view(np.uint8))
 
 
+def test_vocabulary_is_read_again_from_a_file_that_is_deleted(tmp_path):
+    checkpoint = GgufCheckpoint(tiny.write_gguf(tiny.model("llama"), tmp_path / "x.gguf"))
+    known = dict(checkpoint.metadata)
+    checkpoint.drop_vocabulary()
+    (tmp_path / "x.gguf").unlink()
+    assert checkpoint.metadata.keys() < known.keys()
+    assert checkpoint.whole_metadata() == known
+
+
 def test_rows_that_were_given_back_are_read_again(tmp_path):
     checkpoint = GgufCheckpoint(tiny.write_gguf(tiny.model("llama"), tmp_path / "x.gguf", "Q8_0"))
     for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"):

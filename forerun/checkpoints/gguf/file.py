@@ -4,7 +4,7 @@ from pathlib import Path
 
 from forerun.checkpoints.checkpoint import check_whole
 from forerun.checkpoints.gguf.config import architecture_of
-from forerun.checkpoints.gguf.header import GgufFile, Value
+from forerun.checkpoints.gguf.header import GgufFile, Value, parsed_header
 from forerun.checkpoints.gguf.naming import AnyStored, divided, stored_tensors
 from forerun.checkpoints.gguf.parts import read_gguf
 from forerun.checkpoints.mapped import Packed
@@ -48,11 +48,15 @@ class GgufCheckpoint:
         return self._file.metadata
 
     def drop_vocabulary(self) -> None:
-        """Drop the lists of tokens, scores and merges from `metadata`, tens of megabytes; the
-        tokenizer reads them again where it needs them.
+        """Drop the lists of tokens, scores and merges from `metadata`, tens of megabytes;
+        `whole_metadata` returns them again.
         """
         for name in ("tokens", "scores", "token_type", "merges"):
             self.metadata.pop(f"tokenizer.ggml.{name}", None)
+
+    def whole_metadata(self) -> dict[str, Value]:
+        """Read the header once more, from the mapping: the file may have been moved or deleted."""
+        return parsed_header(self._file.path, self._file.data).metadata
 
     def names(self) -> tuple[str, ...]:
         """Return the canonical names of all tensors (arch.expected_tensors)."""

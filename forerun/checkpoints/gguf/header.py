@@ -62,7 +62,11 @@ class GgufFile(TensorFile):
 
 def read_header(path: Path) -> GgufFile:
     """Map `path` and check its header. ModelError for anything out of order."""
-    data = mapped(path)
+    return parsed_header(path, mapped(path))
+
+
+def parsed_header(path: Path, data: NDArray[np.uint8]) -> GgufFile:
+    """Check the header of a file that is mapped. Raises ModelError as `read_header`."""
     cursor = _Cursor(path, data)
     try:
         if cursor.take(4) != b"GGUF":
