@@ -4,6 +4,7 @@ A module's weight W becomes W + scale B A, with B [out,r] and A [r,in]. Nothing 
 run both products beside the base's.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -111,10 +112,9 @@ class _Scaling:
         self._rooted = keys.flag("use_rslora", False)
         keys.require("bias", "none")
         self._alphas: dict[str, Any] = keys.get("alpha_pattern", {})
-        for pattern, alpha in self._alphas.items():
-            if re.fullmatch(r"[\w.]+", pattern) is None or not isinstance(alpha, int | float):
-                message = "names of modules without wildcards, and their alphas"
-                raise keys.unfit("alpha_pattern", self._alphas, message)
+        if not isinstance(self._alphas, dict) or not all(map(_is_alpha, self._alphas.items())):
+            message = "names of modules without wildcards, and their alphas"
+            raise keys.unfit("alpha_pattern", self._alphas, message)
         keys.refuse_the_rest(
             lambda name, value: name in _HARMLESS or value is False or value in ({}, [], "")
         )
@@ -124,6 +124,13 @@ class _Scaling:
         named = (a for key, a in self._alphas.items() if f".{module}".endswith(f".{key}"))
         alpha = float(next(named, self._alpha))
         return alpha / (rank**0.5 if self._rooted else rank)
+
+
+def _is_alpha(item: tuple[str, Any]) -> bool:
+    """Return whether an item of alpha_pattern is a module's name and a number."""
+    pattern, alpha = item
+    number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    return number and math.isfinite(alpha) and re.fullmatch(r"[\w.]+", pattern) is not None
 
 
 def _pairs(file: TensorFile) -> dict[str, dict[str, str]]:
