@@ -194,7 +194,7 @@ struct Unit {
     Alike alike;  // the longest: counted from `first`
 };
 
-// Keys or values of one head of one layer: so many bytes of each place.
+// Where a layer's keys or values of one head are: the first byte, and the bytes of each place.
 struct Plane {
     uint8_t* at;
     size_t bytes;
@@ -288,7 +288,7 @@ public:
     // Empty, or what was wrong.
     std::string copy_final_hidden_states(const int32_t* nodes, int count, float* out);
 
-    // Room for so many adapters of ranks up to `rank`; then what one adds to a matrix (0 to 6 of a layer),
+    // Makes room for `count` adapters of ranks up to `rank`; sets what one adds to a matrix (0 to 6 of a layer),
     // down float[rank][inputs] and up float[channels][rank], copied. Empty, or what was wrong.
     std::string open_adapters(int count, int rank);
     std::string set_adapter(int adapter, int layer, int which, const float* down, const float* up,

@@ -75,7 +75,7 @@ void Model::feed_beside(const Layer& at, int nodes, int thread) {
         put_norm(mixed, at.mixed_norm, sizes.norm_eps, hidden, mixed);
         for (int i = 0; i < hidden; i++) mixed[i] += fed[i];
     }
-    // Whoever ends the branch has the same rows.
+    // The branch's end divides the rows among threads alike, so no barrier is needed.
 }
 
 }  // namespace forerun

@@ -354,7 +354,7 @@ def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result 
 
 def with_draft(needs: Needs, draft: AnyDraft, item: int | None, slots: int) -> Needs:
     """Return a model's needs with those of its draft model: weights, keys and values of all layers,
-    scratch of a node, and the ring of features, for so many slots.
+    scratch of a node, and the ring of features of all slots.
 
     item  bytes of a number; None: at most 8 bits of weights, 16 of keys and values
     """

@@ -72,8 +72,8 @@ class TensorParallel:
     shared_whole: bool = False
 
     def span(self, length: int) -> slice:
-        """Return its part of an axis of so many numbers: the ranks' parts follow each other, and
-        differ in length by one at most.
+        """Return this rank's part of an axis of `length` numbers: the ranks' parts follow each
+        other, and differ in length by one at most.
         """
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
@@ -210,9 +210,7 @@ def _check_experts(arch: Architecture, tp: TensorParallel) -> None:
 
 
 def _resized(tp: TensorParallel, size: int) -> TensorParallel:
-    """Return `tp` for so many ranks: the groups of experts grow with them where each rank is
-    one.
-    """
+    """Return `tp` for `size` ranks: the groups of experts grow with them where each rank is one."""
     experts = size if tp.experts == tp.size else tp.experts if size > 1 else 1
     return TensorParallel(0, size, experts, tp.shared_whole)
 

@@ -127,7 +127,7 @@ class LiveCosts:
         return self.plain(rows, cached, False) / self.plain(rows, cached, True)
 
     def ratio(self, rows: int, nodes: int, cached: int, hopeful: bool = False) -> float:
-        """Return the time of a step of so many nodes in plain steps, without drafting.
+        """Return the time of a step of `nodes` nodes, in plain steps, without drafting.
 
         cached   cached tokens that the rows see without draft tokens
         hopeful  return less, the longer no step had so many nodes

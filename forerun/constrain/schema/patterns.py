@@ -154,7 +154,7 @@ class _Tries:
         self._inner = 0
 
     def for_length(self, length: int) -> float:
-        """Return the most tries at one place of a text of so many characters."""
+        """Return the most tries at one place of a text of `length` characters."""
         if self._endless or self._unbounded > 8 or self._doubled > 30:
             return inf
         return (length + 1.0) ** self._unbounded * 2.0**self._doubled
