@@ -61,6 +61,43 @@ FORERUN_INLINE Columns changed_and_read(Columns* state, const float* key, Column
     return by_halves(sums, half + rows % 2);
 }
 
+// The sums of two rows, `apart` from each other, in `one_pass`.
+struct TwoSums {
+    Columns read, there;
+
+    FORERUN_MEMBER TwoSums operator+(const TwoSums& other) const {
+        return {read + other.read, there + other.there};
+    }
+};
+
+// Do for a token what `changed_and_read` does and for the token after it what `decayed` does, in one
+// pass over the state: a token of a prompt reads and writes it once instead of twice. Returns the
+// same sums, for eight rows that are added up before any others are, `rows / 8` apart from each
+// other, are added up as they are made. `rows` is a multiple of 8.
+FORERUN_INLINE TwoSums one_pass(Columns* state, const float* key, Columns change, const float* query,
+                                const float* next_key, float next_decay, int rows, Columns* sums) {
+    const int apart = rows / 8;
+    const Columns share = all_columns(next_decay);
+    Columns* const read = sums;
+    Columns* const there = sums + apart;
+    for (int k = 0; k < apart; k++) {
+        Columns before[8];  // All are read first: rows that are 4 kB apart wait for each other.
+        for (int i = 0; i < 8; i++) before[i] = state[k + i * apart];
+        const auto one = [&](int i) {
+            const int row = k + i * apart;
+            const Columns now = before[i] + all_columns(key[row]) * change;
+            const Columns next = now * share;
+            state[row] = next;
+            return TwoSums{now * all_columns(query[row]), next * all_columns(next_key[row])};
+        };
+        const auto two = [&](int i) { return one(i) + one(i + 4); };
+        const TwoSums all = (two(0) + two(2)) + (two(1) + two(3));
+        read[k] = all.read;
+        there[k] = all.there;
+    }
+    return {by_halves(read, apart), by_halves(there, apart)};
+}
+
 // Columns [first, first + FORERUN_COLUMNS) of one head of the states of one tree.
 FORERUN_INLINE void some_columns(const DeltaStep& s, int tree, int head, int first, float* scratch) {
     const int rows = s.key_size, begin = s.start[tree], known = s.known[tree];
@@ -82,6 +119,8 @@ FORERUN_INLINE void some_columns(const DeltaStep& s, int tree, int head, int fir
         root[k] = Columns{};
         memcpy(&root[k], at + (size_t)k * s.value_size, bytes);
     }
+    Columns there{};  // The products of the state with the key of the node that comes.
+    bool passed = false;
     for (int node = begin; node < s.start[tree + 1]; node++) {
         const int draft = node - begin - known;
         Columns *state = root, *before = root;
@@ -96,9 +135,16 @@ FORERUN_INLINE void some_columns(const DeltaStep& s, int tree, int head, int fir
         const float* key = s.keys + of_key;
         Columns value{};
         memcpy(&value, s.values + of_value, bytes);
-        const Columns there = decayed(before, state, key, s.decay[of_head], rows, sums);
+        if (!passed) there = decayed(before, state, key, s.decay[of_head], rows, sums);
         const Columns change = (value - there) * all_columns(s.beta[of_head]);
-        if (s.queries) {
+        passed = draft < -1 && s.targets[node] < 0 && s.queries && rows % 8 == 0;
+        if (passed) {
+            const size_t next = of_key + (size_t)s.key_heads * rows;
+            const TwoSums both = one_pass(root, key, change, s.queries + of_key, s.keys + next,
+                                          s.decay[of_head + s.value_heads], rows, sums);
+            memcpy(s.out + of_value, &both.read, bytes);
+            there = both.there;
+        } else if (s.queries) {
             const Columns found =
                 changed_and_read(state, key, change, s.queries + of_key, rows, sums);
             memcpy(s.out + of_value, &found, bytes);

@@ -50,7 +50,11 @@ DROPPED = ("RemoteProtocolError", "ReadError", "WriteError", "ConnectError", "Ti
 EMPTY = "the answer was empty"
 """How the client calls an answer of one token that is half a character, or a control token."""
 DEFAULT = "smollm2-135m"
-RANDOM = {"random-1b": "tinyllama", "random-lfm2.5-1.2b": "lfm2.5-1.2b"}
+RANDOM = {
+    "random-1b": "tinyllama",
+    "random-lfm2.5-1.2b": "lfm2.5-1.2b",
+    "random-qwen3.5-0.8b": "qwen3.5-0.8b",
+}
 """Models that are made on first use -> a shape of random_gguf.py."""
 console = Console(stderr=True)
 

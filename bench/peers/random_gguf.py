@@ -5,7 +5,8 @@
 
 tinyllama (the default): 1.1 billion weights, 667 MB of Q4_K, and Q6_K for the output head and for
 half of the value and down projections. lfm2.5-1.2b: 1.2 billion, short convolutions in ten of
-sixteen layers, a tied head. Tokenizer and chat template are those of words.gguf (the default
+sixteen layers, a tied head. qwen3.5-0.8b: gated delta nets in 18 of 24, a tied head over 248,320
+tokens. Tokenizer and chat template are those of words.gguf (the default
 model), its vocabulary cut short or filled up, so that prompts have as many tokens as usual. Its
 text means nothing; the time it takes is a real model's.
 """
@@ -27,7 +28,9 @@ HALVES = {KINDS.Q4_K: (144, (0, 2)), KINDS.Q6_K: (210, (208,))}
 class Shape:
     """Sizes as in the model's published configuration.
 
-    attends  the layers that attend, if others convolve over WINDOW tokens; () = all attend
+    attends  the layers that attend; () = all do. Others are lfm2's short convolutions over WINDOW
+             tokens, or qwen35's delta nets of NET_HEADS heads of NET_SIZE numbers
+    rotated  numbers of a head that are rotated; 0 = all
     tied     the output head is the embedding
     """
 
@@ -42,19 +45,27 @@ class Shape:
     context: int
     theta: float
     attends: tuple[int, ...] = ()
+    rotated: int = 0
     tied: bool = False
 
-    def convolves(self, layer: int) -> bool:
-        """Whether a convolution stands in attention's place."""
+    def recurrent(self, layer: int) -> bool:
+        """Whether a convolution or a delta net stands in attention's place."""
         return bool(self.attends) and layer not in self.attends
 
 
 WINDOW = 3
+NET_HEADS, NET_SIZE, NET_WINDOW = 16, 128, 4
 SHAPES = {
     "tinyllama": Shape("llama", 22, 2048, 32, 4, 64, 5632, 32000, 16384, 1e4),
     "lfm2.5-1.2b": Shape(
         *("lfm2", 16, 2048, 32, 8, 64, 8192, 65536, 128000, 1e6),
         attends=(2, 5, 8, 10, 12, 14),
+        tied=True,
+    ),
+    "qwen3.5-0.8b": Shape(
+        *("qwen35", 24, 1024, 8, 2, 256, 3584, 248320, 262144, 1e7),
+        attends=(3, 7, 11, 15, 19, 23),
+        rotated=64,
         tied=True,
     ),
 }
@@ -81,16 +92,8 @@ def matrices(shape: Shape) -> dict[str, tuple[Any, int, int]]:
     for layer in range(layers):
         fine = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
         kind = more if fine else few
-        if shape.convolves(layer):
-            found[f"blk.{layer}.shortconv.in_proj"] = few, 3 * hidden, hidden
-            found[f"blk.{layer}.shortconv.out_proj"] = few, hidden, hidden
-        else:
-            found |= {
-                f"blk.{layer}.attn_q": (few, hidden, hidden),
-                f"blk.{layer}.attn_k": (few, keys, hidden),
-                f"blk.{layer}.attn_v": (kind, keys, hidden),
-                f"blk.{layer}.attn_output": (few, hidden, hidden),
-            }
+        mixer = _recurrent(shape) if shape.recurrent(layer) else _attention(shape, kind)
+        found |= {f"blk.{layer}.{name}": what for name, what in mixer.items()}
         found |= {
             f"blk.{layer}.ffn_gate": (few, shape.ffn, hidden),
             f"blk.{layer}.ffn_up": (few, shape.ffn, hidden),
@@ -99,18 +102,55 @@ def matrices(shape: Shape) -> dict[str, tuple[Any, int, int]]:
     return found
 
 
+def _attention(shape: Shape, value: Any) -> dict[str, tuple[Any, int, int]]:
+    few, hidden = KINDS.Q4_K, shape.hidden
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    gated = 2 if shape.arch == "qwen35" else 1
+    return {
+        "attn_q": (few, gated * queries, hidden),
+        "attn_k": (few, keys, hidden),
+        "attn_v": (value, keys, hidden),
+        "attn_output": (few, hidden, queries),
+    }
+
+
+def _recurrent(shape: Shape) -> dict[str, tuple[Any, int, int]]:
+    few, hidden, inner = KINDS.Q4_K, shape.hidden, NET_HEADS * NET_SIZE
+    if shape.arch == "lfm2":
+        return {
+            "shortconv.in_proj": (few, 3 * hidden, hidden),
+            "shortconv.out_proj": (few, hidden, hidden),
+        }
+    return {
+        "attn_qkv": (few, 3 * inner, hidden),
+        "attn_gate": (few, inner, hidden),
+        "ssm_alpha": (few, NET_HEADS, hidden),
+        "ssm_beta": (few, NET_HEADS, hidden),
+        "ssm_out": (few, hidden, inner),
+    }
+
+
 def vectors(shape: Shape, random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Name in the file -> norms of ones, and convolutions."""
-    ones = np.ones(shape.hidden, np.float32)
-    found = {"token_embd_norm" if shape.attends else "output_norm": ones}
+    """Name in the file -> norms of ones, convolutions, and a delta net's decays."""
+    ones, lfm = np.ones(shape.hidden, np.float32), shape.arch == "lfm2"
+    found = {"token_embd_norm.weight" if lfm else "output_norm.weight": ones}
+    second = "post_attention_norm" if shape.arch == "qwen35" else "ffn_norm"
     for layer in range(shape.layers):
-        found |= {f"blk.{layer}.{name}": ones for name in ("attn_norm", "ffn_norm")}
-        if shape.convolves(layer):
-            kernel = random.normal(0, 0.5, (shape.hidden, WINDOW)).astype(np.float32)
-            found[f"blk.{layer}.shortconv.conv"] = kernel
-        elif shape.attends:
-            for name in ("attn_q_norm", "attn_k_norm"):
-                found[f"blk.{layer}.{name}"] = ones[: shape.head_size]
+        own = {f"{name}.weight": ones for name in ("attn_norm", second)}
+        if not shape.recurrent(layer) and shape.attends:
+            own |= {f"attn_{part}_norm.weight": ones[: shape.head_size] for part in "qk"}
+        elif lfm and shape.recurrent(layer):
+            kernel = random.normal(0, 0.5, (shape.hidden, WINDOW))
+            own["shortconv.conv.weight"] = kernel.astype(np.float32)
+        elif shape.recurrent(layer):
+            kernel = random.normal(0, 0.5, (3 * NET_HEADS * NET_SIZE, NET_WINDOW))
+            own |= {
+                "ssm_conv1d.weight": kernel.astype(np.float32),
+                "ssm_norm.weight": ones[:NET_SIZE],
+                "ssm_a": -random.uniform(1, 16, NET_HEADS).astype(np.float32),
+                "ssm_dt.bias": random.uniform(-6, -2, NET_HEADS).astype(np.float32),
+            }
+        found |= {f"blk.{layer}.{name}": array for name, array in own.items()}
     return found
 
 
@@ -145,13 +185,23 @@ def write(path: Path, words: Path, shape: Shape) -> None:
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
-    if shape.attends:
+    if shape.arch == "lfm2":
         writer.add_shortconv_l_cache(WINDOW)
-        each = [0 if shape.convolves(layer) else shape.kv_heads for layer in range(shape.layers)]
+        each = [0 if shape.recurrent(layer) else shape.kv_heads for layer in range(shape.layers)]
         writer.add_head_count_kv(each)
     else:
         writer.add_head_count_kv(shape.kv_heads)
-    writer.add_rope_dimension_count(shape.head_size)
+    if shape.arch == "qwen35":
+        writer.add_key_length(shape.head_size)
+        writer.add_value_length(shape.head_size)
+        writer.add_ssm_conv_kernel(NET_WINDOW)
+        writer.add_ssm_inner_size(NET_HEADS * NET_SIZE)
+        writer.add_ssm_state_size(NET_SIZE)
+        writer.add_ssm_time_step_rank(NET_HEADS)
+        writer.add_ssm_group_count(NET_HEADS)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_uint32("qwen35.full_attention_interval", 4)
+    writer.add_rope_dimension_count(shape.rotated or shape.head_size)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(shape.theta)
     writer.add_vocab_size(shape.vocab)
@@ -161,7 +211,7 @@ def write(path: Path, words: Path, shape: Shape) -> None:
     for name, (kind, rows, columns) in matrices(shape).items():
         writer.add_tensor(f"{name}.weight", blocks(random, kind, rows, columns), raw_dtype=kind)
     for name, array in vectors(shape, random).items():
-        writer.add_tensor(f"{name}.weight", array)
+        writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from forerun.serve.bodies.fields import shown
@@ -175,13 +176,15 @@ def parse_json(body: bytes) -> Any:
 
 
 def dump_json(value: Any) -> bytes:
-    """Encode as compact JSON in UTF-8; what is not valid Unicode becomes a question mark. Beside
-    the event loop it is slower, and lets go of the interpreter's lock again and again: the loop
-    goes on.
+    """Encode as compact JSON in UTF-8; a lone surrogate becomes a question mark. Beside the event
+    loop it is slower, and lets go of the interpreter's lock again and again: the loop goes on.
     """
-    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     if _on_the_loop():
-        return encoder.encode(value).encode("utf-8", "replace")
+        try:
+            return msgspec.json.encode(value)
+        except UnicodeEncodeError:
+            pass
+    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     pieces, parts = encoder.iterencode(value), []
     while part := "".join(islice(pieces, _AT_ONCE)):
         parts.append(part.encode("utf-8", "replace"))
