@@ -85,7 +85,7 @@ def blocks(random: np.random.Generator, kind: Any, rows: int, columns: int) -> n
 def matrices(shape: Shape) -> dict[str, tuple[Any, int, int]]:
     """Name in the file -> kind, rows, columns."""
     few, more = KINDS.Q4_K, KINDS.Q6_K
-    hidden, keys, layers = shape.hidden, shape.kv_heads * shape.head_size, shape.layers
+    hidden, layers = shape.hidden, shape.layers
     found = {"token_embd": (more if shape.tied else few, shape.vocab, hidden)}
     if not shape.tied:
         found["output"] = more, shape.vocab, hidden
