@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 39; }
+int forerun_abi() { return 40; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -290,6 +290,18 @@ Model* forerun_open_draft(Model* model, const Sizes* sizes, const HeadKind* kind
     Model* draft = nullptr;
     guarded([&]() -> std::string {
         draft = new EagleHead(*model, *sizes, *kind, *ropes, (size_t)weight_bytes);
+        model->request_aux_hidden_states(aux_layers, kind->features);
+        return "";
+    });
+    return draft;
+}
+
+// The same of a block drafter.
+Model* forerun_open_block(Model* model, const Sizes* sizes, const BlockKind* kind,
+                          const int32_t* aux_layers, const Ropes* ropes, int64_t weight_bytes) {
+    Model* draft = nullptr;
+    guarded([&]() -> std::string {
+        draft = new BlockHead(*model, *sizes, *kind, *ropes, (size_t)weight_bytes);
         model->request_aux_hidden_states(aux_layers, kind->features);
         return "";
     });

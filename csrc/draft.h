@@ -1,5 +1,6 @@
 // Draft models beside their target: one layer of the target's kind that is fed with features (an
-// EAGLE head, or the target's own prediction layer), and a whole model with a cache of its own.
+// EAGLE head, or the target's own prediction layer), layers that propose a block in one pass, and a
+// whole model with a cache of its own.
 #pragma once
 #include "model.h"
 
@@ -26,6 +27,14 @@ struct HeadKind {
     int32_t zeroed;          // of prediction layers: the embedding at position 0 counts as zeros
 };
 
+// What forerun.drafts.block_config.BlockHead says, as far as the arithmetic needs it.
+// The layout is shared with forerun/executors/cpu/native.py.
+struct BlockKind {
+    int32_t features, width, slots;  // as in HeadKind
+    int32_t causal;                  // a place sees those before it; else all of its block
+    int32_t own_embedding;           // else it is the target's
+};
+
 // One pass over nodes that hang below a sequence's cached positions. Two kinds:
 // true features (extend): a row's nodes are a chain; node n reads the target's node sources[n], or
 // row n of `features` where that is given.
@@ -35,6 +44,9 @@ struct HeadKind {
 // Either kind, where `hidden` is given: node n reads its row n, as it is.
 // A whole model reads tokens alone (its own ids): no sources, no features. The last node of a row
 // of its extension is the row's root, which waits in the slot's place; its draft tokens see it.
+// A block drafter's extension reads features alone. Its other pass is over blocks: a row's nodes are
+// the places of one, its root and masks; parents are -1, and `outputs` has a row of each scored node,
+// after the final norm.
 struct DraftStep {
     int32_t rows, nodes, first, extend, page_width, scored;
     const int32_t* tokens;        // [nodes] rows of the embedding
@@ -67,7 +79,12 @@ protected:
     virtual bool sound(const DraftStep& step, int source) const = 0;
     virtual void run(const DraftStep& step, int thread) = 0;
 
+    // Where the nodes of a row are, and what they see.
+    virtual void list_places(const DraftStep& step, int row);
+    void list_cached(const DraftStep& step, int row, int begin);
+
     int32_t root_place(int slot) const { return (int32_t)(places_ - slots_ + slot); }
+    int32_t scratch_place(int node) const { return (int32_t)(places_ - sizes.max_nodes + node); }
 
     const int slots_;
     Step nodes_{};  // what Model's phases read of the current step
@@ -76,7 +93,6 @@ protected:
 private:
     std::string check(const DraftStep& step);
     void prepare(const DraftStep& step);
-    void list_places(const DraftStep& step, int row);
 
     const bool roots_;
     const int most_nodes_, begin_;
@@ -116,6 +132,38 @@ private:
     std::vector<float> embedded_;     // [max_nodes][hidden]
     std::vector<float> outputs_;      // [max_nodes][hidden] what the next step receives
     std::vector<float> kept_;         // [slots][hidden]
+};
+
+// Layers whose context is made of the target's features, once, and whose input is a block: a root and
+// masks behind it. One pass proposes all of a block's tokens.
+class BlockHead : public Draft {
+public:
+    BlockHead(Model& target, const Sizes& sizes, const BlockKind& kind, const Ropes& ropes,
+              size_t weight_bytes);
+
+    // As Model's; of its own (-1): 0 = embedding, 1 = output head, 2 = fusing matrix, and the vectors
+    // 0 = final norm, 1 = hidden norm, 2 = the masks' embedding.
+    Matrix* matrix(int layer, int which) override;
+    const float** vector(int layer, int which) override;
+
+private:
+    const Matrix& embeddings() override {
+        return kind_.own_embedding ? embedding_ : *target_.matrix(-1, 0);
+    }
+    bool sound(const DraftStep& step, int source) const override;
+    void list_places(const DraftStep& step, int row) override;
+    void run(const DraftStep& step, int thread) override;
+    void read_features(const DraftStep& step, int thread);
+    void keep_context(const DraftStep& step, int layer, int thread);
+    void read_blocks(const DraftStep& step, int thread);
+    void score(const DraftStep& step, int thread);
+
+    Model& target_;
+    const BlockKind kind_;
+    Matrix fuse_;
+    const float *hidden_norm_ = nullptr, *mask_ = nullptr;
+    std::vector<Group> fuse_q_;
+    Floats fuse_f_;  // the same for a fusing matrix of floats
 };
 
 // All layers of a smaller model; its tensors are set as any model's.

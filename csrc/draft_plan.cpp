@@ -96,24 +96,28 @@ void Draft::prepare(const DraftStep& step) {
     plan_attention(nodes_);
 }
 
-// A node before `begin_` sees itself alone; the others, from there on, what is on their way.
-void Draft::list_places(const DraftStep& step, int row) {
-    const int32_t scratch = (int32_t)(places_ - sizes.max_nodes);
-    const int kv_len = step.kv_len[row], first = step.start[row], end = step.start[row + 1];
+// The places of a row's cached positions from `begin` on.
+void Draft::list_cached(const DraftStep& step, int row, int begin) {
     const int32_t* pages = step.pages + (int64_t)row * step.page_width;
     trunk_at_.push_back((int64_t)trunks_.size());
-    for (int p = begin_; p < kv_len; p++) {
+    for (int p = begin; p < step.kv_len[row]; p++) {
         trunks_.push_back(pages[p / sizes.page_size] * sizes.page_size + p % sizes.page_size);
     }
+}
+
+// A node before `begin_` sees itself alone; the others, from there on, what is on their way.
+void Draft::list_places(const DraftStep& step, int row) {
+    const int kv_len = step.kv_len[row], first = step.start[row], end = step.start[row + 1];
+    list_cached(step, row, begin_);
     const bool below_root = roots_ && !step.extend;
     if (below_root) trunks_.push_back(root_place(step.slots[row]));
     for (int n = first; n < end; n++) {
         const int at = step.first + n;
         rows_[n] = row;
-        place_of_[n] = scratch + at;
+        place_of_[n] = scratch_place(at);
         position_[n] = kv_len + (step.extend ? n - first : depths_[at]);
         if (step.extend && position_[n] >= begin_) {
-            trunks_.push_back(scratch + at);
+            trunks_.push_back(scratch_place(at));
             sights_[n] = {position_[n] + 1 - begin_, 0, nullptr};
             continue;
         }
@@ -123,7 +127,7 @@ void Draft::list_places(const DraftStep& step, int row) {
         const size_t begin = paths_.size();
         paths_.resize(begin + tail);
         for (int above = at, i = tail - 1; i >= 0; i--, above = parents_[above]) {
-            paths_[begin + i] = scratch + above;
+            paths_[begin + i] = scratch_place(above);
         }
         sights_[n] = {trunk > 0 ? trunk : 0, tail, paths_.data() + begin};
     }

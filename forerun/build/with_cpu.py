@@ -7,6 +7,7 @@ from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import Needs, bytes_on_disk, needs_of
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafters.ngram import NgramDrafter
+from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.ngram_table import NgramTable
 from forerun.drafts.prediction_layers import PredictionLayers
@@ -86,6 +87,13 @@ def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> Draf
     return CpuEagleModel(executor, checkpoint, draft)
 
 
+def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
+    from forerun.executors.cpu import CpuBlockModel, CpuExecutor
+
+    assert isinstance(executor, CpuExecutor)
+    return CpuBlockModel(executor, checkpoint, draft)
+
+
 def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
     from forerun.executors.cpu import CpuDecoderModel, CpuExecutor
 
@@ -119,6 +127,7 @@ ENTRY = ExecutorEntry(
     build=_build,
     draft_models={
         DraftFile.kind: _eagle,
+        BlockFile.kind: _block,
         WholeDraft.kind: _whole,
         PredictionLayers.kind: _layers,
     },

@@ -70,6 +70,17 @@ class BlockHead:
         return self.places if self.anchored else self.places - 1
 
     @property
+    def first(self) -> int:
+        """The place of a block that predicts its first draft token."""
+        return int(not self.anchored)
+
+    def run(self, depth: int) -> int:
+        """Return how many places of a block run for `depth` draft tokens. Where places attend to
+        each other both ways, fewer masks would give another distribution: the block is whole.
+        """
+        return self.first + depth if self.causal else self.places
+
+    @property
     def cache(self) -> tuple[CacheLayer, ...]:
         """What each of its layers caches per position, in order."""
         return (CacheLayer(self.kv_heads, self.head_size),) * self.layers

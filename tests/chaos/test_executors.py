@@ -59,7 +59,6 @@ CONFIGS |= {
     for where in EXECUTORS
     for what in MODELS
     if NIGHTLY or where == "cpu" or f"{where}, {what}" in ALWAYS
-    if not (where == "cpu" and "block" in what)  # The native core has no block drafters.
 }
 
 

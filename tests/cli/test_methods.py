@@ -37,7 +37,6 @@ def flags(made, name):
     for flag, value in zip(("num-steps", "eagle-topk", "num-draft-tokens"), shape, strict=True):
         line += [f"--speculative-{flag}", str(value)] if value else []
     model = made / ("layered" if "MiMo" in name else "target")
-    line += ["--executor", "torch"] if name == "DFLASH" else []  # The native core has none.
     return ["--model-path", str(model), "--draft-on-error", "stop", "--policy", "fixed", *line]
 
 
@@ -57,8 +56,7 @@ COMMON = ("--kv-tokens", "512", "--mem-fraction-static", "0.5", "--threads", "1"
 @pytest.mark.parametrize("name", LINES)
 def test_run(made, answer, name):
     line = ["run", "the quick", "--raw", "--max-tokens", "16", "--ignore-eos", *COMMON]
-    where = ["--executor", "torch"] if name == "DFLASH" else []
-    target = ["--model-path", str(made / "target"), *where]
+    target = ["--model-path", str(made / "target")]
     plain = answer(*line, *target, "--speculative-algorithm", "none")
     found = answer(*line, *flags(made, name))
     assert (plain[0], found[0]) == (0, 0), found

@@ -120,6 +120,7 @@ SPOKEN = [
     *on("cpu", "NEXTN by depth, deepseek", "NEXTN by depth, qwen3-next"),
     *on("cpu", "NEXTN in GGUF, glm4_moe", "NEXTN in GGUF, deepseek_v3"),
     *on("cpu", "NEXTN of, qwen3_5_text", "NEXTN in GGUF, qwen3_5_moe_text"),
+    *on("cpu", *(f"DFLASH, {variant}" for variant in VARIANTS)),
     *JAX_BLOCKS,
 ]
 SELDOM = [
@@ -274,6 +275,7 @@ TOLD = [
     *on("torch", "right, EAGLE", "STANDALONE, first layers", "NEXTN, mimo", "counting, right"),
     *on("torch", "DFLASH, both ways"),
     *on("cpu", "right, EAGLE", "STANDALONE, itself", "NEXTN, mimo", "counting, right"),
+    *on("cpu", "DFLASH, both ways"),
     *on("jax", "DFLASH, both ways"),
 ]
 
@@ -334,11 +336,12 @@ TEXTS = [
     *on("torch", "STANDALONE, first layers", "STANDALONE, poorer", "counting, swapped"),
     *on("torch", "DFLASH, both ways", "DFLASH, a map, the target's rows"),
     *on("cpu", "STANDALONE, first layers", "STANDALONE, poorer", "NEXTN, mimo"),
-    *on("cpu", "counting, swapped"),
+    *on("cpu", "counting, swapped", "DFLASH, both ways", "DFLASH, a map, the target's rows"),
 ]
 OFTEN = "STANDALONE, first layers", "STANDALONE, poorer"
 """Whose chains accept something, but not all, and whose trees accept more."""
 PAGES = {("cpu", "STANDALONE, first layers"): 1, ("cpu", "NEXTN, mimo"): 16}
+PAGES |= {("cpu", "DFLASH, both ways"): 1, ("cpu", "DFLASH, a map, the target's rows"): 16}
 
 
 @pytest.mark.parametrize(("executor", "name", "temperature"), thinned(TEXTS, [(0.0,), (0.8,)]))
@@ -409,7 +412,7 @@ def resting(kinds, compiled, quickly, monkeypatch):
 
 LATE = [
     *on("torch", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),
-    *on("cpu", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers"),
+    *on("cpu", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),
     *on("rounds", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers"),
     *on("jax", "NEXTN of, glm4_moe", "NEXTN of, deepseek_v3"),
     *on("jax", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),
@@ -601,7 +604,7 @@ def test_a_draft_must_be_named_and_be_a_model(kinds, tmp_path):
 # --- blocks ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("executor", ["torch", "jax"])
+@pytest.mark.parametrize("executor", ["torch", pytest.param("cpu", marks=NO_CORE), "jax"])
 def test_bad_blocks_are_refused(cells, executor):
     model = cells(executor, "DFLASH, both ways").model()
     one, pages = np.ones(1, np.int32), np.zeros((1, 4), np.int32)
@@ -617,22 +620,25 @@ def test_bad_blocks_are_refused(cells, executor):
             model.block(replace(good, **{name: value}))
     nobody = np.zeros(0, np.int32)
     extension = Extension(one, one, np.array([0, 1], np.int32), one, one, pages, nobody, 1)
-    with pytest.raises(EngineError, match="without the target's features"):
+    with pytest.raises(EngineError, match=r"without.* features"):
         model.extend(extension, None)
 
 
-@pytest.mark.parametrize("algorithm", ["DFLASH", "AUTO"])
-def test_a_folder_with_a_block_drafter_is_served(kinds, algorithm):
-    """By its name and by AUTO."""
+@pytest.mark.parametrize(
+    ("algorithm", "executor"), [("DFLASH", "torch"), pytest.param("AUTO", "cpu", marks=NO_CORE)]
+)
+def test_a_folder_with_a_block_drafter_is_served(kinds, algorithm, executor):
+    """By its name and by AUTO; the start says what drafts."""
     kind = replace(kinds["DFLASH, both ways"], method=algorithm)
-    loaded = load(settings(kind, "torch", speculative_num_steps=None))
+    loaded = load(settings(kind, executor, speculative_num_steps=None))
     try:
         config = loaded.config
         assert (config.speculative_algorithm, config.speculative_num_steps) == ("DFLASH", 4)
         assert loaded.engine.describe()["drafter"]["block_size"] == 5
         (item,) = complete(loaded.engine, asked(PROMPTS[1:2], 8))[0]
         assert item.stats.draft_tokens > 0 and loaded.engine.fault is None
-        alone = load(settings(replace(kind, method="OFF", draft=None), "torch"))
+        assert loaded.info["drafting"].startswith("drafting: DFLASH, a block drafter")
+        alone = load(settings(replace(kind, method="OFF", draft=None), executor))
         assert loaded.target.memory.weights > alone.target.memory.weights
         alone.close()
     finally:

@@ -143,8 +143,6 @@ def note(record_property):
 
 CHAINS = ("NAIVE", "NGRAM")
 """Methods that shape their drafts themselves."""
-TORCH_ALONE = ("DFLASH", "DFLASH, causal")
-"""Methods that the native core does not have."""
 FEW = {("DFLASH", 16)}
 """Method and page of captured rounds that always run."""
 
@@ -153,7 +151,7 @@ FEW = {("DFLASH", 16)}
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [1, 16, 64])
 @pytest.mark.parametrize("trial", TRIALS)
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in TORCH_ALONE])
+@pytest.mark.parametrize("method", METHODS)
 def test_the_native_core(made, hints, note, method, trial, page):
     shapes = ("chain",) if method in CHAINS else ("chain", "tree")
     proved(paged(made, method, page), TRIALS[trial], hints, note, shapes)

@@ -1,5 +1,6 @@
-"""The base of draft models on the compiled core that read a hidden state beside the next token: the
-target's at first, then their own output (csrc/draft.h, EagleHead).
+"""The base of draft models on the compiled core that read the target's hidden states. As it is,
+those that read one beside the next token: the target's at first, then their own output
+(csrc/draft.h, EagleHead).
 """
 
 import ctypes
@@ -40,19 +41,22 @@ class CpuHiddenStateModel:
     def open_native(
         self,
         sizes: native.Sizes,
-        kind: native.HeadKind,
+        kind: native.HeadKind | native.BlockKind,
         features: tuple[int, ...],
         ropes: RopeTable,
     ) -> int:
         """Return the core's handle of a new draft model without tensors, which uses the target's
         threads; the target stores `features` for it from now on.
 
+        kind      of a draft head, or of a block drafter
         features  hidden states, as transformers numbers them
 
         Raises MemoryPlanError if it does not fit.
         """
         aux_layers = np.array(features, np.int32)
-        model: int | None = self._library.forerun_open_draft(
+        blocks = isinstance(kind, native.BlockKind)
+        opened = self._library.forerun_open_block if blocks else self._library.forerun_open_draft
+        model: int | None = opened(
             self._executor.native_model(),
             ctypes.byref(sizes),
             ctypes.byref(kind),
@@ -62,8 +66,9 @@ class CpuHiddenStateModel:
         )
         if model is None:
             raise MemoryPlanError(
-                f"the draft head ({self._weight_bytes:,} bytes and its cache) does not fit: "
-                f"{self._library.forerun_error().decode()}; lower the number of cached tokens"
+                f"the {'block drafter' if blocks else 'draft head'} ({self._weight_bytes:,} bytes "
+                f"and its cache) does not fit: {self._library.forerun_error().decode()}; lower the "
+                "number of cached tokens"
             )
         self._executor.model.adopt(model, len(features) * int(kind.width))
         return model

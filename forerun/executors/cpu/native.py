@@ -22,7 +22,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 39
+ABI = 40
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -105,6 +105,14 @@ class HeadKind(ctypes.Structure):
             "begin",
             "zeroed",
         )
+    )
+
+
+class BlockKind(ctypes.Structure):
+    """`BlockKind` of csrc/draft.h."""
+
+    _fields_ = tuple(
+        (name, c_int32) for name in ("features", "width", "slots", "causal", "own_embedding")
     )
 
 
@@ -201,6 +209,10 @@ _CALLS = {
     "forerun_open_draft": (
         c_void_p,
         [c_void_p, POINTER(Sizes), POINTER(HeadKind), c_void_p, POINTER(Ropes), c_int64],
+    ),
+    "forerun_open_block": (
+        c_void_p,
+        [c_void_p, POINTER(Sizes), POINTER(BlockKind), c_void_p, POINTER(Ropes), c_int64],
     ),
     "forerun_open_decoder": (
         c_void_p,

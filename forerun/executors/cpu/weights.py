@@ -52,7 +52,7 @@ _SMALL_INT4 = "4-bit integers in groups below 128"
 _FLOATS = ("F32", "F16", "BF16")
 BYTES = 2
 """`Format` of 8 bits in groups of 32."""
-_WIDE = 6
+WIDE = 6
 """`Format` of float32."""
 QUANTIZED = {"q8_0": BYTES, "q4_1": 1, "q4_k": 3}
 """dtype for floats -> `Format` of csrc/quant.h; embedding and head have 8 bits at least."""
@@ -244,7 +244,7 @@ class Packer:
         bits would select other experts at nearly equal scores.
         """
         if kind not in _KINDS:
-            return _WIDE if routes(place) else BYTES
+            return WIDE if routes(place) else BYTES
         if kind in _FLOATS and not routes(place) and self._dtype in QUANTIZED:
             inputs = self._checkpoint.shape(f"{place.name}.weight")[1]
             converts = place.layer >= 0 and _fits(self._dtype, inputs)

@@ -54,7 +54,7 @@ class BlockDrafting(Drafting):
 
     def fits(self, size: Size) -> bool:
         """Return whether there is scratch for the blocks, and a child for every place."""
-        run = size.rows * self._model.places(size.levels)
+        run = size.rows * self._model.about.run(size.levels)
         return run <= self._max_nodes and size.width <= len(self._model.ids)
 
     # --- launches only: no shape and no branch depends on a value ---------------------------
@@ -140,7 +140,8 @@ class _Blocks:
     """
 
     def __init__(self, size: Size, model: TorchBlockModel) -> None:
-        device, about, count = model.ids.device, model.about, model.places(size.levels)
+        device, about = model.ids.device, model.about
+        count = about.run(size.levels)
         self.size, self._cache, self._both_ways = size, model.cache, not about.causal
 
         def there(array: ArrayLike) -> Tensor:

@@ -176,19 +176,12 @@ class TorchBlockModel:
             return F.linear(read, self._rows)
         return self._executor.decoder.read(read)
 
-    def places(self, depth: int) -> int:
-        """Return the nodes of a block for `depth` draft tokens. If places attend to each other both
-        ways, fewer masks would give another distribution, so the block is whole.
-        """
-        about = self.about
-        return int(not about.anchored) + depth if about.causal else about.places
-
     def read_at(self, read: Tensor, depth: int) -> Tensor:
         """Return [R,depth,H], the rows from which draft tokens are read, of `forward`'s
         [R*places,H].
         """
-        first = int(not self.about.anchored)
-        blocks: Tensor = read.unflatten(0, (-1, self.places(depth)))
+        first = self.about.first
+        blocks: Tensor = read.unflatten(0, (-1, self.about.run(depth)))
         return blocks[:, first : first + depth]
 
     # --- the contract, pass by pass ----------------------------------------------------------
@@ -227,7 +220,7 @@ class TorchBlockModel:
 
     def _propose(self, block: DraftBlock) -> tuple[AnyArray, AnyArray]:
         """Draft ids and log-probabilities, each [R,depth,k]."""
-        about, places = self.about, self.places(block.depth)
+        about, places = self.about, self.about.run(block.depth)
         work = self.cache.block(replace(block, depth=places), max(about.mask, 0), about.causal)
         device = self._executor.device
         tokens, rotary = indices(work.tokens, device), self._rotary(work.position)
