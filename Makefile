@@ -88,8 +88,14 @@ test: tools
 suite: tools
 	$(FAST)
 
+# What takes long: matrices pair by pair, training, kernels one instruction at a time. Suites that have a
+# verb of their own are not run again.
+SLOW    := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=30 \
+	--ignore tests/constrain/test_reachability.py --ignore tests/constrain/test_vocabularies.py \
+	--ignore tests/ray --ignore tests/clients --ignore tests/gpu --ignore tests/browser --ignore tests/chaos
+
 test-slow: tools
-	$(BIN)/python -m pytest -q -m "slow and not gpu and not chaos"
+	$(SLOW) -m slow
 	$(BIN)/python -m bench.compile_kernels --check
 	$(BIN)/python -m bench.roofline --table bench/results/gpu-roofline.md --check
 

@@ -1,7 +1,6 @@
 """Some cells of a matrix of parameters in which every pair of values meets that meets in any.
 
-Most faults that a matrix finds need one value or two together, so these run always and the whole
-matrix with the slow tests.
+Most faults that a matrix finds need one value or two together, so no other cells run.
 """
 
 from collections import Counter
@@ -24,13 +23,22 @@ def values(cell: tuple) -> set[Feature]:
     return set(enumerate(map(repr, cell)))
 
 
-def covering(cells: list[tuple], features: Callable[[tuple], set[Feature]] = pairs) -> list[tuple]:
+def covering(
+    cells: list[tuple],
+    features: Callable[[tuple], set[Feature]] = pairs,
+    beside: Iterable[tuple] = (),
+) -> list[tuple]:
     """Of `cells` those, in their order, that a greedy search takes until every feature of any is
     had: in each turn the cell that has the most new ones, of these the one whose values were taken
     least often, of these the first.
+
+    beside  cells that run as well: what they have need not be had again
     """
     of = [features(cell) for cell in cells]
     wanted, taken, used = set().union(*of), set(), Counter()
+    for cell in beside:
+        wanted -= features(cell)
+        used.update(values(cell))
 
     def gain(place):
         return len(of[place] & wanted), -sum(used[value] for value in values(cells[place])), -place
@@ -49,17 +57,32 @@ def thinned(
     marks: Callable[[tuple], list] = lambda cell: [],
     dear: Callable[[tuple], bool] = lambda cell: False,
 ) -> list:
-    """All cells as parameters of a test; those that are not in `covering` are slow ones.
+    """The `covering` of the cells as parameters of a test; what only dear cells have runs with the
+    slow tests.
 
     marks  (cell) -> further marks of it
-    dear   whether a cell is slow in any case, and what only such cells have is not asked for
     """
     cells = list(cells)
     fast = covering([cell for cell in cells if not dear(cell)], features)
+    slow = covering([cell for cell in cells if dear(cell)], features, fast)
     return [
-        pytest.param(*cell, marks=marks(cell) + [pytest.mark.slow] * (cell not in fast))
-        for cell in cells
+        pytest.param(*cell, marks=marks(cell) + [pytest.mark.slow] * (cell in slow))
+        for cell in [*fast, *slow]
     ]
+
+
+def rarely(
+    cells: Iterable[tuple],
+    often: Iterable[tuple],
+    features: Callable[[tuple], set[Feature]] | None = pairs,
+) -> list:
+    """The cells `often` as parameters of a test, and with the slow tests what covers the others, or
+    without `features` all others.
+    """
+    often = list(often)
+    rest = [cell for cell in cells if cell not in often]
+    rest = covering(rest, features, often) if features else rest
+    return [*often, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in rest)]
 
 
 def every(*values: Iterable) -> list[tuple]:

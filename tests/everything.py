@@ -2,8 +2,8 @@
 
 Each suite is a verb of the Makefile. Its output goes to build/everything/VERB.log; here it is one
 line: how it ended, its minutes and what its summaries say. A table of all suites' last runs
-follows, with time and commit, so that it shows what was not run. The exit code is the number of
-suites that failed.
+follows, those that take hours or a GPU among them: when each ran, at which commit, how it ended and
+how long it took, or that it was not run. The exit code is the number of suites that failed.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "everything"
 SUITES = (
-    "test", "test-slow", "vocabularies", "test-browser", "test-ray", "chaos", "test-clients",
-    "sanitize", "docs",
+    "test", "test-slow", "vocabularies", "reachability", "test-browser", "test-ray", "chaos",
+    "test-clients", "sanitize", "docs",
 )  # fmt: skip
-"""In the order in which they run: what fails most often first. Left out, because each takes an hour
-or more, only runs on a GPU, or is a part of test-slow: chaos-nightly, fuzz-loaders, mutants, soak,
-test-slower, gpu-test, reachability."""
+"""In the order in which they run: what fails most often first."""
+NAMED_ONLY = "test-slower", "chaos-nightly", "fuzz-loaders", "mutants", "soak", "gpu-test"
+"""Run if named in SUITES: each takes an hour or more, or a GPU."""
 SUMMARY = re.compile(r"^=*\s*(\d+ (?:passed|failed|skipped|deselected|error).* in [\d.:hms ()]+)")
 
 
@@ -66,8 +66,8 @@ def main() -> int:
         table.write_text(json.dumps(last, indent=1) + "\n")
         row = last[verb]
         print(f"{verb}: {row['ended']}, {row['minutes']} min. {row['said']}", flush=True)
-    print("\nLast runs:")
-    for verb in dict.fromkeys((*SUITES, *last)):
+    print("\nLast runs by `make everything`:")
+    for verb in dict.fromkeys((*SUITES, *NAMED_ONLY, *last)):
         row = last.get(verb)
         line = (
             "not run" if row is None else "{ended}, {when}, {commit}, {minutes} min".format(**row)

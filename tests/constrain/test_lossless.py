@@ -17,6 +17,7 @@ from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
 from tests.constrain.tools import BPE, BYTES, PERSON, RandomDrafter, compiled, is_person
+from tests.covering import covering, every
 from tests.engine.toys import ask, drafter, run
 
 TOKENIZERS = {"bytes": BYTES, "bpe": BPE}
@@ -64,10 +65,13 @@ def plain(case: str, kind: str, sampling: str):
     return heard(run(engine("none", kind), constrained(case, kind, **SAMPLINGS[sampling])))
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize(("case", "kind"), [*((c, "bytes") for c in CASES), ("json", "bpe")])
-@pytest.mark.parametrize("name", ["ngram", "erratic", "random", "illegal", "grammar"])
-def test_speculation_changes_no_token(name, case, kind, sampling):
+DRAFTERS = "ngram", "erratic", "random", "illegal", "grammar"
+TEXTS = [*((case, "bytes") for case in CASES), ("json", "bpe")]
+
+
+@pytest.mark.parametrize(("name", "text", "sampling"), covering(every(DRAFTERS, TEXTS, SAMPLINGS)))
+def test_speculation_changes_no_token(name, text, sampling):
+    case, kind = text
     tokens, text, finish = plain(case, kind, sampling)
     if finish == Finish.STOP:
         assert CASES[case][1](text), text

@@ -10,6 +10,7 @@ from forerun.constrain.matcher.matcher import Matcher
 from forerun.engine.request import Finish
 from tests.constrain.test_lossless import CITY, SAMPLINGS, engine, heard
 from tests.constrain.tools import BYTES
+from tests.covering import covering, every
 from tests.engine.toys import ask, run
 
 CLOSER = "</t>"
@@ -48,9 +49,12 @@ def test_the_end_comes_behind_the_last_token(tokens, sampling):
     assert len(found) == 60 and finish == Finish.LENGTH, "any text follows"
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("tokens", [0, 1, 4, 5, 6, 17])
-@pytest.mark.parametrize("name", ["grammar", "ngram", "oracle", "erratic", "random", "illegal"])
+DRAFTERS = "grammar", "ngram", "oracle", "erratic", "random", "illegal"
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "sampling"), covering(every(DRAFTERS, [0, 1, 4, 5, 6, 17], SAMPLINGS))
+)
 def test_speculation_changes_no_token(name, tokens, sampling):
     for depth in (1, 5):
         assert answer(name, sampling, tokens, depth=depth) == answer("none", sampling, tokens)

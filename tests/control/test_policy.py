@@ -8,6 +8,7 @@ from forerun.control.policy import FixedPolicy
 from forerun.control.reasons import ON_LEVELS, TOO_RISKY, TOO_SLOW, WRONG
 from forerun.control.step_costs import StepCosts
 from tests.control.steps import MODEL, report_of, seen, slots_of
+from tests.covering import covering, every
 
 FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0), in_round=True)
 MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (6.1, 6.6, 7.6, 10.7, 19.2, 71.9), in_round=True)
@@ -103,9 +104,9 @@ def test_a_long_adversarial_text_is_not_slower_either(table):
     assert done.speed >= 0.97 * plain_speed(costs, 1)
 
 
-@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("rows", [1, 4, 16])
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    ("table", "rows", "chance"), covering(every(TABLES, [1, 4, 16], [0.3, 0.6, 0.9]))
+)
 def test_close_to_the_best_fixed_budget(table, rows, chance):
     costs = TABLES[table]
     done = Simulation(costs, opened(costs, rows), rows).run(400, chance)

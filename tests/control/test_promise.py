@@ -23,6 +23,7 @@ from tests.control.device import (
     QuickDevice,
     TextDevice,
 )
+from tests.covering import every, rarely, values
 
 HEADS = [(0.03, 0.1), (0.2, 0.3), (0.4, 0.5), (0.7, 0.7)]
 """How often the first draft token of a row is right, and every further one."""
@@ -33,15 +34,7 @@ CHANGES = [
 ]
 
 
-def cells(cases, fast):
-    """(rows, case) as parameters, of 1, 16 and 64 rows; but for the places `fast` of `cases`, by
-    rows, they run with the slow tests.
-    """
-    return [
-        pytest.param(rows, case, marks=[pytest.mark.slow] * (place not in fast.get(rows, ())))
-        for rows in (1, 16, 64)
-        for place, case in enumerate(cases)
-    ]
+ROWS = 1, 16, 64
 
 
 FIRST, THEN, BEGIN = 200, 400, 25
@@ -99,7 +92,9 @@ def raced(device, kind, rows, seed, texts, then=THEN):
     return np.array([speeds(device, texts, then), alone, *found]).T
 
 
-@pytest.mark.parametrize(("rows", "head"), cells(HEADS, {1: (0, 2), 16: ()}))
+@pytest.mark.parametrize(
+    ("rows", "head"), rarely(every(ROWS, HEADS), [(1, HEADS[0]), (1, HEADS[2])])
+)
 def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head):
     """Over four seeds: the luck of one is worth 5 % in 400 steps."""
     sums = np.zeros((2, 4))
@@ -124,14 +119,10 @@ def test_a_shape_that_start_up_called_too_dear_is_tried(rows):
     assert adaptive.run(THEN, 0.4, 0.5) >= 0.95 * best.run(THEN, 0.4, 0.5)
 
 
-LONG = [(rows, texts) for rows in (1, 16) for texts in [*([head] for head in HEADS), *CHANGES]]
-FAST = [(1, [HEADS[0]])]
+LONG = [*([head] for head in HEADS), *CHANGES]
 
 
-@pytest.mark.parametrize(
-    ("rows", "texts"),
-    [cell if cell in FAST else pytest.param(*cell, marks=pytest.mark.slow) for cell in LONG],
-)
+@pytest.mark.parametrize(("rows", "texts"), rarely(every([16, 1], LONG), [(1, [HEADS[0]])], values))
 def test_a_head_keeps_the_promise_in_long_answers(rows, texts):
     """Of a thousand tokens, where features of plain rounds are kept: a sequence that went plain
     drafts again. (Of 64 rows a head that is mostly wrong is at .967: decision 0035.)
@@ -146,7 +137,9 @@ def test_a_head_keeps_the_promise_in_long_answers(rows, texts):
     assert late[0] >= 0.95 * late[1:].max()
 
 
-@pytest.mark.parametrize(("rows", "texts"), cells(CHANGES, {1: (1,), 16: (0,)}))
+@pytest.mark.parametrize(
+    ("rows", "texts"), rarely(every(ROWS, CHANGES), [(1, CHANGES[1]), (16, CHANGES[0])])
+)
 def test_a_head_whose_text_changes_keeps_the_promise(rows, texts):
     """Against plain decoding and against every fixed shape, over all texts."""
     device = HeadDevice(adaptive_head(), rows)
@@ -156,22 +149,24 @@ def test_a_head_whose_text_changes_keeps_the_promise(rows, texts):
     assert device.captures == 0
 
 
-TEXTS = [
-    (buys, texts)
-    for buys in (False, True)
-    for texts in ([0.0], [0.3], [0.6], [0.9], [1.0], [0.0, 0.9], [0.9, 0.3])
-]
-"""Whether the drafter buys by itself; how often a token is what its motif says, one text after
-another.
-"""
+TEXTS = [0.0], [0.3], [0.6], [0.9], [1.0], [0.0, 0.9], [0.9, 0.3]
+"""How often a token is what its motif says, one text after another."""
 
 
-@pytest.mark.parametrize(("rows", "case"), cells(TEXTS, {1: (0, 9), 16: (5, 10)}))
-def test_ngrams_keep_the_promise(rows, case):
+@pytest.mark.parametrize(
+    ("rows", "texts", "buys"),
+    rarely(
+        every(ROWS, TEXTS, [False, True]),
+        [(1, [0.0], False), (1, [0.6], True), (16, [0.0, 0.9], False), (16, [0.9], True)],
+    ),
+)
+def test_ngrams_keep_the_promise(rows, texts, buys):
     """They are looked up on the host, so that a step that may have some is not carried. Of one row,
     whose luck is worth 5 % in 400 steps, over six seeds.
+
+    buys  whether the drafter buys by itself
     """
-    (buys, texts), sums = case, np.zeros((2, 4))
+    sums = np.zeros((2, 4))
     for seed in range(6 if rows == 1 else 1):
         traits = DrafterTraits("ngram", 8, free=True, buys=buys)
         policy = AdaptivePolicy(startup(in_round=False), 3, 3, traits)

@@ -17,14 +17,14 @@ from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.cpu.few_bits import check_fp4
 from forerun.executors.torch import TorchExecutor
 from forerun.networks.layer_spec import Experts, Router
-from tests.covering import every, thinned, values
+from tests.covering import covering, every, rarely, thinned, values
 from tests.cpu.test_floats import greedy
 from tests.cpu.test_logits import SAME, distance, fp32, logits_of
 from tests.cpu.test_products import k_quantised
 from tests.cpu.twin import forward
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
-from tests.parity.test_torch_logits import EXPERTS, FURTHER, GEMMAS, ONLY
+from tests.parity.test_torch_logits import EXPERTS, FURTHER, GEMMAS, ONLY, own
 
 LATER = ("seed_oss", "olmo3", "exaone4", "glm4_moe_lite", "minimax_m2", "ministral3")
 LATER += (*tiny.CONVOLUTIONS, "granitemoehybrid", "gemma4_text")
@@ -100,7 +100,7 @@ def test_texts_of_more_positions_than_all_heads_read_at_a_time(
     assert np.abs(found - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize(("family", "name", "changes"), CASES)
+@pytest.mark.parametrize(("family", "name", "changes"), own(CASES))
 def test_logits_are_those_of_transformers(executor, checkpoint, random, family, name, changes):
     source = checkpoint(family, None, **changes)
     tokens = random.integers(0, tiny.VOCAB, 120)
@@ -143,8 +143,15 @@ def test_every_node_of_a_tree_is_a_token_of_its_path(
         assert np.array_equal(found[[7 + node for node in path]], alone[len(prompt) :])
 
 
+KINDS = "Q8_0", "Q4_1", "F16"
+OWN = "deepseek_v3", "qwen2_moe", "gpt_oss", "qwen3_next", "lfm2", "gemma4_text"
+"""Families whose products are not those of the others: a latent, experts, states, embeddings by
+layer."""
+
+
 @pytest.mark.parametrize(
-    ("family", "kind"), thinned(every(IN_GGUF, ["Q8_0", "Q4_1", "F16"]), values)
+    ("family", "kind"),
+    rarely(every(OWN, KINDS), covering(every(IN_GGUF, KINDS), values), None),
 )
 def test_files_of_few_bits_are_the_slow_twins(executor, checkpoint, random, family, kind):
     """What a GGUF file's own numbers come to, routers in float32. A rounding that tips stays in a

@@ -174,7 +174,7 @@ def table_of(answers, vocab):
     return count_ngrams(tokens, np.ones(len(tokens), np.bool_), starts, vocab)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.data(), st.sampled_from([0.0, 0.05, 0.2, 0.6]), st.sampled_from([0, 8, 1 << 20]))
 def test_any_course_of_events(data, min_prob, capacity):
     """With a table, a cache, both or neither; a table may come later. capacity: of the cache."""

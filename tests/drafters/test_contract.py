@@ -77,8 +77,8 @@ def features(cell):
 
 
 def thinned(cells, others=((),), slow=()):
-    """(executor, name) with each of the `others`: what `features` asks for runs always, but for
-    what only cells of `slow` have.
+    """(executor, name) with each of the `others`, as far as `features` asks for them; what only
+    cells of `slow` have runs with the slow tests.
     """
     cells = [(*cell, *other) for cell, other in product(cells, others)]
     return covering.thinned(cells, features, needs, lambda cell: cell[:2] in slow)

@@ -96,6 +96,7 @@ def _sees(rows, depths):
     return torch.cat(lines)
 
 
+@pytest.mark.slow  # What else a layer may read wrongly is told apart in test_contract.py.
 def test_a_trained_layer_is_accepted_at_every_depth(folder):
     """Measured 1.00, .88 and 1.00; .96, .43 and .61 where the next depth reads what the final norm
     read.

@@ -1,4 +1,5 @@
-"""No answer depends on drafting: every method x shape x page size x temperature x parameters.
+"""No answer depends on drafting: every method x shape x page size x temperature x parameters, of
+which every pair is in some cell.
 
 Each cell is a `prove` of requests of nine kinds (penalties, bias, log-probabilities, several
 choices, stop strings, truncation, none: measure/mixed.py), with a grammar and without, alone and in
@@ -19,6 +20,7 @@ from forerun.measure import prove as proving
 from forerun.measure.prove import Trial, answers, prove
 from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
+from tests.covering import covering, every, rarely
 from tests.e2e.drafts import METHODS, Hinted, make
 from tests.models import tiny
 from tests.parity import test_rounds_that_draft as rounds
@@ -143,26 +145,33 @@ def note(record_property):
 
 CHAINS = ("NAIVE", "NGRAM")
 """Methods that shape their drafts themselves."""
-FEW = {("DFLASH", 16)}
-"""Method and page of captured rounds that always run."""
+FEW = ("DFLASH", 16, False)
+"""Method, page and overlap of captured rounds that always run."""
 
 
 @NATIVE
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [1, 16, 64])
-@pytest.mark.parametrize("trial", TRIALS)
-@pytest.mark.parametrize("method", METHODS)
-def test_the_native_core(made, hints, note, method, trial, page):
-    shapes = ("chain",) if method in CHAINS else ("chain", "tree")
-    proved(paged(made, method, page), TRIALS[trial], hints, note, shapes)
+@pytest.mark.parametrize(
+    ("method", "shape", "trial", "page", "temperature"),
+    covering(
+        [
+            cell
+            for cell in every(METHODS, ["chain", "tree"], TRIALS, [1, 16, 64], [0.0, 0.8, 1.0])
+            if cell[0] not in CHAINS or cell[1] == "chain"
+        ]
+    ),
+)
+def test_the_native_core(made, hints, note, method, shape, trial, page, temperature):
+    trial = replace(TRIALS[trial], temperatures=(temperature,))
+    proved(paged(made, method, page), trial, hints, note, (shape,))
 
 
 @NATIVE
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["EAGLE", "EAGLE3", "STANDALONE, smaller", "NEXTN"])
+@pytest.mark.parametrize("method", ["EAGLE3", "NEXTN"])
 def test_sixty_four_tokens(made, hints, note, method):
     config = replace(paged(made, method, 16), kv_tokens=1024)
-    proved(config, TRIALS["grammar"], hints, note, ("wide",))
+    proved(config, replace(TRIALS["grammar"], temperatures=(0.8,)), hints, note, ("wide",))
 
 
 SHORT = replace(TRIALS["grammar"], prompts=PROMPTS[:9], tokens=8, temperatures=(0.8,))
@@ -176,8 +185,8 @@ def in_torch(made, method, page, **changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_torch(made, hints, note, method):
-    shapes = ("chain",) if method in CHAINS else ("chain", "tree")
-    proved(in_torch(made, method, 16, disable_cuda_graph=True), SHORT, hints, note, shapes)
+    shape = "chain" if method in CHAINS else "tree"
+    proved(in_torch(made, method, 16, disable_cuda_graph=True), SHORT, hints, note, (shape,))
 
 
 @pytest.fixture
@@ -207,17 +216,26 @@ def learned(made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("method", ["EAGLE3", "EAGLE+NGRAM", "NAIVE"])
+@pytest.mark.parametrize(
+    ("method", "page", "overlap"),
+    covering(every(["EAGLE3", "EAGLE+NGRAM", "NAIVE"], [1, 16], [False, True])),
+)
 def test_captured_rounds_that_draft(made, learned, emulated, note, method, page, overlap):
     """With requests that are decided on the device, and with all kinds."""
     folder, prompts = learned
     path, shapes = str(folder), ("chain",) if method in CHAINS else ("chain", "tree")
     config = in_torch(made, method, page, overlap=overlap, speculative_draft_model_path=path)
     plain = replace(SHORT, prompts=prompts, tokens=16, grammar=None, mixed=False)
-    proved(config, replace(plain, temperatures=(0.0, 0.8)), None, note, shapes)
+    proved(config, replace(plain, temperatures=(0.8 * overlap,)), None, note, shapes)
     proved(config, SHORT, None, lambda shape, runs: note(f"{shape}, grammar", runs), shapes[-1:])
+
+
+def with_overlap(cell):
+    """Every method with overlap and without; every page size of some (of every method it is in
+    tests/parity/test_rounds_that_draft.py).
+    """
+    method, page, overlap = cell
+    return {(method, overlap), (page, overlap)}
 
 
 @pytest.fixture(scope="module")
@@ -228,24 +246,19 @@ def weak(tmp_path_factory):
     return rounds.make(tmp_path_factory.mktemp("weak"))
 
 
-@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("method", "page"),
-    [
-        pytest.param(method, page, marks=[] if (method, page) in FEW else pytest.mark.slow)
-        for method in rounds.METHODS
-        for page in (1, 16, 64)
-    ],
+    ("method", "page", "overlap"),
+    rarely(every(rounds.METHODS, [1, 16, 64], [False, True]), [FEW], with_overlap),
 )
 def test_captured_rounds_of_every_draft_model(weak, emulated, note, method, page, overlap):
     config = replace(
         rounds.configured(weak, method, page), chunked_prefill_size=320, overlap=overlap
     )
-    if (method, page) in FEW and not overlap:  # What the whole suite always runs.
+    if (method, page, overlap) == FEW:  # What the whole suite always runs.
         proved(config, replace(SHORT, prompts=PROMPTS[:5]), None, note, ("tree",))
         return
     plain = replace(SHORT, tokens=16, grammar=None, mixed=False)
-    proved(config, replace(plain, temperatures=(0.8, 1.0)), None, note)
+    proved(config, replace(plain, temperatures=(1.0 if overlap else 0.8,)), None, note)
     proved(config, SHORT, None, lambda shape, runs: note(f"{shape}, grammar", runs), ("tree",))
 
 

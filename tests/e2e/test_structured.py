@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.constrain.tools import PERSON, is_person
+from tests.covering import covering, every, values
 from tests.dialects.asked import with_two
 from tests.e2e.processes import serving
 from tests.lazy import LazyModule
@@ -100,9 +101,11 @@ def chunks(server, route, **body):
     return [choice for line in lines for choice in json.loads(line)["choices"]]
 
 
-@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize(("kind", "valid"), KINDS, ids=range(len(KINDS)))
-def test_every_spelling_whole_and_streamed_with_and_without_speculation(server, kind, valid, route):
+@pytest.mark.parametrize(
+    ("number", "route"), covering(every(range(len(KINDS)), [CHAT, COMPLETIONS]), values)
+)
+def test_every_spelling_whole_and_streamed_with_and_without_speculation(server, number, route):
+    kind, valid = KINDS[number]
     for sampling in SAMPLINGS:
         body = {**kind, **sampling, "max_tokens": 100, "logit_bias": DENSE}
         wanted = texts(server, route, **body)

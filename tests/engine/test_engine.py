@@ -12,6 +12,7 @@ from forerun.engine.request import Finish, Speculation
 from forerun.errors import BusyError, ContextError, EngineError, RequestError
 from forerun.executors.toy import ToyExecutor
 from tests.control.steps import MODEL, PolicyOnTable
+from tests.covering import covering, every
 from tests.engine.toys import (
     Ear,
     ask,
@@ -32,9 +33,12 @@ SAMPLED = {"temperature": 0.8, "seed": 7}
 # --- the same text, whatever speculates -------------------------------------------------
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("changes", [{}, SAMPLED, SAMPLED | {"top_k": 3, "frequency_penalty": 0.5}])
-@pytest.mark.parametrize("page_size", [1, 4, 7])
+CHANGES = {}, SAMPLED, SAMPLED | {"top_k": 3, "frequency_penalty": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "page_size"), covering(every(DRAFTERS, CHANGES, [1, 4, 7]))
+)
 def test_text_does_not_depend_on_who_drafts(name, changes, page_size):
     requests = [ask(str(i), f"Prompt {i % 3}", 24, **changes) for i in range(5)]
     ear = run(make(name, page_size=page_size, pages=160), *requests)

@@ -141,14 +141,14 @@ def made(tmp_path_factory):
     return make(tmp_path_factory.mktemp("drafts"))
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("algorithm", "draft", "width"),
+    ("algorithm", "draft", "width", "size"),
     [
-        pytest.param("EAGLE3", "eagle3", 1, marks=pytest.mark.slow),
-        pytest.param("EAGLE3", "eagle3", 2, marks=pytest.mark.slow),
-        pytest.param("STANDALONE", "small", 1, marks=pytest.mark.slow),
-        pytest.param("DFLASH", "block", 1, marks=pytest.mark.slow),
+        ("EAGLE3", "eagle3", 1, 4),
+        ("EAGLE3", "eagle3", 2, 2),
+        ("STANDALONE", "small", 1, 4),
+        ("DFLASH", "block", 1, 2),
     ],
 )
 def test_a_draft_model_drafts_between_rounds(made, algorithm, draft, width, size):

@@ -17,14 +17,12 @@ from forerun.executors.torch.decoder.elementwise import PLAIN
 from forerun.executors.torch.decoder.experts import Mixture
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
-from tests.e2e.test_equality_matrix import TRIALS
+from tests.covering import every, rarely, values
 from tests.models import tiny
 from tests.parallel.test_families import same_texts
 from tests.parallel.test_methods import compared
 from tests.parity.interpreted import load
 from tests.twins.kernels import grouped_loop
-
-SLOW = pytest.mark.slow
 
 MODELS = {
     "qwen2_moe": {"num_experts": 4},
@@ -44,7 +42,7 @@ WAYS = {
     "4 by 2": TensorParallel(0, 4, 2),
     "4 by 2, shared whole": TensorParallel(0, 4, 2, True),
 }
-FAST = {("deepseek_v3", "2 by 2, shared whole"), ("gpt_oss", "2 by 2")}
+FAST = ("deepseek_v3", "2 by 2, shared whole"), ("gpt_oss", "2 by 2")
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +60,7 @@ def checkpoint(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize(
-    ("family", "way"),
-    [
-        (family, way) if (family, way) in FAST else pytest.param(family, way, marks=SLOW)
-        for family in MODELS
-        for way in WAYS
-    ],
-)
+@pytest.mark.parametrize(("family", "way"), rarely(every(MODELS, WAYS), FAST, values))
 def test_ranks_with_whole_experts_write_the_same(checkpoint, family, way):
     assert same_texts(checkpoint(family), WAYS[way])["ep_size"] == WAYS[way].experts
 
@@ -83,16 +74,15 @@ def target(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_trees_parameters_and_a_grammar(target):
-    way = {"ep_size": 2, "replicate_shared_expert": True}
-    trials = {"grammar": TRIALS["grammar"]}
-    compared(target, "NGRAM", 2, ("tree",), trials, temperatures=(0.8,), **way)
-
-
-@SLOW
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize(("size", "experts"), [(2, 2), (4, 4), (4, 2)])
-@pytest.mark.parametrize("method", ["NGRAM", "STANDALONE, itself"])
+@pytest.mark.parametrize(
+    ("method", "size", "experts", "whole"),
+    [
+        ("NGRAM", 2, 2, True),
+        ("NGRAM", 4, 4, False),
+        ("STANDALONE, itself", 4, 2, True),
+        ("STANDALONE, itself", 2, 2, False),
+    ],
+)
 def test_chains_and_trees_of_every_size(target, method, size, experts, whole):
     compared(target, method, size, ep_size=experts, replicate_shared_expert=whole)
 

@@ -1,4 +1,4 @@
-"""Two ranks and four write what one process writes without speculation: every draft method, trees
+"""Two ranks or four write what one process writes without speculation: every draft method, trees
 and chains, a grammar, mixed parameters, alone and in batches that are preempted.
 """
 
@@ -10,10 +10,9 @@ import pytest
 from forerun.build.engine import open_target
 from forerun.measure.prove import _requests as requests_of
 from forerun.measure.prove import answers, encode
+from tests.covering import covering, every, values
 from tests.e2e.drafts import METHODS, Hinted, make
 from tests.e2e.test_equality_matrix import TRIALS, configured, shaped
-
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -37,31 +36,27 @@ def said(target, config, trial, temperature, group):
     return tokens, logprobs, texts, accepted
 
 
-def compared(
-    made, method, size, shapes=("chain", "tree"), trials=TRIALS, temperatures=(0.0, 0.8), **shares
-):
+def compared(made, method, size, **shares):
     """shares: options beside tp_size."""
     config = configured(made, method, executor="torch", max_sequences=5)
     alone = open_target(replace(config, speculative_algorithm="OFF"))
     shared = open_target(replace(config, tp_size=size, **shares))
     accepted = 0
     try:
-        for name, trial in trials.items():
-            for temperature in temperatures:
-                off = alone.config
-                expected, of_one, texts, _ = said(alone, off, trial, temperature, 1)
-                target = shared
-                if shared.draft_model is not None:
-                    model = Hinted(shared.draft_model, (), 0)
-                    model._texts = texts
-                    target = replace(shared, draft_model=model)
-                for shape in shapes:
-                    found, logprobs, _, more = said(
-                        target, shaped(shared.config, shape), trial, temperature, trial.group
-                    )
-                    assert found == expected, (name, temperature, shape)
-                    np.testing.assert_allclose(logprobs, of_one, atol=1e-3)
-                    accepted += more
+        for (name, trial), temperature in zip(TRIALS.items(), (0.0, 0.8), strict=True):
+            expected, of_one, texts, _ = said(alone, alone.config, trial, temperature, 1)
+            target = shared
+            if shared.draft_model is not None:
+                model = Hinted(shared.draft_model, (), 0)
+                model._texts = texts
+                target = replace(shared, draft_model=model)
+            for shape in ("chain", "tree"):
+                found, logprobs, _, more = said(
+                    target, shaped(shared.config, shape), trial, temperature, trial.group
+                )
+                assert found == expected, (name, shape)
+                np.testing.assert_allclose(logprobs, of_one, atol=1e-3)
+                accepted += more
     finally:
         alone.close()
         shared.close()
@@ -69,12 +64,6 @@ def compared(
 
 
 @pytest.mark.slow
-def test_n_grams_parameters_and_a_grammar(made):
-    compared(made, "NGRAM", 2, shapes=("tree",), temperatures=(0.8,))
-
-
-@SLOW
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "size"), covering(every(METHODS, [2, 4]), values))
 def test_every_draft_method(made, method, size):
     compared(made, method, size)

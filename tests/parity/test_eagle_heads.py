@@ -84,12 +84,14 @@ def made(executors):
     return executors("cpu")
 
 
-@pytest.mark.parametrize("changes", SWITCHES)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "changes"),
     [
-        pytest.param("cpu", marks=NATIVE),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "jax")),
+        *(pytest.param("cpu", changes, marks=NATIVE) for changes in SWITCHES),
+        *(
+            pytest.param(("jax", "torch")[place % 2], changes, marks=pytest.mark.slow)
+            for place, changes in enumerate(SWITCHES)
+        ),
     ],
 )
 def test_extensions_and_trees_are_the_unrolled_forward(dense, executors, tmp_path, name, changes):

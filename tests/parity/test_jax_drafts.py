@@ -30,6 +30,7 @@ from forerun.executors.jax.rounds.reports import line_size
 from forerun.interface.grammars import Committed
 from forerun.networks.cache_layer import CacheLayer
 from forerun.speculative.tree import NodeMasks, full_size
+from tests.covering import covering, every, values
 from tests.drafters.conftest import kinds  # noqa: F401 - a fixture
 from tests.drafters.kinds import prediction
 from tests.drafters.prediction import random_layer
@@ -129,9 +130,10 @@ def all_candidates(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
-@pytest.mark.parametrize("shape", [CHAIN, TWO])
-@pytest.mark.parametrize("name", ["STANDALONE, itself", "right, NEXTN"])
+@pytest.mark.parametrize(
+    ("name", "shape", "temperature"),
+    covering(every(["STANDALONE, itself", "right, NEXTN"], [CHAIN, TWO], [0.0, 0.8, 1.0]), values),
+)
 def test_what_says_what_the_target_says_is_accepted_whole(
     cells, all_candidates, name, shape, temperature
 ):
@@ -143,8 +145,9 @@ def test_what_says_what_the_target_says_is_accepted_whole(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [CHAIN, TREE])
-@pytest.mark.parametrize("method", ["EAGLE", "NEXTN", "STANDALONE"])
+@pytest.mark.parametrize(
+    ("method", "shape"), covering(every(["EAGLE", "NEXTN", "STANDALONE"], [CHAIN, TREE]), values)
+)
 def test_an_adversary_is_never_accepted_and_changes_nothing(cells, method, shape):
     cell = cells(f"right, {method}, negated")
     found = cell.served(shape=shape)
@@ -156,16 +159,15 @@ BLOCKS = (4, 4, 1), (16, 4, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
 @pytest.mark.parametrize(
-    ("name", "shape"),
+    ("name", "shape", "temperature"),
     [
-        *((name, shape) for name in ("NEXTN, mimo", "STANDALONE, first layers")
-          for shape in (CHAIN, TREE)),
-        *(("NEXTN of, glm4_moe", CHAIN), ("NEXTN of, deepseek_v3", TREE)),
-        *(("DFLASH, both ways", shape) for shape in BLOCKS),
+        *(("NEXTN, mimo", CHAIN, 0.8), ("NEXTN, mimo", TREE, 0.0)),
+        *(("STANDALONE, first layers", CHAIN, 0.0), ("STANDALONE, first layers", TREE, 1.0)),
+        *(("NEXTN of, glm4_moe", CHAIN, 0.8), ("NEXTN of, deepseek_v3", TREE, 0.8)),
+        *(("DFLASH, both ways", BLOCKS[0], 1.0), ("DFLASH, both ways", BLOCKS[1], 0.8)),
     ],
-)  # fmt: skip
+)
 def test_texts_draft_tokens_and_acceptance_are_torchs(cells, seen, name, shape, temperature):  # noqa: F811
     found, changes = [], {}
     if name.startswith("DFLASH"):
@@ -257,7 +259,7 @@ def test_served_is_what_the_unrolled_forward_says(target, judge, learned, dense,
     assert expected.min() > 0, expected
 
 
-SHAPES = [(0.8, 7, 3, 2)] + [(t, n, 3, w) for t in (0.0, 0.8, 1.0) for n, w in ((3, 1), (7, 2))]
+SHAPES = (0.8, 3, 3, 1), (0.0, 7, 3, 2), (1.0, 7, 3, 2)
 """Temperature, draft tokens, depth, width."""
 
 

@@ -50,8 +50,9 @@ def target(request, folder, learned, compiled, quickly):
     made.close()
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 0.8])
-@pytest.mark.parametrize("drafts", [pytest.param(False, marks=SLOW), True])
+@pytest.mark.parametrize(
+    ("drafts", "temperature"), [(True, 0.8), pytest.param(False, 0.0, marks=SLOW)]
+)
 def test_texts_and_trees_are_those_without_overlap(
     target,
     learned,

@@ -13,6 +13,7 @@ from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
 from forerun.executors.torch import TorchEagleModel
 from forerun.executors.torch.captured.round import CapturedRound
+from tests.covering import every, rarely, values
 from tests.parity.driver import first_is_fast
 from tests.parity.heads import opened
 from tests.parity.tape import Tape
@@ -38,10 +39,7 @@ KINDS = {
         "presence_penalty": 0.1,
     },
 }
-CELLS = [(64, 0.8), (1, 0.0), (1, 1.0), (1, 0.8), (64, 0.0), (64, 1.0)]
-CELLS += [(16, temperature) for temperature in (0.0, 0.8, 1.0)]
-CELLS = [*CELLS[:2], *(pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS[2:])]
-"""Page and temperature."""
+PAGES, TEMPERATURES = (1, 16, 64), (0.0, 0.8, 1.0)
 
 GRAMMAR = Grammar.regex("[ -~]{60,}")
 
@@ -106,8 +104,13 @@ def reports(heard):
     return [[entry for news in mine for entry in news.logprobs] for mine in heard]
 
 
-@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("page", "temperature"), CELLS)
+@pytest.mark.parametrize(
+    ("page", "temperature", "overlap"),
+    rarely(
+        every(PAGES, TEMPERATURES, [False, True]),
+        [(64, 0.8, False), (1, 0.0, False)],
+    ),
+)
 def test_texts_are_those_of_plain_decoding(rounds, eager, learned, temperature, page, overlap):
     requests = requests_of(learned[1], temperature)
     plain = answered(eager, requests, speculative_algorithm="OFF")
@@ -124,7 +127,7 @@ def test_texts_are_those_of_plain_decoding(rounds, eager, learned, temperature, 
 
 
 @pytest.mark.parametrize(
-    ("page", "temperature"), [pytest.param(64, 0.8, marks=pytest.mark.slow), *CELLS[1:]]
+    ("page", "temperature"), rarely(every(PAGES, TEMPERATURES), [(1, 0.0)], values)
 )
 def test_texts_under_a_grammar_are_those_of_plain_decoding(
     rounds, eager, learned, temperature, page

@@ -205,9 +205,6 @@ HEAD = {
     [
         ({"speculative_algorithm": "OFF"}, True),
         ({"speculative_algorithm": "NGRAM"}, False),
-        pytest.param({"speculative_algorithm": "OFF"}, False, marks=pytest.mark.slow),
-        pytest.param({"speculative_algorithm": "NGRAM"}, True, marks=pytest.mark.slow),
-        pytest.param(HEAD, False, marks=pytest.mark.slow),
         (HEAD, True),
     ],
 )

@@ -3,7 +3,6 @@ pass by pass: every method x shape x page size x temperature, the texts those of
 """
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from forerun.executors.torch.captured.round import CapturedRound
 from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.options.config import EngineConfig
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
+from tests.covering import every, rarely, values
 from tests.drafters.kinds import other_vocabulary
 from tests.drafters.prediction import with_layers
 from tests.models import tiny
@@ -41,12 +41,6 @@ METHODS = {
 BLIND = "DFLASH", "STANDALONE, windows"
 """Random drafters that know only what the position's noise decides, nothing without it."""
 
-ALWAYS = ("NEXTN, by depth", "STANDALONE", "DFLASH")
-EACH = [
-    method if method in ALWAYS else pytest.param(method, marks=pytest.mark.slow)
-    for method in METHODS
-]
-
 SHAPES = {
     "one": (1, 1, 1),
     "chain": (4, 4, 1),
@@ -55,18 +49,11 @@ SHAPES = {
 }
 """Draft tokens, depth, width; deeper than there are prediction layers."""
 
-CELLS = [
-    *(("chain", page, 0.8) for page in (1, 16, 64)),
-    *(("tree", page, temperature) for page in (16, 1, 64) for temperature in (1.0, 0.0, 0.8)),
-    *(("chain", page, temperature) for page in (16, 1, 64) for temperature in (0.0, 1.0)),
-    *((shape, 16, temperature) for shape in ("one", "whole tree") for temperature in (0.0, 0.8)),
-]
-"""Shape, page size, temperature."""
-OFTEN = [("STANDALONE", *CELLS[0]), ("NEXTN, by depth", *CELLS[3])]
-CELLS = [
-    pytest.param(method, *cell, marks=[pytest.mark.slow] * ((method, *cell) not in OFTEN))
-    for method, cell in product(METHODS, CELLS)
-]
+CELLS = rarely(
+    every(METHODS, SHAPES, (1, 16, 64), (0.0, 0.8, 1.0)),
+    [("STANDALONE", "chain", 1, 0.8), ("NEXTN, by depth", "tree", 16, 1.0)],
+)
+"""Method, shape, page size, temperature."""
 
 
 def weak(layer):
@@ -289,8 +276,14 @@ def test_drafts_and_texts_are_those_of_single_passes(
     assert few < many / 2
 
 
-@pytest.mark.parametrize("method", EACH)
-@pytest.mark.parametrize("shape", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    rarely(
+        every(METHODS, ["tree", "chain"]),
+        [(method, "chain") for method in ("NEXTN, by depth", "STANDALONE", "DFLASH")],
+        values,
+    ),
+)
 def test_a_step_is_one_replay_and_one_wait(targets, seen, monkeypatch, method, shape):
     """Nothing else is launched, nothing else is read."""
     rounds, _, tape = targets(method)
@@ -335,14 +328,14 @@ def test_a_step_is_one_replay_and_one_wait(targets, seen, monkeypatch, method, s
     engine.shutdown()
 
 
-OVERLAPPED = [
-    pytest.param(method, *cell, marks=[pytest.mark.slow] * ((method, place) != ("DFLASH", 0)))
-    for method in METHODS
-    for place, cell in enumerate([("tree", 16, 0.8), ("chain", 16, 0.8), ("tree", 1, 0.0)])
-]
-
-
-@pytest.mark.parametrize(("method", "shape", "page", "temperature"), OVERLAPPED)
+@pytest.mark.parametrize(
+    ("method", "shape", "page", "temperature"),
+    rarely(
+        every(METHODS, ["chain", "tree"], [1, 16], [0.0, 0.8]),
+        [("DFLASH", "tree", 16, 0.8)],
+        values,
+    ),
+)
 def test_with_overlap(targets, method, shape, page, temperature):
     """The next round begins before this one is read, on what it leaves on the device."""
     rounds, eager, tape = targets(method, page)

@@ -91,14 +91,17 @@ def same(one, other, rtol=1e-3):
         np.testing.assert_allclose(draft.score, expected.score, rtol=rtol, atol=1e-6)
 
 
-SHAPES = [(1, 1, 1), pytest.param((5, 5, 1), marks=pytest.mark.slow), (15, 5, 4), (9, 3, 3)]
-"""Draft tokens, depth, width; the first is one draft token a step, two rows of products a
-sequence."""
-
-
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "temperature"),
+    [
+        *(((1, 1, 1), 0.8), ((15, 5, 4), 0.8), ((9, 3, 3), 0.8)),
+        *(pytest.param(shape, 0.0, marks=pytest.mark.slow) for shape in ((5, 5, 1), (15, 5, 4))),
+    ],
+)
 def test_drafts_and_texts_are_those_of_single_passes(pair, seen, learned, temperature, shape):
+    """shape: draft tokens, depth, width; of one draft token a step, two rows of products a
+    sequence.
+    """
     nodes, depth, width = shape
     prompts = list(learned[1][:3, :12])
 
@@ -167,7 +170,7 @@ def answered(target, requests, every=5, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("width", [1, 2])
 def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
     """Also prompts between rounds, rows the device cannot decide, and wishes for deeper trees than
     were grown ahead: these are as deep as they are, so where both draft the likeliest is compared.
@@ -202,7 +205,7 @@ class Resting(FixedPolicy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_plain_rounds_are_caught_up_with(folder, learned, seen, monkeypatch, overlap):
     """Features of plain rounds stay on the device, in a ring that goes round several times, and the
     head drafts in the rest of an answer what it drafts when it is asked pass by pass.

@@ -11,7 +11,7 @@ from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.speculative.sampling import Sampling
-from tests.covering import every, spread, thinned, values
+from tests.covering import every, thinned, values
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.parity.test_torch_invariance import half_true_draft
@@ -204,7 +204,7 @@ FURTHER = {
 }
 """Of the other families, what their configurations choose."""
 
-SLOW = {
+SAME = {
     "mistral": set(VARIANTS) - {"plain"},
     "qwen2": set(VARIANTS) - {"plain", "one key head"} | {1, 16, 128, 256},
     "qwen3": set(VARIANTS) - {"plain", "wide heads", "one key head"} | {1, 16, 100, 256},
@@ -214,15 +214,12 @@ SLOW = {
         *("window longer than the text", "capped logits", "logits without a cap"),
     },
 }
-"""By family, variants and windows that are computed as in another one, whose case runs always."""
+"""By family, variants and windows that are computed as in another one, whose case runs."""
 
 
-def slow_some(cases):
-    """Cases (family, variant, ...), those of SLOW with the slow tests."""
-    return [
-        pytest.param(*case, marks=pytest.mark.slow) if case[1] in SLOW.get(case[0], ()) else case
-        for case in cases
-    ]
+def own(cases):
+    """Cases (family, variant, ...) but for those of SAME."""
+    return [case for case in cases if case[1] not in SAME.get(case[0], ())]
 
 
 CASES = [
@@ -233,7 +230,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "variant"), slow_some(CASES))
+@pytest.mark.parametrize(("family", "variant"), own(CASES))
 def test_every_family_equals_transformers(checkpoint, random, family, variant):
     equals_transformers(checkpoint(family, **VARIANTS[variant]), random)
 
@@ -251,7 +248,7 @@ NEW_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "name", "changes"), slow_some(NEW_CASES))
+@pytest.mark.parametrize(("family", "name", "changes"), own(NEW_CASES))
 def test_experts_and_gemma_equal_transformers(checkpoint, random, family, name, changes):
     equals_transformers(checkpoint(family, **changes), random)
 
@@ -259,7 +256,7 @@ def test_experts_and_gemma_equal_transformers(checkpoint, random, family, name, 
 WINDOWS = [(family, n) for family in tiny.LLAMAS[1:] for n in (1, 16, 100, 128, 256)]
 
 
-@pytest.mark.parametrize(("family", "window"), slow_some(WINDOWS))
+@pytest.mark.parametrize(("family", "window"), own(WINDOWS))
 def test_contexts_longer_than_the_window(checkpoint, random, family, window):
     changes = {"sliding_window": window}
     if family != "mistral":
@@ -283,7 +280,7 @@ def equals_transformers(found, random):
     assert (logits - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", spread(FURTHER, 5))
+@pytest.mark.parametrize("family", [*FURTHER][::5])
 def test_forty_greedy_tokens_are_those_of_transformers(checkpoint, random, family):
     found = checkpoint(family)
     prompt, reference = random.integers(0, tiny.VOCAB, 30), tiny.reference(found)

@@ -109,8 +109,13 @@ def asked(texts, temperature, lengths=(22, 12, 17)):
     ]
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
-@pytest.mark.parametrize("shape", [*SHAPES[:4], pytest.param(SHAPES[4], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("shape", "temperature"),
+    [
+        *((shape, 0.8) for shape in SHAPES[:4]),
+        *(pytest.param(shape, 0.0, marks=pytest.mark.slow) for shape in (OFF, SHAPES[4])),
+    ],
+)
 def test_texts_and_trees_are_those_without_overlap(slow, eager, learned, trees, temperature, shape):
     requests = asked(learned[1], temperature)
     expected, _ = answered(eager, requests, False, **shape)
@@ -202,7 +207,7 @@ def test_what_is_looked_at_first_says_the_same(slow, eager, learned, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width", [1, 2])
 def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch, width):
     """None at all now and then, and deeper ones than there is room for: looked at first."""
     monkeypatch.setattr(rounds, "LEVELS", 1)

@@ -54,7 +54,7 @@ def test_intervals_are_the_ancestor_mask(draft, known):
     assert np.array_equal(mask, verify.ancestor_mask(trees, 1))
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from([0, 1, 63, 64, 65, 130]), st.integers(1, 20), drafts(12)),
@@ -220,7 +220,7 @@ def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(field, poison):
             np.testing.assert_array_equal(found[spoilt][:, 2:], expected[spoilt][:, 2:])
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, 40_000), min_size=1, max_size=100), st.sampled_from([1, 2, 8, 32]))
 def test_prefixes_are_cut_by_length(lengths, groups):
     """Every part is some program's, and none is much longer than its share."""

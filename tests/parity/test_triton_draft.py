@@ -17,8 +17,13 @@ from tests.twins.rounds import descend, follow, grow
 
 draft = load("triton.triton_draft")
 
-MORE = [(4, 3, 1), (2, 3, 4), (3, 2, 2)]
-GROWN = [(1, 1, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)]
+GROWN = [
+    *((1, 1, 1, 500, hot) for hot in (True, False)),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in ((4, 3, 1, 500, False), (2, 3, 4, 4500, True), (3, 2, 2, 500, True))
+    ),
+]
 """Triton's interpreter takes two seconds for what orders the candidates of one node."""
 
 
@@ -38,10 +43,7 @@ def below(rows, width, vocab, seed, hot=True):
         yield ids, logits, noise_of(cases)
 
 
-@pytest.mark.parametrize(("rows", "levels", "width"), GROWN)
-@pytest.mark.parametrize(
-    ("vocab", "hot"), [(500, True), (500, False), pytest.param(4500, True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("rows", "levels", "width", "vocab", "hot"), GROWN)
 def test_levels_are_grown_as_in_plain_torch(rows, levels, width, vocab, hot):
     size, places = Levels(levels, width), full_size(width, levels)
     found, expected = torch.full((2, 3, rows, places), -9, dtype=torch.int32)

@@ -22,7 +22,7 @@ from forerun.executors.torch.decoder.kept import (
     feed_forward,
 )
 from forerun.executors.torch.decoder.layers import FeedForward
-from tests.covering import every, pairs, thinned
+from tests.covering import covering, every, pairs, thinned
 from tests.parity.grouped import grouped
 from tests.parity.interpreted import load
 from tests.parity.tape import Watch
@@ -40,10 +40,9 @@ SHAPES = [((70, 256), 128), ((33, 64), 32), ((129, 640), 64), ((64, 1024), 256),
 SHAPES += [((40, 1500), 1500)]
 
 
-@pytest.mark.parametrize(("kind", "zeros"), KINDS)
-@pytest.mark.parametrize(("shape", "group"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 17, 33])
-def test_the_kernel_is_its_twin_and_the_formats_definition(kind, zeros, shape, group, rows):
+@pytest.mark.parametrize(("form", "sized", "rows"), covering(every(KINDS, SHAPES, [1, 17, 33])))
+def test_the_kernel_is_its_twin_and_the_formats_definition(form, sized, rows):
+    (kind, zeros), (shape, group) = form, sized
     made, wide = weight(kind, shape, group, zeros)
     x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows))
     expected = (x.double() @ wide.t()).float()

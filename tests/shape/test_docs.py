@@ -10,6 +10,7 @@ import pytest
 from forerun.cli.command_line import build_parser
 from forerun.cli.commands import COMMANDS
 from forerun.cli.verbs import SAME
+from tests import everything
 from tests.shape.tree import PACKAGE, ROOT, parsed, sources
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -118,6 +119,18 @@ def test_commands_in_documents_exist(document):
         known = whole_parser()._subparsers._group_actions[0].choices.get(words[1])
         for flag in flags:
             assert flag in known._option_string_actions, f"{line}: no {flag}"
+
+
+def test_every_suite_is_run_by_everything_or_named_there():
+    """What `make test-slow` leaves out has a verb of its own."""
+    makefile = (ROOT / "Makefile").read_text()
+    recipes = dict(re.findall(r"(?m)^([a-z-]+):.*\n((?:\t.*\n)*)", makefile))
+    runs = re.compile(r"\$\((?:FAST|SLOW)\)|pytest|tests\.chaos")
+    suites = {verb for verb, recipe in recipes.items() if runs.search(recipe)} - {"suite"}
+    assert suites <= {*everything.SUITES, *everything.NAMED_ONLY} <= recipes.keys()
+    (slow,) = re.findall(r"(?m)^SLOW (?:.*\\\n)*.*\n", makefile)
+    for path in re.findall(r"--ignore (\S+)", slow):
+        assert any(path in recipe for recipe in recipes.values()), path
 
 
 def test_the_table_of_clients_names_what_is_installed_for_them():

@@ -17,6 +17,7 @@ from forerun.speculative.accept import NOTHING, accept_row, choose, choose_among
 from forerun.speculative.noise import gumbel
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import Draft, batch
+from tests.covering import covering, every
 from tests.lazy import LazyModule
 from tests.speculative.test_sampling import parameters
 from tests.speculative.worlds import (
@@ -130,9 +131,10 @@ def decoded(sampling, count, grammar):
     return decode(sampling, count, grammar)
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", "all", "coupled"])
-@pytest.mark.parametrize("grammar", [False, True], ids=["free", "grammar"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+@pytest.mark.parametrize(
+    ("kind", "grammar", "temperature"),
+    covering(every(["chain", "tree", "all", "coupled"], [False, True], [0.0, 0.7, 1.5])),
+)
 def test_long_texts_are_the_same(kind, grammar, temperature):
     for seed, asked in enumerate(SETTINGS.values()):
         sampling = Sampling(**{**asked, "temperature": temperature, "seed": seed})

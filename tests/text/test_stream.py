@@ -36,7 +36,7 @@ def streamed(tokenizer, ids, *args):
     return "".join(pieces), stopped
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(data=st.data(), name=st.sampled_from(sorted(TOKENIZERS)))
 def test_streams_equal_the_whole_text(data, name):
     tokenizer = TOKENIZERS[name]
@@ -71,7 +71,7 @@ def test_a_continuation_is_what_it_adds_to_the_text_before_it(prompt, answer, st
         assert text == answer
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     text=st.text("ab", max_size=30),
     stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
@@ -82,7 +82,7 @@ def test_overlapping_stop_strings(text, stop, include):
     assert streamed(BYTES, ids, stop, include) == whole(BYTES, ids, stop, include)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     text=st.text("ab", max_size=30),
     stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),

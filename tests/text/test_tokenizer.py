@@ -451,7 +451,7 @@ def bounded(kind: str) -> Tokenizer:
     return sentence_piece() if kind == "sentence piece" else byte_level(kind)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     text=st.one_of(
         st.text(max_size=60),

@@ -23,11 +23,10 @@ FAMILIES = ["llama", "gemma3_text", "qwen3", "gemma2", "qwen2_moe"]
 
 
 def of_some(count):
-    """Runs always for so many families, for the others with the slow tests: what writes is the same
-    for all of them, and that they compute what they should is seen in greedy text.
+    """Runs for so many families: what writes is the same for all of them, and that they compute
+    what they should is seen in greedy text.
     """
-    others = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[count:]]
-    return pytest.mark.parametrize("folder", [*FAMILIES[:count], *others], indirect=True)
+    return pytest.mark.parametrize("folder", FAMILIES[:count], indirect=True)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
