@@ -1,4 +1,4 @@
-// Before a pass of a draft model: is it sound, and who sees what?
+// Before a pass of a draft model: checks it, and computes which nodes see which.
 #include "draft.h"
 
 #include <algorithm>

@@ -113,7 +113,7 @@ private:
         NgramNoise noise;
         uint64_t tenant;
         int64_t asked = 0;  // How often for draft tokens.
-        // What was found when it was asked last, bought or not, while nobody knows what came.
+        // What the last call proposed, selected or not, until the outcome is known.
         std::vector<int32_t> drafted, parents;
         std::vector<float> scores;
     };

@@ -1,4 +1,4 @@
-// Before a step: is it sound, and who sees what?
+// Before a step: checks it, and computes which nodes see which.
 #include <string>
 
 #include "model.h"

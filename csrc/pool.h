@@ -13,7 +13,7 @@ namespace forerun {
 // How many threads are worth using while other processes want the same cores.
 //
 // Threads that meet at barriers run at the pace of the slowest: one that has lost its core to
-// somebody else holds up all. So when some thread has been kept off its core for so much time that
+// another process holds up all. So when some thread has been kept off its core for so much time that
 // one thread less would have been faster, one thread less takes part; after a calm while, one more
 // is tried, and has proved itself after half a second of runs that were no slower for it. A short
 // disturbance changes nothing. Results never depend on the number.

@@ -34,7 +34,7 @@ def cache_dir() -> Path:
 
 
 def home_path(text: str) -> Path:
-    """The path, `~` and `~user` replaced. Raises ConfigError if that user has no home here."""
+    """Return the path, `~` and `~user` replaced. Raises ConfigError if that user has no home."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

@@ -39,8 +39,9 @@ class ContextError(RequestError):
     """Prompt plus requested tokens exceed the model's context. Clients that shorten and try again
     search for the words "This model's maximum context length is".
 
-    prompt, asked, context  tokens: of the prompt (at least as many), requested beyond it, and of
-                            both at most; 0 = not given
+    prompt     tokens of the prompt, at least; 0 = not given
+    requested  tokens requested beyond it
+    context    most tokens of both
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class ContextError(RequestError):
         message: str,
         field: str | None = None,
         prompt: int = 0,
-        asked: int = 0,
+        requested: int = 0,
         context: int = 0,
     ) -> None:
         super().__init__(message, field)
-        self.prompt, self.asked, self.context = prompt, asked, context
+        self.prompt, self.requested, self.context = prompt, requested, context
 
 
 class BusyError(RequestError):

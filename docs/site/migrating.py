@@ -32,17 +32,17 @@ that names what to do.
 
 ## Where options come from
 
-The first of these that says something about a field holds:
+The first of these that sets an option wins:
 
 1. flags
 2. `FORERUN_*` in the environment: `FORERUN_MAX_MODEL_LEN=4096` is `--max-model-len 4096`
 3. the file of `--config` (or `FORERUN_CONFIG`): YAML, `max-model-len: 4096`, a list only for
    an option that may be repeated; values are read as written: `api-key: 007` is the key 007
-4. the profile that `forerun tune` left for this model and machine, where none of the fields that
-   it decides was said above
+4. the profile that `forerun tune` left for this model and machine, where none of its options was
+   set above
 5. the defaults
 
-Two names of one field that disagree in one place are an error. A name that no command has is an
+Two names of one option that disagree in one place are an error. A name that no command has is an
 error in all three; the environment may hold options of other commands, a file may not.
 
 ## Methods

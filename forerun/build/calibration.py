@@ -316,8 +316,8 @@ def with_draft_model(
 
 def _times_within(executor: Executor) -> tuple[tuple[float, float] | None, Outcome]:
     """Return the milliseconds that a step takes longer if it also extends the draft model and grows
-    one level, and for each further level; None if steps do not draft by themselves. And the last
-    step's outcome.
+    one level, and for each further level; None if steps do not draft by themselves. Also
+    returns the last step's outcome.
     """
     step, fastest = _steps(executor.limits, 2, np.random.default_rng(0)), {}
     for levels in (1, 0, PER_ROW // 2):

@@ -122,8 +122,9 @@ class PrefixIndex:
         return entry
 
     def take(self, count: int) -> list[int] | None:
-        """Hold `count` pages without content, evicting the least recently used kept pages if too
-        few are free. Returns page numbers; None, and nothing changes, if even that is not enough.
+        """Hold `count` pages without content, evicting the least recently used evictable pages if
+        too few are free. Returns page numbers; None, and nothing changes, if even that is not
+        enough.
         """
         if count > self.available:
             return None
@@ -137,8 +138,8 @@ class PrefixIndex:
         return taken
 
     def release(self, page: int) -> None:
-        """Drop one reference; after the last one the page is kept if its content is known, else
-        free. A sequence releases its pages last to first. ValueError: no table holds the page.
+        """Drop one reference; after the last one the page is evictable if its content is known,
+        else free. A sequence releases its pages last to first. ValueError: no table holds the page.
         """
         if self._references[page] < 1:
             raise ValueError(f"page {page} was released, but no table holds it")
@@ -155,7 +156,7 @@ class PrefixIndex:
         self._idle.pop(page, None)
 
     def _evict(self) -> None:
-        """Evict the least recently used kept page."""
+        """Evict the least recently used evictable page."""
         page, entry = self._idle.popitem(last=False)
         assert not entry.children, f"page {page} would be evicted before the pages after it"
         assert entry.parent is not None
@@ -164,7 +165,7 @@ class PrefixIndex:
         self._free.append(page)
 
     def check(self) -> None:
-        """Prove that every page is free, held or kept, and that the tree is consistent. Raises
+        """Prove that every page is free, held or evictable, and that the tree is consistent. Raises
         AssertionError with the fault. Reads all pages: for tests and idle moments.
         """
         free, held = set(self._free), [page for page, n in enumerate(self._references) if n]

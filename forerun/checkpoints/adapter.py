@@ -134,7 +134,7 @@ def _is_alpha(item: tuple[str, Any]) -> bool:
 
 
 def _pairs(file: TensorFile) -> dict[str, dict[str, str]]:
-    """Module -> its tensors' names by "A" and "B". Raises ModelError naming all others."""
+    """Return module -> its tensors' names by "A" and "B". Raises ModelError naming all others."""
     pairs: dict[str, dict[str, str]] = {}
     faults = []
     for tensor in file.tensors:
@@ -187,7 +187,7 @@ def _rows(up: Floats, part: StoredPart) -> Floats:
 
 
 def _runs(name: str, spec: LayerSpec) -> bool:
-    """Whether executors adapt this matrix of a layer."""
+    """Return whether executors adapt this matrix of a layer."""
     room, _, rest = name.partition(".")
     part = rest.removesuffix("_proj.weight") + "_proj"
     if room == "self_attn":

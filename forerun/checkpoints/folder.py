@@ -75,7 +75,7 @@ class FolderCheckpoint:
 
     @property
     def path(self) -> Path:
-        """The folder."""
+        """The checkpoint's folder."""
         return self._folder
 
     def names(self) -> tuple[str, ...]:
@@ -183,8 +183,8 @@ def text_only(
 
 
 def _as_model(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
-    """A base model's files, which has no head (embedding models are saved so), named as a whole
-    model's; any other's as they are.
+    """Return a base model's files (no head; embedding models are saved so) under a whole model's
+    names; any other's unchanged.
     """
     if _EMBEDDING in files or _EMBEDDING.removeprefix("model.") not in files:
         return files
@@ -279,14 +279,14 @@ def _needed(files: dict[str, TensorFile], arch: Architecture) -> dict[str, Tenso
 
 
 def read_elsewhere(name: str, arch: Architecture) -> bool:
-    """Tell whether a tensor, by its canonical name, makes keys and values that no layer reads."""
+    """Return whether a tensor, by its canonical name, makes keys and values that no layer reads."""
     match = _KEYS_AND_VALUES.fullmatch(name)
     layer = int(match[1]) if match is not None else arch.layers
     return layer < arch.layers and arch.layer_specs[layer].reads is not None
 
 
 def _own_head(files: dict[str, TensorFile]) -> bool:
-    """Tell whether there is a head that is no copy of the embedding: it counts even where
+    """Return whether there is a head that is no copy of the embedding: it counts even where
     config.json ties them, as in transformers.
     """
     if _HEAD not in files or _EMBEDDING not in files:

@@ -49,7 +49,7 @@ def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
 
 
 def keeps(checkpoint: Checkpoint) -> bool:
-    """Tell whether a product may keep any matrix of the checkpoint in few bits."""
+    """Return whether a product may keep any matrix of the checkpoint in few bits."""
     return any(kept_matrix(checkpoint, name) is not None for name in checkpoint.names())
 
 

@@ -95,8 +95,8 @@ def divided(
 
 
 def _belongs(name: str, files: Files, arch: Architecture) -> bool:
-    """Tell whether a tensor is of a prediction layer. Behind the target's layers, a layer without a
-    fuse is none: it is a fault of the target.
+    """Return whether a tensor is of a prediction layer. Behind the target's layers, a layer without
+    a fuse is none: it is a fault of the target.
     """
     match = DEEPSEEK.layer.match(name)
     if match is not None:
@@ -105,7 +105,7 @@ def _belongs(name: str, files: Files, arch: Architecture) -> bool:
 
 
 def several(arch: Architecture, count: int) -> Architecture:
-    """Describe the model with `count` layers, all as its last that attends."""
+    """Return `arch` with `count` copies of its last attention layer."""
     attends = [spec for spec in arch.layer_specs if spec.recurrent is None]
     return replace(arch, layer_specs=tuple(attends[-1:] * count))
 
@@ -171,5 +171,5 @@ def copy_name(name: str, layer: int) -> str:
 
 
 def copied(name: str) -> bool:
-    """Tell whether a name is one of `copy_name`: files may leave it out."""
+    """Return whether a name is one of `copy_name`: files may leave it out."""
     return name.startswith("copy.")

@@ -39,7 +39,9 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def temperatures(text: str) -> tuple[float, ...]:
-    """Read temperatures, with commas between them."""
+    """Return the temperatures in `text`, comma-separated. Raises ArgumentTypeError outside 0 to
+    100.
+    """
     try:
         values = tuple(map(float, text.split(",")))
     except ValueError:

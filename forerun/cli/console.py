@@ -47,9 +47,9 @@ def emit_json(value: Any) -> None:
 
 @contextmanager
 def bars() -> Iterator[Report]:
-    """Yield a function that draws progress bars, one per task: its name is the text before the
-    first colon; it appears after SHOWN seconds. If stderr is no terminal, it writes a line every
-    QUIET seconds instead.
+    """Yield a function (what, done, total) that draws progress bars, one per task: its name is the
+    text before the first colon; it appears after SHOWN seconds. If stderr is no terminal, it writes
+    a line every QUIET seconds instead.
     """
     if not err.is_terminal:
         yield _lines()
@@ -124,13 +124,13 @@ def plain_warnings(tell: Callable[[str], None] = say) -> Iterator[None]:
         warnings.showwarning = before
 
 
-def load_with_progress(config: EngineConfig, told: Report = lambda *_: None) -> Loaded:
-    """Load and start a model while showing the progress, which `told` receives too."""
+def load_with_progress(config: EngineConfig, listener: Report = lambda *_: None) -> Loaded:
+    """Load and start a model while showing the progress, which `listener` receives too."""
     with plain_warnings(), bars() as report:
 
         def both(what: str, done: int, total: int) -> None:
             report(what, done, total)
-            told(what, done, total)
+            listener(what, done, total)
 
         return load(config, both)
 

@@ -45,6 +45,8 @@ def main(arguments: argparse.Namespace) -> int:
 def examine(with_torch: bool) -> dict[str, Any]:
     """Return facts of this machine as JSON values: memory, compiler, native core, torch, caches,
     packages.
+
+    with_torch  import torch and list CUDA devices
     """
     missing = cpu.available()
     return {

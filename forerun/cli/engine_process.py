@@ -21,28 +21,28 @@ from forerun.serve.observe.logs import configure_logs
 log = logging.getLogger("forerun")
 
 
-def load_served(config: EngineConfig, as_log: bool, told: Progress = lambda *_: None) -> Loaded:
+def load_served(config: EngineConfig, as_log: bool, progress: Progress = lambda *_: None) -> Loaded:
     """Load the model of a server: the engine, ready and not started.
 
-    as_log  warnings go to the log and nothing is drawn; else to the terminal, with a bar
-    told    called with (what, done, total) while it loads
+    as_log    warnings go to the log and nothing is drawn; else to the terminal, with a bar
+    progress  called with (what, done, total) while it loads
 
     Raises what `load` raises.
     """
     if as_log:
         with plain_warnings(log.warning):
-            return load(config, told)
-    return load_with_progress(config, told)
+            return load(config, progress)
+    return load_with_progress(config, progress)
 
 
-def load_started(start: Start, told: Progress) -> tuple[Loaded, dict[str, str]]:
+def load_started(start: Start, progress: Progress) -> tuple[Loaded, dict[str, str]]:
     """Load what the server's first message names, and report the progress to it. Raises what
     `load_served` raises.
     """
     options, began = start.options, monotonic()
     configure_logs(options["level"], options["format"])
     quiet = logging.getLogger().level > logging.INFO
-    loaded = load_served(start.config, quiet or options["format"] == "json", told)
+    loaded = load_served(start.config, quiet or options["format"] == "json", progress)
     trim_memory()
     return loaded, model_facts(loaded, began)
 

@@ -18,7 +18,7 @@ MINUTES = 2.0
 
 
 def fuzz(arguments: argparse.Namespace) -> int:
-    """Look for an answer that depends on its company. 1 where one was found."""
+    """Search for an answer that depends on its batch. Returns 1 if one is found, else 0."""
     config = exact(configured(EngineConfig, arguments))
     path = Path(arguments.prompts) if arguments.prompts else None
     fuzzer = Fuzzer(config, tuple(read_prompts(path)), arguments.seed)

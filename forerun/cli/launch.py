@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.cli.console import emit_json, say
-from forerun.cli.running import asked
+from forerun.cli.running import get_json
 from forerun.errors import ConfigError
 
 BEGIN, END = "# >>> forerun launch >>>", "# <<< forerun launch <<<"
@@ -52,14 +52,14 @@ class Setup:
     environment  variables to start it with
     command      starts it; empty = it lives in an editor
     file, text   the text to write, and the program's file for it
-    told         what the user has to enter, if nothing can be written
+    steps        what the user has to enter, if nothing can be written
     """
 
     environment: dict[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     file: Path | None = None
     text: str = ""
-    told: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -67,7 +67,7 @@ def main(arguments: argparse.Namespace) -> int:
     that has no model, or not the named one.
     """
     url = arguments.url.rstrip("/").removesuffix("/v1")
-    found = asked(url, "/v1/models", arguments.api_key).get("data", [])
+    found = get_json(url, "/v1/models", arguments.api_key).get("data", [])
     models = {one["id"]: one.get("max_model_len") for one in found}
     if not models:
         raise ConfigError(f"The server at {url} has no model.")
@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
     if setup.file is not None:
         written(setup.file, setup.text)
         say(f"{setup.file}: written between {BEGIN!r} and {END!r}")
-    for line in setup.told:
+    for line in setup.steps:
         say(line)
     if arguments.json:
         emit_json({"environment": setup.environment, "command": setup.command,
@@ -89,10 +89,10 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _start(setup: Setup, words: list[str], only_told: bool, as_json: bool) -> None:
+def _start(setup: Setup, words: list[str], only_shown: bool, as_json: bool) -> None:
     """Become the program, or print what starts it: one line, which a shell takes as it is."""
     program = shutil.which(setup.command[0])
-    if not only_told and program is not None:
+    if not only_shown and program is not None:
         os.execve(program, [*setup.command, *words], os.environ | setup.environment)  # noqa: S606
     missing = "" if program else f"{setup.command[0]} is not installed here. "
     say(f"{missing}It is started with:")
@@ -163,11 +163,11 @@ def _cline(at: Server) -> Setup:
         f"  base URL       {at.url}/v1",
         f"  API key        {at.key}",
         f"  model ID       {at.model}",
-        "Its command line is told by what follows; then: cline",
+        "For its command line run what follows; then: cline",
     )
     where = ("--provider", "openai", "--baseurl", f"{at.url}/v1")
     whom = ("--apikey", at.key, "--modelid", at.model)
-    return Setup(command=("cline", "auth", *where, *whom), told=steps)
+    return Setup(command=("cline", "auth", *where, *whom), steps=steps)
 
 
 def _continue(at: Server) -> Setup:
@@ -180,7 +180,7 @@ def _continue(at: Server) -> Setup:
         f"    apiKey: {at.key}",
         "    roles: [chat, edit, apply]",
     )
-    return Setup(told=steps)
+    return Setup(steps=steps)
 
 
 def _opencode(at: Server) -> Setup:

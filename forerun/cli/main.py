@@ -81,9 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def explained(error: Exception) -> int:
-    """Say on stderr what an error means, in a sentence; the exit code. Raises one that is our own
-    fault.
-    """
+    """Print on stderr what an error means; return the exit code. Re-raises our own bugs."""
     package = (getattr(error, "name", None) or "").split(".")[0]
     if isinstance(error, ImportError) and package in EXTRAS:
         tools = "" if package == "ray" else ", or `make tools` in a checkout"

@@ -6,12 +6,12 @@ from rich.table import Table
 
 from forerun.build.memory import human
 from forerun.cli.console import emit_json, out
-from forerun.cli.running import asked
+from forerun.cli.running import get_json
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run `forerun ps`: what a server has loaded. Raises ConfigError if none answers."""
-    models = asked(arguments.url, "/api/ps", arguments.api_key).get("models", [])
+    models = get_json(arguments.url, "/api/ps", arguments.api_key).get("models", [])
     if arguments.json:
         emit_json(models)
         return 0

@@ -10,7 +10,7 @@ from forerun.errors import ConfigError
 SECONDS = 10.0
 
 
-def asked(url: str, path: str, key: str = "") -> dict[str, Any]:
+def get_json(url: str, path: str, key: str = "") -> dict[str, Any]:
     """Return the JSON of a route. Raises ConfigError if no server answers there, or it refuses."""
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):

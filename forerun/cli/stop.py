@@ -3,12 +3,12 @@
 import argparse
 
 from forerun.cli.console import say
-from forerun.cli.running import asked
+from forerun.cli.running import get_json
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run `forerun stop`: say how a server is ended. Returns 2: nothing was stopped."""
-    name = asked(arguments.url, "/server_info", arguments.api_key).get("model", "a model")
+    name = get_json(arguments.url, "/server_info", arguments.api_key).get("model", "a model")
     say(
         f"{arguments.url} serves {name} until its own process is ended: press Ctrl+C in its "
         "terminal, or send it SIGTERM; running requests finish first. There is no server in the "

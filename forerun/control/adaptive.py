@@ -1,4 +1,5 @@
-"""Decides how many draft tokens a step has, none included; no other module does.
+"""Decides how many draft tokens a step has, none included. The scheduler may lower that (requests,
+pages, room), and a native drafter selects by the same costs.
 
 One answer per step, for the whole batch: a plain step, or draft tokens of one shape. For a drafter
 that costs time, the shape that brings most tokens per millisecond (shapes.py). A free drafter

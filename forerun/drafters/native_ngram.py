@@ -101,7 +101,9 @@ class CpuNgramDrafter:
         return drafts
 
     def _take(self, drafts: list[Draft], drafting: list[int], total: int) -> None:
-        """Copy the `total` draft tokens in `_out` (csrc/ngram.h) into the drafts of `rows`."""
+        """Copy the `total` draft tokens in `_out` (csrc/ngram.h) into the drafts of rows
+        `drafting`.
+        """
         rows = len(drafting)
         packed = self._out[rows : rows + 4 * total].reshape(4, total).copy()
         tokens, parents, scored, sources = packed

@@ -109,8 +109,8 @@ def _predict(
 
 
 def write_ngrams(table: NgramTable, folder: Path) -> bool:
-    """Store the table in a draft's folder (made if missing), whole or not at all. False, and no
-    file, where it predicts nothing. Raises OSError.
+    """Store the table in a draft's folder (made if missing), whole or not at all. Returns False
+    and writes nothing if the table is empty. Raises OSError.
     """
     if not len(table.tokens):
         return False

@@ -68,6 +68,7 @@ class Request:
     sampling  of choice 0; choice i uses `choice_seed(sampling.seed, i)`
     grammar   a compiled grammar (forerun.constrain) or None
     skip_special_tokens  special tokens add no text
+    goes_on   the answer continues a text: its first token is decoded as one within it
     prediction  int32[.] the expected output, for drafters: never changes the text
     cache_salt  cached prefixes are shared only among requests of the same salt, "" included
     client    clients share the prompt tokens of a step evenly

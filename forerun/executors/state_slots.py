@@ -52,7 +52,13 @@ class StateCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A checkpoint that a step makes: of the state after `length` tokens, in `row`."""
+    """A state checkpoint that the coming step will write.
+
+    row     of the table of states
+    length  tokens that it covers
+    key     its salt and text
+    kind    what it is of the sequence: see StateSlots.claim
+    """
 
     row: int
     length: int

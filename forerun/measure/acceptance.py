@@ -49,7 +49,7 @@ class Finding:
     agreement agreement[j]: chance of level j + 1 once level j was accepted
     answers   how many there were; same: of these, how many are token for token plain decoding's
     speed     tokens per second; plain: the same without speculation, in the same session
-    simulated the trainer's length for the same answers, where it was asked
+    simulated the trainer's length for the same answers, if requested
     """
 
     question: str

@@ -64,7 +64,7 @@ class Timing:
     @property
     def per_token(self) -> float | None:
         """Mean seconds per token after the first piece (time per output token); None for answers of
-        one token, or whose text came in one piece.
+        one token, or whose text came in one piece. Raises IndexError if no piece came.
         """
         span = self.arrivals[-1] - self.arrivals[0]
         return span / (self.tokens - 1) if self.tokens > 1 and span > 0 else None

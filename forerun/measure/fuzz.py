@@ -180,8 +180,8 @@ class Fuzzer:
             self._target = None
 
     def run(self, enough: Callable[[Report], bool]) -> Report:
-        """Run drawn cases until `enough`, asked before each with the report so far, returns True or
-        one fails.
+        """Run drawn cases until `enough`, called before each with the report so far, returns True
+        or one fails.
 
         Returns the report, which is also `self.report`; its failure is made smaller first. Raises
         what opening a target raises.
@@ -339,9 +339,9 @@ def _drive(engine: Engine, requests: list[Request], case: Case) -> list[list[Com
 def _difference(expected: Completion, found: Completion) -> str | None:
     """Return, as text, where an answer differs from the reference; None if nowhere."""
     if found.finish == Finish.ABORT:
-        told = len(found.tokens)
-        whole = found.text.rstrip("\ufffd")  # A character that the end cuts is told as this one.
-        if found.tokens == expected.tokens[:told] and expected.text.startswith(whole):
+        count = len(found.tokens)
+        whole = found.text.rstrip("\ufffd")  # A character that the end cuts is reported as this.
+        if found.tokens == expected.tokens[:count] and expected.text.startswith(whole):
             return None
         return f"aborted after {found.tokens}, but alone it is {expected.tokens}"
     if found.tokens != expected.tokens or found.finish != expected.finish:

@@ -49,7 +49,7 @@ def healthy(port: int) -> bool:
     """Return whether a server on this port of 127.0.0.1 answers GET /health with 200 within 5
     seconds.
 
-    Through a bare connection, since this is asked while the server measures what its steps cost:
+    Uses a bare connection, since it runs while the server measures what its steps cost:
     `httpx.get` makes a client each time, tens of milliseconds of one of its cores.
     """
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)) as connection:

@@ -186,7 +186,7 @@ def _requests(
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """What an engine said.
+    """Answers of an engine.
 
     prompts  for each answer the number of its request
     waited   seconds until the first token, summed over the answers (bench/never_slower.py)

@@ -48,7 +48,7 @@ class StepBench:
     checkpoint at the last end of a page.
 
     executor  built for `limits_for`, with every slot closed; the bench opens all of them
-    head      a draft model that the executor was told of, if any
+    head      a draft model added to the executor, if any
     wait      returns when the device has done everything
     clock     seconds; the wall's, or the process's own where others share the machine
     """

@@ -37,7 +37,7 @@ BUSY = 0.15
 """Noise, as a share of the speed, beyond which nothing is decided. (The default model on two cores
 of a Xeon, at 1 and 4 sequences: .13 and .07 quiet, .26 and .20 beside a load of ten.)"""
 TOPKS = (1, 4)
-"""Widths that are tried where a draft model drafts alone and nobody said one."""
+"""Widths tried if only a draft model drafts and none is configured."""
 
 
 @dataclass(frozen=True, slots=True)

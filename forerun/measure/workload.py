@@ -83,7 +83,7 @@ class Lengths:
     """Lengths of made requests in tokens, each drawn evenly from `ratio` of it to all of it.
 
     prompt  None: prompts of a file
-    answer  None: as asked
+    answer  None: the request's max_tokens
     """
 
     prompt: int | None = None

@@ -1,6 +1,6 @@
 """The methods of drafting, under the names that SGLang gave them: one table.
 
-A new method is a row here, and a drafter in build/drafting.py.
+A new method is a row here; `_drafter` of build/engine.py opens its drafter.
 """
 
 from dataclasses import dataclass
@@ -47,9 +47,9 @@ class Algorithm:
 ALGORITHMS = (
     Algorithm(
         "AUTO",
-        "EAGLE+NGRAM if a draft with a head is named, DFLASH if one with a block drafter, "
-        "NEXTN if one with prediction layers, STANDALONE if a GGUF file; NEXTN if the "
-        "target has prediction layers of its own; else NGRAM",
+        "by the draft that is named: a head is EAGLE+NGRAM, a block drafter DFLASH, prediction "
+        "layers NEXTN, a GGUF file STANDALONE; with none named NEXTN if the target has prediction "
+        "layers (executors cpu and torch), else NGRAM",
         model=True,
         lookup=True,
     ),

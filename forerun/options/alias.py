@@ -119,7 +119,8 @@ class Alias:
             )
             return f"`{shown}`"
         if self.values and not self.others:
-            return f"`{own}`; takes {', '.join(self.values)}"
+            why = f"; {self.why}" if self.why else ""
+            return f"`{own}`; takes {', '.join(self.values)}{why}"
         return f"`{own}`" + (f"; {self.why}" if self.why else "")
 
 

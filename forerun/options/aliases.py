@@ -10,6 +10,7 @@ from pathlib import Path
 
 from forerun.options.alias import (
     LLAMA,
+    METHODS,
     SGLANG,
     VLLM,
     Alias,
@@ -57,9 +58,10 @@ _WITH_EFFECT = (
     Alias("--speculative-config", _V, SETS,
           "speculative_algorithm speculative_draft_model_path speculative_draft_model_revision "
           "speculative_num_steps speculative_num_draft_tokens",
-          why="a JSON object: method, model, revision, num_speculative_tokens (N means "
-          "`--speculative-num-steps N --speculative-num-draft-tokens N+1`); other keys are "
-          "refused", read=speculative_config),
+          why=f"a JSON object: method ({', '.join(METHODS)}), model, revision, "
+          "num_speculative_tokens (N means `--speculative-num-steps N "
+          "--speculative-num-draft-tokens N+1`); prompt_lookup_min and -max change nothing, "
+          "other keys are refused", read=speculative_config),
     Alias("--speculative-adaptive", _S, SETS, "policy", values={"true": "adaptive"},
           takes=NOTHING),
     Alias("--draft --draft-max --draft-n --spec-draft-n-max", _L, SETS,
@@ -93,7 +95,8 @@ _WITH_EFFECT = (
     Alias("--cache-type-k --cache-type-v -ctk -ctv", _L, SETS, "kv_dtype", values={"f16": "same"},
           why="--kv-dtype float8 halves the cache, on torch"),
     Alias("--quantization -q", _SV, SETS, "dtype", values=_WEIGHTS,
-          why="leave it out for files that are quantised: they say so themselves"),
+          why="leave it out for files that are quantised (awq, gptq, ...): they say so "
+          "themselves"),
     Alias("--gpu-layers --n-gpu-layers -ngl", _L, SETS, "device",
           why="0: `--device cpu`; all: `cuda`", read=gpu_layers),
     Alias("--base-gpu-id", _S, SETS, "device", why="`--device cuda:N`", read=gpu),

@@ -202,8 +202,8 @@ class EngineConfig:
         "AUTO",
         "how to draft: a draft head (EAGLE, EAGLE3), a block drafter (DFLASH), n-grams (NGRAM: "
         "lookup in the text so far, and the draft's n-gram table, or counts of finished answers), "
-        "or not at all (OFF); AUTO uses what a given draft holds, a head together with n-grams; "
-        "else NGRAM, or on a GPU the model's own prediction layers",
+        "or not at all (OFF); AUTO uses what a named draft holds, a head together with n-grams; "
+        "with none named the model's own prediction layers (cpu and torch), else NGRAM",
         choices=NAMES,
         spellings=lambda name: algorithm(name).name,
     )

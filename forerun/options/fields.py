@@ -175,8 +175,9 @@ def addresses(text: str) -> tuple[str, ...]:
 
 
 def adapters_in(text: str) -> tuple[str, ...]:
-    """NAME=FOLDER for each adapter in `text`: as it is written (a folder alone is its own name), or
-    vLLM's JSON, an object with name and path or a list of them. Raises ConfigError for other text.
+    """Return NAME=FOLDER for each adapter in `text`: as written (a folder alone is its own name),
+    or vLLM's JSON, an object with name and path or a list of them. Raises ConfigError for other
+    text.
     """
     if text[:1] in ("{", "["):
         try:

@@ -1,4 +1,4 @@
-"""One request to an ASGI application, asked and answered by values that can be sent anywhere."""
+"""One request to an ASGI application and its answer, as picklable values."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ class Head:
     """What an answer begins with.
 
     body     what of it was there as soon: a message less on the way to the client
-    replica  who gives it
+    replica  the one that sends it
     """
 
     status: int

@@ -24,10 +24,10 @@ from forerun.serve.http.in_flight import InFlight
 log = logging.getLogger("forerun.ray")
 
 TRIES = 2
-"""Replicas that are asked before a client is told 503: the first may have died. Nothing of an
+"""Replicas tried before the client gets 503: the first may have died. Nothing of an
 answer was sent by then, and the same request has the same answer everywhere."""
 GONE = "The replica that was answering has died. Send the request again."
-NOBODY = "No replica is ready: Ray is starting others in their place. Try again later."
+NO_REPLICA = "No replica is ready: Ray is starting others in their place. Try again later."
 LOOK = 1.0
 """Seconds between two looks whether there is still a replica for a request that waits for one."""
 RESPONSE = re.compile(rb"resp_[0-9a-f]{32}")
@@ -37,7 +37,7 @@ RESPONSES = 100_000
 
 
 METRICS_SECONDS = 5.0
-"""For all replicas to say theirs; Prometheus waits for ten."""
+"""Time for all replicas to return metrics; Prometheus waits ten seconds."""
 
 
 class Front:
@@ -64,12 +64,12 @@ class Front:
             try:
                 head = await _first(forwarded, request)
             except NoReplicaError:
-                return refused(503, NOBODY, "no_replica")
+                return refused(503, NO_REPLICA, "no_replica")
             except (RayError, StopAsyncIteration) as error:
                 log.warning("a replica did not answer: %s", error)
                 continue
             if head is None:
-                return Response(status_code=499)  # Nobody hears it.
+                return Response(status_code=499)  # The client has disconnected.
             parts = _from(head.body, forwarded)
             if asked.path == "/v1/responses":
                 parts = self._remembered(parts, head.replica)
@@ -81,7 +81,7 @@ class Front:
         instead.
         """
         if PrefixRouter.running == 0:
-            return refused(503, NOBODY, "no_replica")
+            return refused(503, NO_REPLICA, "no_replica")
         try:
             heads = await self._all.broadcast("whole", asked).results_async(
                 timeout_s=METRICS_SECONDS
@@ -156,7 +156,7 @@ async def _first(forwarded: DeploymentResponseGenerator, request: Request) -> He
     finally:
         gone.cancel()
         if not head.done():
-            # Ray answers a cancelled wait with an error of its own, which is nobody's any more.
+            # Ray answers a cancelled wait with an error of its own, which is no longer needed.
             head.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             head.cancel()
             forwarded.cancel()

@@ -41,7 +41,7 @@ def run(
     """Serve `count` replicas until a signal ends it; returns when all is cleaned up. They share the
     machine's processors where `config.threads` says nothing; of its GPUs each takes `tp_size`.
 
-    announce  is told the URL once every replica has loaded its model, or one has and another
+    announce  called with the URL once every replica has loaded its model, or one has and another
               cannot: those that are there serve, and the log says which is not and why
 
     The first signal drains, as `forerun serve` does. Raises ConfigError if it cannot listen or

@@ -14,7 +14,7 @@ class PrefixRouter(RequestRouter):
     yet, and not yet seen end: many choices are made before the first of them is sent. Where others
     send requests there too, it is what the replica last said.
 
-    running  replicas that there are, as this process was told last; None = not yet
+    running  number of replicas at the last update; None = no update yet
     """
 
     running: ClassVar[int | None] = None
@@ -37,7 +37,7 @@ class PrefixRouter(RequestRouter):
         unchanged without a request.
         """
         named = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        # Who was given up before it was sent is done, too.
+        # A request cancelled before it was sent is done, too.
         self._chosen = {id: one for id, one in self._chosen.items() if not one[0].future.done()}
         if pending_request is None:
             return [[replica] for replica in candidate_replicas]

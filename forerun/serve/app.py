@@ -61,7 +61,7 @@ def create_models_app(sources: Sequence[Source], settings: ServeSettings) -> Sta
 
 
 def _known(scope: Scope) -> bool:
-    """Tell whether a model has a route for a request."""
+    """Return whether a model has a route for a request."""
     return any(route.matches(scope)[0] is not Match.NONE for route in _API)
 
 

@@ -176,8 +176,8 @@ class RequestMiddleware:
         headers = Headers(scope=scope)
         scheme, _, given = headers.get("authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        told = given.strip().encode("latin-1", "replace")
-        known = [hmac.compare_digest(told, key) for key in self._keys]
+        given_key = given.strip().encode("latin-1", "replace")
+        known = [hmac.compare_digest(given_key, key) for key in self._keys]
         if not any(known):
             problem = "The API key is wrong." if given else "No API key was given."
             raise ApiError(

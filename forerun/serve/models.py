@@ -157,8 +157,8 @@ class Models:
         if scope["method"] in ("GET", "HEAD"):
             entry = self.named(QueryParams(scope["query_string"]).get("model"))
             if entry.app is None or entry.state != "loaded":
-                told = f"{entry.source.name} is not loaded; the first request for it loads it."
-                raise unavailable(told, "not_loaded")
+                message = f"{entry.source.name} is not loaded; the first request for it loads it."
+                raise unavailable(message, "not_loaded")
             await entry.app.router({**scope, "app": entry.app}, receive, send)
             return
         request = Request(scope, receive)

@@ -83,7 +83,7 @@ def openapi_route(routes: Sequence[Route]) -> Route:
         return document(routes)
 
     async def openapi(request: Request) -> Response:
-        """The routes of this server."""
+        """Return the server's OpenAPI document."""
         return Json(written())
 
     return Route("/openapi.json", openapi)

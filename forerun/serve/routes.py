@@ -181,5 +181,7 @@ def card(served: Served, name: str) -> dict[str, Any]:
 
 
 def adapter_card(served: Served, adapter: dict[str, Any]) -> dict[str, Any]:
-    """An adapter in OpenAI's list, with its folder as root and the model as parent, as vLLM's."""
+    """Return an adapter's entry in OpenAI's list: root is its folder, parent the model, as in
+    vLLM.
+    """
     return card(served, adapter["name"]) | {"root": adapter["path"], "parent": served.name}

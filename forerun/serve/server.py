@@ -175,8 +175,8 @@ class Drained(Protocol):
     failed: asyncio.Event
 
     async def drain(self, seconds: float) -> bool:
-        """Let no request in and wait, at most so many seconds, for those that run; whether all have
-        ended.
+        """Refuse new requests and wait, at most `seconds`, for running ones. Returns whether all
+        have ended.
         """
         ...
 

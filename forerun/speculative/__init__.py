@@ -1,3 +1,3 @@
-"""The algorithm, exactly, in NumPy: tree, draft, verify, sampling, accept. Parity tests hold the
-executors to these files.
+"""The algorithm in NumPy: tree, sampling, noise, accept. Parity tests hold the executors to these
+files, and their attention to tests/twins/verify.py.
 """

@@ -253,7 +253,7 @@ def _added(index: int, text: str, special: bool) -> dict[str, Any]:
 
 
 def _around(tokens: Sequence[str], before: int | None, behind: int | None) -> dict[str, Any]:
-    """A post-processor that puts one token before a text, and one behind it; None: puts none."""
+    """Return a post-processor that puts one token before a text, and one behind it; None: none."""
     ids = [id for id in (before, behind) if id is not None]
     begin, end = (
         [] if id is None else [{"SpecialToken": {"id": tokens[id], "type_id": 0}}]

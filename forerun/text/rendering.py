@@ -121,8 +121,9 @@ class Apart:
         self._asked({})
 
     def render(self, names: dict[str, Any]) -> str:
-        """Render in the process, one text at a time; tries a second time if the process may have
-        been ended from outside. Raises RequestError, ModelError or WorkerError, as Renderer.render.
+        """Render the template with variables `names`; return the text. Blocks; retries once if the
+        process may have been killed from outside. Raises RequestError, ModelError or WorkerError,
+        as Renderer.render.
         """
         return self._asked({"names": names})
 

@@ -105,8 +105,8 @@ def prefix_of(spec: dict[str, Any]) -> tuple[int, ...]:
 
 
 def suffix_of(spec: dict[str, Any]) -> tuple[int, ...]:
-    """The ids that the post-processor of a `tokenizer.json` document puts behind a whole text, as
-    embedding models expect it.
+    """Return the ids that the post-processor of a `tokenizer.json` document puts behind a whole
+    text, as embedding models expect it.
     """
     behind: list[int] = []
     for step in steps(spec.get("post_processor"), "processors"):

@@ -72,8 +72,8 @@ class JsonCalls:
         if call.name is None:
             return []
         news: list[CallPiece] = []
-        if not call.told:
-            call.told = True
+        if not call.returned:
+            call.returned = True
             news.append(CallPiece(self.count, call.name))
             self.count += 1
         if call.arguments:
@@ -85,13 +85,13 @@ class JsonCalls:
 class _JsonCall:
     """One object, character by character.
 
-    name       None until it is known; told = it has been returned
+    name       None until it is known; returned: whether it was handed on
     arguments  certain and not yet returned
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.told = False
+        self.returned = False
         self.arguments = ""
         self.ended = False
         self._depth = 0

@@ -32,7 +32,7 @@ _MARK = "\u2603FORERUN\u2603"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How answers are asked for.
+    """How answers are generated.
 
     greedy      share of answers at T=0
     hot         share of answers at T=1; the rest at `temperature`
@@ -290,7 +290,7 @@ class Session:
         return self._asked
 
     def take(self, ids: Ints, extra_turn: bool) -> None:
-        """Use the output int32[.] of what `next` asked for. An answer that loops, which is cut
+        """Use the output int32[.] of the last `next`. An answer that loops, which is cut
         there, or is empty ends the chat.
 
         extra_turn  False: no second turn is begun any more

@@ -225,7 +225,9 @@ class DenseAuthor:
         return found
 
     def _step(self, size: int) -> None:
-        """Decode one token for every row, reading `size` tokens of the cache. In place, no host."""
+        """Decode one token for every row, reading `size` tokens of the cache. Works in place,
+        without host synchronisation.
+        """
         target, groups = self._target, self._target.arch.kv_heads
         specs = [spec.attention for spec in target.arch.layer_specs]
         biases = {
@@ -260,7 +262,7 @@ class DenseAuthor:
         return (logits - noise * hot).argmax(-1)
 
     def _advance(self, token: Tensor) -> None:
-        """Write the tokens of the rows at work, and see who has finished."""
+        """Write the tokens of the rows at work, and update which rows have finished."""
         going = ~self._done
         column = torch.where(going, self._count, self._longest)
         self._output.scatter_(1, column[:, None], token[:, None].int())

@@ -1,4 +1,4 @@
-"""What `forerun train` can be told, and the presets. No torch here: `--help` reads this file."""
+"""The options of `forerun train`, and the presets. No torch here: `--help` reads this file."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -20,7 +20,7 @@ class TrainConfig:
     follow_up: float = option(0.1, "share of chats with a second turn", low=0, high=1)
     author: str = option(
         "served",
-        "who writes the answers: the engine that will serve, or dense batches (for a GPU)",
+        "what writes the answers: the serving engine, or dense batches (for a GPU)",
         choices=("served", "dense"),
     )
     answer_minutes: float = option(0.0, "begin no answer after this long (0 = no limit)", low=0)

@@ -82,17 +82,24 @@ def test_sources_name_files_that_exist():
     assert not stale
 
 
-def test_the_path_of_a_token_names_what_exists():
-    """Each link of docs/inside/path.md to a source, followed by symbols, names its symbols."""
-    text = (ROOT / "docs" / "inside" / "path.md").read_text()
-    steps = re.findall(r"\[[^\]]+\]\(\.\./\.\./(forerun/[^)]+\.py)\)((?:\s*`[\w.]+`,?)*)", text)
-    assert len(steps) >= 12
-    for path, symbols in steps:
+NAMED = re.compile(r"\[[^\]]+\]\([./]*((?:forerun|bench|tests)/[^)]+\.py)\):?((?:\s*`[\w.]+`,?)*)")
+"""A link to a source, and the symbols that follow it."""
+
+
+def test_symbols_behind_a_link_are_in_that_file():
+    """`[step](../../forerun/engine/step.py): `begin`, `finish``, on every page."""
+    named = [
+        (page.name, path, symbol)
+        for page in DOCUMENTS
+        for path, symbols in NAMED.findall(page.read_text())
+        for symbol in SYMBOL.findall(symbols)
+    ]
+    assert sum(page == "path.md" for page, _, _ in named) >= 40
+    for page, path, symbol in named:
         source = (ROOT / path).read_text()
-        for symbol in SYMBOL.findall(symbols):
-            name = re.escape(symbol.split(".")[-1])
+        for name in symbol.split("."):
             defined = rf"(?m)^\s*(?:async )?(?:def|class) {name}\b|^{name}\s*[:=]"
-            assert re.search(defined, source), f"{symbol} is not in {path}"
+            assert re.search(defined, source), f"{page}: {symbol} is not in {path}"
 
 
 def commands_of(text):

@@ -37,8 +37,10 @@ def gemma4_sizes(keys: Keys, vocab: int) -> ArchitectureSizes:
 def gemma4_layers(
     keys: Keys, sizes: ArchitectureSizes, file: GgufFile, scaling: Scaling | None
 ) -> tuple[LayerSpec, ...]:
-    """Return the layers. scaling: of the rope of layers without a window. Raises ModelError naming
-    the key that is missing or cannot be used.
+    """Return the L layer specs of Gemma 4 from a GGUF file's metadata. Raises ModelError naming the
+    key that is missing or cannot be used.
+
+    scaling  RoPE scaling of full-attention layers; None = none
     """
     count, size = sizes.layers, keys.integer("attention.key_length")
     for name, numbers in (("", size), ("_swa", sizes.head_size)):

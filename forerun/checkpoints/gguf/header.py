@@ -61,7 +61,7 @@ class GgufFile(TensorFile):
 
 
 def read_header(path: Path) -> GgufFile:
-    """Map `path` and check its header. ModelError for anything out of order."""
+    """Map `path` and check its header. Raises ModelError for anything out of order."""
     return parsed_header(path, mapped(path))
 
 
@@ -253,7 +253,7 @@ def _storage(name: str, number: int) -> tuple[str, int, int]:
 
 @lru_cache
 def _readable(kind: GGMLQuantizationType) -> bool:
-    """Tell whether the gguf package can turn `kind` into floats, by one block of zeros."""
+    """Return whether the gguf package can turn `kind` into floats, by one block of zeros."""
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except (NotImplementedError, KeyError):

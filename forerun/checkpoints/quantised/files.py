@@ -42,7 +42,9 @@ class QuantisedFile(TensorFile):
         return self.matrices[name].floats()
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
-        """Return float32[n,k], some rows and columns, reading little else (StoredMatrix.part)."""
+        """Return float32[n,k], some rows and columns, reading little else (StoredMatrix.part).
+        Raises as `floats`, as do the methods below.
+        """
         return self.matrices[name].part(rows, columns)
 
     def four_bit_group(self, name: str) -> int:
@@ -103,7 +105,7 @@ def with_matrices(
 
 
 def _plain(files: Mapping[str, TensorFile], module: str, part: str) -> bool:
-    """Tell whether `MODULE.weight` is a matrix of floats, not a quantised one."""
+    """Return whether `MODULE.weight` is a matrix of floats, not a quantised one."""
     name = f"{module}.weight"
     return part == "weight" and files[name].tensors[name].kind in ("F32", "F16", "BF16")
 

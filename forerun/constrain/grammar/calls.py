@@ -203,7 +203,7 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
 
 
 def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
-    """The rules of one call, from behind the opener to its closer."""
+    """Return the rules of one call, from behind the opener to its closer."""
     if format is LFM2:
         written = f"arguments_{index}: {_tag_texts(format, tool.arguments)}"
         return [f'call_{index}: {literal(f"{tool.name}(")} arguments_{index} ")"', written]

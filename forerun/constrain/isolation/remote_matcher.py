@@ -66,11 +66,11 @@ class RemoteMatchers:
 
 
 class RemoteMatcher:
-    """The AsyncMatcher of one sequence. Made and called on one thread, which never waits; another
+    """Runs one sequence's matcher in another process (AsyncMatcher). Its methods never block; a
     thread of its own talks to the process.
 
     grammar   in llguidance's form
-    answered  called, on that thread, when there is an answer
+    answered  called on that worker thread for every answer
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class RemoteMatcher:
             finally:
                 self._process.close()
         while failed is not None and not self._closed.is_set():
-            self._tell(failed)  # And so for every later call.
+            self._tell(failed)  # Every later call gets the same answer.
             if self._jobs.get() is None:
                 return
 
     def _serve(self) -> MatcherAnswer | None:
-        """Hand jobs to the process until there are no more, or it has failed: then why."""
+        """Send jobs to the process until the queue ends. Returns the failure, or None."""
         first: dict[str, Any] = {"begin": self._grammar}
         while (job := self._jobs.get()) is not None and not self._closed.is_set():
             with self._matchers.working.place(self._worked):
@@ -152,7 +152,8 @@ class RemoteMatcher:
 
     def _failure(self) -> MatcherAnswer:
         fault = self._process.fault or Fault.DIED
-        message = f"What may follow cannot be told: {fault.words(self._process.seconds)}"
+        words = fault.words(self._process.seconds)
+        message = f"The allowed next tokens cannot be computed: {words}"
         return MatcherAnswer(error=message, lost=fault.ours)
 
     def _tell(self, answer: MatcherAnswer) -> None:

@@ -57,7 +57,7 @@ class GuidanceAutomaton:
 
     def take(self, token: int) -> bool:
         """Step over a token; False, and nothing changes, where it does not fit. llguidance does not
-        forgive a token that it could not take, so it is asked to try.
+        recover from a rejected token, so the token is tested first.
         """
         if self._slashes is None:
             return bool(self._matcher.try_consume_tokens([token]) == 1)

@@ -7,7 +7,7 @@ from forerun.constrain.schema.logic import TYPES
 from forerun.constrain.schema.paths import schemas
 
 Schema = dict[str, Any]
-Told = Callable[[str, str, str], None]
+Report = Callable[[str, str, str], None]
 """Called for a keyword that is left out: path of its schema, keyword, why."""
 
 ANY = "any"
@@ -38,8 +38,8 @@ def check_types(root: Schema) -> None:
                 raise ValueError(f"{where} is {name!r}; JSON has {', '.join(TYPES)}")
 
 
-def well_formed(schema: Any, told: Told, path: str = "") -> Any:
-    """Return a copy without the keywords with invalid values; `told` is called with each. Counts
+def well_formed(schema: Any, report: Report, path: str = "") -> Any:
+    """Return a copy without the keywords with invalid values; `report` is called with each. Counts
     with a fraction of zero (`2.0`) become integers.
 
     path  of the schema
@@ -51,15 +51,15 @@ def well_formed(schema: Any, told: Told, path: str = "") -> Any:
         if name == "type" and (value == ANY or (isinstance(value, list) and ANY in value)):
             continue
         here = f"{path}.{name}" if path else name
-        found, wanted = _value(name, value, told, here)
+        found, wanted = _value(name, value, report, here)
         if wanted:
-            told(path, name, f"it must be {wanted}")
+            report(path, name, f"it must be {wanted}")
         else:
             out[name] = found
     return out
 
 
-def _value(name: str, value: Any, told: Told, path: str) -> tuple[Any, str]:  # noqa: PLR0911
+def _value(name: str, value: Any, report: Report, path: str) -> tuple[Any, str]:  # noqa: PLR0911
     """Return a keyword's value, and the expected type if it has another."""
     if name in _COUNTS:
         whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
@@ -77,18 +77,18 @@ def _value(name: str, value: Any, told: Told, path: str) -> tuple[Any, str]:  # 
         return value, "" if isinstance(value, list) else "a list"
     if name == "uniqueItems":
         return value, "" if isinstance(value, bool) else "true or false"
-    return _schemas(name, value, told, path)
+    return _schemas(name, value, report, path)
 
 
-def _schemas(name: str, value: Any, told: Told, path: str) -> tuple[Any, str]:
+def _schemas(name: str, value: Any, report: Report, path: str) -> tuple[Any, str]:
     """Return the same for keywords with schemas inside."""
     if name in _SINGLE and not (name == "items" and isinstance(value, list)):
-        return well_formed(value, told, path), "" if _schema(value) else "a schema"
+        return well_formed(value, report, path), "" if _schema(value) else "a schema"
     if name in _SEVERAL or name == "items":
         some = value != [] or name not in ("anyOf", "oneOf")
         if not isinstance(value, list) or not all(map(_schema, value)) or not some:
             return None, "a list of schemas" if some else "a list of at least one schema"
-        return [well_formed(one, told, f"{path}[{i}]") for i, one in enumerate(value)], ""
+        return [well_formed(one, report, f"{path}[{i}]") for i, one in enumerate(value)], ""
     if name in _BY_NAME or name in _NEEDS:
         if not isinstance(value, dict):
             return None, "an object of schemas"
@@ -96,9 +96,9 @@ def _schemas(name: str, value: Any, told: Told, path: str) -> tuple[Any, str]:
         for key, one in value.items():
             listed = name in _NEEDS and (_names(one) or isinstance(one, str))
             if listed or (_schema(one) and name != "dependentRequired"):
-                out[key] = one if listed else well_formed(one, told, f"{path}.{key}")
+                out[key] = one if listed else well_formed(one, report, f"{path}.{key}")
             else:
-                told(path, key, "it must be a schema")
+                report(path, key, "it must be a schema")
         return out, ""
     return value, ""
 

@@ -1,9 +1,9 @@
-r"""Patterns and formats of JSON schemas, in regular expressions that mean what was meant.
+r"""Patterns and formats of JSON schemas, as regular expressions with the intended meaning.
 
 llguidance writes a pattern's texts as JSON strings. In a character class that leaves out `"` or
 `\` but takes control characters (`[^"]`) it takes the escape of what was left out as well. Under a
-pattern it writes `\u` for control characters alone: where one is allowed that nobody meant, a model
-that begins `\u2019` ends with a control character. So `.` stands for none, and a pattern that every
+pattern it writes `\u` for control characters alone: where one is allowed by accident, a model that
+begins `\u2019` ends with a control character. So `.` stands for none, and a pattern that every
 string matches is none.
 """
 

@@ -20,7 +20,7 @@ class CpuFeatures:
     nodes: AnyArray
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return len(self.nodes)
 
     def select(self, nodes: AnyArray) -> "CpuFeatures":

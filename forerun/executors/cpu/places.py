@@ -62,7 +62,7 @@ def matrices(arch: Architecture) -> list[Place]:
 
 
 def _behind_experts(spec: LayerSpec) -> int:
-    """The first number behind those of a layer's experts."""
+    """Return the first number behind those of a layer's experts."""
     mixtures = (spec.feed_forward, spec.beside)
     count = sum(mixture.count for mixture in mixtures if isinstance(mixture, Experts))
     return _EXPERTS + len(_FEED_FORWARD) * count
@@ -146,7 +146,7 @@ def vectors(arch: Architecture) -> list[Place]:
 
 
 def _beside_vectors(spec: LayerSpec) -> tuple[str | None, ...]:
-    """Names of what the router of experts beside a feed-forward has, and of their norms."""
+    """Return names of what the router of experts beside a feed-forward has, and of their norms."""
     if spec.beside is None:
         return ()
     router = spec.beside.router

@@ -149,7 +149,7 @@ class Packer:
 
     head_rows  int32[Vd] the rows that its output head has; None = all
     tensors    matrices and vectors to load instead of a whole model's
-    dtype      what floats become: "file", which is what they are, or a name of QUANTIZED
+    dtype      what floats become: "file": unchanged, or a name of QUANTIZED
 
     Raises ModelError naming the tensor whose stored bytes do not fit its shape.
     """

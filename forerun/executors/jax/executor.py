@@ -33,10 +33,10 @@ from forerun.executors.jax.program.programs import JaxPrograms, keep_compiled
 from forerun.executors.jax.program.step import (
     Answers,
     JaxRound,
-    asked_of,
     asked_rows,
     certain,
     complete,
+    edits_by_row,
     left_to_move,
     receive,
 )
@@ -117,8 +117,8 @@ class JaxExecutor(Executor):
         self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
         if self._options.overlap:
             self.programs.keep_state(*self._within)
-        told = partial(progress, "compiling step sizes, kept for the next start")
-        self.programs.warm_up(self._buckets, draft, cores(), told)
+        report = partial(progress, "compiling step sizes, kept for the next start")
+        self.programs.warm_up(self._buckets, draft, cores(), report)
 
     # --- beside a draft network --------------------------------------------------------------
 
@@ -218,14 +218,14 @@ class JaxExecutor(Executor):
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
         self._check_pages(plan, trees)
-        asked = asked_of(plan, self._sampler, self._edits)
+        edits = edits_by_row(plan, self._sampler, self._edits)
         decided = self._sampler.choosing.on_device[plan.slots] & plan.samples
         decided &= ~plan.constrained
-        decided[list(asked)] = True
+        decided[list(edits)] = True
         drafted = self._drafting(plan, decided)
         rows = asked_rows(plan, decided, drafted)
-        rows.temperature[:] = self._temperatures(plan.slots, asked)
-        weights = {row: len(edits) for row, (_, edits) in asked.items()}
+        rows.temperature[:] = self._temperatures(plan.slots, edits)
+        weights = {row: len(each) for row, (_, each) in edits.items()}
         cut = batches(plan, trees, self._buckets, self._shape, self._edits, weights)
         place = np.full(count, -1, np.int32)
         for batch in cut:
@@ -235,7 +235,7 @@ class JaxExecutor(Executor):
         goes_on = self._options.overlap and alone and certain(plan, self._sampler)
         round = JaxRound(
             plan, trees, continues=goes_on,
-            batches=cut, place=place, rows=rows, asked=asked, drafted=drafted,
+            batches=cut, place=place, rows=rows, edits=edits, drafted=drafted,
         )  # fmt: skip
         late = bool((plan.constrained & plan.samples).any())
         self._dispatch(round, [batch for batch in cut if batch.chunk or not late])
@@ -248,19 +248,19 @@ class JaxExecutor(Executor):
         bounds = zip(plan.max_nodes.tolist(), depth, strict=True)
         most = np.array([min(nodes, full_size(width, deep)) for nodes, deep in bounds], np.int32)
         size = self._buckets.round(plan.rows, 1 + int(most.max()))
-        asked = asked_of(plan, self._sampler, self._edits)
-        if size is None or sum(len(edits) for _, edits in asked.values()) > self._edits:
+        edits = edits_by_row(plan, self._sampler, self._edits)
+        if size is None or sum(len(each) for _, each in edits.values()) > self._edits:
             return None
         reach = np.minimum(plan.kv_len + 1 + plan.max_depth, np.maximum(ends, plan.kv_len + 1))
         self._check_reach(plan, reach)
         every = np.ones(plan.rows, np.bool_)
         drafted = self._drafting(plan, every)
         rows = asked_rows(plan, every, drafted)
-        rows.temperature[:] = self._temperatures(plan.slots, asked)
+        rows.temperature[:] = self._temperatures(plan.slots, edits)
         batch = Batch(size, False, tuple(range(plan.rows)), (), (0,))
         round = JaxRound(
             plan, after=running, continues=True,
-            batches=[batch], place=plan.slots[:0], rows=rows, asked=asked, drafted=drafted,
+            batches=[batch], place=plan.slots[:0], rows=rows, edits=edits, drafted=drafted,
         )  # fmt: skip
         choosing = self._sampler.choosing
         given = packed_carried(batch, plan, ends, most, choosing, rows, self._width)
@@ -274,11 +274,11 @@ class JaxExecutor(Executor):
         self._last = round
         return round
 
-    def _temperatures(self, slots: Ints, asked: EditsByRow) -> Floats:
+    def _temperatures(self, slots: Ints, edits: EditsByRow) -> Floats:
         """Return float32[B], the temperatures at which programs choose."""
         choosing = self._sampler.choosing
         found: Floats = np.where(choosing.on_device[slots], choosing.temperature[slots], 0)
-        for row, (sampling, _) in asked.items():
+        for row, (sampling, _) in edits.items():
             found[row] = sampling.temperature
         return found
 
@@ -305,13 +305,13 @@ class JaxExecutor(Executor):
         size, shape = batch.size, self._within
         if round.drafted is not None:
             shape = round.drafted.width, round.drafted.levels
-        if round.asked.keys().isdisjoint(batch.rows):
+        if round.edits.keys().isdisjoint(batch.rows):
             record = self.programs.run(Key("round", size, *shape), given)
         else:
             allowed = self.programs.everything(size)
             if masks is not None:
                 allowed = padded_masks(batch, masks, -(-self.limits.vocab // 32))
-            shaping = packed_shaping(batch, round.asked, self._edits, self.limits.vocab)
+            shaping = packed_shaping(batch, round.edits, self._edits, self.limits.vocab)
             record = self.programs.run(Key("shaped", size, *shape), given, allowed, shaping)
         round.records.append(record)
 
@@ -338,7 +338,7 @@ class JaxExecutor(Executor):
         for batch, record in zip(round.batches, round.records, strict=True):
             if record is not None:
                 receive(record, batch, choice, round, self.limits.vocab)
-        shaped = np.isin(np.arange(plan.rows), list(round.asked))
+        shaped = np.isin(np.arange(plan.rows), list(round.edits))
         round.rows.decided[shaped & (choice[trees.roots] < 0)] = False
         logits = Answers(self.programs, round, self.limits.vocab, round is self._last)
         if self._network is not None and self._network.sizes.width:

@@ -85,7 +85,7 @@ class TorchStepFeatures(TorchFeatures):
         """
         if len(nodes) and not 0 <= nodes.min() <= nodes.max() < len(self.place):
             raise EngineError(
-                f"features of a node outside of 0..{len(self.place) - 1} were asked for"
+                f"features of a node outside of 0..{len(self.place) - 1} were requested"
             )
         return replace(self, place=self.place[nodes], nodes=self.nodes[nodes])
 

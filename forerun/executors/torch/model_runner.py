@@ -271,9 +271,8 @@ class ModelRunner:
         return apart(of_layer)
 
     def logits_of(self, round: TorchRound) -> Logits:
-        """Return a function that gives float32[V], on the host, of a flat node of the last step.
-        Those of nodes that only need log-probabilities are computed here, as many at a time as may
-        choose a token, so that a long prompt needs no more room than any step.
+        """Return a function: flat node of `round` -> float32[V] on the host. Logits that only
+        log-probabilities need are computed on demand, `limits.scored_nodes` rows at a time.
         """
         size = self.limits.scored_nodes
 

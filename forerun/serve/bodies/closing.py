@@ -94,7 +94,7 @@ def _closed(schema: Any, shared: _Shared) -> Any:
 
 
 def _free(key: str, value: Any) -> bool:
-    """Tell whether the schemas under `key` describe objects by themselves, where nothing stands
+    """Return whether the schemas under `key` describe objects by themselves, where nothing stands
     beside it.
     """
     return key in _CHOICES or (key == "allOf" and isinstance(value, list) and len(value) == 1)
@@ -121,7 +121,7 @@ def _defined(reference: str) -> str:
 
 
 def _names_only(names: dict[str, Any], parts: dict[str, Any]) -> bool:
-    """Tell whether parts of a schema give its objects no keys but these."""
+    """Return whether parts of a schema give its objects no keys but these."""
     todo: list[Any] = [parts]
     while todo:
         value = todo.pop()

@@ -177,8 +177,8 @@ def chat_prompt(
 
 
 def _opens(body: Conversational) -> bool:
-    """Tell whether the prompt ends where an answer begins. Raises RequestError if it would have to
-    end in two ways.
+    """Return whether the prompt ends where an answer begins. Raises RequestError if it would have
+    to end in two ways.
     """
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError(

@@ -139,7 +139,7 @@ def ignored_in_messages(body: dict[str, Any]) -> tuple[str, ...]:
 
 
 def is_assistant(message: dict[str, Any]) -> bool:
-    """Tell whether a message as it was sent is what the model said."""
+    """Return whether a message as it was sent is what the model said."""
     return message.get("role") == "assistant"
 
 

@@ -39,7 +39,7 @@ class OutputParser:
         self._arguments = ""  # Of the last call, as far as they have come.
 
     def called(self, finish: Finish | None, stop_reason: str | int | None) -> bool:
-        """Tell whether a choice that ended so ended with tool calls: not where a limit or a stop
+        """Return whether a choice that ended so ended with tool calls: not where a limit or a stop
         string cut off the last one.
         """
         if self._caller is None or not self._caller.called or finish != Finish.STOP:
@@ -47,7 +47,7 @@ class OutputParser:
         return not self.stopped_inside(stop_reason)
 
     def stopped_inside(self, stop_reason: str | int | None) -> bool:
-        """Tell whether a stop string came before the arguments of a call were whole."""
+        """Return whether a stop string came before the arguments of a call were whole."""
         called = self._caller is not None and self._caller.called
         if not called or not isinstance(stop_reason, str):
             return False

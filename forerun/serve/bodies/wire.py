@@ -65,7 +65,7 @@ class Bodies:
         declared = request.headers.get("content-length", "")
         too_large = declared.isdigit() and int(declared) > self._limit
         if too_large and "expect" in request.headers:
-            raise self._too_large(sent=False)  # It asked first: the answer saves it the work.
+            raise self._too_large(sent=False)  # It sent `Expect`: refusing now saves the upload.
         client = "" if request.client is None else request.client.host
         body = bytearray()
         try:
@@ -132,7 +132,7 @@ class Bodies:
 
 
 def _careless(request: Request) -> bool:
-    """Tell whether the client may leave out that a body is JSON, as those of Ollama and of
+    """Return whether the client may leave out that a body is JSON, as those of Ollama and of
     llama.cpp, and their users with curl, do.
     """
     path = request.url.path
@@ -154,8 +154,8 @@ def check_same_site(request: Request) -> None:
 
 
 def _from_a_page(request: Request) -> bool:
-    """Tell whether a web page sent the request: browsers say where one comes from, whatever a page
-    wants; other clients do not.
+    """Return whether a web page sent the request: browsers say where one comes from, whatever a
+    page wants; other clients do not.
     """
     return "origin" in request.headers or "sec-fetch-site" in request.headers
 

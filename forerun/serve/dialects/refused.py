@@ -24,7 +24,7 @@ SCORES = (
 
 
 async def scores(request: Request) -> Response:
-    """Scores, classes and other poolings: 501 always."""
+    """Refuse scoring, classification and other poolings with 501."""
     raise ApiError(
         501,
         "This server writes text and makes embeddings (/v1/embeddings), but no scores or classes; "

@@ -71,7 +71,7 @@ def api_error(error: ForerunError) -> ApiError:
     if isinstance(error, BusyError):
         return ApiError(429, str(error), "queue_full", headers={"retry-after": "1"})
     if isinstance(error, ContextError):
-        lengths = (error.prompt, error.asked, error.context)
+        lengths = (error.prompt, error.requested, error.context)
         code = "context_length_exceeded"
         # Some clients read the code, others look for it in the message.
         return ApiError(400, f"{error} ({code})", code, error.field, lengths=lengths)

@@ -46,7 +46,7 @@ class AllowedHosts:
         self._names = names | {bound.lower(), socket.gethostname().lower()}
 
     def admits(self, header: str | None) -> bool:
-        """Tell whether a request with this Host header may be answered; None: it had none, as in
+        """Return whether a request with this Host header may be answered; None: it had none, as in
         HTTP/1.0, which no browser speaks.
         """
         if header is None or self._any:

@@ -31,7 +31,7 @@ class InFlight:
                 self._idle.set()
 
     async def drain(self, seconds: float) -> bool:
-        """Let no request in any more and wait for those that run. True if all ended."""
+        """Refuse new requests and wait for running ones. Returns True if all ended."""
         self.draining = True
         self._idle.clear()
         if not self._active:

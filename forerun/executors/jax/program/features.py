@@ -45,7 +45,7 @@ class JaxFeatures:
         """
         if len(nodes) and not 0 <= nodes.min() <= nodes.max() < len(self.place):
             raise EngineError(
-                f"features of a node outside of 0..{len(self.place) - 1} were asked for"
+                f"features of a node outside of 0..{len(self.place) - 1} were requested"
             )
         place, ring, there = self.place[nodes], self.ring[nodes], self.there[nodes]
         return replace(self, place=place, ring=ring, there=there)

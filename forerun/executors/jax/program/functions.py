@@ -132,20 +132,20 @@ class Functions:
         choices = choose_shaped(
             logits.reshape(*size, -1), given.sampling, given.trees, how, allowed.reshape(*size, -1)
         )
-        told = lax.cond(
-            (how.told > 0).any(),
+        reported = lax.cond(
+            (how.reported > 0).any(),
             lambda: lines(logits, choices.reshape(-1)),
             lambda: jnp.zeros((size.total, line_size(logits.shape[1])), jnp.int32),
         )
         state, kept, grown = self._ended(params, state, (given, passed, choices), key)
         record = jnp.where(kept, choices, NOTHING).reshape(-1)
-        return state, jnp.concatenate([record, told.reshape(-1), grown])
+        return state, jnp.concatenate([record, reported.reshape(-1), grown])
 
-    def report(self, params: Params, state: State, asked: Array) -> Array:
-        """Return int32[REPORTED,line_size] lines (reports.py) of tokens asked[1] at rows asked[0]
-        of the streams; asked int32[2,REPORTED].
+    def report(self, params: Params, state: State, wanted: Array) -> Array:
+        """Return int32[REPORTED,line_size] lines (reports.py) of tokens wanted[1] at rows wanted[0]
+        of the streams; wanted int32[2,REPORTED].
         """
-        return lines(self.decoder.logits(params, state.hidden[asked[0]]), asked[1])
+        return lines(self.decoder.logits(params, state.hidden[wanted[0]]), wanted[1])
 
     def logits(self, params: Params, state: State, rows: Array) -> Array:
         """Return float32[FEW,V] logits of rows int32[FEW] of the streams."""
@@ -227,8 +227,8 @@ class Functions:
             how = Layer(*layer, self.page_size)
             return attend(queries, (keys, values), past, tree, how)
 
-        asked = self.network.sizes.features if self.network is not None else ()
-        return given, self.decoder.forward(params, given.trees.tokens, position, of_layer, asked)
+        wanted = self.network.sizes.features if self.network is not None else ()
+        return given, self.decoder.forward(params, given.trees.tokens, position, of_layer, wanted)
 
     def _slots(self, given: Inputs) -> Array:
         """Return int32[R*N], the slots of nodes in pages."""

@@ -13,7 +13,7 @@ from forerun.executors.jax.program.drafted import Drafted
 from forerun.executors.jax.program.programs import JaxPrograms
 from forerun.executors.jax.rounds.batches import Batch
 from forerun.executors.jax.rounds.inputs import Rows
-from forerun.executors.jax.rounds.reports import TOP, is_told, line_size, report
+from forerun.executors.jax.rounds.reports import TOP, line_size, report, reports_logprobs
 from forerun.executors.jax.rounds.shaping import EditsByRow, edits_of
 from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.speculative.sampling import Sampling
@@ -30,21 +30,21 @@ class JaxRound(Round):
     records  the result of each that has begun, on the device; None of a chunk
     place    int32[M] a flat node's row of State.hidden; -1 = it did not run
     rows     what programs do for its rows; `decided`: rows that programs decide
-    asked    sampling parameters of rows that need a `shaped` round
+    edits    sampling parameters of rows that need a `shaped` round
     drafted  its drafts
-    told     lines of flat nodes (reports.py)
+    reported lines of flat nodes (reports.py)
     """
 
     batches: list[Batch] = field(kw_only=True)
     records: list[Any] = field(default_factory=list)
     place: Ints = field(kw_only=True)
     rows: Rows = field(kw_only=True)
-    asked: EditsByRow = field(kw_only=True)
+    edits: EditsByRow = field(kw_only=True)
     drafted: Drafted | None = field(kw_only=True)
-    told: dict[int, Ints] = field(default_factory=dict)
+    reported: dict[int, Ints] = field(default_factory=dict)
 
 
-def asked_of(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
+def edits_by_row(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
     """Return, by row, sampling parameters and edits of the rows that a round needs for rows with
     more parameters than temperature.
 
@@ -57,7 +57,9 @@ def asked_of(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
     for row in np.flatnonzero(plan.samples & more).tolist():
         slot = sampler.of_row(plan, row)
         shaped = (
-            not slot.sampling.temperature_only or plan.constrained[row] or is_told(slot.sampling)
+            not slot.sampling.temperature_only
+            or plan.constrained[row]
+            or reports_logprobs(slot.sampling)
         )
         if slot.sampling.lossy or not shaped:
             continue
@@ -79,8 +81,11 @@ def certain(plan: Plan, sampler: HostSampler) -> bool:
 def _certain(sampling: Sampling) -> bool:
     penalties = sampling.frequency_penalty or sampling.presence_penalty
     cut = sampling.temperature > 0 and sampling.top_p < 1.0
-    told = sampling.logprobs is None or is_told(sampling)
-    return not (penalties or sampling.repetition_penalty != 1.0 or cut or sampling.lossy) and told
+    reportable = sampling.logprobs is None or reports_logprobs(sampling)
+    return (
+        not (penalties or sampling.repetition_penalty != 1.0 or cut or sampling.lossy)
+        and reportable
+    )
 
 
 def complete(round: JaxRound) -> None:
@@ -135,11 +140,11 @@ def asked_rows(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Ro
 
 def receive(record: Any, batch: Batch, choice: Ints, round: JaxRound, vocab: int) -> None:
     """Wait for a round's record and store its parts: choices into choice int32[M] of flat nodes,
-    reported lines into `round.told`, trees into `round.drafted`.
+    reported lines into `round.reported`, trees into `round.drafted`.
     """
     found, end = jax.device_get(record), batch.size.total
     _spread(choice, batch, found[:end])
-    if not round.asked.keys().isdisjoint(batch.rows):
+    if not round.edits.keys().isdisjoint(batch.rows):
         begin, end = end, end + batch.size.total * line_size(vocab)
         _tell(batch, found[begin:end].reshape(*batch.size, -1), choice, round)
     if round.drafted is not None:
@@ -151,9 +156,9 @@ def receive(record: Any, batch: Batch, choice: Ints, round: JaxRound, vocab: int
 def _tell(batch: Batch, lines: Ints, choice: Ints, round: JaxRound) -> None:
     """Store the lines of chosen tokens, for rows that report log-probabilities."""
     for row, nodes, line in zip(batch.rows, batch.nodes, lines, strict=False):
-        if row in round.asked and is_told(round.asked[row][0]):
+        if row in round.edits and reports_logprobs(round.edits[row][0]):
             kept = choice[nodes] >= 0
-            round.told.update(zip(nodes[kept].tolist(), line[: len(nodes)][kept], strict=True))
+            round.reported.update(zip(nodes[kept].tolist(), line[: len(nodes)][kept], strict=True))
 
 
 def _spread(choice: Ints, batch: Batch, record: Ints) -> None:
@@ -196,9 +201,9 @@ class Answers:
         """
         if top > TOP or not pairs:
             return reports_of(self.of_node, top, pairs)
-        told = self._round.told
-        if any(node not in told for node, _ in pairs):
+        reported = self._round.reported
+        if any(node not in reported for node, _ in pairs):
             nodes, tokens = np.array(pairs, np.int32).T
             found = self._programs.lines(self._round.place[nodes], tokens)
-            told.update(zip(nodes.tolist(), found, strict=True))
-        return tuple(report(told[node], token, top) for node, token in pairs)
+            reported.update(zip(nodes.tolist(), found, strict=True))
+        return tuple(report(reported[node], token, top) for node, token in pairs)

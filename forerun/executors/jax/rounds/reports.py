@@ -27,7 +27,7 @@ _RUN = 256
 """Probabilities that are added up one after the other."""
 
 
-def is_told(sampling: Sampling) -> bool:
+def reports_logprobs(sampling: Sampling) -> bool:
     """Return whether a program reports the log-probabilities of the tokens it chooses: the request
     wants them, and no more than TOP alternatives.
     """
@@ -74,9 +74,9 @@ def report(line: Ints, token: int, top: int) -> TokenLogprobs:
     kept = (len(line) - 1) // 2
     ids = line[1 : 1 + kept][:top].tolist()
     values: AnyArray = line.view(np.float32)
-    told = zip(ids, values[1 + kept :][:top].tolist(), strict=True)
+    best = zip(ids, values[1 + kept :][:top].tolist(), strict=True)
     return TokenLogprobs(
         token=token,
         logprob=float(values[0]),
-        top=tuple((other, value) for other, value in told if value > -np.inf),
+        top=tuple((other, value) for other, value in best if value > -np.inf),
     )

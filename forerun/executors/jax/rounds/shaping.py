@@ -21,7 +21,7 @@ from jax import Array, lax
 from forerun.executors.jax.rounds.accept import NodeSampling, Trees, sampled
 from forerun.executors.jax.rounds.batches import Batch
 from forerun.executors.jax.rounds.inputs import Shapes, total, views_of
-from forerun.executors.jax.rounds.reports import MASS_ERROR, is_told, mass
+from forerun.executors.jax.rounds.reports import MASS_ERROR, mass, reports_logprobs
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.sampling import LEAST_TOP_P, History, Sampling
 from forerun.types import Ints
@@ -87,12 +87,12 @@ FLOATS = ("repetition", "frequency", "presence", "min_p", "top_p")
 def shaping_shapes(rows: int, room: int) -> Shapes:
     """Return the parts of the int32 vector that `shaped` reads, for `room` edits.
 
-    By row: bits of the penalties, of log(min_p), of top_p; top_k; min_tokens; told, 1 if
+    By row: bits of the penalties, of log(min_p), of top_p; top_k; min_tokens; reported, 1 if
     log-probabilities are reported. Then the number of edits, and of each: the row, the token, 4
     times its count in the output plus flags, and bits of the bias.
     """
     return {
-        **dict.fromkeys((*FLOATS, "top_k", "min_tokens", "told"), (rows,)),
+        **dict.fromkeys((*FLOATS, "top_k", "min_tokens", "reported"), (rows,)),
         "edits": (1,),
         **dict.fromkeys(("row", "token", "counted", "bias"), (room,)),
     }
@@ -119,7 +119,7 @@ def packed_shaping(batch: Batch, asked: EditsByRow, room: int, vocab: int) -> In
         views["frequency"].view(np.float32)[line] = sampling.frequency_penalty
         views["presence"].view(np.float32)[line] = sampling.presence_penalty
         views["min_tokens"][line] = sampling.min_tokens
-        views["told"][line] = is_told(sampling)
+        views["reported"][line] = reports_logprobs(sampling)
         if sampling.top_k > 0:
             views["top_k"][line] = min(sampling.top_k, vocab)
         views["top_p"].view(np.float32)[line] = sampling.top_p
@@ -146,7 +146,7 @@ class JaxShaping(NamedTuple):
     top_p: Array
     top_k: Array
     min_tokens: Array
-    told: Array
+    reported: Array
     edits: Array
     row: Array
     token: Array

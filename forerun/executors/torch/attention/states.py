@@ -119,9 +119,9 @@ class States(StateSteps):
         return TorchStateStep(plan, trees, step.claims, step.ends, paths)
 
     def layer(self, step: TorchStateStep, number: int, inputs: RecurrentInputs) -> Tensor:
-        """Return float32[M,Hv,Dv], or float32[M,C] of a convolution: the nodes' results in layer
-        `number`, counted among those with a state; zeros of padding. Writes the states after known
-        tokens.
+        """Run recurrent layer `number` (counted among recurrent layers) for a step's nodes; write
+        the states after known tokens. Returns float32[M,Hv,Dv], or float32[M,C] for a convolution;
+        padding rows are 0.
         """
         paths, windows = step.paths, self.windows[number]
         before = windows.index_select(0, paths.rows).flatten(0, 1)

@@ -212,7 +212,7 @@ class PageTables:
         return partial(self.write, torch.from_numpy(places), torch.from_numpy(pages))
 
     def forget(self) -> None:
-        """Send whole tables with the next rounds: what the device has is unknown."""
+        """Mark the device's tables as unknown, so that the next `send` writes them whole."""
         self._mirror.fill(-1)
 
     def of(self, size: Size, inputs: dict[str, Tensor]) -> Tensor:

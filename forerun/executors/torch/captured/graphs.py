@@ -51,7 +51,9 @@ class CudaRecorder:
             self._pool = self.cuda.graph_pool_handle()
 
     def launch(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Begin `work`, after all that was begun before; returns what waits until it is done."""
+        """Launch `work` on the current stream; return a function that blocks until it has
+        finished.
+        """
         with self.cuda.device(self._device):
             work()
             event = self.cuda.Event()

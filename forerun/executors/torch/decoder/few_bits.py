@@ -180,7 +180,7 @@ def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
         for matrix in matrices:
             count = matrix.shape[0]
             parts = [(n, min(n + step, count), above + n) for n in range(0, count, step)]
-            put(matrix, *parts[0])  # Who counts what is read hears of it on this thread.
+            put(matrix, *parts[0])  # The progress of the read is counted on this thread.
             list(pool.map(lambda part, matrix=matrix: put(matrix, *part), parts[1:]))
             above += count
     order = None if first.order is None else torch.from_numpy(first.order).to(device)

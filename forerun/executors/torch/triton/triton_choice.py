@@ -66,9 +66,11 @@ def _choose(
 
 
 def scored(logits: Tensor, noise: NodeNoise, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the greatest score float32[M,C] and its lowest token int32[M,C] in each of the
-    vocabulary's C chunks, from logits [M,V], contiguous, of the V tokens from `first` on; infinite
-    if something is not finite. Launches only.
+    """Return per node and vocabulary chunk the highest noisy score float32[M,C], and the lowest
+    token id with it int32[M,C]. Launches only.
+
+    logits  [M,V], contiguous, of the V ids from `first` on; a score is +inf if a logit is NaN or
+            +inf
     """
     count, vocab = logits.shape
     block, before = divmod(first, 4)  # Four tokens share a block of the noise's generator.

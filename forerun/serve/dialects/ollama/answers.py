@@ -71,7 +71,7 @@ class OllamaDialect(Dialect):
 
     @abstractmethod
     def _empty(self, body: OllamaBody) -> bool:
-        """Tell whether the request is empty, which only checks that the model is loaded."""
+        """Return whether the request is empty, which only checks that the model is loaded."""
 
     @abstractmethod
     def _prepare(self, body: OllamaBody, service: Service) -> Generation:

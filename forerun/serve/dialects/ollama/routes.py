@@ -81,7 +81,7 @@ async def version(request: Request) -> Response:
 
 
 async def kept(request: Request) -> Response:
-    """Whatever would change the models: 501 always, this server has the one that it was started
+    """Refuse with 501 what would change the models: this server keeps the one that it was started
     with.
     """
     raise ApiError(501, KEPT_MODELS, "not_implemented")

@@ -36,7 +36,7 @@ class EmbeddingDialect(Dialect):
     def _read(
         self, value: Any, service: Service
     ) -> tuple[EmbeddingRequest, Served, tuple[str, ...]]:
-        """Return what is asked, of which model, and the fields that change nothing."""
+        """Return the request, its model, and the ignored fields."""
 
     def _empty(self) -> Any:
         """Return the answer to no input."""
@@ -44,7 +44,7 @@ class EmbeddingDialect(Dialect):
 
     @staticmethod
     def size(news: News) -> int:
-        """Bytes of an answer with this news, about."""
+        """Return the approximate bytes of an answer with these deltas."""
         return sum(len(delta.embedding) // 4 * NUMBER for _, delta in news)
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:

@@ -105,7 +105,7 @@ def ignored(body: ResponsesBody, value: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _begins_turn(message: dict[str, Any], item: Item) -> bool:
-    """Tell whether an item begins another turn of the assistant's: thoughts come first, then
+    """Return whether an item begins another turn of the assistant's: thoughts come first, then
     words.
     """
     begun = message["content"] is not None or "tool_calls" in message

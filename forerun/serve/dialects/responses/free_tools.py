@@ -54,7 +54,7 @@ class _Shell:
 
 
 def is_free(value: Any) -> bool:
-    """Tell whether a tool of a request is one that is no function (KINDS)."""
+    """Return whether a tool of a request is one that is no function (KINDS)."""
     return isinstance(value, dict) and value.get("type") in KINDS
 
 

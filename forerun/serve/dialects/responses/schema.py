@@ -195,7 +195,7 @@ def _one(value: Any, where: str) -> Item:
 
 
 def _is_assistants(item: dict[str, Any]) -> bool:
-    """Tell whether an item as it was sent is of the model's: a thought, a call, or what it said."""
+    """Return whether a sent item is the model's own: a thought, a call, or what it said."""
     kind = str(item.get("type"))
     return item.get("role") == "assistant" or kind == "reasoning" or kind.endswith("_call")
 
@@ -243,7 +243,7 @@ HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter",
 
 
 def is_hosted(value: Any) -> bool:
-    """Tell whether a tool of a request is one that OpenAI's service would run itself."""
+    """Return whether a tool of a request is one that OpenAI's service would run itself."""
     kind = value.get("type") if isinstance(value, dict) else None
     return isinstance(kind, str) and kind.split("_20")[0] in HOSTED
 
