@@ -285,7 +285,7 @@ def _text_table(
         return None
 
     def use(table: NgramTable) -> None:
-        engine.before_step(lambda core: lookup.use(table))
+        engine.run_in_engine(lambda core: lookup.use(table))
 
     vocab = target.memory.limits.vocab
     return text_table.provide(config.model, config.revision, target.tokenizer, vocab, use)

@@ -173,8 +173,8 @@ class LocalEngine:
         self.last_stats = self._engine.stats()
         self.lost = asyncio.Event()
         self.loss: EngineError | None = None
-        self._engine.listen(self._turned)
-        self._engine.when_lost(self._lost)
+        self._engine.on_step_done(self._step_done)
+        self._engine.on_rank_lost(self._lost)
 
     @property
     def alive(self) -> bool:
@@ -242,7 +242,7 @@ class LocalEngine:
         self._sinks.fail(loss)  # Requests whose end the engine could not report.
         self.lost.set()
 
-    def _turned(self) -> None:
+    def _step_done(self) -> None:
         """Pass the deltas of a step to the event loop, all at once. Runs on the engine's thread."""
         if self._news:
             deltas = self._news.copy()

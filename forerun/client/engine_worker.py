@@ -117,8 +117,8 @@ class _Worker:
     def serve(self, loaded: Loaded, facts: dict[str, str]) -> None:
         """Say what is loaded, and serve it until the server has had enough."""
         self._loaded = loaded
-        loaded.engine.listen(self._turned)
-        loaded.engine.when_lost(self._lost)
+        loaded.engine.on_step_done(self._step_done)
+        loaded.engine.on_rank_lost(self._lost)
         if loaded.chat is not None:
             loaded.chat.close()  # The server renders.
         self._outbox.put([])  # The engine's condition must be known before the first request.
@@ -208,7 +208,7 @@ class _Worker:
     def _lost(self, why: str) -> None:
         self._outbox.put(messages.Lost(messages.Problem.of(RankError(why))))
 
-    def _turned(self) -> None:
+    def _step_done(self) -> None:
         """Queue the deltas of a step as one message. Runs on the engine's thread."""
         if self._news:
             deltas = self._news.copy()

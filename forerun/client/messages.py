@@ -205,7 +205,7 @@ class Description(msgspec.Struct, tag=True):
 
 
 class Lost(msgspec.Struct, tag=True):
-    """A process that shares the model is gone: see Engine.when_lost. problem: a RankError."""
+    """A process that shares the model is gone: see Engine.on_rank_lost. problem: a RankError."""
 
     problem: Problem
 

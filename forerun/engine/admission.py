@@ -23,8 +23,8 @@ class Admission:
 
     waiting, running  in order of arrival
     free_slots  that no sequence has
+    num_logits_rows  most nodes of a step that may have logits
     disk     pages on disk; None without a page store
-    scored   most nodes of a step that may have logits
     pools    whether a request ever wanted an embedding
     ready    whether a sequence with a slot can take part in the next step
     resumable  (cached tokens, salt) -> how many of them a sequence can skip (Executor.resumable)
@@ -37,7 +37,7 @@ class Admission:
         ready: Callable[[Sequence], bool],
         resumable: Callable[[Ints, bytes], int],
     ) -> None:
-        self.limits, self.scored = limits, limits.scored_nodes
+        self.limits, self.num_logits_rows = limits, limits.scored_nodes
         self._ready, self._resumable = ready, resumable
         self.index = PrefixIndex(limits.pages, limits.page_size, lookahead=int(features))
         self.waiting: list[Sequence] = []
@@ -46,9 +46,9 @@ class Admission:
         self.disk: DiskPages | None = None
         self.pools = False
         # The budgets of the last step that had decoding rows.
-        self._granted: Several[Budget] = ()
+        self._budgets: Several[Budget] = ()
         # Every running row needs a node and its logits in every step.
-        self.free_slots = list(range(min(limits.slots, self.scored)))[::-1]
+        self.free_slots = list(range(min(limits.slots, self.num_logits_rows)))[::-1]
 
     @property
     def context(self) -> int:
@@ -164,7 +164,7 @@ class Admission:
             pages=self.limits.pages,
             pages_held=self.limits.pages - self.index.available,
             pages_evictable=self.index.evictable,
-            granted=tuple(self._granted),
+            granted=tuple(self._budgets),
         )
 
 

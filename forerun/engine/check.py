@@ -43,7 +43,7 @@ def check_scheduler(scheduler: Scheduler, open: list[Sequence]) -> None:
         assert index.references(page) == count, f"page {page} is counted wrongly"
     assert index.held == len(held), "a page leaked: it is held, but in no table"
     open_slots = [s.slot for s in open if s.slot is not None]
-    slots = range(min(scheduler.limits.slots, scheduler.scored))
+    slots = range(min(scheduler.limits.slots, scheduler.num_logits_rows))
     assert sorted(scheduler.free_slots + open_slots) == [*slots], "a slot leaked"
     assert all(s.slot is None for s in waiting), "a waiting sequence has a slot"
     for queue in (waiting, scheduler.running):

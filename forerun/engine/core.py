@@ -42,7 +42,9 @@ class EngineCore:
             ready=self._ready,
             resumable=parts.executor.resumable,
         )
-        self.outputs = OutputProcessor(parts, self.scheduler, self.metrics, self._vacate, ended)
+        self.outputs = OutputProcessor(
+            parts, self.scheduler, self.metrics, self._release_sequence, ended
+        )
         self._parts = parts
         self._max_failures = max_failures
         self._failures = 0
@@ -100,7 +102,7 @@ class EngineCore:
         self._parts.abandon()
         self.end_all(ending)
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _release_sequence(self, sequence: Sequence) -> None:
         """Release all that an ended sequence holds."""
         slot = self.scheduler.remove(sequence)
         if slot is not None:

@@ -8,7 +8,7 @@ read, by one thread.
     _contents_of  copies them             <-           in parts
                                           ->           appends them to a segment
 
-Those with an arrow to the left run on the engine's thread before a step (Engine.before_step), a
+Those with an arrow to the left run on the engine's thread before a step (Engine.run_in_engine), a
 bounded part in each. Pages that were read are like those of any other request: the sequence waits
 until they are in the prefix index, and finds them there. It waits no longer than reading its prompt
 would take. Nothing here can end a request.

@@ -30,7 +30,7 @@ class EngineLoop:
     def __init__(self, parts: Parts, options: EngineOptions) -> None:
         self._core = make_core(parts, options, self._ended)
         self._checked = False
-        self._turned: Callable[[], None] = lambda: None
+        self._step_done: Callable[[], None] = lambda: None
         # Shared with other threads, under the lock of `_changed`:
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -67,7 +67,7 @@ class EngineLoop:
         try:
             self._take_inbox()
             busy = self._core.step()
-            self._turned()
+            self._step_done()
             if not busy and not self._checked:
                 self._core.check()
             self._checked = not busy
@@ -84,7 +84,7 @@ class EngineLoop:
             with self._changed:
                 order = self._inbox.popleft()
             order()
-            self._turned()
+            self._step_done()
 
     def _enter(self, sequences: list[Sequence]) -> None:
         """Move a submitted request into the queue."""
@@ -101,7 +101,7 @@ class EngineLoop:
     def _stop(self) -> None:
         self._take_inbox()
         self._core.end_all(Ending(Finish.ABORT))
-        self._turned()
+        self._step_done()
 
     def _give_up(self, message: str) -> None:
         with self._changed:
@@ -109,4 +109,4 @@ class EngineLoop:
             self._changed.notify_all()
         self._take_inbox()
         self._core.abandon(Ending(Finish.ERROR, error=message))
-        self._turned()
+        self._step_done()

@@ -13,12 +13,12 @@ from forerun.engine.row_output import (
     PendingRows,
     RowOutput,
     add_predicted,
-    echo,
-    end_by_grammar,
+    advance_grammar,
+    append_prompt_logprobs,
     failed,
+    finish_by_grammar,
     pooled_ending,
     step_trace,
-    through_grammar,
 )
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
@@ -61,7 +61,7 @@ def check_stop(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[
     return RowOutput(tuple(counted), text, ending)
 
 
-class BulkFilter:
+class FastDetokenize:
     """Selects rows that need no `check_stop`: whole characters only, no stop token."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
@@ -123,10 +123,10 @@ class OutputProcessor:
     """Makes outcomes permanent and reports them: tokens, pages, stop conditions, text, deltas,
     ends.
 
-    live     the choices of each request that have not ended, by its id
-    bulk     selects the rows that need no stop check
-    vacate   releases what an ended sequence holds
-    ended    called when the last choice of a request has ended
+    live   the choices of each request that have not ended, by its id
+    bulk   selects the rows that need no stop check
+    ended  called when the last choice of a request has ended
+    release_sequence  releases what an ended sequence holds
     """
 
     def __init__(
@@ -134,14 +134,14 @@ class OutputProcessor:
         parts: Parts,
         scheduler: Scheduler,
         metrics: EngineMetrics,
-        vacate: Callable[[Sequence], None],
+        release_sequence: Callable[[Sequence], None],
         ended: Callable[[RequestId], None],
     ) -> None:
         self.live: dict[RequestId, list[Sequence]] = {}
         self._parts, self._scheduler, self._metrics = parts, scheduler, metrics
-        self._vacate, self._ended = vacate, ended
+        self._release_sequence, self._ended = release_sequence, ended
         self._eos_ids, self._pieces = parts.tokenizer.eos_ids, parts.tokenizer.pieces
-        self.bulk = BulkFilter(parts.tokenizer, parts.executor.limits.vocab)
+        self.bulk = FastDetokenize(parts.tokenizer, parts.executor.limits.vocab)
         # Output tokens of the longest choice that has ended, by request.
         self._longest: dict[RequestId, int] = {}
 
@@ -169,10 +169,10 @@ class OutputProcessor:
         )
         rows, committed = list[int](), dict[int, Committed]()
         for row, sequence in enumerate(step.rows):
-            if sequence.over:  # It ended just now, or while the step ran.
+            if sequence.finished:  # It ended just now, or while the step ran.
                 continue
             if outcome.prompt_logprobs and outcome.prompt_logprobs[row]:
-                echo(sequence, outcome.prompt_logprobs[row])
+                append_prompt_logprobs(sequence, outcome.prompt_logprobs[row])
             sequence.table.commit(counts[row], sequence.tokens)
             if not samples[row]:
                 if sequence.pooled and sequence.pooled.takes(step.round, row):
@@ -180,7 +180,7 @@ class OutputProcessor:
                 continue
             rows.append(row)
             if constrained[row] and (
-                state := through_grammar(self._parts.grammars, sequence, tokens[row], self.end)
+                state := advance_grammar(self._parts.grammars, sequence, tokens[row], self.end)
             ):
                 committed[row] = state
                 if state.released:
@@ -194,7 +194,7 @@ class OutputProcessor:
         since are left out.
         """
         sequences = step.rows
-        rows = [row for row in pending.rows if not sequences[row].over]
+        rows = [row for row in pending.rows if not sequences[row].finished]
         self._metrics.rows(step.round.trees, rows, outcome)
         tokens, draft_tokens = outcome.output_tokens, outcome.n_draft_tokens.tolist()
         bulk, checked = list[int](), list[int]()
@@ -222,7 +222,7 @@ class OutputProcessor:
     ) -> None:
         """Apply the stop conditions to the tokens of a row, and report those that count."""
         sequence = step.rows[row]
-        if sequence.over:
+        if sequence.finished:
             return  # It ended with another choice of its request.
         tokens = outcome.output_tokens[row]
         if len(sequence.request.prediction) and outcome.n_draft_tokens[row]:
@@ -232,7 +232,7 @@ class OutputProcessor:
             output = check_stop(sequence, counted, self._eos_ids)
             sequence.reported += len(output.tokens)
             if committed is not None:
-                output = end_by_grammar(sequence, output, committed)
+                output = finish_by_grammar(sequence, output, committed)
         except Exception as error:
             log.exception("request %s failed", sequence.request.id)
             self.end(sequence.request.id, failed(error))
@@ -240,7 +240,7 @@ class OutputProcessor:
         if sequence.request.speculation.trace and len(sequence.counts.accepted) <= MAX_STEPS:
             sequence.unsent_trace.append(step_trace(sequence, output, step, row, outcome))
         self._emit(sequence, output, outcome.logprobs[row] if outcome.logprobs else ())
-        if committed is not None and committed.again and not sequence.over:
+        if committed is not None and committed.again and not sequence.finished:
             self._parts.close(self._scheduler.preempt(sequence))
             self._metrics.preemptions += 1
             sequence.total -= len(tokens) - len(output.tokens)  # The rest is decided again.
@@ -289,8 +289,8 @@ class OutputProcessor:
         request = sequence.request.id
         self._metrics.ended(sequence, finish)
         self._longest[request] = max(self._longest.get(request, 0), sequence.reported)
-        sequence.over, sequence.bulk = True, False
-        self._vacate(sequence)
+        sequence.finished, sequence.bulk = True, False
+        self._release_sequence(sequence)
         self.live[request].remove(sequence)
         if not self.live[request]:
             del self.live[request]

@@ -122,20 +122,20 @@ class OverlappingCore(EngineCore):
         """Return whether a sequence is part of a running step."""
         return any(sequence in step.rows for step in self._steps)
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _release_sequence(self, sequence: Sequence) -> None:
         if self._runs(sequence):
             if self.scheduler.disk is not None:
                 self.scheduler.disk.save(sequence)
             self.scheduler.running.remove(sequence)
             self._leaving.append(sequence)
         else:
-            super()._vacate(sequence)
+            super()._release_sequence(sequence)
 
     def _release(self) -> None:
         """Take slots and pages from the ended sequences that are in no running step."""
         for sequence in [one for one in self._leaving if not self._runs(one)]:
             self._leaving.remove(sequence)
-            self._parts.close(self.scheduler.vacate(sequence))
+            self._parts.close(self.scheduler.free_slot(sequence))
 
     def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:
         self._drop()  # The running step began from the failed one.
@@ -189,7 +189,7 @@ class OverlappingCore(EngineCore):
         """
         scheduler = self.scheduler
         deepest = zip(sequences, round.plan.max_depth.tolist(), strict=True)
-        alive = [(sequence, depth) for sequence, depth in deepest if not sequence.over]
+        alive = [(sequence, depth) for sequence, depth in deepest if not sequence.finished]
         waits = scheduler.waiting and (scheduler.free_slots or self._leaving)
         if waits or len(alive) != len(scheduler.running):
             return None  # A sequence could join, or one is not in the running step.
@@ -202,7 +202,9 @@ class OverlappingCore(EngineCore):
                 kv_len.append(sequence.table.length + depth + 1)
         if not rows:
             return None
-        budgets, decision = scheduler.grant(rows, scheduler.scored - len(rows), kv_len, own=2)
+        budgets, decision = scheduler.allocate_draft_tokens(
+            rows, scheduler.num_logits_rows - len(rows), kv_len, own=2
+        )
         plan = scheduler.make_plan(rows, [1] * len(rows), kv_len, budgets, decision)
         return Schedule(plan, tuple(rows), decision)
 

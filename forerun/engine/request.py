@@ -68,7 +68,7 @@ class Request:
     sampling  of choice 0; choice i uses `choice_seed(sampling.seed, i)`
     grammar   a compiled grammar (forerun.constrain) or None
     skip_special_tokens  special tokens add no text
-    goes_on   the answer continues a text: its first token is decoded as one within it
+    continues_text  the answer continues a text: its first token is decoded as one within it
     prediction  int32[.] the expected output, for drafters: never changes the text
     cache_salt  cached prefixes are shared only among requests of the same salt, "" included
     client    clients share the prompt tokens of a step evenly
@@ -86,7 +86,7 @@ class Request:
     speculation: Speculation = field(default_factory=Speculation)
     grammar: Any = None
     skip_special_tokens: bool = True
-    goes_on: bool = False
+    continues_text: bool = False
     prediction: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     cache_salt: str = ""
     client: str = ""

@@ -54,7 +54,7 @@ class PendingRows(NamedTuple):
     committed: dict[int, Committed]
 
 
-def through_grammar(
+def advance_grammar(
     grammars: Grammars,
     sequence: Sequence,
     tokens: list[int],
@@ -73,7 +73,7 @@ def through_grammar(
         return None
 
 
-def end_by_grammar(sequence: Sequence, output: RowOutput, committed: Committed) -> RowOutput:
+def finish_by_grammar(sequence: Sequence, output: RowOutput, committed: Committed) -> RowOutput:
     """Return the output, with an ending if the grammar is complete or cannot be followed."""
     if output.ending is not None or not (committed.complete or committed.error):
         return output
@@ -137,7 +137,7 @@ def add_predicted(sequence: Sequence, trees: TreeBatch, row: int, path: Ints) ->
         sequence.counts.predicted = before[0] + counted[0], before[1] + counted[1]
 
 
-def echo(sequence: Sequence, entries: Reports) -> None:
+def append_prompt_logprobs(sequence: Sequence, entries: Reports) -> None:
     """Append log-probabilities of the prompt's tokens after positions table.length, +1, ... to the
     sequence, those excluded that it has already (it was resumed).
 

@@ -17,10 +17,10 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.types import Ints
 
-NOT_WANTED = Budget(0, 0, "off: the request disables speculation")
+DISABLED_BY_REQUEST = Budget(0, 0, "off: the request disables speculation")
 NO_DECISION = Decision("", ())
-BOUND = "limited by the request"
-NO_ROOM = "limited: the answer ends there, or the step or the page pool is full"
+REASON_REQUEST = "limited by the request"
+REASON_ROOM = "limited: the answer ends there, or the step or the page pool is full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Schedule:
     closed: tuple[int, ...] = ()
 
 
-def share_out(wanted: list[int], room: int) -> list[int]:
+def max_min_fair_split(wanted: list[int], room: int) -> list[int]:
     """Serve `wanted` as evenly as `room` allows: all below one level in full, the rest up to it.
 
     The result sums to min(sum(wanted), room); a remainder goes to the largest, of equals to the
@@ -82,7 +82,7 @@ class Scheduler(Admission):
         """Send a running sequence back to the queue. Returns its slot, now to be closed."""
         self.running.remove(sequence)
         insort(self.waiting, sequence, key=lambda s: s.order)
-        return self.vacate(sequence)
+        return self.free_slot(sequence)
 
     def remove(self, sequence: Sequence) -> int | None:
         """Remove a sequence and release all it holds. Returns its slot, now to be closed, if
@@ -94,7 +94,7 @@ class Scheduler(Admission):
             self.waiting.remove(sequence)
             return None
         self.running.remove(sequence)
-        return self.vacate(sequence)
+        return self.free_slot(sequence)
 
     def plan(self) -> Schedule | None:
         """Plan the next step; None if no sequence waits or runs, or none that runs is ready.
@@ -126,7 +126,7 @@ class Scheduler(Admission):
                 closed.append(self.preempt(self.running[-1]))
         return tuple(closed)
 
-    def vacate(self, sequence: Sequence) -> int:
+    def free_slot(self, sequence: Sequence) -> int:
         """Take slot and pages from a sequence that is no longer in `running`. Returns the slot, now
         to be closed.
         """
@@ -151,13 +151,13 @@ class Scheduler(Admission):
             if not sequence.constrained or self._ready(sequence):
                 (decoding if sequence.pending == 1 else prefill).append(sequence)
         room = self.limits.max_nodes - len(decoding)
-        logits = self.scored - len(decoding) - len(prefill)
+        logits = self.num_logits_rows - len(decoding) - len(prefill)
         # These are not open in drafter and policy yet: they get no draft tokens.
         fresh = [sequence for sequence in opened if sequence in decoding]
         rows = [sequence for sequence in decoding if sequence not in fresh] if fresh else decoding
         draft_tokens = min(room // 2 if prefill else room, logits)
         kv_len = [sequence.table.length for sequence in rows]
-        budgets, decision = self.grant(rows, draft_tokens, kv_len)
+        budgets, decision = self.allocate_draft_tokens(rows, draft_tokens, kv_len)
         room -= sum(budget.nodes for budget in budgets)
         rows, known = rows + fresh, [1] * len(decoding)
         kv_len += [sequence.table.length for sequence in fresh]
@@ -174,7 +174,7 @@ class Scheduler(Admission):
             plan = with_hidden(plan, [sequence.pooled for sequence in rows])
         return Schedule(plan, tuple(rows), decision, opened, closed)
 
-    def grant(
+    def allocate_draft_tokens(
         self, rows: list[Sequence], room: int, kv_len: list[int], own: int = 1
     ) -> tuple[Several[Budget], Decision]:
         """Give rows draft tokens, at most `room` nodes in all, and pages for them.
@@ -197,14 +197,14 @@ class Scheduler(Admission):
             row.counts.reason = budgets[place].reason
         if any(budget.nodes for budget in budgets):
             budgets = self._within_room(rows, budgets, room, kv_len, own)
-        self._granted = budgets
+        self._budgets = budgets
         return budgets, decision
 
     def _within_room(
         self, rows: list[Sequence], budgets: list[Budget], room: int, kv_len: list[int], own: int
     ) -> list[Budget]:
         """Return the budgets that a step of `room` nodes, the answers' ends and the page pool have
-        room for; reserves their pages. Parameters as of `grant`.
+        room for; reserves their pages. Parameters as of `allocate_draft_tokens`.
         """
         most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
         left = [row.limit - row.total - own for row in rows]
@@ -213,7 +213,7 @@ class Scheduler(Admission):
             min(budget.nodes, most, most * rest) for budget, rest in zip(budgets, left, strict=True)
         ]
         given = list[Budget]()
-        nodes = share_out(wanted, room)
+        nodes = max_min_fair_split(wanted, room)
         for row, budget, count, rest, length in zip(
             rows, budgets, nodes, left, kv_len, strict=True
         ):
@@ -281,12 +281,14 @@ def _within_request(row: Sequence, budget: Budget) -> Budget:
     """Return the budget, within the request's own limits."""
     bounds = row.request.speculation
     if not bounds.enabled:
-        return NOT_WANTED
+        return DISABLED_BY_REQUEST
     nodes = budget.nodes if bounds.max_nodes is None else bounds.max_nodes
-    return _bounded(budget, nodes, nodes if bounds.max_depth is None else bounds.max_depth, BOUND)
+    return _bounded(
+        budget, nodes, nodes if bounds.max_depth is None else bounds.max_depth, REASON_REQUEST
+    )
 
 
-def _bounded(budget: Budget, nodes: int, depth: int, reason: str = NO_ROOM) -> Budget:
+def _bounded(budget: Budget, nodes: int, depth: int, reason: str = REASON_ROOM) -> Budget:
     """Return the budget with at most these nodes and depth, and this reason if that lowers it."""
     if not budget.nodes or (budget.nodes <= nodes and budget.depth <= depth):
         return budget

@@ -59,8 +59,8 @@ class Sequence:
         slot is None  =>  table.length == 0 a sequence without a slot owns nothing
         0 <= reported                       output tokens that count (a stop can cut a step's)
 
-    over      its end was reported; a running step may still need its slot and pages
-    bulk      its tokens may be detokenized with others' in bulk (BulkFilter)
+    finished  its end was reported; a running step may still need its slot and pages
+    bulk      its tokens may be detokenized with others' in bulk (FastDetokenize)
     limit     most tokens, prompt and output
     shared    tokens that filled cached pages when it took its slot
     looked_up  whether the page store was searched for its prefix
@@ -78,7 +78,7 @@ class Sequence:
         self.sampling = replace(request.sampling, seed=seed)
         self.sink, self.stream = sink, stream
         self.slot: int | None = None
-        self.over = self.first_sent = self.bulk = self.looked_up = False
+        self.finished = self.first_sent = self.bulk = self.looked_up = False
         self.constrained = request.grammar is not None
         self.bounded = request.speculation.bounded
         self.table: PageTable
@@ -152,5 +152,5 @@ class Sequence:
         """Update `bulk`: whether no text is held back and only text is reported."""
         request, waits = self.request, self.unsent or not self.first_sent
         more = self.constrained or request.speculation.trace or len(request.prediction)
-        checked = waits or more or self.over or self.sampling.logprobs is not None
+        checked = waits or more or self.finished or self.sampling.logprobs is not None
         self.bulk = not checked and self.stream.passes

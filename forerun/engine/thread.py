@@ -130,15 +130,15 @@ class Engine(EngineLoop):
             scheduler.index,
             scheduler.pace,
             scheduler.running,
-            lambda order: self.before_step(lambda core: order()),
+            lambda order: self.run_in_engine(lambda core: order()),
             least=least,
         )
 
-    def listen(self, turned: Callable[[], None]) -> None:
-        """Have `turned` called on the engine's thread after sinks have received the deltas of a
+    def on_step_done(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called on the engine's thread after sinks have received the deltas of a
         step.
         """
-        self._turned = turned
+        self._step_done = callback
 
     def abort(self, request: RequestId) -> None:
         """End a request; its choices finish with ABORT before the next step. Ignores an unknown
@@ -149,10 +149,10 @@ class Engine(EngineLoop):
                 self._inbox.append(partial(self._core.outputs.end, request, Ending(Finish.ABORT)))
                 self._changed.notify_all()
 
-    def before_step(self, order: Callable[[EngineCore], None]) -> None:
-        """Have `order` called on the engine's thread before its next step."""
+    def run_in_engine(self, callback: Callable[[EngineCore], None]) -> None:
+        """Have `callback` called on the engine's thread before its next step."""
         with self._changed:
-            self._inbox.append(partial(order, self._core))
+            self._inbox.append(partial(callback, self._core))
 
     def forget_prefixes(self) -> None:
         """Drop, before the next step, all pages that no running sequence holds."""
@@ -162,19 +162,19 @@ class Engine(EngineLoop):
             for page in index.take(index.available) or ():
                 index.release(page)
 
-        self.before_step(forget)
+        self.run_in_engine(forget)
 
     def fail(self, message: str) -> None:
         """End all requests with an error and take no more: the executor can run no step. If the
         engine's own thread hangs and does not do so within GIVE_UP_SECONDS, call `lost` of
-        `when_lost`, whose owner ends the requests.
+        `on_rank_lost`, whose owner ends the requests.
         """
 
         def give_up(core: EngineCore) -> None:
             if self._broken is None:
                 raise RankError(message)
 
-        self.before_step(give_up)
+        self.run_in_engine(give_up)
         with self._changed:
             self._changed.notify_all()
             if self._thread in (None, threading.current_thread()):
@@ -183,7 +183,7 @@ class Engine(EngineLoop):
         if not ended:
             self._lost(message)
 
-    def when_lost(self, lost: Callable[[str], None]) -> None:
+    def on_rank_lost(self, lost: Callable[[str], None]) -> None:
         """Have `lost` called with a sentence when a process that shares the model has ended: on the
         engine's thread after every sink was notified, or on another if that thread hangs.
         """
@@ -254,5 +254,5 @@ class Engine(EngineLoop):
             stopping.stop,
             stopping.include_stop,
             request.skip_special_tokens,
-            request.prompt if request.goes_on else (),
+            request.prompt if request.continues_text else (),
         )

@@ -41,7 +41,7 @@ def test_both_ways_tell_the_same(monkeypatch, name, overlap):
         told.append(1)
         return False
 
-    monkeypatch.setattr("forerun.engine.output.BulkFilter.takes", nobody)
+    monkeypatch.setattr("forerun.engine.output.FastDetokenize.takes", nobody)
     slow = heard(name, overlap)
     assert sum(told) > 40
     key = lambda delta: (delta.request, delta.index)  # noqa: E731

@@ -7,7 +7,7 @@ from forerun.control.policy import FIXED, FixedPolicy
 from forerun.engine.check import check_scheduler
 from forerun.engine.prompt_shares import HALF_LIFE, PromptShares
 from forerun.engine.request import Speculation
-from forerun.engine.scheduler import Scheduler, share_out
+from forerun.engine.scheduler import Scheduler, max_min_fair_split
 from forerun.engine.sequence import Sequence
 from forerun.text.stream import TextStream
 from tests.engine.toys import TOKENIZER, ask, limits
@@ -26,7 +26,7 @@ from tests.engine.toys import TOKENIZER, ask, limits
     ],
 )
 def test_share_out(wanted, room, given):
-    assert share_out(wanted, room) == given
+    assert max_min_fair_split(wanted, room) == given
 
 
 class World:

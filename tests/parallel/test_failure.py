@@ -275,7 +275,7 @@ def test_a_step_that_hangs_keeps_no_news(served, monkeypatch):
         go_on.wait()
         raise RuntimeError
 
-    engine.when_lost(told.put)
+    engine.on_rank_lost(told.put)
     monkeypatch.setattr(target.executor, "run", hangs)
     engine.submit(make_request(np.arange(5, dtype=np.int32), max_tokens=5), SimpleQueue().put)
     inside.wait()

@@ -115,8 +115,8 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
     unseen = _unseen(body, loaded.tokenizer)
     # The first space of a grammar's text must not be lost either.
     exact = body.rules is not None and asked.rules is not None and asked.rules.grammar.start is None
-    goes_on = body.continue_final_message or exact
-    made = _generation(body, loaded, (prompt,), stopping, sampling, settings, goes_on)
+    continues_text = body.continue_final_message or exact
+    made = _generation(body, loaded, (prompt,), stopping, sampling, settings, continues_text)
     made = _with_thresholds(made, body, loaded)
     made = replace(made, rules=asked.rules, unseen=unseen, parser=asked.parser)
     if asked.control:
@@ -143,7 +143,7 @@ def completion_generation(
     longest = max(map(len, prompts))
     free = max(loaded.context - longest, 1) if body.max_tokens == UNLIMITED else body.max_tokens
     stopping = _stopping(body, sampling, free)
-    made = _generation(body, loaded, prompts, stopping, sampling, settings, goes_on=True)
+    made = _generation(body, loaded, prompts, stopping, sampling, settings, continues_text=True)
     made = _with_thresholds(made, body, loaded)
     unseen = _unseen(body, loaded.tokenizer)
     rules = token_rules(body, loaded.tokenizer) or constraint(body, settings)
@@ -178,9 +178,9 @@ def _generation(
     stopping: Stopping,
     sampling: Sampling,
     settings: ServeSettings,
-    goes_on: bool,
+    continues_text: bool,
 ) -> Generation:
-    """Make the requests of these prompts; `goes_on` as in Request. Raises RequestError."""
+    """Make the requests of these prompts; `continues_text` as in Request. Raises RequestError."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     _check_limits(body, prompts, stopping, sampling, settings)
@@ -198,7 +198,7 @@ def _generation(
             n=body.n,
             speculation=speculation,
             skip_special_tokens=body.skip_special_tokens,
-            goes_on=goes_on,
+            continues_text=continues_text,
             prediction=predicted,
             cache_salt=body.cache_salt or "",
         )
