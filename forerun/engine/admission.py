@@ -27,7 +27,8 @@ class Admission:
     disk     pages on disk; None without a page store
     pools    whether a request ever wanted an embedding
     ready    whether a sequence with a slot can take part in the next step
-    resumable  (cached tokens, salt) -> how many of them a sequence can skip (Executor.resumable)
+    reusable_prefix_len  (cached tokens, salt) -> how many of them a sequence can skip, as
+                         Executor.reusable_prefix_len
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class Admission:
         limits: ExecutorLimits,
         features: bool,
         ready: Callable[[Sequence], bool],
-        resumable: Callable[[Ints, bytes], int],
+        reusable_prefix_len: Callable[[Ints, bytes], int],
     ) -> None:
         self.limits, self.num_logits_rows = limits, limits.scored_nodes
-        self._ready, self._resumable = ready, resumable
+        self._ready, self._reusable_prefix_len = ready, reusable_prefix_len
         self.index = PrefixIndex(limits.pages, limits.page_size, lookahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -135,7 +136,7 @@ class Admission:
             # At least one token must run, or there are no logits to sample from.
             table.start(sequence.tokens[: sequence.total - 1 + index.lookahead])
             sequence.shared = table.length
-            table.shorten(self._resumable(sequence.tokens[: table.length], table.salt))
+            table.shorten(self._reusable_prefix_len(sequence.tokens[: table.length], table.salt))
         missing = -(-(sequence.total - table.reserved) // index.page_size)
         if missing + len(self.running) > index.available:
             table.release()

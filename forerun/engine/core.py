@@ -40,7 +40,7 @@ class EngineCore:
             parts.policy,
             features=parts.drafter.traits.needs_features,
             ready=self._ready,
-            resumable=parts.executor.resumable,
+            reusable_prefix_len=parts.executor.reusable_prefix_len,
         )
         self.outputs = OutputProcessor(
             parts, self.scheduler, self.metrics, self._release_sequence, ended

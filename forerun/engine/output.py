@@ -183,7 +183,7 @@ class OutputProcessor:
                 state := advance_grammar(self._parts.grammars, sequence, tokens[row], self.end)
             ):
                 committed[row] = state
-                if state.released:
+                if state.unconstrained_from_here:
                     sequence.constrained = False
                     self._parts.grammars.close(plan.slots[row].item())
         return PendingRows(rows, committed)
@@ -240,7 +240,7 @@ class OutputProcessor:
         if sequence.request.speculation.trace and len(sequence.counts.accepted) <= MAX_STEPS:
             sequence.unsent_trace.append(step_trace(sequence, output, step, row, outcome))
         self._emit(sequence, output, outcome.logprobs[row] if outcome.logprobs else ())
-        if committed is not None and committed.again and not sequence.finished:
+        if committed is not None and committed.must_reopen and not sequence.finished:
             self._parts.close(self._scheduler.preempt(sequence))
             self._metrics.preemptions += 1
             sequence.total -= len(tokens) - len(output.tokens)  # The rest is decided again.

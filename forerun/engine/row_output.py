@@ -103,7 +103,7 @@ def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:
         f"The answer ended after {sequence.reported} tokens: its grammar cannot be followed any "
         f"further. {committed.error.strip().rstrip('.')}. "
     )
-    if committed.lost:
+    if committed.worker_lost:
         return Ending(Finish.ERROR, error=f"{text}Ask again.")
     text += "A simpler grammar, or one that leaves fewer ways to read the same text, gets further."
     return Ending(Finish.ERROR, error=text, code=GRAMMAR_LIMIT)

@@ -64,7 +64,7 @@ class Scheduler(Admission):
     step's prompt tokens (PromptShares).
 
     ready  whether a sequence with a slot can take part in the next step
-    resumable  see Admission
+    reusable_prefix_len  see Admission
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Scheduler(Admission):
         policy: Policy,
         features: bool = False,
         ready: Callable[[Sequence], bool] = lambda sequence: True,
-        resumable: Callable[[Ints, bytes], int] = lambda tokens, salt: len(tokens),
+        reusable_prefix_len: Callable[[Ints, bytes], int] = lambda tokens, salt: len(tokens),
     ) -> None:
-        super().__init__(limits, features, ready, resumable)
+        super().__init__(limits, features, ready, reusable_prefix_len)
         self.policy = policy
 
     def preempt(self, sequence: Sequence) -> int:

@@ -75,7 +75,7 @@ def begin(schedule: Schedule, parts: Parts) -> Step:
     trees = batch(schedule.plan.known, select(proposed) if select and proposed else proposed)
     plan = with_request(schedule.plan, parts)
     timer.lap("draft")
-    if plan.some_constrained and executor.capabilities.masks_first:
+    if plan.some_constrained and executor.capabilities.needs_masks_before_forward:
         masks = parts.grammars.masks(plan.slots, trees)
         timer.lap("mask")
     round = executor.begin(plan, trees, masks)
@@ -105,7 +105,7 @@ def finish(step: Step, parts: Parts) -> Outcome:
     """
     round, timer, masks = step.round, step.timer, None
     timer.resume()
-    if round.plan.some_constrained and not parts.executor.capabilities.masks_first:
+    if round.plan.some_constrained and not parts.executor.capabilities.needs_masks_before_forward:
         masks = parts.grammars.masks(round.plan.slots, round.trees)
         timer.lap("mask")
     outcome = parts.executor.finish(round, masks)

@@ -95,7 +95,7 @@ class StateSlots:
         self._lengths: Counter[int] = Counter()
         self._open: dict[int, _Open] = {}
 
-    def resumable(self, tokens: Ints, salt: bytes = b"") -> int:
+    def reusable_prefix_len(self, tokens: Ints, salt: bytes = b"") -> int:
         """Return the length, in tokens, of the longest prefix of `tokens` int32[T] of this salt
         that has a checkpoint.
         """

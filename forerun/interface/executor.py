@@ -28,7 +28,7 @@ class ExecutorLimits:
     row_nodes     most nodes of one row, by the number of rows in the step, beginning with one row;
                   () = no limit but the room
     checkpoints   recurrent states stored at ends of pages, beside one per slot, for a model with
-                  such layers; see `Executor.resumable`
+                  such layers; see `Executor.reusable_prefix_len`
     """
 
     page_size: int
@@ -51,8 +51,8 @@ class ExecutorLimits:
 class Capabilities:
     """What an executor can do that not all of them can.
 
-    masks_first  it decides rows under a grammar within the round, so `begin` needs their masks.
-                 Else they are made while the round runs, and `finish` takes them
+    needs_masks_before_forward  it decides rows under a grammar within the round, so `begin` needs
+                 their masks. Else they are made while the round runs, and `finish` takes them
     overlap      a round can begin from a running one (`Executor.begin_after`)
     first_steps  how many steps of a size take longer than later ones, because something is
                  compiled, captured or paged in
@@ -62,7 +62,7 @@ class Capabilities:
     hidden       it returns hidden states of known tokens (`Plan.hidden`)
     """
 
-    masks_first: bool = False
+    needs_masks_before_forward: bool = False
     overlap: bool = False
     first_steps: int = 2
     padded: bool = False
@@ -118,7 +118,7 @@ class Executor(Protocol):
         """
         ...
 
-    def resumable(self, tokens: Ints, salt: bytes = b"") -> int:
+    def reusable_prefix_len(self, tokens: Ints, salt: bytes = b"") -> int:
         """Return how many of `tokens` int32[T], which fill cached pages of this salt, a new
         sequence can skip.
 
@@ -139,7 +139,7 @@ class Executor(Protocol):
         after the call.
 
         trees  what to verify
-        masks  of grammars, by node of `trees`: see `Capabilities.masks_first`
+        masks  of grammars, by node of `trees`: see `Capabilities.needs_masks_before_forward`
 
         Writes no page, except for known tokens (they become permanent whatever is accepted) and
         where the round decides by itself. Raises EngineError, and begins nothing, if the plan is

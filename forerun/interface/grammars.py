@@ -20,28 +20,29 @@ CandidateTokens = tuple[Ints, Floats]
 class Committed:
     """What a grammar did with emitted tokens.
 
-    kept      how many of them count; the rest, and all later ones, do not
-    complete  the text is whole and ends after these
-    error     why nothing can follow these, if the matcher failed; else empty
-    lost      the matcher failed for a reason outside the grammar: its process was ended or stopped
-    released  nothing that follows is constrained: close the slot's matcher
-    again     the rest must be decided again: close the sequence and open it anew; the new matcher
-              gets further
+    kept         how many of them count; the rest, and all later ones, do not
+    complete     the text is whole and ends after these
+    error        why nothing can follow these, if the matcher failed; else empty
+    worker_lost  the matcher failed for a reason outside the grammar: its process was ended or
+                 stopped
+    must_reopen  the rest must be decided again: close the sequence and open it anew; the new
+                 matcher gets further
+    unconstrained_from_here  nothing that follows is constrained: close the slot's matcher
     """
 
     kept: int
     complete: bool = False
     error: str = ""
-    lost: bool = False
-    again: bool = False
-    released: bool = False
+    worker_lost: bool = False
+    must_reopen: bool = False
+    unconstrained_from_here: bool = False
 
     @property
     def ends(self) -> bool:
         """Whether the sequence cannot go on as it is: its text is complete, its matcher failed, or
         it must be closed and opened anew.
         """
-        return self.complete or self.again or bool(self.error)
+        return self.complete or self.must_reopen or bool(self.error)
 
 
 class Grammars(Protocol):

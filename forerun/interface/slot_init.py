@@ -53,7 +53,7 @@ class SlotInit:
                 after a preemption
     prompt_len  how many of them are the prompt: output position n = index - prompt_len
     prediction  int32[.] the text that the client expects as output, for drafters; often empty
-    cached      how many of them are in pages already, from Executor.resumable
+    cached      how many of them are in pages already, from Executor.reusable_prefix_len
     shared      how many of them fill cached pages; more than `cached` if recurrent states are
                 missing for some
     salt        cached text is shared only among sequences of the same salt

@@ -89,7 +89,7 @@ class StepBench:
         """
         self._finish()
         for row in range(self._rows):
-            behind = self.executor.resumable(self._tokens[: self._context])
+            behind = self.executor.reusable_prefix_len(self._tokens[: self._context])
             self._reopen(row, behind)
             if behind < self._context:
                 self._run(*self._plan([row], behind, self._tokens[behind : self._context], 0))

@@ -276,7 +276,7 @@ def test_a_draft_token_that_breaks_a_matcher_breaks_nothing_unless_it_was_right(
         assert len({*masks.row[[0, 1, 4, 5]]}) == 1
         if fails:
             failed = grammars.commit(0, emitted)
-            assert failed == Committed(2, again=True), "what came before counts"
+            assert failed == Committed(2, must_reopen=True), "what came before counts"
         else:
             assert grammars.commit(0, emitted) == Committed(len(emitted))
             assert grammars.mask(0) is not None

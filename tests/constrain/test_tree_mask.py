@@ -326,7 +326,7 @@ def test_a_failed_matcher_is_reported_alone():
     masks = grammars.masks(slots, batch([known, known], drafts))
     assert masks.row[-1] >= 0
     failed = grammars.commit(0, ids("P"))
-    assert failed == Committed(0, again=True)
+    assert failed == Committed(0, must_reopen=True)
     assert compiled(grammar).expensive, "the next matcher has a process of its own"
     assert grammars.commit(1, ids("P")) == Committed(len("P"))
 

@@ -292,9 +292,9 @@ def test_going_on_from_a_checkpoint_is_running_the_text(either, random):
         driver.step([Row(0, known=10)])
         driver.step([Row(0)])
         pages = driver.sequences[0].pages
-        assert fresh.resumable(tokens[:28]) == 20
-        assert fresh.resumable(tokens[:19]) == 0, "of the prompt the last alone is kept"
-        assert fresh.resumable(tokens[1:28]) == 0
+        assert fresh.reusable_prefix_len(tokens[:28]) == 20
+        assert fresh.reusable_prefix_len(tokens[:19]) == 0, "of the prompt the last alone is kept"
+        assert fresh.reusable_prefix_len(tokens[1:28]) == 0
         text = TokenText(tokens)
         fresh.open(SlotInit(1, text, len(tokens), EVERYTHING, cached=20, shared=20))
         driver.sequences[1] = Sequence(text, tokens.tolist(), 20, pages[:5])
@@ -328,7 +328,7 @@ def test_a_step_that_fails_leaves_nothing_to_go_on_from(executor, monkeypatch):
             patch.setattr(States, "layer", broken)
             with pytest.raises(RuntimeError):
                 driver.step([Row(0)])
-        assert executor.resumable(tokens) == 0
+        assert executor.reusable_prefix_len(tokens) == 0
         with pytest.raises(EngineError, match="recurrent state after -1 tokens"):
             driver.step([Row(0)])
     executor.states.book.check()
@@ -337,7 +337,9 @@ def test_a_step_that_fails_leaves_nothing_to_go_on_from(executor, monkeypatch):
 def test_what_a_step_costs_is_measured_behind_a_kept_state(executor):
     costs = measure_costs(executor)
     assert costs.attend_ms >= 0 and len(costs.nodes) > 1
-    assert executor.resumable(np.zeros(400, np.int32)) >= 64, "the far step went on from there"
+    assert executor.reusable_prefix_len(np.zeros(400, np.int32)) >= 64, (
+        "the far step went on from there"
+    )
     executor.states.book.check()
 
 
@@ -375,7 +377,7 @@ class Book:
         return made
 
     def known(self, text, salt=b""):
-        return self.book.resumable(np.array(text, np.int32), salt)
+        return self.book.reusable_prefix_len(np.array(text, np.int32), salt)
 
 
 def test_the_last_ends_of_pages_of_prompt_and_answer_are_kept():

@@ -100,7 +100,7 @@ class GrammarState:
         if matcher.complete:
             return Committed(len(tokens), complete=True)
         self._masks, self.failed, self._predicted = {}, {}, None
-        return Committed(len(tokens), released=matcher.released)
+        return Committed(len(tokens), unconstrained_from_here=matcher.released)
 
     def _likely(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
         """Return the likeliest tokens at the end of `path`, where the matcher is."""

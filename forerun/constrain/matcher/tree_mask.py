@@ -157,7 +157,7 @@ class TreeGrammars:
         if committed.error and (state.failed or state.matcher.error):
             # A process, whose limits are wider, decides whether it is an error at all.
             compiled.translated.moved(limit=True)
-            return Committed(committed.kept, again=True)
+            return Committed(committed.kept, must_reopen=True)
         if state.seconds > SLOW and not (committed.complete or compiled.free):
             compiled.translated.moved(limit=False)
             del self._states[slot]

@@ -86,11 +86,15 @@ class CpuExecutor(Executor):
             self.states.open(slot_init)
         self._sampler.open(slot_init)
 
-    def resumable(self, tokens: Ints, salt: bytes = b"") -> int:
+    def reusable_prefix_len(self, tokens: Ints, salt: bytes = b"") -> int:
         """Return how many of the cached tokens int32[n] a sequence may continue behind: all, or if
         layers are recurrent, those up to the last checkpoint of a text of this salt.
         """
-        return len(tokens) if self.states is None else self.states.book.resumable(tokens, salt)
+        return (
+            len(tokens)
+            if self.states is None
+            else self.states.book.reusable_prefix_len(tokens, salt)
+        )
 
     def close(self, slot: int) -> None:
         """Discard the slot's sequence, if it has one."""

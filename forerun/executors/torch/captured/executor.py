@@ -76,7 +76,7 @@ class CapturedExecutor(Executor):
         self, eager: TorchExecutor, kernels: Kernels, records: CudaRecorder, overlap: bool = False
     ) -> None:
         self.capabilities = Capabilities(
-            masks_first=True, overlap=overlap, padded=True, hidden=True
+            needs_masks_before_forward=True, overlap=overlap, padded=True, hidden=True
         )
         self.eager, self.kernels = eager, kernels
         self.limits, self.device, self.dtype = eager.limits, eager.device, eager.dtype
