@@ -181,7 +181,7 @@ class Replay:
             page_table=np.zeros((len(slots), 1), np.int32),
             constrained=np.zeros(len(slots), np.bool_),
             min_prob=budgets[0].min_prob,
-            prices=decision.prices,
+            node_costs=decision.node_costs,
         )
         drafts, proposed = [Draft()] * len(slots), list[Draft]()
         if bool(plan.max_nodes.any()):
@@ -381,7 +381,7 @@ def replayed(
     played = islice(cycle(answers), max(len(answers), 8 * rows))
     while head := list(islice(played, options.fresh * rows or None)):
         told = machine.start_up() if options.startup else COSTS[options.told or name]
-        traits = DrafterTraits("ngram", 8, free=True, buys=not options.wrong)
+        traits = DrafterTraits("ngram", 8, no_draft_model=True, selects_by_cost=not options.wrong)
         most = options.draft_tokens
         fixed = options.oracle or options.always
         replay.policy = (

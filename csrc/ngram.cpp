@@ -141,7 +141,7 @@ std::string Ngrams::propose(const int32_t* message, int length, int rows, double
     return "";
 }
 
-// Trust.learn of forerun/control/host_drafts.py: what was drafted for this text, and what came.
+// ScoreCalibration.learn of forerun/control/host_drafts.py: what was drafted for this text, and what came.
 void Ngrams::learn(const Text& text, const int32_t* came, int count) {
     double expected = 0.0, score = 1.0;
     int tried = 0, right = 0;
@@ -169,7 +169,7 @@ void Ngrams::learn(const Text& text, const int32_t* came, int count) {
 }
 
 // Leaves of the draft tokens of all rows those that bring most beyond what `prices` asks, with scores
-// as far as they are to be believed: Trust.believed, HostDrafts.buy and cut of
+// as far as they are to be believed: ScoreCalibration.calibrate, HostDrafts.select_nodes and cut of
 // forerun/control/host_drafts.py.
 void Ngrams::buy(const NgramPrices& prices, int rows, int32_t* counts) {
     const double share = std::min(1.0, rules_.trust[1] / rules_.trust[0]);

@@ -65,7 +65,7 @@ struct Voter {
 };
 
 // tokens[n - 1], n up to `most`: what n draft tokens of all rows have to bring, or, padded, n of
-// every row (forerun.interface.plan.Prices). most < 0: nothing is bought, all come out.
+// every row (forerun.interface.plan.NodeCosts). most < 0: nothing is bought, all come out.
 struct NgramPrices {
     const double* tokens;
     int most;

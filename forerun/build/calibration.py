@@ -293,7 +293,7 @@ def with_draft_model(
     within, outcome = _times_within(executor)
     if within is not None:
         follow, further = within
-        return replace(costs, draft_ms=further, follow_ms=follow, in_round=True)
+        return replace(costs, draft_ms=further, follow_ms=follow, drafts_in_step=True)
     pages = np.arange(-(-PER_ROW // page_size), dtype=np.int32)[None]
     zero, ends = np.zeros(1, np.int32), np.array([0, 1], np.int32)
     blocks = model.traits.block_size

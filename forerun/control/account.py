@@ -76,7 +76,7 @@ class Balance:
         return not self.empty and loss <= self.credit
 
     @property
-    def stake(self) -> float:
+    def max_loss(self) -> float:
         """Plain steps that the coming step may lose: 1, or CREDIT once the largest credit was
         saved.
         """
@@ -97,8 +97,8 @@ class Balance:
 class Account:
     """The cost of steps on this machine now, and the gain or loss of speculation so far.
 
-    merged  free drafters and a draft model share trees, and each has a balance: a draft model that
-            loses does not disable n-grams that pay
+    merged  drafters without a draft model share trees with one, and each side has a balance: a
+            draft model that loses does not disable n-grams that pay
 
     costs   of steps, corrected by every step. If rounds of a device grow draft tokens, steps of
             equal size differ in time, so only plain steps correct them
@@ -116,22 +116,22 @@ class Account:
         # The last step: whether it had a prompt, its rows, most draft tokens allowed to a row, and
         # whether a draft model had a part in it.
         self._last_prefill, self._last_rows, self._last_allowed, self.steady = False, 1, 0, False
-        self._last_modelled = False
+        self._last_with_model = False
         # Slow steps that wait for the next, and whether nodes can take that long; the last step's
         # time over the expected one.
         self._slow: list[tuple[StepReport, float, bool]] = []
         self._over = 0.0
 
-    def balance(self, modelled: bool) -> Balance:
+    def balance(self, with_draft_model: bool) -> Balance:
         """Return the balance of steps with or without a draft model."""
-        return self.model if modelled else self.main
+        return self.model if with_draft_model else self.main
 
-    def price(self, rows: int, cached: int, modelled: bool) -> float:
+    def step_value(self, rows: int, cached: int, with_draft_model: bool) -> float:
         """Return the tokens, of all rows, that the time of a plain step brings on average in steps
         with or without a draft model.
         """
-        speed = self.balance(modelled).of(rows).speed
-        return rows * max(1.0, speed) * self.costs.late(rows, cached)
+        speed = self.balance(with_draft_model).of(rows).speed
+        return rows * max(1.0, speed) * self.costs.non_overlapped_slowdown(rows, cached)
 
     @property
     def in_doubt(self) -> bool:
@@ -140,76 +140,76 @@ class Account:
         """
         return len(self._slow) >= DOUBT
 
-    def observe(self, report: StepReport, floor: float = 1.0) -> float:
+    def observe(self, report: StepReport, baseline_speed: float = 1.0) -> float:
         """Update costs and balances with a step, unless it says nothing about decoding: it has a
         prompt, or it began late for another reason than draft tokens. Returns the step's time in
         plain steps, without masks: a plain step under a grammar needs them too.
 
-        floor  speed without the draft model, relative to plain decoding
+        baseline_speed  speed without the draft model, relative to plain decoding
 
         A slow step with draft tokens waits for those after it. If the next is not slow although as
         large, or nodes cannot take that long, it was interrupted; if a plain one is slow as well,
         the machine is: neither says anything about draft tokens.
         """
         costs, rows, cached = self.costs, report.rows, report.cached * report.rows // report.nodes
-        if costs.measured.in_round or report.prompt_tokens or costs.seen(rows, True):
-            return self._observe(report, floor)
+        if costs.measured.drafts_in_step or report.prompt_tokens or costs.seen(rows, True):
+            return self._observe(report, baseline_speed)
         took = (_unmasked(report) - report.ms["draft"]) / costs.plain(rows, cached, False)
-        over = took / costs.ratio(rows, report.nodes, cached)
+        over = took / costs.relative_cost(rows, report.nodes, cached)
         known, before = costs.seen(rows, False) >= MIN_REPEATS, self._over
         self._over = over if known else 0.0
         if known and max(report.allowed) and over > OUTLIER and not self.in_doubt:
             possible = took <= OUTLIER * costs.upper_bound(rows, report.nodes)
-            self._slow.append((report, floor, possible))
+            self._slow.append((report, baseline_speed, possible))
             self._last_allowed, self.steady = max(report.allowed), False
             return took
         waiting, alone, self._slow = self._slow, not self.in_doubt, []
         if known and took < 1.0 / OUTLIER:  # No step takes less than a plain one.
-            costs.jump(took)
+            costs.scale_pace(took)
         elif not max(report.allowed) and min(over, before) > OUTLIER:
-            costs.jump(min(over, before))
+            costs.scale_pace(min(over, before))
         else:
-            for slow, floor_then, possible in waiting:
+            for slow, baseline_then, possible in waiting:
                 if possible and not (alone and report.nodes >= slow.nodes):
-                    self._observe(slow, floor_then)
-        return self._observe(report, floor)
+                    self._observe(slow, baseline_then)
+        return self._observe(report, baseline_speed)
 
-    def _observe(self, report: StepReport, floor: float) -> float:
+    def _observe(self, report: StepReport, baseline_speed: float) -> float:
         """Update costs and balances with one step. Returns as `observe`."""
         prompt, before, allowed = self._last_prefill, self._last_allowed, max(report.allowed)
         self._last_prefill = report.prompt_tokens > 0
         self._last_allowed, self.steady = allowed, False
         self._last_rows = rows = report.rows
-        costs, in_round = self.costs, self.costs.measured.in_round
+        costs, drafts_in_step = self.costs, self.costs.measured.drafts_in_step
         cached = report.cached * rows // report.nodes
         # Whether the step would have been carried without draft tokens; under a grammar none is.
         can_carry = costs.seen(rows, True) > 0.0 and not report.constrained
         plain, late = costs.plain(rows, cached, can_carry), can_carry and not report.carried
         total, search = _unmasked(report) / plain, report.ms["draft"] / plain
-        modelled = report.modelled if allowed else self._last_modelled
-        self._last_modelled = modelled
-        balance = self.balance(modelled)
+        with_draft_model = report.used_draft_model if allowed else self._last_with_model
+        self._last_with_model = with_draft_model
+        balance = self.balance(with_draft_model)
         returns, found_none = balance.of(rows), allowed > 0 and not any(report.draft_tokens)
-        if report.prompt_tokens or (late and (prompt or in_round)):
+        if report.prompt_tokens or (late and (prompt or drafts_in_step)):
             return total
         known = costs.seen(rows, can_carry) >= MIN_REPEATS
         self.steady = known and not prompt and before == allowed and not late
-        if in_round and (allowed or before):
+        if drafts_in_step and (allowed or before):
             time = min(total, search + OUTLIER * max(report.nodes / rows, 2.0))
         elif found_none and not late:
-            costs.follow(total / (1.0 + max(search, returns.search.value)))
+            costs.update_pace(total / (1.0 + max(search, returns.search.value)))
             # A search takes more of the host's time than drafting; the estimate of that rises
             # gradually. The rest is what a plain step takes now.
             search = min(total - 1.0, max(2.0 * search, OUTLIER * returns.search.value))
             time = 1.0 + search
         else:
-            without = costs.late(rows, cached) if late else 1.0
+            without = costs.non_overlapped_slowdown(rows, cached) if late else 1.0
             time = search + without * self._learn(report, cached, plain, without, late)
             search = max(search + without - 1.0, returns.search.value)
-        if known or not in_round:
+        if known or not drafts_in_step:
             tokens = sum(map(len, report.tokens)) / rows
             returns.learn(tokens, time, search, allowed > 0)
-            gain = tokens - time * (floor if balance is not self.main else 1.0)
+            gain = tokens - time * (baseline_speed if balance is not self.main else 1.0)
             for each in {self.main, self.model}:
                 each.book(gain if each is balance and (allowed or before) else 0.0)
         return total
@@ -228,7 +228,7 @@ class Account:
             costs.learn_plain(rows, cached, report.carried, ms)
             return 1.0
         ratio = ms / plain / without
-        bound = OUTLIER * costs.at_most(rows, nodes, cached)
+        bound = OUTLIER * costs.worst_case(rows, nodes, cached)
         bound = min(bound, costs.upper_bound(rows, nodes))
         if not late or costs.seen(rows, False):
             costs.learn(rows, nodes, cached, ratio)
@@ -241,7 +241,7 @@ class Account:
             "step_time_over_startup": round(self.costs.pace, 2),
             "plain_steps_saved": round(self.main.saved, 1),
             "speed_over_plain": round(
-                self.balance(self._last_modelled).of(self._last_rows).speed, 3
+                self.balance(self._last_with_model).of(self._last_rows).speed, 3
             ),
             "credit": round(self.main.credit, 1),
             "disabled": self.main.empty,

@@ -2,10 +2,11 @@
 pages, room), and a native drafter selects by the same costs.
 
 One answer per step, for the whole batch: a plain step, or draft tokens of one shape. For a drafter
-that costs time, the shape that brings most tokens per millisecond (shapes.py). A free drafter
-proposes all it knows. Proposals on the host, by drafters and grammars, are then cut by score and
-price: draft tokens are bought while they bring more tokens than their time would bring elsewhere,
-at the speed that steps reach on average (Dinkelbach 1967: the maximum of a ratio of means).
+that costs time, the shape that brings most tokens per millisecond (shapes.py). A drafter without a
+draft model proposes all it knows. Proposals on the host, by drafters and grammars, are then cut by
+score and cost: draft tokens are selected while they bring more tokens than their time would bring
+elsewhere, at the speed that steps reach on average (Dinkelbach 1967: the maximum of a ratio of
+means).
 """
 
 from array import array
@@ -23,7 +24,7 @@ from forerun.control.report import StepReport
 from forerun.control.shapes import Shapes
 from forerun.control.step_costs import StepCosts
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Prices
+from forerun.interface.plan import NodeCosts
 from forerun.types import Ints
 
 
@@ -50,12 +51,13 @@ class AdaptivePolicy:
         self.account = Account(costs, traits.merged)
         self.drafts = HostDrafts(self.account, max_nodes, traits.merged)
         self.shapes = None
-        if not traits.free:
+        if not traits.no_draft_model:
             width = max_nodes // max_depth
             self.shapes = Shapes(self.account, self.drafts, max_depth, width, traits.merged)
         self.reasons: Counter[str] = Counter()
         self._nodes, self._depth = max_nodes, max_depth
-        self._in_round, self._lookahead, self._buys = costs.in_round, lookahead, traits.buys
+        self._drafts_in_step, self._lookahead = costs.drafts_in_step, lookahead
+        self._selects_by_cost = traits.selects_by_cost
         self._fault: str | None = None
         # Steps since draft tokens were last allowed; consecutive steps that verified some; steps
         # until a trial of draft tokens that are believed too dear.
@@ -69,22 +71,26 @@ class AdaptivePolicy:
         """Implement Policy.decide."""
         rows, each = len(slots), kv_len.tolist()
         budget = self._budget(rows, sum(each), constrained)
-        budgets, modelled = (budget,) * rows, budget.model_depth > 0
+        budgets, with_draft_model = (budget,) * rows, budget.model_depth > 0
         if budget.reason == reasons.PROBING:
             first = -(-rows // 8)
             budgets = (budget,) * first + (Budget(0, 0, reasons.PROBING),) * (rows - first)
         if self._lookahead is not None and constrained:
-            if self._in_round:
+            if self._drafts_in_step:
                 rows_known = self._lookahead.predicted(slots, FIXED_MIN_PROB)
                 known = [min(len(row), self._depth) for row in rows_known]
             else:
                 forced_only = budget.reason in (reasons.DISABLED, reasons.PLAIN)
-                known = self.drafts.known(self._lookahead, slots, each, forced_only, modelled)
+                known = self.drafts.known(
+                    self._lookahead, slots, each, forced_only, with_draft_model
+                )
             budgets = with_known(budgets, known)
-        if self._buys and not constrained and not modelled:
-            prices = self._prices(rows, sum(each)) if budget.nodes else None
-            return Decision(budget.reason, budgets, prices=prices)
-        select = None if self._in_round else partial(self.drafts.select, each, modelled)
+        if self._selects_by_cost and not constrained and not with_draft_model:
+            node_costs = self._node_costs(rows, sum(each)) if budget.nodes else None
+            return Decision(budget.reason, budgets, node_costs=node_costs)
+        select = (
+            None if self._drafts_in_step else partial(self.drafts.select, each, with_draft_model)
+        )
         return Decision(budget.reason, budgets, select)
 
     def _budget(self, rows: int, cached: int, constrained: bool) -> Budget:
@@ -93,7 +99,7 @@ class AdaptivePolicy:
         # A new engine learns what plain steps take from plain steps: they are never too slow.
         can_carry = account.costs.seen(rows, True) > 0.0 and not constrained
         known = account.costs.seen(rows, can_carry) >= MIN_REPEATS
-        if can_carry and not self._since_allowed and not self._in_round:
+        if can_carry and not self._since_allowed and not self._drafts_in_step:
             # Plain steps after a search for draft tokens are not carried: they time such steps.
             known = known and account.costs.seen(rows, False) > 0.0
         empty = account.main.empty and account.model.empty
@@ -107,22 +113,24 @@ class AdaptivePolicy:
                 return budget
         if account.main.empty:
             return Budget(0, 0, reasons.DISABLED)
-        return self._free_budget(rows, cached)
+        return self._no_model_budget(rows, cached)
 
-    def _free_budget(self, rows: int, cached: int) -> Budget:
-        """Return the budget of a free drafter: all it knows if some of it may pay. If none may, now
-        and then one draft token, since the costs may be wrong: soon at first, then less and less
-        often.
+    def _no_model_budget(self, rows: int, cached: int) -> Budget:
+        """Return the budget of a drafter without a draft model: all it knows if some of it may pay.
+        If none may, now and then one draft token, since the costs may be wrong: soon at first, then
+        less and less often.
         """
         curve = self.account.costs.curve(rows, rows * (1 + self._nodes), cached)
-        if self._since_allowed >= (self._pause if curve.price >= 1.0 else PLAIN_EVERY):
+        if self._since_allowed >= (self._pause if curve.min_mean_cost >= 1.0 else PLAIN_EVERY):
             return Budget(1, 1, reasons.PROBING)
         returns = self.account.main.of(rows)
         if returns.speed < 1.0 and not self._search_is_due(returns.search.value):
             return Budget(0, 0, reasons.SELDOM)
-        if curve.price >= 1.0:
+        if curve.min_mean_cost >= 1.0:
             return Budget(0, 0, reasons.TOO_DEAR)
-        return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(curve.floor, 3))
+        return Budget(
+            self._nodes, self._depth, reasons.ON, min_prob=round(curve.min_marginal_cost, 3)
+        )
 
     def _search_is_due(self, cost: float) -> bool:
         """Return whether to search for draft tokens although searches lost time lately. cost: of
@@ -130,31 +138,30 @@ class AdaptivePolicy:
         """
         return self._since_allowed + 1 >= 3.0 * cost / LOSS_SHARE and self.account.main.covers(cost)
 
-    def _prices(self, rows: int, cached: int) -> Prices:
+    def _node_costs(self, rows: int, cached: int) -> NodeCosts:
         """Return how many tokens 1, 2, ... draft tokens must bring for their time, for as many of
-        them as the stake covers: the prices by which HostDrafts.buy selects.
+        them as the largest loss covers: the costs by which HostDrafts.select_nodes selects.
         """
-        costs, stake = self.account.costs, self.account.main.stake
+        costs, max_loss = self.account.costs, self.account.main.max_loss
         added = costs.added_steps(rows, rows * (1 + self._nodes), cached)
-        covered = takewhile(lambda each: each[1] <= stake, added)
-        price = self.account.price(rows, cached, False)
-        return Prices(array("d", [price * more for more, _ in covered]), costs.measured.padded)
+        covered = takewhile(lambda each: each[1] <= max_loss, added)
+        value = self.account.step_value(rows, cached, False)
+        return NodeCosts(array("d", [value * more for more, _ in covered]), costs.measured.padded)
 
     def observe(self, report: StepReport) -> None:
         """Implement Policy.observe."""
         allowed, verified = max(report.allowed), any(report.draft_tokens)
         self.reasons[report.reason or reasons.PROMPTS] += report.rows
-        if allowed and not self._in_round:
+        if allowed and not self._drafts_in_step:
             self.reasons[reasons.VERIFIED if verified else reasons.NOTHING_VERIFIED] += report.rows
-        floor = self.shapes.floor if self.shapes is not None else 1.0
-        ratio = self.account.observe(report, floor)
+        ratio = self.account.observe(report, self.shapes.baseline_speed if self.shapes else 1.0)
         self._in_a_row = self._in_a_row + 1 if verified else 0
         if report.reason == reasons.PROBING and verified:
             self._pause = min(2 * self._pause, PLAIN_EVERY)
         self._since_allowed = 0 if allowed else self._since_allowed + 1
         if self.shapes is not None:
             self.shapes.learn(report, ratio)
-        elif allowed and not (self._buys and not report.constrained):
+        elif allowed and not (self._selects_by_cost and not report.constrained):
             self.drafts.learn(report.proposed, report.tokens)
 
     def describe(self) -> dict[str, Any]:
@@ -162,7 +169,7 @@ class AdaptivePolicy:
         return (
             {
                 "policy": "adaptive",
-                "trust_in_scores": round(self.drafts.trust.share, 3),
+                "trust_in_scores": round(self.drafts.calibration.share, 3),
                 "reasons": dict(self.reasons),
             }
             | self.account.describe()

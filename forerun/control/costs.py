@@ -51,13 +51,13 @@ class Curve(NamedTuple):
     """What draft tokens cost beside a number of rows.
 
     made   the step count at which it was computed
-    price, floor  see `LiveCosts`
+    min_mean_cost, min_marginal_cost  see `LiveCosts`
     added  see `LiveCosts.added_steps`; empty until first needed
     """
 
     made: int
-    price: float
-    floor: float
+    min_mean_cost: float
+    min_marginal_cost: float
     added: list[tuple[float, float]]
 
 
@@ -84,7 +84,7 @@ class LiveCosts:
 
     The start-up measurement is corrected per count of nodes, in rows of any kind; plain steps also
     by rows, context and whether they are carried. All steps correct the machine's pace, which does
-    not affect the price of a draft token, in plain steps. If no step had a count for long, its
+    not affect the cost of a draft token, in plain steps. If no step had a count for long, its
     estimated extra cost and loss shrink step by step: otherwise a count that was once overestimated
     would never be tried again, and the estimate never corrected.
 
@@ -118,7 +118,7 @@ class LiveCosts:
         """Return how many plain steps of about so many rows were observed, carried or not."""
         return self._last(rows, carried).seen
 
-    def late(self, rows: int, cached: int) -> float:
+    def non_overlapped_slowdown(self, rows: int, cached: int) -> float:
         """Return how many times as long as a carried plain step one takes that is not carried; 1
         until both were observed.
         """
@@ -126,11 +126,11 @@ class LiveCosts:
             return 1.0
         return self.plain(rows, cached, False) / self.plain(rows, cached, True)
 
-    def ratio(self, rows: int, nodes: int, cached: int, hopeful: bool = False) -> float:
+    def relative_cost(self, rows: int, nodes: int, cached: int, optimistic: bool = False) -> float:
         """Return the time of a step of `nodes` nodes, in plain steps, without drafting.
 
         cached   cached tokens that the rows see without draft tokens
-        hopeful  return less, the longer no step had so many nodes
+        optimistic  return less, the longer no step had so many nodes
         """
         if nodes == rows:
             return 1.0
@@ -140,10 +140,10 @@ class LiveCosts:
         upper_bound = self.upper_bound(rows, nodes)
         ratio = exp(self._error(nodes) - self._error(rows)) * min(measured, upper_bound)
         ratio = max(1.0, min(ratio, upper_bound))
-        if not hopeful:
+        if not optimistic:
             return ratio
         below, above, fraction = self._neighbours[nodes]
-        one, two = self._trust(self._corrections[below]), self._trust(self._corrections[above])
+        one, two = (self._confidence(self._corrections[place]) for place in (below, above))
         return 1.0 + (ratio - 1.0) * (one + fraction * (two - one))
 
     def upper_bound(self, rows: int, nodes: int) -> float:
@@ -152,7 +152,7 @@ class LiveCosts:
         """
         return inf if self.measured.padded else nodes / rows
 
-    def _trust(self, mean: Mean) -> float:
+    def _confidence(self, mean: Mean) -> float:
         """Return how far to trust the extra cost of a count, 0 to 1: for more steps, the more often
         it was observed.
         """
@@ -160,16 +160,17 @@ class LiveCosts:
         steps = PLAIN_EVERY * mean.seen if known else RETRY * (0.5 + mean.seen)
         return min(1.0, steps / max(self.steps - mean.last, 1))
 
-    def at_most(self, rows: int, nodes: int, cached: int) -> float:
-        """Return the longest time of a step, in plain steps, if the hopeful ratio is wrong: beyond
-        the largest observed step at least in proportion to it.
+    def worst_case(self, rows: int, nodes: int, cached: int) -> float:
+        """Return the longest time of a step, in plain steps, if the optimistic ratio is wrong:
+        beyond the largest observed step at least in proportion to it.
         """
-        ratio, seen = self.ratio(rows, nodes, cached, hopeful=True), max(self._largest_seen, rows)
+        ratio = self.relative_cost(rows, nodes, cached, optimistic=True)
+        seen = max(self._largest_seen, rows)
         if not self._largest_seen or nodes <= seen:
             return ratio
-        return max(ratio, self.ratio(rows, seen, cached) * nodes / seen)
+        return max(ratio, self.relative_cost(rows, seen, cached) * nodes / seen)
 
-    def price(self, rows: int, most: int, cached: int) -> float:
+    def min_mean_cost(self, rows: int, most: int, cached: int) -> float:
         """Return the least mean cost of draft tokens beside these rows, in tokens of plain
         decoding: if it is 1, none can pay.
 
@@ -177,15 +178,15 @@ class LiveCosts:
         or at the first or last node.
         """
         counts = self._ends(rows, most)
-        return rows * min((self.ratio(rows, n, cached) - 1.0) / (n - rows) for n in counts)
+        return rows * min((self.relative_cost(rows, n, cached) - 1.0) / (n - rows) for n in counts)
 
-    def floor(self, rows: int, most: int, cached: int) -> float:
+    def min_marginal_cost(self, rows: int, most: int, cached: int) -> float:
         """Return the least cost of a further draft token, in tokens of plain decoding: a less
         probable one pays nowhere. Where kernels work in fours, the fifth to eighth node cost less
         than those before them, and less than the mean.
         """
         counts = [rows, *self._ends(rows, most)]
-        ratios = [self.ratio(rows, n, cached, hopeful=True) for n in counts]
+        ratios = [self.relative_cost(rows, n, cached, optimistic=True) for n in counts]
         steps = pairwise(zip(counts, ratios, strict=True))
         return rows * max(0.0, min((b - a) / (m - n) for (n, a), (m, b) in steps))
 
@@ -194,23 +195,27 @@ class LiveCosts:
         return sorted({rows + 1, most, *(n for n in self.measured.nodes if rows < n < most)})
 
     def curve(self, rows: int, most: int, cached: int) -> Curve:
-        """Return the prices of up to `most` nodes, computed at most RENEW steps ago."""
+        """Return the costs of up to `most` nodes, computed at most RENEW steps ago."""
         curve = self._curves.get((rows, most))
         if curve is None or self.steps - curve.made >= min(RENEW, 1 + self.steps // RENEW):
-            prices = self.price(rows, most, cached), self.floor(rows, most, cached)
-            curve = self._curves[rows, most] = Curve(self.steps, *prices, [])
+            curve = self._curves[rows, most] = Curve(
+                made=self.steps,
+                min_mean_cost=self.min_mean_cost(rows, most, cached),
+                min_marginal_cost=self.min_marginal_cost(rows, most, cached),
+                added=[],
+            )
         return curve
 
     def added_steps(self, rows: int, most: int, cached: int) -> list[tuple[float, float]]:
-        """Return the (hopeful, at most) time that 1, 2, ... draft tokens, of every row if padded,
-        add to a step, in plain steps, up to a loss of CREDIT. Computed with `curve`.
+        """Return the (optimistic, worst-case) time that 1, 2, ... draft tokens, of every row if
+        padded, add to a step, in plain steps, up to a loss of CREDIT. Computed with `curve`.
         """
         added, each = self.curve(rows, most, cached).added, rows if self.measured.padded else 1
         for nodes in range(rows + each, 0 if added else most + 1, each):
-            longest = self.at_most(rows, nodes, cached) - 1.0
+            longest = self.worst_case(rows, nodes, cached) - 1.0
             if longest > CREDIT:
                 break
-            added.append((self.ratio(rows, nodes, cached, hopeful=True) - 1.0, longest))
+            added.append((self.relative_cost(rows, nodes, cached, optimistic=True) - 1.0, longest))
         return added
 
     def _measured_ms(self, nodes: int, cached: int) -> float:
@@ -232,9 +237,9 @@ class LiveCosts:
         if slow and known and not again:
             ratio = 1.0  # It was interrupted, unless the next one is slow as well.
         elif known and ratio < 1.0 and self.steps < MIN_REPEATS:
-            self.jump(ratio)  # The fastest of the first ones sets the pace.
+            self.scale_pace(ratio)  # The fastest of the first ones sets the pace.
             ratio = 1.0
-        error = self.follow(ratio, mean.seen)
+        error = self.update_pace(ratio, mean.seen)
         if not carried:
             believed = self._error(rows)
             self._learn_at(rows, error)
@@ -248,7 +253,9 @@ class LiveCosts:
         seen = (1.0 - fraction) * self._corrections[below].seen + fraction * self._corrections[
             above
         ].seen
-        self._learn_at(nodes, self.follow(ratio / self.ratio(rows, nodes, cached), seen))
+        self._learn_at(
+            nodes, self.update_pace(ratio / self.relative_cost(rows, nodes, cached), seen)
+        )
 
     def _error(self, nodes: int) -> float:
         """Return the correction of so many nodes, as a natural logarithm."""
@@ -265,7 +272,7 @@ class LiveCosts:
             if weight >= 0.5:
                 self._corrections[place].last = self.steps
 
-    def follow(self, ratio: float, seen: float = MIN_REPEATS) -> float:
+    def update_pace(self, ratio: float, seen: float = MIN_REPEATS) -> float:
         """Attribute a part of a step's error to the machine's pace and return the rest, a natural
         logarithm. The first step sets the pace; later, a step of a kind that was observed fewer
         than MIN_REPEATS times (`seen`) does not change it.
@@ -280,9 +287,9 @@ class LiveCosts:
         self._pace += pace
         return error - pace
 
-    def jump(self, ratio: float) -> None:
+    def scale_pace(self, ratio: float) -> None:
         """Multiply the time expected of every step by `ratio` (above 0): the machine's pace has
-        changed, not the price of draft tokens.
+        changed, not the cost of draft tokens.
         """
         self._pace += log(ratio)
 
@@ -291,7 +298,7 @@ class LiveCosts:
         context.
         """
         plain = self.plain(1, 0, self.seen(1, True) > 0.0)
-        return {str(n): round(plain * self.ratio(1, n, 0), 3) for n in self.measured.nodes}
+        return {str(n): round(plain * self.relative_cost(1, n, 0), 3) for n in self.measured.nodes}
 
     @property
     def pace(self) -> float:

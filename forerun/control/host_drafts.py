@@ -32,7 +32,7 @@ class LevelCounts(NamedTuple):
     right: int
 
 
-class Trust:
+class ScoreCalibration:
     """Calibrates a drafter's scores by the draft tokens that were right, verified or not, over the
     number that the scores predicted.
 
@@ -78,11 +78,11 @@ class HostDrafts:
     time would bring elsewhere.
 
     nodes       most draft tokens of a row
-    calibrated  see Trust
+    calibrated  see ScoreCalibration
     """
 
     def __init__(self, account: Account, nodes: int, calibrated: bool) -> None:
-        self.trust, self._account, self._nodes = Trust(calibrated), account, nodes
+        self.calibration, self._account, self._nodes = ScoreCalibration(calibrated), account, nodes
 
     def known(
         self,
@@ -90,7 +90,7 @@ class HostDrafts:
         slots: Ints,
         kv_len: list[int],
         forced_only: bool,
-        modelled: bool,
+        with_draft_model: bool,
     ) -> list[int]:
         """Return, for each of B rows, how many of the tokens that its grammar predicts are worth
         verifying in the coming step.
@@ -99,58 +99,63 @@ class HostDrafts:
         slots        int32[B]
         kv_len       B counts of cached positions
         forced_only  count only tokens that a grammar forces
-        modelled     whether a draft model takes part in the step
+        with_draft_model  whether a draft model takes part in the step
         """
-        price, count = CERTAIN, len(kv_len)
+        least, count = CERTAIN, len(kv_len)
         if not forced_only:
             most = count * (1 + self._nodes)
-            price = self._account.costs.floor(count, most, sum(kv_len))
-        rows = lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
+            least = self._account.costs.min_marginal_cost(count, most, sum(kv_len))
+        rows = lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, least)))
         owners = [row for row, scores in enumerate(rows) for _ in scores]
-        bought, _ = self.buy([score for row in rows for score in row], owners, kv_len, modelled)
-        counts = Counter(owners[index] for index in bought)
+        scores = [score for row in rows for score in row]
+        selected, _ = self.select_nodes(scores, owners, kv_len, with_draft_model)
+        counts = Counter(owners[index] for index in selected)
         return [counts[row] for row in range(count)]
 
-    def select(self, kv_len: list[int], modelled: bool, drafts: list[Draft]) -> list[Draft]:
+    def select(self, kv_len: list[int], with_draft_model: bool, drafts: list[Draft]) -> list[Draft]:
         """Cut each path behind the last node that is expected to bring more than it costs, in a
         step with or without a draft model.
         """
-        drafts = [self.trust.calibrate(draft) if len(draft) else draft for draft in drafts]
-        return cut(drafts, self.buy(*scored(drafts), kv_len, modelled)[0])
+        drafts = [self.calibration.calibrate(draft) if len(draft) else draft for draft in drafts]
+        return cut(drafts, self.select_nodes(*scored(drafts), kv_len, with_draft_model)[0])
 
     def learn(self, drafts: Sequence[Draft], tokens: list[list[int]]) -> list[LevelCounts]:
         """Update the calibration with the tokens that each row emitted after its draft. Returns the
         counts of each row that had draft tokens and emitted something.
         """
         rows = zip(drafts, tokens, strict=bool(drafts))
-        counts = [self.trust.learn(draft, emitted) for draft, emitted in rows if emitted]
+        counts = [self.calibration.learn(draft, emitted) for draft, emitted in rows if emitted]
         return [each for each in counts if each is not None]
 
-    def buy(
-        self, scores: list[float], owners: list[int], kv_len: list[int], modelled: bool
+    def select_nodes(
+        self, scores: list[float], owners: list[int], kv_len: list[int], with_draft_model: bool
     ) -> tuple[Sequence[int], float]:
         """Return the tokens to verify, by index, and what they gain in tokens beyond what their
-        time would bring elsewhere. scores: chances of being right; owners: the row of each;
-        modelled: a draft model takes part in the step.
+        time would bring elsewhere.
 
-        Maximises the gain among the best-first prefixes that lose no more than the stake if every
-        token that is not certain is wrong. Uses lists: NumPy's calls, cold after a forward pass,
-        take longer than the step can gain.
+        scores  chances of being right
+        owners  the row of each
+        with_draft_model  whether a draft model takes part in the step
+
+        Maximises the gain among the best-first prefixes that lose no more than `max_loss` if
+        every token that is not certain is wrong. Uses lists: NumPy's calls, cold after a forward
+        pass, take longer than the step can gain.
         """
-        costs, stake = self._account.costs, self._account.balance(modelled).stake
+        costs, max_loss = self._account.costs, self._account.balance(with_draft_model).max_loss
         rows, cached, padded = len(kv_len), sum(kv_len), costs.measured.padded
-        layers, price = ranked(scores, owners, padded), self._account.price(rows, cached, modelled)
+        layers = ranked(scores, owners, padded)
+        value = self._account.step_value(rows, cached, with_draft_model)
         best, most, tokens, certain_longest, nodes = 0, 0.0, 0.0, 1.0, rows
         for number, layer in enumerate(layers, 1):
             nodes += rows if padded else 1
             tokens += sum(scores[index] for index in layer)
-            time = costs.ratio(rows, nodes, cached, hopeful=True)
-            longest = costs.at_most(rows, nodes, cached)
+            time = costs.relative_cost(rows, nodes, cached, optimistic=True)
+            longest = costs.worst_case(rows, nodes, cached)
             if min(scores[index] for index in layer) >= CERTAIN:
                 certain_longest = longest
-            if longest - certain_longest > stake:
+            if longest - certain_longest > max_loss:
                 break
-            if (gain := tokens - price * (time - 1.0)) > most:
+            if (gain := tokens - value * (time - 1.0)) > most:
                 best, most = number, gain
         return [index for layer in layers[:best] for index in layer], most
 
@@ -209,12 +214,12 @@ def ranked(scores: list[float], owners: list[int], together: bool) -> list[list[
     return layers
 
 
-def cut(drafts: Sequence[Draft], bought: Sequence[int]) -> list[Draft]:
-    """Return the drafts with only the tokens `bought`, by number over all of them. The parent of
+def cut(drafts: Sequence[Draft], selected: Sequence[int]) -> list[Draft]:
+    """Return the drafts with only the tokens `selected`, by number over all of them. The parent of
     each must be included.
     """
     keep, end, remaining = np.zeros(sum(map(len, drafts)), np.bool_), 0, list[Draft]()
-    keep[list(bought)] = True
+    keep[list(selected)] = True
     for draft in drafts:
         mask, end = keep[end : end + len(draft)], end + len(draft)
         flags = mask.tolist()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from forerun.control.report import StepReport
-from forerun.interface.plan import Prices
+from forerun.interface.plan import NodeCosts
 from forerun.speculative.tree import Draft
 from forerun.types import Ints
 
@@ -30,8 +30,8 @@ class Budget:
     nodes   most draft tokens
     depth   longest path of draft tokens
     min_prob  less probable draft tokens would not be verified
-    model_depth  most levels of `depth` for a draft model that shares a tree with free drafters; 0:
-                 only the free drafters propose
+    model_depth  most levels of `depth` for a draft model that shares a tree with other drafters; 0:
+                 only the others propose
     """
 
     nodes: int
@@ -49,13 +49,13 @@ class Decision:
     rows    B budgets; all zero: a plain step
     select  chooses what to verify of the host's proposals, one draft per row; None: all of it.
             Valid until the policy observes the next step
-    prices  for a drafter that selects by itself, instead (Plan.prices)
+    node_costs  for a drafter that selects by itself, instead (Plan.node_costs)
     """
 
     reason: str
     rows: tuple[Budget, ...]
     select: Callable[[list[Draft]], list[Draft]] | None = None
-    prices: Prices | None = None
+    node_costs: NodeCosts | None = None
 
 
 def with_known(budgets: tuple[Budget, ...], known: list[int]) -> tuple[Budget, ...]:

@@ -25,7 +25,7 @@ class StepReport:
     constrained   a row has a grammar: such a step is never carried, with draft tokens or without
     ms            milliseconds by stage, the names of STAGES and "host"; together the whole step
     reason        of the decision
-    modelled      whether a draft model proposed
+    used_draft_model  whether a draft model proposed
     proposed      B drafts of drafter and grammars, before the selection; () = the device's
     """
 
@@ -40,5 +40,5 @@ class StepReport:
     ms: dict[str, float]
     carried: bool = False
     reason: str = ""
-    modelled: bool = True
+    used_draft_model: bool = True
     proposed: Sequence[Draft] = ()

@@ -32,17 +32,18 @@ from forerun.draft_shape import DraftShape
 class _Bucket:
     """Measurements of steps of about so many rows.
 
-    ratio   by shape: plain steps that a step of it takes
-    steps   number of steps that drafted
-    on      whether to draft
-    rest    plain steps since the last that drafted; wait: how many to let pass before a new trial
+    relative_cost  by shape: plain steps that a step of it takes
+    steps        number of steps that drafted
+    enabled      whether to draft
+    steps_since  plain steps since the last that drafted
+    cooldown     how many of them to let pass before a new trial
     """
 
-    ratio: dict[DraftShape, Mean] = field(default_factory=dict)
+    relative_cost: dict[DraftShape, Mean] = field(default_factory=dict)
     steps: int = 0
-    on: bool = True
-    rest: int = 0
-    wait: int = PLAIN_EVERY // 2
+    enabled: bool = True
+    steps_since: int = 0
+    cooldown: int = PLAIN_EVERY // 2
 
 
 class Shapes:
@@ -50,15 +51,15 @@ class Shapes:
 
     drafts  on the host: selects and learns from draft models' proposals
     depth   longest path; each level has `width` draft tokens
-    merged  free drafters propose into the same trees
-    floor   speed without this drafter, relative to plain decoding
+    merged  drafters without a draft model propose into the same trees
+    baseline_speed  speed without this drafter, relative to plain decoding
     """
 
     def __init__(
         self, account: Account, drafts: HostDrafts, depth: int, width: int, merged: bool
     ) -> None:
         self._account, self._drafts, self._merged = account, drafts, merged
-        self.floor, self._width, self._wide = 1.0, width, width > 1
+        self.baseline_speed, self._width, self._wide = 1.0, width, width > 1
         self.shapes = DraftShape(width * depth, width, depth).declared()
         self._buckets: dict[int, _Bucket] = {}
         # How often each level was tried below one that was right, and right; decayed. Index 0 is a
@@ -81,18 +82,18 @@ class Shapes:
         rates[0] = rate(rates[1], 0)
         return rates
 
-    def ratio(self, rows: int, shape: DraftShape) -> float:
+    def relative_cost(self, rows: int, shape: DraftShape) -> float:
         """Return the time of a step in plain steps. A shape without observations has the time
         measured at start-up, and less the more steps there were, so that one which was
         overestimated is tried.
         """
         bucket = self._bucket(rows)
-        if (seen := bucket.ratio.get(shape)) is not None:
+        if (seen := bucket.relative_cost.get(shape)) is not None:
             return seen.value
         costs = self._account.costs.measured
         plain, ms = costs.verify(np.array([rows, rows * (1 + shape.nodes)])).tolist()
         ms += costs.follow_ms
-        ms += costs.draft_ms * (shape.depth - 1 if costs.in_round else shape.nodes * rows)
+        ms += costs.draft_ms * (shape.depth - 1 if costs.drafts_in_step else shape.nodes * rows)
         longer = max(0.0, ms / plain - 1.0)
         return float(1.0 + longer * min(1.0, PLAIN_EVERY / max(bucket.steps, 1)))
 
@@ -104,12 +105,14 @@ class Shapes:
         brought = np.cumprod(levels).cumsum().tolist()
         return [
             (1.0 + (single if self._alone(shape) else brought[shape.depth - 1]))
-            / self.ratio(rows, shape)
+            / self.relative_cost(rows, shape)
             for shape in self.shapes
         ]
 
     def budget(self, rows: int) -> Budget | None:
-        """Return what every row may draft in the coming step; None = what free drafters know."""
+        """Return what every row may draft in the coming step; None = what drafters without a
+        draft model know.
+        """
         if (shape := self.choose(rows)) is not None:
             reason, depth = reasons.ON_LEVELS.format(shape.nodes), shape.depth
             return Budget(shape.nodes, depth, reason, model_depth=depth)
@@ -117,11 +120,11 @@ class Shapes:
 
     def _off_reason(self, rows: int) -> str:
         """Return why no shape was chosen, by what was measured."""
-        ratios = [self.ratio(rows, shape) for shape in self.shapes]
+        ratios = [self.relative_cost(rows, shape) for shape in self.shapes]
         pairs = zip(ratios, self.shapes, strict=True)
-        if all(ratio * self.floor >= 1.0 + shape.depth for ratio, shape in pairs):
+        if all(ratio * self.baseline_speed >= 1.0 + shape.depth for ratio, shape in pairs):
             return reasons.TOO_SLOW
-        if not self._account.model.covers((min(ratios) - 1.0) * self.floor):
+        if not self._account.model.covers((min(ratios) - 1.0) * self.baseline_speed):
             return reasons.TOO_RISKY
         return reasons.WRONG
 
@@ -132,13 +135,13 @@ class Shapes:
         speeds, bucket = self.speeds(rows), self._bucket(rows)
         order = sorted(range(len(speeds)), key=speeds.__getitem__, reverse=True)
         for shape in [self.shapes[place] for place in order]:
-            ratio, balance = self.ratio(rows, shape), self._account.model
-            loss = (ratio - 1.0) * self.floor
-            if not balance.covers(loss) or ratio * self.floor >= 1.0 + shape.depth:
+            ratio, balance = self.relative_cost(rows, shape), self._account.model
+            loss = (ratio - 1.0) * self.baseline_speed
+            if not balance.covers(loss) or ratio * self.baseline_speed >= 1.0 + shape.depth:
                 continue
             new = self._tries[:2].max() < MIN_REPEATS
-            on = bucket.on and (new or max(speeds) > self.floor * (1.0 - LOSS_SHARE))
-            due = bucket.rest >= bucket.wait and balance.covers(loss * TRIAL / rows)
+            on = bucket.enabled and (new or max(speeds) > self.baseline_speed * (1.0 - LOSS_SHARE))
+            due = bucket.steps_since >= bucket.cooldown and balance.covers(loss * TRIAL / rows)
             return shape if on or due else None
         return None
 
@@ -149,18 +152,18 @@ class Shapes:
         if self._merged and report.proposed:
             free = [draft if draft.free is None else draft.free for draft in report.proposed]
             cached = [report.cached // report.nodes] * report.rows
-            gain = self._drafts.buy(*scored(free), cached, False)[1]
-            self.learn_floor(gain / report.rows)
+            gain = self._drafts.select_nodes(*scored(free), cached, False)[1]
+            self.learn_baseline_speed(gain / report.rows)
         if report.prompt_tokens:
             return
-        if not allowed or (self._merged and not report.modelled):
-            self._bucket(report.rows).rest += 1
+        if not allowed or (self._merged and not report.used_draft_model):
+            self._bucket(report.rows).steps_since += 1
         else:
             self.observe(report.rows, allowed, counts, ratio)
 
     def _level_counts(self, report: StepReport) -> list[LevelCounts]:
         """Return the counts of each row that had draft tokens."""
-        if self._account.costs.measured.in_round:  # The device drafts by itself: count emitted.
+        if self._account.costs.measured.drafts_in_step:  # Count emitted tokens.
             counts = zip(report.tokens, report.draft_tokens, strict=True)
             width = self._width
             return [
@@ -168,11 +171,12 @@ class Shapes:
             ]
         return self._drafts.learn(report.proposed, report.tokens)
 
-    def learn_floor(self, gain: float) -> None:
-        """Update the floor with the tokens per row that the free drafters alone would have gained
-        in a step that a draft model took part in: the draft model has to beat that.
+    def learn_baseline_speed(self, gain: float) -> None:
+        """Update the baseline speed with the tokens per row that drafters without a draft model
+        would have gained alone in a step that a draft model took part in: the draft model has to
+        beat that.
         """
-        self.floor += (1.0 - DECAY) / 3.0 * (1.0 + gain - self.floor)
+        self.baseline_speed += (1.0 - DECAY) / 3.0 * (1.0 + gain - self.baseline_speed)
 
     def observe(self, rows: int, most: int, counts: list[LevelCounts], ratio: float) -> None:
         """Update rates and times with a step without prompts that took `ratio` plain steps. counts:
@@ -182,23 +186,23 @@ class Shapes:
         shape = max([s for s in self.shapes if s.nodes <= most], default=self.shapes[0])
         bucket = self._bucket(rows)
         bucket.steps += 1
-        if not bucket.on:
-            bucket.on = True
+        if not bucket.enabled:
+            bucket.enabled = True
             # Observations from before a pause count for PRIOR: the text has changed.
             share = PRIOR / max(float(self._tries.max()), PRIOR)
             self._tries, self._right = share * self._tries, share * self._right
         if self._account.steady:
-            mean = bucket.ratio.setdefault(shape, Mean())
+            mean = bucket.relative_cost.setdefault(shape, Mean())
             mean.learn(ratio - mean.value)
         self._learn(self._alone(shape), counts)
         if self._tries[:2].max() < TRIAL:
             return
-        over = max(self.speeds(rows)) / self.floor
+        over = max(self.speeds(rows)) / self.baseline_speed
         if over < 1.0 - LOSS_SHARE:
-            bucket.on, bucket.rest = False, 0
-            bucket.wait = min(2 * bucket.wait, 2 * PLAIN_EVERY)
+            bucket.enabled, bucket.steps_since = False, 0
+            bucket.cooldown = min(2 * bucket.cooldown, 2 * PLAIN_EVERY)
         elif over > 1.0 + LOSS_SHARE:
-            bucket.wait = PLAIN_EVERY // 2
+            bucket.cooldown = PLAIN_EVERY // 2
 
     def _learn(self, alone: bool, counts: list[LevelCounts]) -> None:
         # Levels that were not tried decay half as fast, or they would be tried again too soon.
@@ -224,6 +228,6 @@ class Shapes:
             "plain_steps_by_rows": {
                 f"{1 << power} rows, {shape.nodes} draft tokens": round(mean.value, 2)
                 for power, bucket in sorted(self._buckets.items())
-                for shape, mean in bucket.ratio.items()
+                for shape, mean in bucket.relative_cost.items()
             },
         }

@@ -17,8 +17,8 @@ class StepCosts:
     attend_ms  added time of a node for every 1,000 cached tokens it sees
     draft_ms   time to propose one draft token, if it matters
     follow_ms  time of the drafter, in every step, to process the decided tokens
-    in_round   steps draft by themselves: follow_ms is of a step that grows one level, draft_ms of
-               every further level
+    drafts_in_step  steps draft by themselves: follow_ms is of a step that grows one level, draft_ms
+               of every further level
     padded     every row takes as long as the one with most nodes
     """
 
@@ -27,7 +27,7 @@ class StepCosts:
     attend_ms: float = 0.0
     draft_ms: float = 0.0
     follow_ms: float = 0.0
-    in_round: bool = False
+    drafts_in_step: bool = False
     padded: bool = False
 
     def verify(self, nodes: AnyArray) -> AnyArray:

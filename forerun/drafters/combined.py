@@ -1,12 +1,13 @@
 """Several drafters, one tree: proposals are merged, and every node has one calibrated score.
 
 A node is a path of tokens below the root, from any drafter. The probability that a drafter gives
-it, given the node above, is its *claim*; how often such claims were right recently, from the same
-drafter and at the same depth, is the node's value (`Calibration`). The best nodes are verified.
+it, given the node above, is its `drafter_prob`; how often nodes of such a probability, from that
+drafter and at that depth, were right recently is the node's value (`Calibration`). The best nodes
+are verified.
 
-If Plan.model_depth is 0 only the free drafters propose: the draft model, which comes last, does not
-run. Its opinion is then unknown, so such trees are calibrated separately; they are built in other
-steps too, to measure what they would have gained (Draft.free). A free drafter that buys
+If Plan.model_depth is 0 the draft model, which comes last, does not run, and only the others
+propose. Its opinion is then unknown, so such trees are calibrated separately; they are built in
+other steps too, to measure what they would have gained (Draft.free). A drafter that selects by cost
 (DrafterTraits) needs no tree of this module in such steps.
 """
 
@@ -24,11 +25,11 @@ from forerun.speculative.draft_tree import pruned
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource, TreeBatch
 
 BINS, DEPTHS = 8, 4
-"""Resolution of claims and depths: claims in so many equal intervals; the last depth stands for
-all deeper ones."""
+"""Resolution of probabilities and depths: probabilities in so many equal intervals; the last depth
+stands for all deeper ones."""
 PRIOR = 1.0
-"""Weight of a claim itself, in observations. (Served, 12 texts of a tiny model: with 1, 8 and 32
-the accepted draft tokens are the same within 2 of 75.)
+"""Weight of a drafter's probability itself, in observations. (Served, 12 texts of a tiny model:
+with 1, 8 and 32 the accepted draft tokens are the same within 2 of 75.)
 """
 MOST = 1024.0
 """Most observations of a bin: then both of its counts are halved, so that recent ones weigh
@@ -37,74 +38,75 @@ more.
 
 
 class Calibration:
-    """How often claims were right: by drafters (a bit for each, and one more if only free ones
-    proposed), depth and size.
+    """How often nodes of a probability were right: by drafters (a bit for each, and one more if the
+    draft model did not propose), depth and probability.
 
-    tries, hits  float64[2**(sources+1),DEPTHS,BINS]: claims below a node that was right, and those
-                 of them that were right
+    tries, hits  float64[2**(sources+1),DEPTHS,BINS]: nodes below one that was right, and those of
+                 them that were right
     """
 
     def __init__(self, sources: int) -> None:
-        self.free_only = 1 << sources
-        self.tries = np.zeros((2 * self.free_only, DEPTHS, BINS))
+        self.no_model = 1 << sources
+        self.tries = np.zeros((2 * self.no_model, DEPTHS, BINS))
         self.hits = np.zeros_like(self.tries)
 
-    def chance(self, drafter_bits: int, depth: int, claim: float) -> float:
+    def calibrated_prob(self, source_mask: int, depth: int, drafter_prob: float) -> float:
         """Return the probability, in (0, 1], that a token is right if its parent is.
 
-        drafter_bits  its drafters, a bit each, and `free_only` if only free ones proposed
+        source_mask   its drafters, a bit each, and `no_model` if the draft model did not propose
         depth         levels below the root, from 1; those from DEPTHS on are one
-        claim         the greatest of the probabilities that its drafters gave it, in [0, 1]
+        drafter_prob  the greatest of the probabilities that its drafters gave it, in [0, 1]
 
-        The share of such claims that were right, the claim itself counting as PRIOR observations.
+        The share of such nodes that were right, `drafter_prob` counting as PRIOR observations.
         """
-        place = _place(drafter_bits, depth, claim)
+        place = _place(source_mask, depth, drafter_prob)
         tries, hits = float(self.tries[place]), float(self.hits[place])
-        return max((PRIOR * claim + hits) / (PRIOR + tries), 1e-6)
+        return max((PRIOR * drafter_prob + hits) / (PRIOR + tries), 1e-6)
 
-    def learn(self, drafter_bits: int, depth: int, claim: float, right: bool) -> None:
-        """Record whether a node was right if its parent was; parameters as in `chance`.
+    def learn(self, source_mask: int, depth: int, drafter_prob: float, right: bool) -> None:
+        """Record whether a node was right if its parent was; parameters as in `calibrated_prob`.
 
         A bin with more than MOST observations is halved, so that recent ones weigh more.
         """
-        place = _place(drafter_bits, depth, claim)
+        place = _place(source_mask, depth, drafter_prob)
         self.tries[place] += 1.0
         self.hits[place] += right
         if self.tries[place] > MOST:
             self.tries[place] /= 2.0
             self.hits[place] /= 2.0
 
-    def share(self, drafter_bits: int) -> dict[str, float]:
+    def share(self, source_mask: int) -> dict[str, float]:
         """Return, over all depths, `proposed`, how many nodes were below right ones, and `right`,
         how many of those were right; both after halving (`learn`).
 
-        drafter_bits  a set of drafters as in `chance`; if all are free, their trees of every step
-                   count, also of steps in which the draft model proposed
+        source_mask  a set of drafters as in `calibrated_prob`; without the draft model, their
+                     trees of every step count, also of steps in which it proposed
         """
-        drafter_bits |= self.free_only * (drafter_bits < self.free_only >> 1)
-        tries, hits = float(self.tries[drafter_bits].sum()), float(self.hits[drafter_bits].sum())
+        source_mask |= self.no_model * (source_mask < self.no_model >> 1)
+        tries, hits = float(self.tries[source_mask].sum()), float(self.hits[source_mask].sum())
         return {"proposed": round(tries), "right": round(hits)}
 
 
-def _place(drafter_bits: int, depth: int, claim: float) -> tuple[int, int, int]:
-    return drafter_bits, min(depth, DEPTHS) - 1, min(int(claim * BINS), BINS - 1)
+def _place(source_mask: int, depth: int, drafter_prob: float) -> tuple[int, int, int]:
+    return source_mask, min(depth, DEPTHS) - 1, min(int(drafter_prob * BINS), BINS - 1)
 
 
 @dataclass(slots=True)
 class _MergedTree:
     """All nodes proposed for a row, parents before children.
 
-    first_bits  the initial bits of every node's `drafter_bits`
-    drafter_bits, claims  of each node: its drafters, a bit each, and their greatest claim
-    below       by node, -1 = the root: its children by token
+    first_mask    the initial bits of every node's `source_mask`
+    source_mask   of each node: its drafters, a bit each
+    drafter_probs  of each node: the greatest of its drafters' probabilities
+    below         by node, -1 = the root: its children by token
     """
 
-    first_bits: int = 0
+    first_mask: int = 0
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depth: list[int] = field(default_factory=list)
-    drafter_bits: list[int] = field(default_factory=list)
-    claims: list[float] = field(default_factory=list)
+    source_mask: list[int] = field(default_factory=list)
+    drafter_probs: list[float] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     below: dict[int, dict[int, int]] = field(default_factory=dict)
 
@@ -116,9 +118,9 @@ class _MergedTree:
         for number, (token, above, source) in enumerate(nodes):
             parent = node_of[above] if above >= 0 else -1
             given = scores[above] if above >= 0 else 1.0
-            claim = min(1.0, scores[number] / given) if given > 0 else 0.0
+            drafter_prob = min(1.0, scores[number] / given) if given > 0 else 0.0
             node_of.append(self._node(parent, token))
-            self._claim(node_of[-1], bit, claim, source)
+            self._add_source(node_of[-1], bit, drafter_prob, source)
 
     def _node(self, parent: int, token: int) -> int:
         children = self.below.setdefault(parent, {})
@@ -127,28 +129,28 @@ class _MergedTree:
             self.tokens.append(token)
             self.parents.append(parent)
             self.depth.append(self.depth[parent] + 1 if parent >= 0 else 1)
-            self.drafter_bits.append(self.first_bits)
-            self.claims.append(-1.0)
+            self.source_mask.append(self.first_mask)
+            self.drafter_probs.append(-1.0)
             self.sources.append(int(DraftSource.UNKNOWN))
         return children[token]
 
-    def _claim(self, node: int, bit: int, claim: float, source: int) -> None:
-        """Add a drafter to a node; if it has the highest claim so far, record it as the node's
-        source.
+    def _add_source(self, node: int, bit: int, drafter_prob: float, source: int) -> None:
+        """Add a drafter to a node; if its probability is the highest so far, record it as
+        the node's source.
         """
-        self.drafter_bits[node] |= bit
-        if claim > self.claims[node]:
-            self.claims[node], self.sources[node] = claim, source
+        self.source_mask[node] |= bit
+        if drafter_prob > self.drafter_probs[node]:
+            self.drafter_probs[node], self.sources[node] = drafter_prob, source
 
     def draft(self, calibration: Calibration, nodes: int) -> Draft:
         """Return the best nodes."""
         if not self.tokens:
             return NO_DRAFT
         scores: list[float] = []
-        rows = zip(self.parents, self.drafter_bits, self.depth, self.claims, strict=True)
-        for parent, drafter_bits, depth, claim in rows:
+        rows = zip(self.parents, self.source_mask, self.depth, self.drafter_probs, strict=True)
+        for parent, source_mask, depth, drafter_prob in rows:
             above = scores[parent] if parent >= 0 else 1.0
-            scores.append(above * calibration.chance(drafter_bits, depth, claim))
+            scores.append(above * calibration.calibrated_prob(source_mask, depth, drafter_prob))
         score = np.array(scores, np.float32)
         keep = np.sort(np.argsort(-score, kind="stable")[:nodes])
         tokens, parents = np.array(self.tokens, np.int32), np.array(self.parents, np.int32)
@@ -159,13 +161,13 @@ class _MergedTree:
         node = -1
         for token in tokens:
             for drafted, child in self.below.get(node, {}).items():
-                what = self.drafter_bits[child], self.depth[child], self.claims[child]
+                what = self.source_mask[child], self.depth[child], self.drafter_probs[child]
                 calibration.learn(*what, drafted == token)
             node = self.below.get(node, {}).get(token, len(self.tokens))
 
 
-def _merge(drafts: Sequence[Draft], first_bits: int) -> _MergedTree:
-    merged = _MergedTree(first_bits)
+def _merge(drafts: Sequence[Draft], first_mask: int) -> _MergedTree:
+    merged = _MergedTree(first_mask)
     for number, draft in enumerate(drafts):
         merged.add(draft, 1 << number)
     return merged
@@ -182,8 +184,8 @@ def _for_model(plan: Plan) -> Plan:
 class CombinedDrafter:
     """The Drafter contract around several others, which all propose for every row.
 
-    drafters  all but the last are free; the last may draft in the target's step, and its limits are
-              those of all
+    drafters  all but the last have no draft model; the last may draft in the target's step, and
+              its limits are those of all
     """
 
     def __init__(self, *drafters: Drafter) -> None:
@@ -197,7 +199,7 @@ class CombinedDrafter:
             max_depth=self._model.traits.max_depth,
             needs_features=any(drafter.traits.needs_features for drafter in drafters),
             merged=True,
-            buys=len(drafters) == 2 and drafters[0].traits.buys,
+            selects_by_cost=len(drafters) == 2 and drafters[0].traits.selects_by_cost,
         )
 
     def begin(self, slot_init: SlotInit) -> None:
@@ -210,10 +212,10 @@ class CombinedDrafter:
         merged by path and scored by `Calibration`. If the draft model proposed, `Draft.free` is the
         draft of the others alone.
 
-        Stores all proposals by slot until `observe`, except with prices: then the free drafter buys
-        alone, as without a draft model. Raises what the drafters raise.
+        Stores all proposals by slot until `observe`, except with `node_costs`: then the first
+        drafter selects alone, as without a draft model. Raises what the drafters raise.
         """
-        if plan.prices is not None:
+        if plan.node_costs is not None:
             return self._drafters[0].propose(plan)
         proposals = [drafter.propose(plan) for drafter in self._drafters[:-1]]
         model_plan = _for_model(plan)
@@ -222,12 +224,12 @@ class CombinedDrafter:
         for row, (slot, nodes) in enumerate(
             zip(plan.slots.tolist(), plan.max_nodes.tolist(), strict=True)
         ):
-            free = [each[row] for each in proposals]
-            free_tree = _merge(free, self.calibration.free_only)
-            self._proposed[slot] = trees = [free_tree]
-            draft = free_tree.draft(self.calibration, nodes)
+            others = [each[row] for each in proposals]
+            lookup_tree = _merge(others, self.calibration.no_model)
+            self._proposed[slot] = trees = [lookup_tree]
+            draft = lookup_tree.draft(self.calibration, nodes)
             if model_plan.max_nodes[row]:
-                trees.append(_merge([*free, proposed[row]], 0))
+                trees.append(_merge([*others, proposed[row]], 0))
                 draft = replace(trees[-1].draft(self.calibration, nodes), free=draft)
             drafts.append(draft)
         return drafts
@@ -268,10 +270,10 @@ class CombinedDrafter:
         """
         names = [drafter.traits.name for drafter in self._drafters]
         shares = {
-            "+".join(name for bit, name in enumerate(names) if drafter_bits >> bit & 1): (
-                self.calibration.share(drafter_bits)
+            "+".join(name for bit, name in enumerate(names) if source_mask >> bit & 1): (
+                self.calibration.share(source_mask)
             )
-            for drafter_bits in range(1, 1 << len(names))
+            for source_mask in range(1, 1 << len(names))
         }
         return {
             "name": self.traits.name,

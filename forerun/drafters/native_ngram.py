@@ -33,7 +33,9 @@ class CpuNgramDrafter:
         table: NgramTable | None = None,
         capacity: int = 0,
     ) -> None:
-        self.traits = DrafterTraits(name="ngram", max_depth=64, free=True, buys=True)
+        self.traits = DrafterTraits(
+            name="ngram", max_depth=64, no_draft_model=True, selects_by_cost=True
+        )
         self._table, self._min_prob = table, min_prob
         self._core = NgramIndex(slots, min_prob, table, capacity)
         self._library, self._index = self._core.library, self._core.handle
@@ -62,8 +64,8 @@ class CpuNgramDrafter:
         self._sent[slot_init.slot] = slot_init.text, slot_init.text.total
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """Return one draft per row, empty if nothing is probable enough or worth its price. With
-        prices, the core stores what it proposed until the next call, to learn from it. Raises
+        """Return one draft per row, empty if nothing is probable enough or worth its cost. With
+        `node_costs`, the core stores what it proposed until the next call, to learn from it. Raises
         EngineError with the core's message.
         """
         slots, depths = plan.slots.tolist(), plan.max_depth.tolist()
@@ -87,10 +89,10 @@ class CpuNgramDrafter:
         # The array lives until the call is over, because `numbers` names it.
         numbers = array("i", message)
         address, length = numbers.buffer_info()
-        prices, (at, most) = plan.prices, (None, -1)
-        if prices is not None:
-            at, most = prices.tokens.buffer_info()
-        padded = prices is not None and prices.padded
+        costs, (at, most) = plan.node_costs, (None, -1)
+        if costs is not None:
+            at, most = costs.tokens.buffer_info()
+        padded = costs is not None and costs.padded
         total = self._library.forerun_ngram_propose(
             self._index, address, length, rows, self._out_at, plan.min_prob, at, most, padded
         )

@@ -328,7 +328,7 @@ class NgramDrafter:
         table: NgramTable | None = None,
         capacity: int = 0,
     ) -> None:
-        self.traits = DrafterTraits(name="ngram", max_depth=64, free=True)
+        self.traits = DrafterTraits(name="ngram", max_depth=64, no_draft_model=True)
         self._table, self._min_prob = table, min_prob
         self._cache = NgramCache(capacity)
         self._slots = slots

@@ -264,7 +264,7 @@ class Scheduler(Admission):
             page_table=page_rows(sequences),
             constrained=np.array([sequence.constrained for sequence in sequences], np.bool_),
             min_prob=min((each.min_prob for each in budgets if each.nodes), default=0.0),
-            prices=decision.prices,
+            node_costs=decision.node_costs,
             model_depth=np.array([each.model_depth for each in budgets] + nothing, np.int32),
         )
 

@@ -134,5 +134,5 @@ def step_report(plan: Plan, outcome: Outcome, stages: dict[str, float], total: f
         prompt_tokens=sum(known) - known.count(1),
         constrained=plan.some_constrained,
         ms=stages | {"host": max(total - sum(stages.values()), 0.0)},
-        modelled=plan.model_depth is None or any(plan.model_depth.tolist()),
+        used_draft_model=plan.model_depth is None or any(plan.model_depth.tolist()),
     )

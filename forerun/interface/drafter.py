@@ -22,20 +22,21 @@ class DrafterTraits:
     max_depth         longest path it can propose
     needs_features    its cache pairs a position with the token after it (EAGLE family), so two
                       sequences share a page only if that token is the same too
-    free              proposing takes microseconds and every draft token has an honest score: it
+    no_draft_model    proposing takes microseconds and every draft token has an honest score: it
                       proposes all it knows, and the policy selects from that afterwards
-    buys              free, and selects by itself the draft tokens worth the costs in `Plan.prices`;
-                      it also calibrates its own scores. If merged, the free part does so alone
-    merged            free drafters and a draft model in one tree; scores are observed acceptance
-                      rates. The free ones can run alone (Plan.model_depth)
+    selects_by_cost   no_draft_model, and selects by itself the draft tokens worth the costs in
+                      `Plan.node_costs`; it also calibrates its own scores. If merged, the part
+                      without a draft model does so alone
+    merged            drafters without a draft model and a draft model in one tree; scores are
+                      observed acceptance rates. The former can run alone (Plan.model_depth)
     drafts_on_device  the running step can make its draft tokens for the next step, on the device
     """
 
     name: str
     max_depth: int
     needs_features: bool = False
-    free: bool = False
-    buys: bool = False
+    no_draft_model: bool = False
+    selects_by_cost: bool = False
     merged: bool = False
     drafts_on_device: bool = False
 

@@ -18,7 +18,7 @@ _NO_NODES: Ints = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class NodeCosts:
     """The expected tokens that make draft tokens worth their time, and how many are allowed.
 
     tokens  float64[N] expected tokens that 1, 2, ..., N draft tokens have to bring at least
@@ -45,9 +45,9 @@ class Plan:
                             for kv_len + len(known) + max_depth positions
     constrained bool[B]     the row has a grammar
     min_prob    least probability of a draft token worth proposing: less would not be verified
-    prices      what a drafter that buys selects by; None = it proposes all it knows
-    model_depth int32[B]    how deep a draft model that shares a tree with free drafters may go, at
-                            most max_depth; 0 = only the free drafters propose, None = max_depth
+    node_costs  what a drafter with selects_by_cost selects by; None = it proposes all it knows
+    model_depth int32[B]    how deep a draft model that shares a tree with other drafters may go, at
+                            most max_depth; 0 = only the others propose, None = max_depth
     request     what the step shall do for the draft model at its end, if the executor can;
                 `Outcome.drafts` has the result, which may be None
     hidden      int32[B] of how many of the row's last known tokens `Round.hidden` has the hidden
@@ -63,7 +63,7 @@ class Plan:
     page_table: Ints
     constrained: Bools
     min_prob: float = 0.0
-    prices: Prices | None = None
+    node_costs: NodeCosts | None = None
     model_depth: Ints | None = None
     request: DraftRequest | None = None
     hidden: Ints | None = None

@@ -71,7 +71,7 @@ def target(monkeypatch):
     def by_table(account, report, *floor):
         rows, nodes, costs = report.rows, report.nodes, account.costs
         cached = report.cached * rows // nodes
-        ms = costs.plain(rows, cached, False) * costs.ratio(rows, nodes, cached)
+        ms = costs.plain(rows, cached, False) * costs.relative_cost(rows, nodes, cached)
         return observe(
             account, replace(report, ms=dict.fromkeys(report.ms, 0.0) | {"verify": ms}), *floor
         )

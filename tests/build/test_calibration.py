@@ -159,7 +159,7 @@ def test_drafting_within_a_step_is_priced_by_level():
     executor = DraftingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259))
     alone = measure_costs(executor)
     costs = with_draft_model(alone, None, executor, 16)
-    assert costs.in_round and not alone.in_round
+    assert costs.drafts_in_step and not alone.drafts_in_step
     assert costs.verify_ms == alone.verify_ms
     assert costs.follow_ms == pytest.approx(4.0, rel=0.1)
     assert costs.draft_ms == pytest.approx(2.0, rel=0.1)

@@ -209,7 +209,7 @@ class Device:
             constrained=np.zeros(len(slots), np.bool_),
             min_prob=least,
             model_depth=model,
-            prices=decision.prices,
+            node_costs=decision.node_costs,
         )
         return plan, decision
 
@@ -338,16 +338,16 @@ class PlainDevice(HeadDevice):
 
 class TextDevice(Device):
     """N-grams that are looked up in the text, which repeats a motif: text: how often a token is
-    what comes next in it. buys: by the native drafter, which chooses what pays by itself.
+    what comes next in it. selects: by the native drafter, which chooses what pays by itself.
     """
 
-    def __init__(self, policy, rows, seed=0, buys=False):
-        self.buys = buys
+    def __init__(self, policy, rows, seed=0, selects=False):
+        self.selects = selects
         super().__init__(policy, rows, seed)
 
     def _drafter(self):
         self.luck = chain.from_iterable(self.random.random(4096).tolist() for _ in count())
-        return (CpuNgramDrafter if self.buys else NgramDrafter)(LIMITS.slots)
+        return (CpuNgramDrafter if self.selects else NgramDrafter)(LIMITS.slots)
 
     def _prompt(self):
         motif = self.random.integers(0, 256, 12)

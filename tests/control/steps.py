@@ -12,7 +12,7 @@ from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import Draft
 
-FREE = DrafterTraits("ngram", 64, free=True)
+FREE = DrafterTraits("ngram", 64, no_draft_model=True)
 MODEL = DrafterTraits("model", 64)
 
 

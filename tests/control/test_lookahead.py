@@ -177,7 +177,7 @@ def test_what_is_forced_teaches_the_policy_nothing_about_its_drafter(free):
 
     def learned():
         rates = [] if policy.shapes is None else policy.shapes.rates()
-        return policy.drafts.trust.share, rates
+        return policy.drafts.calibration.share, rates
 
     before = learned()
     nothing, told = chain([]), {"allowed": [2, 3]}
@@ -186,7 +186,7 @@ def test_what_is_forced_teaches_the_policy_nothing_about_its_drafter(free):
     assert learned() == before
     both = [nothing, joined(chain([0.5, 0.5]), forced)]
     policy.observe(report_of([[1], [0, 8]], [0, 3], 5.2, proposed=both, **told))
-    assert policy.drafts.trust.share < before[0], "the grammar was right, not the drafter"
+    assert policy.drafts.calibration.share < before[0], "the grammar was right, not the drafter"
 
 
 def joined(drafted, known):

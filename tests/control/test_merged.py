@@ -41,7 +41,7 @@ class Source:
 
     def __init__(self, truths, source, found, right, free):
         name = source.name.lower()
-        self.traits = DrafterTraits(name, 8, free=free)
+        self.traits = DrafterTraits(name, 8, no_draft_model=free)
         self.truths, self.source, self.found, self.right = truths, source, found, right
         self.random = np.random.default_rng(int(source))
         self.asked = 0
@@ -133,7 +133,7 @@ class World:
         levels = modelled.sum()
         drafting = (self.costs.follow_ms + self.costs.draft_ms * levels) * (levels > 0)
         told = {"draft_ms": drafting, "allowed": nodes.tolist(), "proposed": proposed}
-        told |= {"reason": decision.reason, "modelled": bool(modelled.any())}
+        told |= {"reason": decision.reason, "used_draft_model": bool(modelled.any())}
         self.policy.observe(report_of(said, sizes.tolist(), taken, **told))
         return counts.sum(), taken + drafting, np.count_nonzero(modelled), sizes.sum()
 

@@ -56,28 +56,32 @@ def test_the_first_steps_of_every_number_of_rows_are_plain():
 
 def test_a_step_larger_than_those_seen_may_take_as_long_as_its_nodes():
     live = LiveCosts(TOLD["nodes nearly free"])
-    assert live.at_most(1, 16, 0) == live.ratio(1, 16, 0), "nothing was seen: what is believed"
+    assert live.worst_case(1, 16, 0) == live.relative_cost(1, 16, 0), (
+        "nothing was seen: what is believed"
+    )
     live.learn_plain(1, 0, False, 4.0)
-    assert live.at_most(1, 16, 0) == 16.0
+    assert live.worst_case(1, 16, 0) == 16.0
     for _ in range(MIN_REPEATS):
         live.learn(1, 4, 0, 1.3)
-    assert live.ratio(1, 4, 0) == pytest.approx(1.3)
-    assert live.at_most(1, 8, 0) == pytest.approx(2 * 1.3)
+    assert live.relative_cost(1, 4, 0) == pytest.approx(1.3)
+    assert live.worst_case(1, 8, 0) == pytest.approx(2 * 1.3)
     live.learn(1, 8, 0, 2.5)
-    believed = live.ratio(1, 8, 0)
+    believed = live.relative_cost(1, 8, 0)
     assert believed == pytest.approx(2.5, rel=0.01)
-    assert live.at_most(1, 8, 0) == believed
-    assert live.ratio(1, 4, 0) == pytest.approx(1.3)  # Of steps of 4 nodes that said nothing.
+    assert live.worst_case(1, 8, 0) == believed
+    assert live.relative_cost(1, 4, 0) == pytest.approx(
+        1.3
+    )  # Of steps of 4 nodes that said nothing.
 
 
 def test_a_lucky_step_says_little_of_counts_far_away():
     """65 nodes lie close to 64; what they say of 128 was once eleven times as much."""
     live = LiveCosts(CPU)
     for _ in range(5):
-        live.learn(32, 64, 0, live.ratio(32, 64, 0))
-    before = live.ratio(32, 128, 0)
-    live.learn(32, 65, 0, 0.97 * live.ratio(32, 65, 0))
-    assert live.ratio(32, 128, 0) == pytest.approx(before, rel=0.05)
+        live.learn(32, 64, 0, live.relative_cost(32, 64, 0))
+    before = live.relative_cost(32, 128, 0)
+    live.learn(32, 65, 0, 0.97 * live.relative_cost(32, 65, 0))
+    assert live.relative_cost(32, 128, 0) == pytest.approx(before, rel=0.05)
 
 
 def test_what_plain_steps_take_is_known_by_rows_and_context():
@@ -98,19 +102,19 @@ def test_the_first_step_that_is_carried_is_no_news_of_the_machine(first):
     live, took = LiveCosts(CPU), {True: 2.0, False: 4.0}
     for carried in (first, *[not first] * 5):
         live.learn_plain(1, 64, carried, took[carried])
-    assert live.late(1, 64) == pytest.approx(2.0)
+    assert live.non_overlapped_slowdown(1, 64) == pytest.approx(2.0)
     assert live.plain(1, 64, True) == pytest.approx(2.0)
 
 
 def test_one_slow_step_does_not_end_drafting():
     """The first step with draft tokens is interrupted: a count of nodes that was seen once looks
-    dearer than the stake, and is tried again all the same.
+    dearer than the largest loss allowed, and is tried again all the same.
     """
     policy = AdaptivePolicy(CPU, 1, 1, FREE)
     thrice = StepCosts(COUNTS, tuple(3.0 * ms for ms in CPU.verify_ms))
     text, slow = (Text(costs, 1, 1.0, match=1.0, share=0.9) for costs in (CPU, thrice))
     text.run(policy, MIN_REPEATS)
     slow.step(policy)
-    assert policy.account.costs.ratio(1, 2, 64) < 1.5
+    assert policy.account.costs.relative_cost(1, 2, 64) < 1.5
     text.run(policy, 8 * PLAIN_EVERY)
     assert sum(map(bool, text.verified[-PLAIN_EVERY:])) > PLAIN_EVERY // 2

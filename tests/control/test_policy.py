@@ -10,9 +10,9 @@ from forerun.control.step_costs import StepCosts
 from tests.control.steps import MODEL, report_of, seen, slots_of
 from tests.covering import covering, every
 
-FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0), in_round=True)
-MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (6.1, 6.6, 7.6, 10.7, 19.2, 71.9), in_round=True)
-STEEP = StepCosts((1, 2, 4, 8, 16, 64), (10.6, 16.1, 28.8, 54.8, 86.6, 312.0), in_round=True)
+FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0), drafts_in_step=True)
+MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (6.1, 6.6, 7.6, 10.7, 19.2, 71.9), drafts_in_step=True)
+STEEP = StepCosts((1, 2, 4, 8, 16, 64), (10.6, 16.1, 28.8, 54.8, 86.6, 312.0), drafts_in_step=True)
 TABLES = {"flat": FLAT, "middle": MIDDLE, "steep": STEEP}
 
 
@@ -128,7 +128,7 @@ def test_probes_cost_less_than_three_percent_and_never_stop():
 
 
 def test_nothing_is_probed_where_even_perfect_guesses_would_not_pay():
-    linear = StepCosts((1, 64), (10.0, 640.0), in_round=True)
+    linear = StepCosts((1, 64), (10.0, 640.0), drafts_in_step=True)
     done = Simulation(linear, opened(linear, 2), 2).run(500, chance=1.0)
     assert sum(done.nodes) == 0
 
@@ -166,7 +166,7 @@ def test_reasons_are_sentences():
 
 def test_a_reason_says_what_was_measured():
     """A layer that was never asked was once called wrong too often."""
-    linear = StepCosts((1, 64), (10.0, 640.0), in_round=True)
+    linear = StepCosts((1, 64), (10.0, 640.0), drafts_in_step=True)
     assert asked(seen(opened(linear, 2)), 2)[0].reason == TOO_SLOW
     policy = seen(opened(STEEP, 1))
     policy.account.model.credit = 0.0

@@ -41,7 +41,7 @@ FIRST, THEN, BEGIN = 200, 400, 25
 """Steps in which the policy learns, and those after them; in which a fixed shape begins."""
 
 
-def startup(in_round, kind=HeadDevice):
+def startup(drafts_in_step, kind=HeadDevice):
     """What start-up measures of such a device: steps that are not carried, eight nodes a row."""
     counts = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
     ms = []
@@ -49,10 +49,10 @@ def startup(in_round, kind=HeadDevice):
         rows = -(-nodes // 8)
         device = kind.round_ms + kind.node_ms * rows * (nodes // rows)
         ms.append(device + kind.host_ms + ROW_HOST * rows)
-    level = (LEVEL + ROW_LEVEL) * in_round
+    level = (LEVEL + ROW_LEVEL) * drafts_in_step
     steady = tuple(np.maximum.accumulate(ms).tolist())
     return StepCosts(
-        counts, steady, draft_ms=level, follow_ms=level, in_round=in_round, padded=True
+        counts, steady, draft_ms=level, follow_ms=level, drafts_in_step=drafts_in_step, padded=True
     )
 
 
@@ -154,23 +154,23 @@ TEXTS = [0.0], [0.3], [0.6], [0.9], [1.0], [0.0, 0.9], [0.9, 0.3]
 
 
 @pytest.mark.parametrize(
-    ("rows", "texts", "buys"),
+    ("rows", "texts", "selects"),
     rarely(
         every(ROWS, TEXTS, [False, True]),
         [(1, [0.0], False), (1, [0.6], True), (16, [0.0, 0.9], False), (16, [0.9], True)],
     ),
 )
-def test_ngrams_keep_the_promise(rows, texts, buys):
+def test_ngrams_keep_the_promise(rows, texts, selects):
     """They are looked up on the host, so that a step that may have some is not carried. Of one row,
     whose luck is worth 5 % in 400 steps, over six seeds.
 
-    buys  whether the drafter buys by itself
+    selects  whether the drafter selects by itself
     """
     sums = np.zeros((2, 4))
     for seed in range(6 if rows == 1 else 1):
-        traits = DrafterTraits("ngram", 8, free=True, buys=buys)
-        policy = AdaptivePolicy(startup(in_round=False), 3, 3, traits)
-        device = TextDevice(policy, rows, seed, buys)
+        traits = DrafterTraits("ngram", 8, no_draft_model=True, selects_by_cost=selects)
+        policy = AdaptivePolicy(startup(drafts_in_step=False), 3, 3, traits)
+        device = TextDevice(policy, rows, seed, selects)
         sums += raced(device, TextDevice, rows, seed, [(text,) for text in texts])
     whole, late = sums
     assert whole[0] >= 0.97 * whole[1]
@@ -186,7 +186,7 @@ def test_ngrams_keep_the_promise_where_a_node_is_dear_and_rows_are_padded(repeat
     counts = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
     ms = [8.0 + 2.0 * 4 ** np.ceil(np.log(nodes) / np.log(4.0)) + HOST for nodes in counts]
     costs = StepCosts(counts, tuple(ms), padded=True)
-    traits, on, off = DrafterTraits("ngram", 8, free=True, buys=True), 0.0, 0.0
+    traits, on, off = DrafterTraits("ngram", 8, no_draft_model=True, selects_by_cost=True), 0.0, 0.0
     for seed in range(2):
         on += PaddedDevice(AdaptivePolicy(costs, 3, 3, traits), 16, seed, True).run(600, repeats)
         off += PaddedDevice(FixedPolicy(0, 0), 16, seed, True).run(600, repeats)

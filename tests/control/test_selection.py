@@ -120,8 +120,8 @@ def test_the_floor_is_the_least_slope_of_the_price_curve():
     """The fifth to eighth node cost half of what the first ones do, and less than the mean."""
     gemma = StepCosts((1, 4, 8, 16, 64), (9.1, 10.5, 11.0, 14.2, 35.8))
     costs = seen(opened(gemma, 1)).account.costs
-    assert costs.floor(1, 16, 0) == pytest.approx(0.5 / 4 / 9.1, rel=0.05)
-    assert costs.price(1, 16, 0) == pytest.approx(1.9 / 7 / 9.1, rel=0.05)
+    assert costs.min_marginal_cost(1, 16, 0) == pytest.approx(0.5 / 4 / 9.1, rel=0.05)
+    assert costs.min_mean_cost(1, 16, 0) == pytest.approx(1.9 / 7 / 9.1, rel=0.05)
 
 
 def test_costs_that_start_up_got_wrong_do_not_forbid_guesses_for_ever():
@@ -181,7 +181,8 @@ def test_prices_say_what_is_chosen(rows, rises, speed, credit, padded):
     costs = StepCosts((1, 3, 6, 12), tuple(np.cumsum([5.0, *rises]).tolist()), padded=padded)
     drafts = [chain(row) for row in rows]
     kept, buying = (
-        seen(AdaptivePolicy(costs, 8, 8, replace(FREE, buys=buys))) for buys in (False, True)
+        seen(AdaptivePolicy(costs, 8, 8, replace(FREE, selects_by_cost=selects)))
+        for selects in (False, True)
     )
     for policy in (kept, buying):
         policy.account.main.credit = credit
@@ -189,16 +190,16 @@ def test_prices_say_what_is_chosen(rows, rises, speed, credit, padded):
     decision = buying.decide(*arrays(len(rows)))
     assert decision.select is None
     assert buying.decide(*arrays(len(rows)), constrained=True).select is not None
-    if decision.prices is None:
+    if decision.node_costs is None:
         assert not any(budget.nodes for budget in decision.rows)
         return
-    assert decision.prices.padded == padded
+    assert decision.node_costs.padded == padded
     each = [draft.score.tolist() for draft in drafts]
     if padded:  # The best of every row, the second of every row, ...
         scores = [sum(layer) for layer in zip_longest(*each, fillvalue=0.0)]
     else:
         scores = sorted(chain_of.from_iterable(each), reverse=True)
-    prices = np.array(decision.prices.tokens)[: len(scores)]
+    prices = np.array(decision.node_costs.tokens)[: len(scores)]
     best = np.argmax([0.0, *(np.cumsum(scores[: len(prices)]) - prices)])
     counts = list(map(len, kept_of(kept, drafts)))
     assert (max if padded else sum)(counts) == best
@@ -244,7 +245,7 @@ def test_costs_measured_wrongly_are_corrected():
     for _ in range(150):
         live.learn_plain(1, 0, False, 5.0)
         live.learn(1, 2, 0, 5.5 / live.plain(1, 0, False))
-    assert live.ratio(1, 2, 0) == pytest.approx(1.1, abs=0.05)
+    assert live.relative_cost(1, 2, 0) == pytest.approx(1.1, abs=0.05)
     assert live.plain(1, 0, False) == pytest.approx(5.0, rel=0.1)
 
 
@@ -252,7 +253,7 @@ def test_a_slow_machine_does_not_make_guesses_dearer():
     live = LiveCosts(MIDDLE)
     for _ in range(300):
         live.learn_plain(1, 0, False, 3 * 6.1)
-    assert live.ratio(1, 8, 0) == pytest.approx(10.7 / 6.1)
+    assert live.relative_cost(1, 8, 0) == pytest.approx(10.7 / 6.1)
     assert live.pace > 2.0
 
 
@@ -366,4 +367,6 @@ def test_looks_that_keep_steps_from_beginning_early(honesty, match, late, rows):
     text = Text(FLAT, rows, honesty, match, late=late).run(policy, 600)
     assert text.over_plain() > 0.975
     assert text.over_plain() > 1.03 or match < 1.0 or late > 1.5
-    assert policy.account.costs.late(rows, 64 * rows) == pytest.approx(late, rel=0.15)
+    assert policy.account.costs.non_overlapped_slowdown(rows, 64 * rows) == pytest.approx(
+        late, rel=0.15
+    )

@@ -26,7 +26,7 @@ SATURATED = {
     2 * BUSY: (1 + FIRST) * 100.0 * 0.62 / 0.68,
     (1 + NODES) * BUSY: TREE * 100.0 * 0.62 / 0.54,
 }  # fmt: skip
-COSTS = StepCosts(tuple(SATURATED), tuple(SATURATED.values()), in_round=True)
+COSTS = StepCosts(tuple(SATURATED), tuple(SATURATED.values()), drafts_in_step=True)
 
 
 class Load:
@@ -110,6 +110,6 @@ def test_load_that_comes_and_goes_changes_it_back_and_forth():
 def test_a_table_that_is_wrong_is_corrected_by_steps():
     """Start-up said that nodes are free: then a tree would be right."""
     ms = tuple(40.0 + 0.01 * count for count in COSTS.nodes)
-    free = StepCosts(COSTS.nodes, ms, in_round=True)
+    free = StepCosts(COSTS.nodes, ms, drafts_in_step=True)
     nodes, speed = Load(free).run(BUSY, 800)
     assert (nodes == 1).mean() > 0.85 and (nodes > 1).mean() < 0.01 and speed > 1.07

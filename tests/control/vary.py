@@ -33,7 +33,7 @@ def vary(rows, length, names):
     """Print the cells of test_promise; of long answers two seeds."""
 
     def ngrams():
-        return AdaptivePolicy(startup(False), 3, 3, DrafterTraits("ngram", 8, free=True))
+        return AdaptivePolicy(startup(False), 3, 3, DrafterTraits("ngram", 8, no_draft_model=True))
 
     texts = [[(text,) for text in each] for each in TEXTS]
     seeds = SEEDS if length == device.LENGTH else SEEDS[:2]

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.client.completion import complete, make_request
-from forerun.control.host_drafts import Trust, cut, ranked, scored
+from forerun.control.host_drafts import ScoreCalibration, cut, ranked, scored
 from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafts.ngram_counts import count_ngrams
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
-from forerun.interface.plan import Outcome, Plan, Prices
+from forerun.interface.plan import NodeCosts, Outcome, Plan
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
@@ -48,7 +48,7 @@ def plan_of(slots, nodes, depths, min_prob=0.0, prices=None):
         page_table=np.zeros((rows, 1), np.int32),
         constrained=np.zeros(rows, np.bool_),
         min_prob=min_prob,
-        prices=prices,
+        node_costs=prices,
     )
 
 
@@ -70,7 +70,7 @@ class Buyer(NgramDrafter):
 
     def __init__(self, *settings):
         super().__init__(*settings)
-        self.trust, self.waiting = Trust(), {}
+        self.calibration, self.waiting = ScoreCalibration(), {}
 
     def begin(self, slot_init):
         super().begin(slot_init)
@@ -81,9 +81,11 @@ class Buyer(NgramDrafter):
         asked = ((plan.max_nodes > 0) & (plan.max_depth > 0)).tolist()
         for slot, draft, some in zip(plan.slots.tolist(), found, asked, strict=True):
             if some:
-                self.trust.learn(*self.waiting[slot])
-                self.waiting[slot] = (NO_DRAFT if plan.prices is None else draft), []
-        return found if plan.prices is None else bought(self.trust, found, plan.prices)
+                self.calibration.learn(*self.waiting[slot])
+                self.waiting[slot] = (NO_DRAFT if plan.node_costs is None else draft), []
+        return (
+            found if plan.node_costs is None else bought(self.calibration, found, plan.node_costs)
+        )
 
     def observe(self, plan, trees, outcome):
         super().observe(plan, trees, outcome)
@@ -140,7 +142,7 @@ class Twins:
             counts = list(map(len, fast))
             assert (max if prices.padded else sum)(counts) <= len(prices.tokens)
         told = self.both[1].describe()["trust_in_scores"]
-        assert told == pytest.approx(self.both[0].trust.share, abs=6e-4)
+        assert told == pytest.approx(self.both[0].calibration.share, abs=6e-4)
         trees, outcome = batch(list(plan.known), fast), outcome_of(emitted)
         for slot, tokens in zip(slots, emitted, strict=True):
             self.open[slot].append(tokens)
@@ -156,7 +158,7 @@ WORDS = st.one_of(SAID, AGAIN.map(lambda it: (it[0] * it[1])[:40] + it[2][:20]))
 PRICES = st.one_of(
     st.none(),
     st.builds(
-        Prices,
+        NodeCosts,
         st.lists(st.floats(0.0, 0.4), max_size=40).map(lambda each: array("d", np.cumsum(each))),
         st.booleans(),
     ),
@@ -225,7 +227,7 @@ def test_long_texts(random, kind, tabled, each):
     """each: the price of a draft token; negative: of one of every row, of rows that are padded."""
     prices = None
     if each is not None:
-        prices = Prices(array("d", abs(each) * np.arange(1, 33)), padded=each < 0.0)
+        prices = NodeCosts(array("d", abs(each) * np.arange(1, 33)), padded=each < 0.0)
     length = 3000
     table = table_of([texts(random, kind, length) for _ in range(9)], 2**31) if tabled else None
     twins = Twins(0.02, table)

@@ -13,7 +13,7 @@ from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.grammars import NoGrammars
-from forerun.interface.plan import Outcome, Prices
+from forerun.interface.plan import NodeCosts, Outcome
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, DraftSource, batch
@@ -148,14 +148,20 @@ def test_two_of_a_kind_are_better_than_each():
 
 def test_a_score_is_how_often_such_nodes_were_right():
     calibration, random = Calibration(2), np.random.default_rng(0)
-    assert calibration.chance(1, 1, 0.8) == pytest.approx(0.8)
+    assert calibration.calibrated_prob(1, 1, 0.8) == pytest.approx(0.8)
     for _ in range(4000):
         calibration.learn(1, 1, 0.8, random.random() < 0.3)
-    assert calibration.chance(1, 1, 0.8) == pytest.approx(0.3, abs=0.05)
-    assert calibration.chance(2, 1, 0.8) == calibration.chance(1, 2, 0.8) == pytest.approx(0.8)
-    assert calibration.chance(1, DEPTHS, 0.3) == calibration.chance(1, DEPTHS + 5, 0.3)
+    assert calibration.calibrated_prob(1, 1, 0.8) == pytest.approx(0.3, abs=0.05)
+    assert (
+        calibration.calibrated_prob(2, 1, 0.8)
+        == calibration.calibrated_prob(1, 2, 0.8)
+        == pytest.approx(0.8)
+    )
+    assert calibration.calibrated_prob(1, DEPTHS, 0.3) == calibration.calibrated_prob(
+        1, DEPTHS + 5, 0.3
+    )
     calibration.learn(3, 1, 1.0, True)
-    assert calibration.chance(3, 1, 1.0) == pytest.approx((PRIOR + 1) / (PRIOR + 1))
+    assert calibration.calibrated_prob(3, 1, 1.0) == pytest.approx((PRIOR + 1) / (PRIOR + 1))
 
 
 def test_paths_that_two_propose_are_one_node():
@@ -196,15 +202,18 @@ def test_where_only_free_drafters_are_asked_the_head_is_not():
 def test_a_free_drafter_that_buys_does_so_alone_where_the_head_has_no_part():
     """Its drafts come out as they are, without a tree of Python and without the head."""
     good, bad = Said("good", 1.0, 0.9, GOOD), Said("bad", 1.0, 0.5, BAD)
-    bad.traits = replace(bad.traits, free=True, buys=True)
+    bad.traits = replace(bad.traits, no_draft_model=True, selects_by_cost=True)
     drafter = CombinedDrafter(bad, good)
-    assert drafter.traits.buys and not CombinedDrafter(bad, bad, good).traits.buys
+    assert (
+        drafter.traits.selects_by_cost
+        and not CombinedDrafter(bad, bad, good).traits.selects_by_cost
+    )
     bad.truth = [3, 4, 5]
     good.propose = None
-    prices = Prices(array("d", [0.1]), False)
-    plan = replace(plan_of(1, [3]), model_depth=np.zeros(1, np.int32), prices=prices)
+    prices = NodeCosts(array("d", [0.1]), False)
+    plan = replace(plan_of(1, [3]), model_depth=np.zeros(1, np.int32), node_costs=prices)
     bought = [Draft()]
-    bad.propose = lambda asked: bought if asked.prices is prices else None
+    bad.propose = lambda asked: bought if asked.node_costs is prices else None
     assert drafter.propose(plan) is bought
     counts, tokens = np.ones(1, int), np.full((1, 1), 3)
     drafter.observe(plan, None, Outcome(counts, tokens, 0 * counts, np.ones(1, bool)))

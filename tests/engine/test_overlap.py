@@ -312,7 +312,7 @@ def test_who_looks_now_and_then_does():
 
 
 def test_adaptive_guessing_sees_every_step():
-    costs = StepCosts(nodes=(1, 16), verify_ms=(1.0, 1.1), in_round=True)
+    costs = StepCosts(nodes=(1, 16), verify_ms=(1.0, 1.1), drafts_in_step=True)
     policy, toy = PolicyOnTable(costs, 4, 4, MODEL), CarryingToy(limits())
     engine = make("oracle", executor=toy, overlap=True, policy=policy)
     requests = [hot("a", max_tokens=60), ask("b", "other", 60)]
