@@ -27,7 +27,7 @@ FAST    := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadsco
 # package anew, which was half of the processor time of the tests that start some.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup tools demo serve test suite test-slow everything test-slower test-browser chaos chaos-nightly sanitize vocabularies reachability soak fuzz-loaders mutants check prove bench \
+.PHONY: setup tools demo serve test suite test-slow everything test-slower test-arm test-browser chaos chaos-nightly sanitize vocabularies reachability soak fuzz-loaders mutants check prove bench \
 	bench-peers test-ray gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
@@ -138,6 +138,11 @@ reachability: tools
 # The native core under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: tools
 	$(BIN)/python -m tests.chaos.sanitize
+
+# The native core's tests as an ARM machine runs them (Debian: qemu-user, g++-aarch64-linux-gnu).
+TESTS ?=
+test-arm: tools
+	$(BIN)/python -m tests.cpu.emulated_arm $(TESTS)
 
 # Damaged model files, tables and grammars, guided by coverage (atheris); half an hour.
 EACH ?= 3
