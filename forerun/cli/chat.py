@@ -10,6 +10,7 @@ from forerun.cache_dir import cache_dir, home_path
 from forerun.cli.console import emit_json, interactive, load_shown, say
 from forerun.cli.conversation import Conversation
 from forerun.cli.terminal import Wrapped, messages
+from forerun.client.adapters import only_adapter
 from forerun.errors import ConfigError, ContextError, ModelError, RequestError
 from forerun.options.config import AskConfig, EngineConfig
 from forerun.options.fields import parsed
@@ -33,6 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
     has no chat template.
     """
     ask, config = configured_both(AskConfig, EngineConfig, arguments)
+    only_adapter(config)  # Several are refused before anything is loaded.
     loaded = load_shown(config)
     output = Wrapped.for_terminal()
     try:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.build.engine import Loaded, encode_chat
+from forerun.client.adapters import only_adapter
 from forerun.client.completion import Completion, acceptance_length, make_request, stream
 from forerun.errors import RequestError
 from forerun.options.config import AskConfig
@@ -101,7 +102,12 @@ class Conversation:
             turns = turns[2:]
 
     def _stream(self, answer: Completion, prompt: Ints, options: dict[str, Any]) -> None:
-        request = make_request(prompt, self.loaded.tokenizer.eos_ids, **options)
+        request = make_request(
+            prompt,
+            self.loaded.tokenizer.eos_ids,
+            adapter=only_adapter(self.loaded.config),
+            **options,
+        )
         deltas = stream(self.loaded.engine, request)
         try:
             for delta in deltas:

@@ -11,6 +11,7 @@ from forerun.build.engine import Loaded, encode_chat
 from forerun.cli import batch, chat
 from forerun.cli.console import emit_json, interactive, load_shown, say
 from forerun.cli.constraint import grammar_of
+from forerun.client.adapters import only_adapter
 from forerun.client.completion import Completion, acceptance_length, make_request, stream
 from forerun.engine.request import Request, Speculation
 from forerun.errors import ConfigError, RequestError
@@ -66,12 +67,13 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.values["seed"] = None  # As in `chat`: each session has its own.
         return chat.main(arguments)
     text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
-    loaded = load_shown(config)
+    adapter, loaded = only_adapter(config), load_shown(config)
     try:
         request = make_request(
             _encode(loaded, text, arguments),
             loaded.tokenizer.eos_ids,
             grammar=None if grammar is None else loaded.target.compile(grammar),
+            adapter=adapter,
             **ask.options(loaded.target.sampling),
         )
         answer = answered(loaded, request, show=not arguments.json)

@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from forerun.build.engine import encode_chat, load
+from forerun.client.adapters import adapter_number
 from forerun.client.completion import Completion, complete, make_request, stream
 from forerun.client.options import AskOptions, EngineArgs, checked
 from forerun.engine.request import Delta, Request
@@ -25,8 +26,9 @@ class LLM:
 
     Keyword options of the constructor are the fields of `EngineConfig`. Those of the methods
     are the fields of `Sampling` (temperature, top_p, seed, ...) plus max_tokens, n, stop,
-    stop_token_ids, include_stop, ignore_eos, and `grammar`, a `forerun.constrain.grammar.Grammar`
-    that the text must follow; unknown ones raise RequestError. Temperature is 0 unless given.
+    stop_token_ids, include_stop, ignore_eos, `grammar`, a `forerun.constrain.grammar.Grammar`
+    that the text must follow, and `lora_name`, the adapter of `lora_modules` that answers; unknown
+    ones raise RequestError. Temperature is 0 unless given.
     `options` has them with their types.
     """
 
@@ -101,6 +103,11 @@ class LLM:
         given: dict[str, Any] = {**checked(options)}
         if given.get("grammar") is not None:
             given["grammar"] = self.loaded.target.compile(given["grammar"])
+        name = given.pop("lora_name", None)
+        if "adapter" in given:  # A number within the engine: programs use names.
+            raise RequestError("There is no sampling option 'adapter'; use lora_name.", "adapter")
+        if name is not None:
+            given["adapter"] = adapter_number(self.loaded.info, name, "lora_name")
         return make_request(self._tokens(prompt), self.loaded.tokenizer.eos_ids, **given)
 
 

@@ -95,6 +95,7 @@ class AskOptions(TypedDict, total=False):
     accept_threshold_acc: float | None
     speculation: Speculation | None
     grammar: Grammar | None
+    lora_name: str | None
 
 
 _KINDS = get_type_hints(AskOptions)

@@ -34,7 +34,8 @@ ORACLES = ("torch==2.8.0", "transformers", "sympy", "mpmath", "networkx", "jinja
 ORACLES += ("fsspec", "filelock", "regex", "requests", "packaging", "tqdm")
 """Without their own dependencies, which pip would choose for this machine. The newest torch whose
 wheel for aarch64 needs no CUDA."""
-PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
+PLATFORMS = [f"manylinux_2_{minor}_aarch64" for minor in (34, 31, 28, 17)]
+PLATFORMS += ["manylinux2014_aarch64"]
 
 
 def run(*command: str | Path, **variables: str) -> None:

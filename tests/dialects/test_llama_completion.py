@@ -181,7 +181,7 @@ def test_a_time_limit_ends_an_answer_behind_a_line_break(server):
         ({"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, "text only"),
         ({"prompt": "a", "mirostat": 2}, "mirostat"),
         ({"prompt": "a", "n_probs": 9999}, "n_probs is 9999, but this server allows"),
-        ({"prompt": "a", "lora": [{"id": 0, "scale": 1.0}]}, "one set of weights"),
+        ({"prompt": "a", "lora": [{"id": 0, "scale": 1.0}]}, "no adapter of number 0"),
         ({}, "prompt is missing"),
     ],
 )

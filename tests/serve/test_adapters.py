@@ -1,10 +1,14 @@
 """A server with LoRA adapters: each is a model by its name."""
 
+import json
+
 import pytest
 from starlette.testclient import TestClient
 
 from forerun.build.engine import load
-from forerun.errors import ConfigError
+from forerun.cli.main import main
+from forerun.client.llm import LLM
+from forerun.errors import ConfigError, RequestError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
 from tests.models import tiny
@@ -52,6 +56,57 @@ def test_each_adapter_is_a_model(client):
         for m in texts
     ]
     assert vectors[0] != vectors[1] != vectors[2]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "key"),
+    [
+        ("/v1/completions", {"prompt": "Hello", "max_tokens": 12}, "lora_path"),
+        ("/v1/completions", {"prompt": "Hello", "max_tokens": 12}, "lora"),
+        ("/completion", {"prompt": "Hello", "n_predict": 12}, "lora"),
+        ("/generate", {"text": "Hello", "sampling_params": {"max_new_tokens": 12}}, "lora_path"),
+    ],
+)
+def test_a_request_names_an_adapter_beside_its_model(client, route, body, key):
+    """As SGLang's and llama.cpp's clients do."""
+    none, b = ("", "b") if key == "lora_path" else ([], [{"id": 1, "scale": 1}, {"id": 0}])
+    body.get("sampling_params", body)["temperature"] = 0
+    for value, model in ((none, "base"), (b, "b")):
+        answer = client.post(route, json={**body, key: value}).json()
+        found = answer["choices"][0]["text"] if "choices" in answer else None
+        assert (found or answer.get("content") or answer["text"]) == text(client, model)
+    for value in ("c", ["b", 1]) if key == "lora_path" else ([{"id": 2, "scale": 1}], "b"):
+        answer = client.post(route, json={**body, key: value})
+        assert answer.status_code == 400 and key in answer.text
+    if key == "lora":
+        for value in ([{"id": 0, "scale": 0.5}], [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}]):
+            answer = client.post(route, json={**body, key: value})
+            assert answer.status_code == 400 and "one adapter at most" in answer.text
+
+
+def test_texts_of_one_request_share_an_adapter(client):
+    asked = {"text": ["Hello", "Hello"], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+    one, two = client.post("/generate", json={**asked, "lora_path": ["a", "a"]}).json()
+    assert one["text"] == two["text"]
+    assert client.post("/generate", json={**asked, "lora_path": ["a", "b"]}).status_code == 400
+
+
+def test_a_program_and_a_command_answer_with_an_adapter(client, folders, capsys):
+    base, (a, b) = folders
+    common = {"device": "cpu", "kv_tokens": 512}
+    with LLM(str(base), lora_modules=(f"a={a}", f"b={b}"), **common) as llm:
+        for name in (None, "a", "b"):
+            (answer,) = llm.generate("Hello", max_tokens=12, lora_name=name)
+            assert answer.text == text(client, name or "base")
+        for wrong in ({"lora_name": "c"}, {"adapter": 0}):
+            with pytest.raises(RequestError, match="no adapter 'c'|use lora_name"):
+                llm.generate("Hello", **wrong)
+    line = ["run", str(base), "Hello", "--raw", "--max-tokens", "12", "--temperature", "0"]
+    line += ["--device", "cpu", "--kv-tokens", "512", "--json", "--lora-modules", f"b={b}"]
+    assert main(line) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == text(client, "b")
+    assert main([*line, f"a={a}"]) == 2
+    assert "one adapter answers here" in capsys.readouterr().err
 
 
 def test_they_are_listed(client, folders):

@@ -11,10 +11,12 @@ from functools import partial
 from typing import Any
 
 from forerun.build.engine import Frontend, Loaded, open_text
+from forerun.client.adapters import adapter_names, adapter_number
 from forerun.client.engine_client import Constraint, EngineClient, LocalEngine, call_soon
 from forerun.client.engine_process import EngineCommand, EngineProcess
 from forerun.constrain.grammar.calls import Rules
 from forerun.constrain.grammar.tags import TagRules
+from forerun.errors import RequestError
 from forerun.hub.catalog import is_here
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.answers.events import EventQueue
@@ -60,7 +62,7 @@ class Served:
     @property
     def adapters(self) -> list[str]:
         """Names of the adapters beside the model, by number."""
-        return [str(one["name"]) for one in self.loaded.info.get("adapters", ())]
+        return adapter_names(self.loaded.info)
 
     def events(self) -> EventQueue:
         """Make a queue where the news of one HTTP request comes in."""
@@ -147,6 +149,17 @@ class Service(InFlight):
         if strict and model is not None and model not in served.names:
             raise unknown_model(model, (*served.names, *adapters))
         return served
+
+    def answering(self, model: str | None, lora_path: str, lora: int = -1) -> Served:
+        """Return what `named` does, with the adapter that a request names or numbers beside its
+        model. Raises RequestError for one that is not there.
+        """
+        served = self.named(model)
+        if lora_path:
+            lora = adapter_number(served.loaded.info, lora_path, "lora_path")
+        elif lora >= len(served.adapters):
+            raise RequestError(f"lora: there is no adapter of number {lora}.", "lora")
+        return served if lora < 0 else replace(served, adapter=lora)
 
     async def compiled(self, served: Served, rules: Rules, client: str) -> Constraint:
         """Compile, on behalf of `client`. Raises RequestError that names the part at fault,

@@ -51,6 +51,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 256
 MAX_STOP_TEXT = 1024
 MAX_ALLOWED = 1 << 16
+MAX_ADAPTERS = 256
 
 _SAFE = "a message's text never becomes a control token; use /v1/completions"
 _NO_BEAMS = "sequences are sampled, not searched"
@@ -173,6 +174,27 @@ mistake.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Scaled:
+    """An entry of llama.cpp's `lora`."""
+
+    id: int = need(integer(0, MAX_TOKENS))
+    scale: float = accept(number(-1e6, 1e6), 0.0)
+
+
+@takes({"type": "array", "items": {"type": "object"}})
+def _one_adapter(value: Any, where: str) -> int:
+    """Read llama.cpp's list of adapters with scales: the number of the one at scale 1, -1 for none.
+    Raises RequestError for other scales, and for several.
+    """
+    entries = items(part(_Scaled), MAX_ADAPTERS)(value, where)
+    chosen = [one.id for one in entries if one.scale]
+    if len(chosen) > 1 or any(one.scale not in (0, 1) for one in entries):
+        message = f"{where}: a request runs with one adapter at most, at a scale of 1."
+        raise RequestError(message, where)
+    return chosen[0] if chosen else -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledBody(UnusedFields):
     """The common part of /v1/chat/completions and /v1/completions. Missing sampling parameters get
     the model's recommended values. id_prefix: the beginning of the answer's id.
@@ -185,11 +207,15 @@ class SampledBody(UnusedFields):
     timings_per_token  the answer has the times of prompt and answer (llama.cpp)
     prediction  the expected text of the answer, for draft tokens (OpenAI)
     cache_salt  cached prefixes are shared only with requests of the same salt (vLLM)
+    lora_path  name of the adapter that answers (SGLang); "" = as the model's name says
+    lora  number of the adapter that answers (llama.cpp); -1 = as the model's name says
     """
 
     id_prefix: ClassVar[str] = ""
 
     model: str | None = accept(text(256, 1))
+    lora_path: str = accept(text(256), "")
+    lora: int = accept(_one_adapter, -1)
     stream: bool = accept(boolean, False)
     stream_options: StreamOptions | None = accept(part(StreamOptions))
     min_tokens: int = accept(integer(0, MAX_TOKENS), 0)

@@ -96,8 +96,6 @@ class UnusedFields(ConstrainedBody):
     backend_sampling: bool | None = ignore(boolean)
     post_sampling_probs: bool | None = ignore(only(False, why="log-probabilities are the model's"))
     response_fields: Any = ignore(only([], why="answers are whole"))
-    lora: Any = ignore(only([], why="there is one set of weights"))
-    lora_path: str | None = ignore(only("", why="there is one set of weights"))
     parse_tool_calls: bool | None = ignore(only(True, why="calls of offered tools are always read"))
     thinking_forced_open: bool | None = ignore(boolean)
     chat_format: Any = ignore(whatever)

@@ -64,7 +64,7 @@ class CompletionsDialect(Dialect):
         field, ApiError.
         """
         body = self._body = read(self._kind, value)
-        self._served = service.named(body.model)
+        self._served = service.answering(body.model, body.lora_path, body.lora)
         if body.n_probs > (most := service.settings.max_logprobs):
             message = f"n_probs is {body.n_probs}, but this server allows {most}."
             raise RequestError(message, "n_probs")

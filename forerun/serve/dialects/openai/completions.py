@@ -162,7 +162,7 @@ class ChatDialect(OpenAIDialect):
 
     def _parsed(self, value: Any, service: Service) -> tuple[SampledBody, Generation]:
         body = read(ChatBody, value)
-        self._served = service.named(body.model)
+        self._served = service.answering(body.model, body.lora_path, body.lora)
         loaded = self._served.loaded
         generation = chat_generation(body, loaded, service.settings)
         self._format = ChatFormat(
@@ -178,7 +178,7 @@ class CompletionDialect(OpenAIDialect):
 
     def _parsed(self, value: Any, service: Service) -> tuple[SampledBody, Generation]:
         body = read(CompletionBody, value)
-        self._served = service.named(body.model)
+        self._served = service.answering(body.model, body.lora_path, body.lora)
         loaded = self._served.loaded
         generation, tokenizer = (
             completion_generation(body, loaded, service.settings),

@@ -67,7 +67,7 @@ class GenerateDialect(Dialect):
         ApiError.
         """
         body = self._body = read(GenerateBody, value)
-        self._served = service.named(body.model)
+        self._served = service.answering(body.model, body.adapter())
         prompts = body.text if body.text is not None else body.input_ids
         if prompts is None or (body.text is not None and body.input_ids is not None):
             raise RequestError("Give either text or input_ids.", "text")

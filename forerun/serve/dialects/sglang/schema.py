@@ -146,7 +146,7 @@ def _same(value: Any) -> PerText:
     return PerText((value,))
 
 
-_name = text(2**16, 1)
+_name, _adapter = text(2**16, 1), text(256)
 _token_ids = items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS)
 
 
@@ -175,6 +175,7 @@ class GenerateBody:
     token_ids_logprob: PerText = accept(_reported_ids, _same(()))
     return_text_in_logprobs: bool = accept(boolean, False)
     rid: PerText = accept(each(_name), _same(None))
+    lora_path: PerText = accept(each(_adapter), _same(""))
     return_hidden_states: bool = accept(only(False, why="ask for logprobs"), False)
     speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
     log_metrics: bool = ignore(boolean, True)
@@ -183,6 +184,14 @@ class GenerateBody:
     extra_key: str | None = accept(cache_salt)
     custom_labels: dict[str, Any] | None = ignore(mapping)
 
+    def adapter(self) -> str:
+        """Return the adapter that all texts name; "" = none. Raises RequestError for several."""
+        names = set(self.lora_path.values)
+        if len(names) > 1:
+            message = "lora_path: all texts of a request run with one adapter; send one for each."
+            raise RequestError(message, "lora_path")
+        return str(*names)
+
     refused: ClassVar[dict[str, str]] = {
         "input_embeds": "send text or input_ids",
         "image_data": NO_MEDIA,
@@ -190,6 +199,5 @@ class GenerateBody:
         "audio_data": NO_MEDIA,
         "modalities": NO_MEDIA,
         "session_params": _NO_SESSIONS,
-        "lora_path": "there is one set of weights",
         "custom_logit_processor": "the server runs no code from requests",
     }
