@@ -102,12 +102,8 @@ class Conversation:
             turns = turns[2:]
 
     def _stream(self, answer: Completion, prompt: Ints, options: dict[str, Any]) -> None:
-        request = make_request(
-            prompt,
-            self.loaded.tokenizer.eos_ids,
-            adapter=only_adapter(self.loaded.config),
-            **options,
-        )
+        request = make_request(prompt, self.loaded.tokenizer.eos_ids, **options)
+        request = replace(request, adapter=only_adapter(self.loaded.config))
         deltas = stream(self.loaded.engine, request)
         try:
             for delta in deltas:

@@ -73,9 +73,9 @@ def main(arguments: argparse.Namespace) -> int:
             _encode(loaded, text, arguments),
             loaded.tokenizer.eos_ids,
             grammar=None if grammar is None else loaded.target.compile(grammar),
-            adapter=adapter,
             **ask.options(loaded.target.sampling),
         )
+        request = replace(request, adapter=adapter)
         answer = answered(loaded, request, show=not arguments.json)
         twins = compared(loaded, request) if arguments.compare else []
         report = summary(answer, twins)

@@ -94,7 +94,6 @@ def make_request(
     ignore_eos: bool = False,
     speculation: Speculation | None = None,
     grammar: CompiledGrammar | None = None,
-    adapter: int = -1,
     **options: Any,
 ) -> Request:
     """Make a request from keyword options: every field of `Sampling`, plus stop, stop_token_ids and
@@ -103,7 +102,6 @@ def make_request(
     prompt       int32[T], not empty
     eos          end-of-text ids of the model, left out with ignore_eos
     speculation  None = as the engine is configured, with statistics
-    adapter      number of the LoRA adapter that it runs with; -1 = none
     options      temperature is 0 (greedy) unless given
 
     Values are not checked here. Raises RequestError naming an option that does not exist, and for
@@ -132,7 +130,6 @@ def make_request(
         n=n,
         speculation=speculation or Speculation(),
         grammar=grammar,
-        adapter=adapter,
     )
 
 

@@ -1,6 +1,7 @@
 """Forerun for Python programs."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -104,11 +105,10 @@ class LLM:
         if given.get("grammar") is not None:
             given["grammar"] = self.loaded.target.compile(given["grammar"])
         name = given.pop("lora_name", None)
-        if "adapter" in given:  # A number within the engine: programs use names.
-            raise RequestError("There is no sampling option 'adapter'; use lora_name.", "adapter")
-        if name is not None:
-            given["adapter"] = adapter_number(self.loaded.info, name, "lora_name")
-        return make_request(self._tokens(prompt), self.loaded.tokenizer.eos_ids, **given)
+        request = make_request(self._tokens(prompt), self.loaded.tokenizer.eos_ids, **given)
+        if name is None:
+            return request
+        return replace(request, adapter=adapter_number(self.loaded.info, name, "lora_name"))
 
 
 def one_answer(messages: Prompt, options: AskOptions) -> None:

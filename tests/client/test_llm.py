@@ -32,7 +32,7 @@ def test_typed_options_are_the_real_ones():
         p.name for p in signature(make_request).parameters.values() if p.kind == p.KEYWORD_ONLY
     }
     sampling = {item.name for item in fields(Sampling)} - {"stop_tokens"}
-    assert AskOptions.__annotations__.keys() == (named - {"adapter"}) | sampling | {
+    assert AskOptions.__annotations__.keys() == named | sampling | {
         "lora_name",
         "stop",
         "stop_token_ids",

@@ -99,7 +99,7 @@ def test_a_program_and_a_command_answer_with_an_adapter(client, folders, capsys)
             (answer,) = llm.generate("Hello", max_tokens=12, lora_name=name)
             assert answer.text == text(client, name or "base")
         for wrong in ({"lora_name": "c"}, {"adapter": 0}):
-            with pytest.raises(RequestError, match=r"no adapter 'c'|use lora_name"):
+            with pytest.raises(RequestError, match=r"no adapter 'c'|no sampling option 'adapter'"):
                 llm.generate("Hello", **wrong)
     line = ["run", str(base), "Hello", "--raw", "--max-tokens", "12", "--temperature", "0"]
     line += ["--device", "cpu", "--kv-tokens", "512", "--json", "--lora-modules", f"b={b}"]
