@@ -155,7 +155,7 @@ class Timed:
 
     def __init__(self, grammars: Grammars) -> None:
         self.seconds, self.masks = 0.0, 0
-        for name in ("open", "predicted", "guide", "masks", "commit"):
+        for name in ("open", "predicted", "filter_and_extend_drafts", "masks", "commit"):
             setattr(grammars, name, self._wrapped(getattr(grammars, name)))
 
     def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,8 +4,8 @@ After every step the accepted tokens run through the draft model once more, with
 features if it reads any ("draft-extend"), so that its cache never holds anything drafted: omitting
 this costs acceptance silently. From the last of them the tree grows (speculative/draft_tree.py),
 all rows of a step in one pass per level, or a block in one pass. A step of a capable device extends
-and drafts by itself (`DraftRequest`), and leaves nothing to do; else backlog.py extends the model,
-at once or later.
+and drafts by itself (`DraftRequest`), and leaves nothing to do; else deferred_extend.py extends the
+model, at once or later.
 """
 
 from itertools import compress
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from forerun.draft_shape import DraftShape
-from forerun.drafters.backlog import Backlog
+from forerun.drafters.deferred_extend import DeferredDraftExtend
 from forerun.drafters.draft_passes import DraftPasses, Masks
 from forerun.drafters.draft_state import DraftState, not_finite
 from forerun.interface.draft_model import DraftModel
@@ -53,7 +53,7 @@ class ModelDrafter:
         self._model, self._traits, self._width = model, traits, shape.width
         self._passes = DraftPasses(model, shape._replace(depth=depth), mask)
         self._states: list[DraftState | None] = [None] * limits.slots
-        self._backlog = Backlog(limits.slots, self._passes, traits)
+        self._deferred = DeferredDraftExtend(limits.slots, self._passes, traits)
         # Plain steps in a row, by slot.
         self._plain_steps = np.zeros(limits.slots, np.int32)
         # The numbers of levels that a device has prepared for.
@@ -65,7 +65,7 @@ class ModelDrafter:
         """Bind a sequence to its slot; features come with the steps."""
         slot = slot_init.slot
         self._states[slot] = DraftState(slot_init.text, slot_init.prompt_len, slot_init.sampling)
-        self._plain_steps[slot], self._backlog.begin[slot] = 0, -1
+        self._plain_steps[slot], self._deferred.begin[slot] = 0, -1
 
     def end(self, slot: int) -> None:
         """Discard the slot's state; its pages belong to the target's page table."""
@@ -83,7 +83,7 @@ class ModelDrafter:
         """
         states = self._states_of(plan)
         plain = not plan.max_nodes.any()
-        if plain and self._backlog.defer_one(plan, trees, outcome):
+        if plain and self._deferred.defer_step(plan, trees, outcome):
             return
         failed = plan.samples & (outcome.n_tokens == 0)
         active = (plan.max_nodes > 0) | ~plan.samples
@@ -95,7 +95,7 @@ class ModelDrafter:
         if pending.any():
             # Rows that will probably not draft soon.
             idle = (self._extended_on_device and plain) | (self._plain_steps[plan.slots] > PATIENCE)
-            self._backlog.extend(plan, states, trees, outcome, pending, idle)
+            self._deferred.extend(plan, states, trees, outcome, pending, idle)
 
     def _store_drafts(self, plan: Plan, states: list[DraftState], outcome: Outcome) -> Bools:
         """Store what the step drafted. Returns bool[B], the rows that it extended the model for."""
@@ -119,7 +119,7 @@ class ModelDrafter:
         `observe`.
         """
         drafts, states, undrafted = [NO_DRAFT] * plan.rows, self._states_of(plan), list[int]()
-        self._backlog.catch_up(plan, states, np.flatnonzero(plan.max_nodes), True)
+        self._deferred.catch_up(plan, states, np.flatnonzero(plan.max_nodes), True)
         arrays = plan.max_nodes, plan.max_depth, plan.kv_len, plan.constrained
         rows = zip(states, *map(np.ndarray.tolist, arrays), strict=True)
         for row, (state, nodes, deepest, kv_len, constrained) in enumerate(rows):
@@ -138,8 +138,8 @@ class ModelDrafter:
 
     def draft_request(self, plan: Plan) -> DraftRequest | None:
         """Return the request that the step extends the model and drafts, for slots that have no
-        backlog; None if there are none. As many levels as this plan allows, a good guess for the
-        next step; at least one, so that no backlog arises.
+        deferred tokens; None if there are none. As many levels as this plan allows, a good guess
+        for the next step; at least one, so that none are deferred.
         """
         if not self.traits.drafts_on_device:
             return None
@@ -149,7 +149,7 @@ class ModelDrafter:
         if not wanted.any():
             return None
         levels = next(levels for levels in self._levels if levels >= depth)
-        wanted &= self._backlog.begin[plan.slots] < 0
+        wanted &= self._deferred.begin[plan.slots] < 0
         if self._traits.runs_roots and wanted.any():
             # A sequence that begins behind shared pages has no root before its first extension.
             wanted &= np.array([state.ready > 0 for state in self._states_of(plan)])

@@ -161,7 +161,7 @@ class OverlappingCore(EngineCore):
         """Begin the next step from the running round, if the host needs nothing of that first."""
         round = running.round
         # The next step mostly drafts if this one does: check that first, to plan only once.
-        if not round.continues or not self._parts.drafter.can_overlap(round.plan, round):
+        if not round.can_overlap or not self._parts.drafter.can_overlap(round.plan, round):
             return
         schedule = self._plan_after(round, running.rows)
         if schedule is None or not self._parts.drafter.can_overlap(schedule.plan, round):

@@ -95,7 +95,9 @@ def propose(plan: Plan, parts: Parts) -> list[Draft]:
         return []
     drafts = parts.drafter.propose(plan)
     if plan.some_constrained:
-        drafts = parts.grammars.guide(plan.slots, drafts, plan.max_nodes, plan.max_depth)
+        drafts = parts.grammars.filter_and_extend_drafts(
+            plan.slots, drafts, plan.max_nodes, plan.max_depth
+        )
     return drafts
 
 

@@ -79,7 +79,9 @@ class Grammars(Protocol):
         """
         ...
 
-    def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
+    def filter_and_extend_drafts(
+        self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints
+    ) -> list[Draft]:
         """Return drafts that obey the grammars: without illegal draft tokens and all nodes below
         them, and with added tokens that the grammar forces or makes likely.
 
@@ -125,7 +127,9 @@ class NoGrammars:
     def wait(self, seconds: float) -> None:
         """Return at once."""
 
-    def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
+    def filter_and_extend_drafts(
+        self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints
+    ) -> list[Draft]:
         """Return the same list, unchanged: no row is constrained."""
         return drafts
 

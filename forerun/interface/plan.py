@@ -166,10 +166,10 @@ class Round:
 
     plan       what it does. Complete from the start, except in a round that began from another:
                there once both are finished
-    after      the round that it began from, until the plan is complete
+    previous   the round that it began from, until the plan is complete
     trees      what it verifies; empty until it is finished, if it began from another
     masks      of grammars, as given to `begin`
-    continues  whether another round may begin from it: the device decides every row, and nothing
+    can_overlap  whether another round may begin from it: the device decides every row, and nothing
                else is to be read of it that the next round would overwrite
     drafting   int32[.] slots that it drafts for, as the plan requests
     outcome    None until it is finished
@@ -180,8 +180,8 @@ class Round:
     plan: Plan
     trees: TreeBatch = NO_TREES
     masks: NodeMasks | None = None
-    after: "Round | None" = None
-    continues: bool = False
+    previous: "Round | None" = None
+    can_overlap: bool = False
     drafting: Ints = field(default_factory=lambda: _NO_NODES)
     outcome: Outcome | None = None
     hidden: Floats | None = None
@@ -191,13 +191,13 @@ class Round:
         finished. A row that failed there keeps its last known token; its result is ignored. Raises
         EngineError if that round is not finished, or there is none.
         """
-        if self.after is None or self.after.outcome is None:
+        if self.previous is None or self.previous.outcome is None:
             raise EngineError("the round that this one began from is not finished")
-        before, outcome = self.after.plan, self.after.outcome
+        before, outcome = self.previous.plan, self.previous.outcome
         place = {slot: row for row, slot in enumerate(before.slots.tolist())}
         rows = [place[slot] for slot in self.plan.slots.tolist()]
         emitted = outcome.output_tokens
         last = [emitted[row][-1:] or before.known[row][-1:] for row in rows]
         kv_len = before.kv_len[rows] + outcome.n_tokens[rows]
         self.plan = replace(self.plan, kv_len=kv_len, known=np.array(last, np.int32))
-        self.after = None
+        self.previous = None

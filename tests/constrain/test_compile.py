@@ -146,7 +146,7 @@ def test_hostile_grammars_are_refused_or_ask_little_of_the_library(grammar):
     for _ in range(20):
         calls.clear()
         room = np.array([max(*map(len, grammars.predicted(slot, FIXED_MIN_PROB)), 1)], np.int32)
-        (draft,) = grammars.guide(slot, [Draft()], room, room)
+        (draft,) = grammars.filter_and_extend_drafts(slot, [Draft()], room, room)
         masks = grammars.masks(slot, batch([known], [draft]))
         tokens = draft.tokens.tolist() or members(masks.bits[masks.row[0]].tobytes())[:1]
         done = grammars.commit(0, tokens)

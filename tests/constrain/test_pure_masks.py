@@ -196,7 +196,7 @@ def test_every_node_of_every_tree_of_a_text_has_the_mask_of_its_path(name):
                 grammars.predicted(slots, FIXED_MIN_PROB)
             draft = walk.draft(output, 12, 5)
             if walk.random.random() < 0.7:
-                draft = grammars.guide(slots, [draft], many, many)[0]
+                draft = grammars.filter_and_extend_drafts(slots, [draft], many, many)[0]
             trees = batch([np.array([1], np.int32)], [draft])
             masks = grammars.masks(slots, trees)
             below = in_order(draft)

@@ -97,7 +97,7 @@ def spell(grammars: TreeGrammars, slot: int, text: str) -> int:
         rows = np.array([slot], np.int32)
         (predicted,) = grammars.predicted(rows, FIXED_MIN_PROB)
         sizes = np.array([len(predicted)], np.int32)
-        (draft,) = grammars.guide(rows, [Draft()], sizes, sizes)
+        (draft,) = grammars.filter_and_extend_drafts(rows, [Draft()], sizes, sizes)
         grammars.masks(rows, batch([np.zeros(1, np.int32)], [draft]))
         right = 0
         while right < min(len(draft), len(tokens) - 1) and draft.tokens[right] == tokens[right]:

@@ -49,7 +49,7 @@ def paths(draft: Draft) -> set[tuple[int, ...]]:
 
 def guide(grammars: TreeGrammars, draft: Draft, nodes: int, depth: int) -> Draft:
     numbers = [np.array([n], np.int32) for n in (0, nodes, depth)]
-    return grammars.guide(numbers[0], [draft], *numbers[1:])[0]
+    return grammars.filter_and_extend_drafts(numbers[0], [draft], *numbers[1:])[0]
 
 
 def opened(grammar: Grammar, output: str = "") -> TreeGrammars:
@@ -253,7 +253,7 @@ def test_only_constrained_rows_pay():
     slots = np.array([3, 4], np.int32)
     drafts = [chain(1, 2), chain(3)]
     numbers = np.array([4, 4], np.int32)
-    assert grammars.guide(slots, drafts, numbers, numbers) == drafts
+    assert grammars.filter_and_extend_drafts(slots, drafts, numbers, numbers) == drafts
     known = np.array([1], np.int32)
     assert grammars.masks(slots, batch([known, known], drafts)) is None
     assert grammars.predicted(slots, FIXED_MIN_PROB) == [[], []]
@@ -291,7 +291,7 @@ def test_a_state_is_asked_for_its_mask_once_and_equal_masks_are_sent_once():
         counts.append(state.matcher._automaton)
     numbers = np.array([6, 6, 6], np.int32)
     assert grammars.predicted(slots, FIXED_MIN_PROB) == [[], [], []]
-    drafts = grammars.guide(
+    drafts = grammars.filter_and_extend_drafts(
         slots, [chain(*ids("cd")), chain(*ids("xy")), Draft()], numbers, numbers
     )
     assert [len(draft) for draft in drafts] == [2, 2, 0]
@@ -321,7 +321,9 @@ def test_a_failed_matcher_is_reported_alone():
     known = np.array([1], np.int32)
     slots = np.array([0, 1], np.int32)
     numbers = np.array([4, 4], np.int32)
-    drafts = grammars.guide(slots, [chain(*ids("Pa")), chain(*ids("Pa"))], numbers, numbers)
+    drafts = grammars.filter_and_extend_drafts(
+        slots, [chain(*ids("Pa")), chain(*ids("Pa"))], numbers, numbers
+    )
     assert drafts[1].tokens.tolist() == ids("Pari")
     masks = grammars.masks(slots, batch([known, known], drafts))
     assert masks.row[-1] >= 0

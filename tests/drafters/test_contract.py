@@ -23,7 +23,7 @@ from forerun.build.memory import Needs, plan_memory
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import complete
 from forerun.control.policy import Budget, Decision, FixedPolicy
-from forerun.drafters import backlog
+from forerun.drafters import deferred_extend
 from forerun.errors import ConfigError, EngineError, ModelError
 from forerun.executors import cpu, feature_ring
 from forerun.executors.jax import JaxBlockModel
@@ -392,7 +392,7 @@ def rests(cached):
 def resting(kinds, compiled, quickly, monkeypatch):
     """(executor, name) -> a cell whose rings hold twenty tokens, and go round in a rest."""
     monkeypatch.setattr(feature_ring, "RING_TOKENS", 20)
-    monkeypatch.setattr(backlog, "MAX_LAG", 16)
+    monkeypatch.setattr(deferred_extend, "MAX_LAG", 16)
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting())
     opened = Cells(kinds, compiled, ("rows", "chunks"))
 

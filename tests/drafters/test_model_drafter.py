@@ -7,7 +7,7 @@ import pytest
 
 from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.draft_shape import DraftShape
-from forerun.drafters import backlog
+from forerun.drafters import deferred_extend
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
@@ -245,14 +245,14 @@ def test_a_head_that_lags_far_catches_up_unasked(monkeypatch, most):
     """No more features are kept than can be, and draft tokens are there whenever they are asked
     for: in the middle of a long answer as at its beginning.
     """
-    monkeypatch.setattr(backlog, "MAX_LAG", most)
+    monkeypatch.setattr(deferred_extend, "MAX_LAG", most)
     behind = []
     observe = ModelDrafter.observe
 
     def observed(self, plan, trees, outcome):
         observe(self, plan, trees, outcome)
         after = replace(plan, kv_len=plan.kv_len + np.array(outcome.committed(plan), np.int32))
-        behind.append(self._backlog.lag(after).max())
+        behind.append(self._deferred.lag(after).max())
 
     monkeypatch.setattr(ModelDrafter, "observe", observed)
     made, device = engine_with_head(Moody(lambda step: step > 95), page_size=8)

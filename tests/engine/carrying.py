@@ -56,15 +56,15 @@ class CarryingToy(ToyExecutor):
         round = self._begun("begin", plan, trees=trees)
         nodes = device_nodes(self._sampler.choosing, plan, trees).nodes
         decided = np.isin(trees.roots, nodes).all() and trees.known.max() == 1
-        round.continues = bool(decided) and not self._sampler.reports(plan.slots)
-        if round.continues:
+        round.can_overlap = bool(decided) and not self._sampler.reports(plan.slots)
+        if round.can_overlap:
             self._queue.append(round)
         else:
             round.inner = super().begin(plan, trees)
         return round
 
     def begin_after(self, running, plan, ends):
-        round = self._begun("carry", plan, after=running, ends=ends, continues=True)
+        round = self._begun("carry", plan, previous=running, ends=ends, can_overlap=True)
         assert self._queue == [running], "it goes on from one that runs, and no further"
         assert set(plan.slots.tolist()) <= set(running.plan.slots.tolist())
         self._queue.append(round)
@@ -80,9 +80,9 @@ class CarryingToy(ToyExecutor):
         while round in self._queue:
             self._do(self._queue.pop(0))
         self._note("look", round)
-        if not round.continues:
+        if not round.can_overlap:
             round.outcome = super().finish(round.inner, masks)
-        if round.after is not None:
+        if round.previous is not None:
             round.complete_plan()
             assert round.plan.kv_len.tolist() == round.inner.plan.kv_len.tolist()
         round.outcome, round.hidden = round.inner.outcome, round.inner.hidden
@@ -99,7 +99,7 @@ class CarryingToy(ToyExecutor):
     def _do(self, round):
         self._note("do", round)
         plan = round.plan
-        if round.after is not None:
+        if round.previous is not None:
             plan = self._own(plan, round.ends)
             round.trees = batch(plan.known, self._drafter.propose(plan))
         round.inner = super().begin(plan, round.trees)

@@ -45,7 +45,7 @@ class DigitGrammars:
     def ready(self, slot, grammar):
         return True
 
-    def guide(self, slots, drafts, nodes, depth):
+    def filter_and_extend_drafts(self, slots, drafts, nodes, depth):
         return drafts
 
     def masks(self, slots, trees):

@@ -335,7 +335,7 @@ def test_a_plan_is_completed_by_the_outcome_before():
     bounds = Plan(
         np.array([9, 4, 2]), most, known, many == 1, 2 * many, 3 * many, pages + 5, many == 0
     )
-    carried = Round(bounds, after=round)
+    carried = Round(bounds, previous=round)
     with pytest.raises(EngineError, match="not finished"):
         carried.complete_plan()
     round.outcome = Outcome(
@@ -346,7 +346,7 @@ def test_a_plan_is_completed_by_the_outcome_before():
     )
     carried.complete_plan()
     made = carried.plan
-    assert carried.after is None
+    assert carried.previous is None
     assert made.slots.tolist() == [9, 4, 2]
     assert made.kv_len.tolist() == [31, 12, 20]
     assert [known.tolist() for known in made.known] == [[8], [6], [7]]

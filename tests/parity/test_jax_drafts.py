@@ -335,7 +335,7 @@ class Excluding(TreeGrammars):
     def mask(self, slot):
         return None
 
-    def guide(self, slots, drafts, nodes, depth):
+    def filter_and_extend_drafts(self, slots, drafts, nodes, depth):
         return drafts
 
     def masks(self, slots, trees):

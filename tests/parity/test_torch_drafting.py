@@ -9,7 +9,7 @@ from forerun.build import drafting
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
 from forerun.control.policy import Budget, Decision, FixedPolicy
-from forerun.drafters import backlog
+from forerun.drafters import deferred_extend
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors import feature_ring
 from forerun.executors.torch import CapturedExecutor, TorchEagleModel
@@ -212,7 +212,7 @@ def test_plain_rounds_are_caught_up_with(folder, learned, seen, monkeypatch, ove
     """
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting(5, 5))
     monkeypatch.setattr(feature_ring, "RING_TOKENS", 20)
-    monkeypatch.setattr(backlog, "MAX_LAG", 16)
+    monkeypatch.setattr(deferred_extend, "MAX_LAG", 16)
     most = {"chunked_prefill_size": 128, "context": 128}
     pair = taped(folder, learned[0], overlap=overlap, **most), opened(folder, learned[0], **most)
     requests = [

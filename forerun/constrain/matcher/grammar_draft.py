@@ -108,7 +108,7 @@ class GrammarState:
         return [] if mask is None else self._prior.likely(mask, [*self._tail, *path])
 
 
-def guide(state: GrammarState, draft: Draft, depth: int) -> "GuidedDraft":
+def filter_and_extend(state: GrammarState, draft: Draft, depth: int) -> "GuidedDraft":
     """Return the draft of one row under its grammar: the grammar's predictions, the legal part of
     `draft`, and forced tokens below that.
 

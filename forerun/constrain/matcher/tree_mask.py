@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from forerun.constrain.matcher.grammar_draft import GrammarState, children, guide
+from forerun.constrain.matcher.grammar_draft import GrammarState, children, filter_and_extend
 from forerun.constrain.matcher.limits import SLOW
 from forerun.constrain.matcher.matcher import CompiledGrammar, words
 from forerun.constrain.matcher.remote_state import RemoteState
@@ -85,7 +85,9 @@ class TreeGrammars:
         if not any(state.ready for state in self._remote.values()):
             self._answered.wait(seconds)
 
-    def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
+    def filter_and_extend_drafts(
+        self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints
+    ) -> list[Draft]:
         """Return B drafts under the grammars of slots int32[B]: without illegal tokens, with forced
         and likely ones, nodes[b] draft tokens and depth[b] deep at most. A row whose matcher is in
         another process gets no draft.
@@ -99,7 +101,7 @@ class TreeGrammars:
                 guided[row] = NO_DRAFT
             elif state is not None and nodes[row] > 0:
                 with state.timed():
-                    draft = guide(state, drafts[row], int(depth[row]))
+                    draft = filter_and_extend(state, drafts[row], int(depth[row]))
                 guided[row] = draft.best(int(nodes[row]))
         return guided
 

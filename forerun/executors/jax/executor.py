@@ -232,9 +232,9 @@ class JaxExecutor(Executor):
             for nodes, places in zip(batch.nodes, batch.places(), strict=False):
                 place[nodes] = places[: len(nodes)]
         alone = len(cut) == 1 and bool(decided.all() and (trees.known == 1).all())
-        goes_on = self._options.overlap and alone and certain(plan, self._sampler)
+        can_overlap = self._options.overlap and alone and certain(plan, self._sampler)
         round = JaxRound(
-            plan, trees, continues=goes_on,
+            plan, trees, can_overlap=can_overlap,
             batches=cut, place=place, rows=rows, edits=edits, drafted=drafted,
         )  # fmt: skip
         late = bool((plan.constrained & plan.samples).any())
@@ -259,7 +259,7 @@ class JaxExecutor(Executor):
         rows.temperature[:] = self._temperatures(plan.slots, edits)
         batch = Batch(size, False, tuple(range(plan.rows)), (), (0,))
         round = JaxRound(
-            plan, after=running, continues=True,
+            plan, previous=running, can_overlap=True,
             batches=[batch], place=plan.slots[:0], rows=rows, edits=edits, drafted=drafted,
         )  # fmt: skip
         choosing = self._sampler.choosing
@@ -330,7 +330,7 @@ class JaxExecutor(Executor):
         host accepted is moved from scratch into pages.
         """
         assert isinstance(round, JaxRound)
-        if round.after is not None:
+        if round.previous is not None:
             complete(round)
         self._dispatch(round, round.batches[len(round.records) :], masks)
         plan, trees, features, drafts = round.plan, round.trees, None, None

@@ -206,7 +206,7 @@ class CapturedExecutor(Executor):
         round = self._launch(size, staging, plan, decided, first)
         round.trees, round.masks, round.place = trees, masks, place
         reads = self._sampler.reports(plan.slots) and not size.reports
-        round.continues = bool(decided.all()) and masks is None and not reads
+        round.can_overlap = bool(decided.all()) and masks is None and not reads
         return round
 
     @torch.inference_mode()
@@ -230,8 +230,8 @@ class CapturedExecutor(Executor):
         if size.shaping:
             self._shaped.fill(staging.buffers, size, plan.slots)
         round = self._launch(size, staging, plan, np.ones(plan.rows, np.bool_))
-        round.after = before
-        round.continues = size.reports > 0 or not self._sampler.reports(plan.slots)
+        round.previous = before
+        round.can_overlap = size.reports > 0 or not self._sampler.reports(plan.slots)
         return round
 
     def _launch(

@@ -44,7 +44,7 @@ class CapturedRound(Round):
         """Wait for the record, and complete plan, trees and place. Once."""
         self.wait()
         self.record = Record.of(self.size, self.result.numpy().copy())
-        if self.after is not None:
+        if self.previous is not None:
             self.complete_plan()
             self._read_trees()
 

@@ -21,7 +21,7 @@ few less than the ring holds: rounds that have begun meanwhile store theirs too.
 """
 
 
-class Backlog:
+class DeferredDraftExtend:
     """The tokens of each slot that the draft model has not read: steps only stored its input.
     `states` are those of all rows of a plan.
 
@@ -39,7 +39,7 @@ class Backlog:
         begin = self.begin[plan.slots]
         return np.where(begin < 0, 0, plan.kv_len - begin)
 
-    def defer_one(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> bool:
+    def defer_step(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> bool:
         """Store the token that a plain step adds to each row, if the model is behind in every row
         already and the ring has room; then the step needs nothing else. Else returns False and
         changes nothing; call `extend`.
