@@ -3,6 +3,7 @@
     python bench/perplexity.py [model] [--device cuda] [--dtypes bfloat16,float8] [--tokens 20000]
         [--kv-dtype same,float8]
     python bench/perplexity.py FOLDER --device cpu --dtypes float32,file,q8_0
+    python bench/perplexity.py --device cpu --dtypes file --kv-dtype same,q8_0
 
 Formats of the native core (file, q8_0, q4_1, q4_k) run there, the others with torch.
 
@@ -79,7 +80,7 @@ def main() -> int:
     for dtype, kv_dtype in kinds:
         executor: TorchExecutor | CpuExecutor
         if dtype in NATIVE_DTYPES:
-            executor = CpuExecutor(model.checkpoint, limits, dtype=dtype)
+            executor = CpuExecutor(model.checkpoint, limits, dtype=dtype, kv_dtype=kv_dtype)
         else:
             executor = TorchExecutor(
                 model.checkpoint, limits, options.device, dtype, kv_dtype=kv_dtype

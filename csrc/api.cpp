@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 40; }
+int forerun_abi() { return 41; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -91,6 +91,16 @@ int forerun_gate(const char* name, int which, const float* gate, const float* up
         const Kernels* kernels = choose_kernels(name);
         if (!kernels) return "no such kernels";
         kernels->gates[which](gate, up, count, out);
+        return "";
+    });
+}
+
+// float32[count] as the cache stores a head's key in blocks (kernels.h, `Item`). For tests.
+int forerun_blocks(const char* name, const float* x, int count, uint8_t* out) {
+    return guarded([&]() -> std::string {
+        const Kernels* kernels = choose_kernels(name);
+        if (!kernels) return "no such kernels";
+        kernels->to_blocks(x, count, out);
         return "";
     });
 }

@@ -119,7 +119,7 @@ Attend Model::job(int layer, const Unit& unit, int node, int thread) {
     Attend job = {};
     job.keys = plane(layer, 0, unit.head);
     job.values = plane(layer, kinds() - 1, unit.head);
-    job.floats = sizes.cache_item == sizeof(float);
+    job.item = sizes.cache_item;
     job.sight = seen(at, node);
     // There may be none to point at.
     job.trunk = trunks_.data() + trunk_at_[unit.row] + (sights_[node].trunk - job.sight.trunk);

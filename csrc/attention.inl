@@ -8,15 +8,19 @@
 // Up to three queries go together, so that what they read is loaded once for them: query heads that
 // share the key/value head, of nodes of a row that see the same positions. Where converting halves costs
 // something, some positions at a time are brought near as float32 first, once for all
-// of these queries (`read_in_place`).
+// of these queries (`read_in_place`). Numbers of blocks are multiplied by their scale where they are
+// read: what is computed is attention over the float32 numbers that the blocks stand for.
 
 namespace {
 
 using forerun::Alike;
 using forerun::Attend;
+using forerun::blocks_of;
 using forerun::kNearNumbers;
 using forerun::kNodesTogether;
 using forerun::kPositions;
+using forerun::near_scales;
+using forerun::row_bytes;
 
 constexpr int kFetch = 32;       // positions to fetch ahead while scoring
 constexpr int kNear = 1 << 17;   // numbers of values that stay near until they are mixed
@@ -43,11 +47,20 @@ FORERUN_INLINE const int32_t* places_at(const Attend& job, int first, int some, 
 }
 
 using Half = uint16_t;  // a key's or value's number, or float
+using Byte = uint8_t;   // or one of a block's (kernels.h, `Item`)
+
+template <class Number>
+constexpr bool kInBlocks = sizeof(Number) == forerun::kBlocks;
+
+template <class Number>
+FORERUN_INLINE const Number* row_at(const uint8_t* plane, int32_t place, int size) {
+    return (const Number*)(plane + place * row_bytes(sizeof(Number), size));
+}
 
 // Brings rows into the near cache.
 template <class Number>
 FORERUN_INLINE void fetch(const uint8_t* plane, const int32_t* places, int some, int size) {
-    const int bytes = size * (int)sizeof(Number);
+    const int bytes = (int)row_bytes(sizeof(Number), size);
     for (int p = 0; p < some; p++) {
         const uint8_t* row = plane + (int64_t)places[p] * bytes;
         for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 3);
@@ -63,7 +76,14 @@ struct Count {
 // is no version for it.
 template <class Call>
 FORERUN_INLINE void by_kind(const Attend& job, Call call) {
-    if (job.floats) return job.size == 64 ? call(0.0f, Count<64>()) : call(0.0f, Count<0>());
+    if (job.item == forerun::kFloats) {
+        return job.size == 64 ? call(0.0f, Count<64>()) : call(0.0f, Count<0>());
+    }
+    if (job.item == forerun::kBlocks) {
+        if (job.size == 64) return call(Byte(), Count<64>());
+        if (job.size == 128) return call(Byte(), Count<128>());
+        return call(Byte(), Count<0>());
+    }
     if (job.size == 64) return call(Half(), Count<64>());
     if (job.size == 128) return call(Half(), Count<128>());
     call(Half(), Count<0>());
@@ -102,27 +122,42 @@ FORERUN_INLINE void by_queries(const Attend* nodes, int count, Call call) {
 
 // Whether so many queries read keys and values where they are, each three of them converting halves
 // again. With AVX2 that costs next to nothing (.76 to .94 of the cycles, with 6 to 24
-// queries); 512 bits take two operations on the ports that multiply, plain C++ takes many.
+// queries); 512 bits take two operations on the ports that multiply, plain C++ takes many, and a
+// block's scale is one more multiplication everywhere.
+template <class Number>
 FORERUN_INLINE bool read_in_place(int queries) {
-    return (kWide == 8 && kConvertsBeside) || queries <= 3;
+    return (kWide == 8 && kConvertsBeside && !kInBlocks<Number>) || queries <= 3;
 }
 
 // Keys of kPositions where they are.
 template <class Number>
 struct KeysThere {
     const Number* rows[kKeyVectors][2];
+    float* scales = nullptr;  // [blocks][kKeyVectors][kWide] each position's, eight times
 
     KeysThere(const Attend& job, const int32_t* places, int size) {
         for (int v = 0; v < kKeyVectors; v++) {
             for (int half = 0; half < 2; half++) {
                 const int position = row_position(v, kWide == 16 ? half : 0);
-                rows[v][half] = (const Number*)job.keys + (int64_t)places[position] * size;
+                rows[v][half] = row_at<Number>(job.keys, places[position], size);
+            }
+        }
+        if (!kInBlocks<Number>) return;
+        scales = job.near + near_scales(size);
+        for (int block = 0; block < blocks_of(size); block++) {
+            for (int v = 0; v < kKeyVectors; v++) {
+                float* to = scales + kWide * (block * kKeyVectors + v);
+                for (int half = 0; half < kWide / 8; half++) {
+                    store8(to + 8 * half, splat_half8((const uint8_t*)(rows[v][half] + size) + 2 * block));
+                }
             }
         }
     }
     // Eight numbers from `e` on of the positions of vector `v + i`.
     FORERUN_MEMBER W load(int v, int i, int e) const {
-        return load_rows(rows[v + i][0] + e, rows[v + i][1] + e);
+        const W numbers = load_rows(rows[v + i][0] + e, rows[v + i][1] + e);
+        if (!kInBlocks<Number>) return numbers;
+        return mulw(numbers, loadw(scales + kWide * (e / kGroup * kKeyVectors + v + i)));
     }
 };
 
@@ -221,7 +256,7 @@ static void score(const Attend* nodes, int count, const Attend& job, int first, 
         }
         const KeysThere<Number> there(job, places, size);
         KeysNear near = {job.near};
-        const bool in_place = read_in_place(count * job.heads);
+        const bool in_place = read_in_place<Number>(count * job.heads);
         if (!in_place) near.bring(there, size);
         by_queries(nodes, count, [&](auto together, const Query* queries) {
             if (in_place) return score_some<decltype(together)::value>(there, size, queries, first, some);
@@ -281,27 +316,48 @@ template <class Number>
 FORERUN_INLINE void load_vector(const Number* at, F8& a) {
     a = load_number8(at);
 }
+FORERUN_INLINE void splat_half(const uint8_t* at, F8& a) { a = splat_half8(at); }
 #ifdef FORERUN_WIDE
 template <class Number>
 FORERUN_INLINE void load_vector(const Number* at, F16& a) {
     a = load_numberw(at);
 }
+FORERUN_INLINE void splat_half(const uint8_t* at, F16& a) { a = splat_half16(at); }
 #endif
 
-// Values of positions where they are, from some number on.
+// Values of positions where they are, from number `first` on.
 template <class Number>
 struct ValuesThere {
+    static constexpr bool kScaled = kInBlocks<Number>;
     const Number* rows[kMixedPositions];
+    int first, size;
 
-    FORERUN_MEMBER const Number* at(int p) const { return rows[p]; }
+    // Number `i` of a position and following ones, which lie within one block.
+    template <class V>
+    FORERUN_MEMBER void load(int p, int i, V scale, V& value) const {
+        load_vector(rows[p] + first + i, value);
+        if (kScaled) value = mulw(value, scale);
+    }
+    // What multiplies them.
+    template <class V>
+    FORERUN_MEMBER void load_scale(int p, int i, V& scale) const {
+        if (kScaled) splat_half((const uint8_t*)(rows[p] + size) + (first + i) / kGroup * 2, scale);
+    }
 };
 
 // The same brought near, `width` numbers of each.
 struct ValuesNear {
+    static constexpr bool kScaled = false;
     float* near;
     int width;
 
     FORERUN_MEMBER float* at(int p) const { return near + p * width; }
+    template <class V>
+    FORERUN_MEMBER void load(int p, int i, V, V& value) const {
+        load_vector(at(p) + i, value);
+    }
+    template <class V>
+    FORERUN_MEMBER void load_scale(int, int, V&) const {}
 };
 
 // What `some` positions from `first` on add to numbers [e, e + Vectors of V) of Q queries' output; these
@@ -320,12 +376,12 @@ FORERUN_INLINE void mix_vectors(const Values& values, int i, const Query* querie
         }
     }
     for (int p = 0; p < some; p++) {
-        const auto* row = values.at(p) + i;
-        V weight[Q];
+        V weight[Q], scale = splatw<V>(0.0f);
         for (int q = 0; q < Q; q++) weight[q] = splatw<V>(weights[q][p]);
         for (int k = 0; k < Vectors; k++) {
             V value;
-            load_vector(row + wide * k, value);
+            if (k * wide % kGroup == 0) values.load_scale(p, i + wide * k, scale);
+            values.load(p, i + wide * k, scale, value);
             FORERUN_PIN(value);  // Else each query loads it.
             for (int q = 0; q < Q; q++) sum[q][k] = fmaw(weight[q], value, sum[q][k]);
         }
@@ -340,6 +396,10 @@ template <int Q, class Values>
 __attribute__((noinline)) static void mix_rows(const Values& values, int width, const Query* queries,
                                                int e, int first, int some) {
     int i = 0;
+    // More than eight numbers share their scales where they begin as a block begins.
+    for (; Values::kScaled && (e + i) % kGroup && i < width; i += 8) {
+        mix_vectors<F8, 1, Q>(values, i, queries, e + i, first, some);
+    }
     for (; i + 4 * kWide <= width; i += 4 * kWide) {
         mix_vectors<W, 4, Q>(values, i, queries, e + i, first, some);
     }
@@ -349,16 +409,17 @@ __attribute__((noinline)) static void mix_rows(const Values& values, int width, 
     for (; i < width; i += 8) mix_vectors<F8, 1, Q>(values, i, queries, e + i, first, some);
 }
 
-// Numbers [e, e + width) of the values of `some` positions from `first` on: where they are.
+// The values of `some` positions from `first` on, from number `e` on: where they are.
 template <class Number>
 FORERUN_INLINE void find(const Attend& job, int first, int some, int size, int e,
                          ValuesThere<Number>& values) {
+    values.first = e, values.size = size;
     int32_t buffer[kPositions];
     for (int at = 0; at < some; at += kPositions) {
         const int left = some - at < kPositions ? some - at : kPositions;
         const int32_t* places = places_at(job, first + at, left, buffer);
         for (int p = 0; p < kPositions; p++) {
-            values.rows[at + p] = (const Number*)job.values + (int64_t)places[p] * size + e;
+            values.rows[at + p] = row_at<Number>(job.values, places[p], size);
         }
     }
 }
@@ -369,8 +430,16 @@ FORERUN_INLINE void bring(const ValuesThere<Number>& there, int some, ValuesNear
     for (int p = 0; p < some; p++) {
         float* to = values.at(p);
         int i = 0;
-        for (; i + kWide <= values.width; i += kWide) storew(to + i, load_numberw(there.at(p) + i));
-        for (; i < values.width; i += 8) store8(to + i, load_number8(there.at(p) + i));
+        const auto take = [&](auto value) {
+            auto scale = value;
+            there.load_scale(p, i, scale);
+            there.load(p, i, scale, value);
+            storew(to + i, value);
+        };
+        for (; (there.first + i) % kWide == 0 && i + kWide <= values.width; i += kWide) {
+            take(splatw<W>(0.0f));
+        }
+        for (; i < values.width; i += 8) take(splat8(0.0f));
     }
 }
 
@@ -380,7 +449,7 @@ template <class Number, int Size>
 static void mix(const Attend* nodes, int count, int first, int last, int begin, int end) {
     const Attend& job = *nodes;
     const int size = Size ? Size : job.size;
-    const bool in_place = read_in_place(count * job.heads);
+    const bool in_place = read_in_place<Number>(count * job.heads);
     const int most = in_place ? last - first : kMixed;
     ValuesThere<Number> there;
     for (int e = first; e < last; e += most) {

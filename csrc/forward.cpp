@@ -357,10 +357,13 @@ void Model::rotate_and_store(int layer, int node) {
 
 // One head's key or value into its place.
 void Model::keep(const float* x, uint8_t* plane, int64_t size, int64_t place) const {
-    if (sizes.cache_item == sizeof(float)) {
-        memcpy(plane + place * size * sizeof(float), x, size * sizeof(float));
+    uint8_t* row = plane + place * row_bytes(sizes.cache_item, (int)size);
+    if (sizes.cache_item == kFloats) {
+        memcpy(row, x, size * sizeof(float));
+    } else if (sizes.cache_item == kBlocks) {
+        kernels->to_blocks(x, (int)size, row);
     } else {
-        kernels->to_halves(x, (int)size, (uint16_t*)plane + place * size);
+        kernels->to_halves(x, (int)size, (uint16_t*)row);
     }
 }
 

@@ -23,11 +23,21 @@ struct Sight {
     FORERUN_MEMBER int length() const { return trunk + tail; }
 };
 
+// How the cache stores a head's key or value: bytes of a number. Blocks of kGroup numbers have a half
+// each that multiplies them; a row's halves follow its numbers. The products are exact in float32.
+enum Item { kBlocks = 1, kHalves = 2, kFloats = 4 };
+
+static inline int blocks_of(int size) { return (size + kGroup - 1) / kGroup; }
+
+static inline int64_t row_bytes(int item, int size) {
+    return item == kBlocks ? size + (int64_t)sizeof(uint16_t) * blocks_of(size) : (int64_t)item * size;
+}
+
 // Attention of one node under one key/value head of one layer.
 struct Attend {
-    const uint8_t* keys;     // [places][size] numbers, halves or float32
+    const uint8_t* keys;     // [places] rows of `size` numbers, as `item` says
     const uint8_t* values;   // the same; the keys themselves where `mixed` is less than `size`
-    bool floats;             // float32
+    int32_t item;            // of Item
     const int32_t* trunk;    // place of every position of the sequence, prefix and known chain
     Sight sight;
     int32_t heads;         // query heads that share the key/value head
@@ -56,8 +66,13 @@ constexpr int kNodesTogether = 8;  // nodes of a row that one thread attends to 
 
 constexpr int kNearNumbers = 2048;  // of values that are brought near at a time
 
-static inline int64_t near_numbers(int size) {
+// Then come scales of kPositions keys, eight times each.
+static inline int64_t near_scales(int size) {
     return size * kPositions > kNearNumbers ? size * kPositions : kNearNumbers;
+}
+
+static inline int64_t near_numbers(int size) {
+    return near_scales(size) + 8 * kPositions * (int64_t)blocks_of(size);
 }
 
 static inline int64_t padded_positions(int64_t length) {
@@ -122,6 +137,10 @@ struct Kernels {
     // multiple of 8.
     void (*to_halves)(const float* x, int count, uint16_t* out);
 
+    // The same to blocks: row_bytes(kBlocks, count) of `out`. A block with a number that is not finite
+    // is NaN; a scale is at most the largest finite half.
+    void (*to_blocks)(const float* x, int count, uint8_t* out);
+
     // Nodes of one row, at most kNodesTogether: jobs that differ in sight, trunk, queries, out,
     // scores and totals alone.
     void (*attend)(const Attend* nodes, int count, Alike alike);
@@ -149,7 +168,7 @@ struct Kernels {
 #define FORERUN_KERNELS \
     product, float_product, quantise, norm_quantise,                                      \
         {silu_quantise, clamped_quantise, gelu_quantise, erf_gelu_quantise, sigmoid_quantise}, norm, \
-        {silu, clamped, gelu, erf_gelu, sigmoid}, inverse_rms, soften, rotate, to_halves, attend,            \
+        {silu, clamped, gelu, erf_gelu, sigmoid}, inverse_rms, soften, rotate, to_halves, to_blocks, attend, \
         attend_some_positions, weigh, attend_some_numbers, choose, exclude, gated_delta
 
 // One table per instruction set; null where it was compiled for another kind of machine or by a

@@ -65,8 +65,7 @@ Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const 
       frequencies_(ropes.frequencies, ropes.frequencies + (size_t)ropes.count * ropes.pairs),
       factors_(ropes.factors, ropes.factors + ropes.count),
       weights_(weight_bytes, true),
-      cache_((size_t)given.cache_numbers * given.cache_item *
-             ((size_t)given.pages * given.page_size + given.max_nodes)),
+      cache_((size_t)given.cache_bytes * ((size_t)given.pages * given.page_size + given.max_nodes)),
       places_((int64_t)given.pages * given.page_size + given.max_nodes),
       states_(sizeof(float) * (size_t)given.recurrent * given.states * given.net_values() *
               given.key_size),
@@ -126,7 +125,7 @@ std::string Model::set_layer(int layer, const LayerKind& kind) {
     if (kind.reads > layer) return "keys and values of a layer that does not come before it";
     shape_layer(at);
     if (sizes.heads % at.kind.kv_heads || at.kind.head_size % 8) return "heads that cannot be";
-    if (at.source == layer && !kind.recurrent && at.cached + own_numbers(at) > sizes.cache_numbers) {
+    if (at.source == layer && !kind.recurrent && at.cached + own_bytes(at) > sizes.cache_bytes) {
         return "keys and values too many";
     }
     at.experts.resize(kind.experts);
@@ -135,10 +134,10 @@ std::string Model::set_layer(int layer, const LayerKind& kind) {
     return "";
 }
 
-// How many numbers of keys and values of its own a layer has of a position.
-int64_t Model::own_numbers(const Layer& at) const {
+// Bytes of a position's keys and values that are a layer's own.
+int64_t Model::own_bytes(const Layer& at) const {
     if (at.kind.recurrent || at.kind.reads) return 0;
-    return (int64_t)kinds() * at.kind.kv_heads * at.kind.head_size;
+    return (int64_t)kinds() * at.kind.kv_heads * head_bytes(at);
 }
 
 // What follows from the shape of a layer's keys and values: where they are, who else has it, and room
@@ -149,7 +148,7 @@ void Model::shape_layer(Layer& at) {
     const int number = (int)(&at - layers_.data());
     at.source = at.kind.reads ? at.kind.reads - 1 : number;
     at.cached = 0;
-    for (int i = 0; i < number; i++) at.cached += own_numbers(layers_[i]);
+    for (int i = 0; i < number; i++) at.cached += own_bytes(layers_[i]);
     const auto same = [&](const Division& division) {
         return division.kv_heads == at.kind.kv_heads && division.head_size == at.kind.head_size;
     };
@@ -268,8 +267,8 @@ uint64_t Model::read_weights() {
 
 uint8_t* Model::plane(int layer, int kind, int head) const {
     const Layer& at = layers_[layers_[layer].source];
-    const int64_t before = at.cached + (int64_t)(kind * at.kind.kv_heads + head) * at.kind.head_size;
-    return cache_.data() + before * places_ * sizes.cache_item;
+    const int64_t before = at.cached + (kind * at.kind.kv_heads + head) * head_bytes(at);
+    return cache_.data() + before * places_;
 }
 
 int64_t Model::qkv_width(const Layer& at) const {
@@ -277,14 +276,13 @@ int64_t Model::qkv_width(const Layer& at) const {
     return (sizes.heads + own + gates) * at.kind.head_size;
 }
 
-// Every layer's planes of keys and values: [places][head_size].
+// Every layer's planes of keys and values: [places][head_bytes()].
 std::vector<Plane> Model::planes() const {
     std::vector<Plane> found;
     for (int layer = 0; layer < sizes.layers; layer++) {
         const Layer& at = layers_[layer];
-        const int64_t count = own_numbers(at) / at.kind.head_size;
-        const size_t bytes = (size_t)at.kind.head_size * sizes.cache_item;
-        for (int i = 0; i < count; i++) {
+        const size_t bytes = head_bytes(at), count = own_bytes(at) / bytes;
+        for (size_t i = 0; i < count; i++) {
             found.push_back({plane(layer, 0, 0) + i * places_ * bytes, bytes});
         }
     }

@@ -18,8 +18,8 @@ namespace forerun {
 struct Sizes {
     int32_t layers, hidden, heads, kv_heads, head_size, ffn, vocab;
     int32_t page_size, pages, max_nodes, context, threads;
-    int32_t cache_item;  // bytes of a number in the cache: 2, a half, or 4, a float32
-    int32_t cache_numbers;  // of a position: keys and values in all layers that have their own
+    int32_t cache_item;  // of Item: how the cache stores a key or value
+    int32_t cache_bytes;  // of a position: keys and values in all layers that have their own
     // Latent attention: forerun/networks/layer_spec.py, `Latent`. rank 0: there is none; query_rank 0:
     // one product makes queries. kv_heads is 1 and head_size the rank and what is rotated.
     int32_t rank, nope, value, query_rank;
@@ -127,7 +127,7 @@ struct Layer {
     LayerKind kind = {};
     int32_t place = 0;  // its number among the layers with states
     int32_t source = 0, division = 0;  // the layer whose keys and values it reads; of divisions_
-    int64_t cached = 0;  // numbers of a position before its own in the cache
+    int64_t cached = 0;  // bytes of a position before its own in the cache
     Matrix query, key, value, output;  // key, in latent attention: the latent and its rotated key;
                                        // query, of a convolution: all that its first product makes
     Matrix gate;         // of attention's context, or of what a delta net read
@@ -265,7 +265,7 @@ public:
     // Bytes of a page: its keys and values in all layers. copy_page copies one of them to `outside`, or
     // from there. Empty, or what was wrong.
     int64_t page_bytes() const {
-        return (int64_t)sizes.cache_numbers * sizes.page_size * sizes.cache_item;
+        return (int64_t)sizes.cache_bytes * sizes.page_size;
     }
     std::string copy_page(int page, uint8_t* outside, bool out);
 
@@ -423,7 +423,9 @@ protected:
     int64_t qkv_width(const Layer& at) const;
     int mixed_width(const Layer& at) const { return sizes.heads * at.kind.head_size; }
     void shape_layer(Layer& at);
-    int64_t own_numbers(const Layer& at) const;
+    int64_t own_bytes(const Layer& at) const;
+    // Bytes of one head's key or value.
+    int64_t head_bytes(const Layer& at) const { return row_bytes(sizes.cache_item, at.kind.head_size); }
     std::vector<Plane> planes() const;
     // Numbers of a head that a rope is over, numbers of a value, and what is kept of a position: keys
     // and values, or keys that begin with their values.
@@ -448,8 +450,8 @@ protected:
 
     Region weights_;
     size_t used_ = 0;
-    Region cache_;          // [layers][kinds()][kv_heads][places][head_size] of cache_item bytes;
-                            // layers with keys and values of their own, in these sizes of theirs
+    Region cache_;          // [layers][kinds()][kv_heads][places][head_bytes()]: layers with keys and
+                            // values of their own, in these sizes of theirs
     int64_t places_ = 0;    // slots of the pool, then one per node of a step
 
     std::vector<int32_t> aux_layers_;

@@ -224,4 +224,36 @@ static void to_halves(const float* x, int count, uint16_t* out) {
     }
 }
 
+// Up to kGroup numbers, a multiple of 8, and their scale.
+FORERUN_INLINE void put_block(const float* x, int count, uint8_t* out, uint16_t& scale) {
+    alignas(64) float values[kGroup] = {0};
+    for (int i = 0; i < count; i += 8) store8(values + i, load8(x + i));
+    const uint32_t bits = largest_bits(values);
+    const float wanted = forerun::float_of(bits) / 127.0f;
+    scale = bits >= 0x7f800000 ? 0x7e00 : forerun::half_from_float(wanted < 65504.0f ? wanted : 65504.0f);
+    const float kept = forerun::float_from_half(scale);
+    if (bits >= 0x7f800000 || kept == 0.0f) {
+        memset(out, 0, count);
+        return;
+    }
+    // A half that was rounded down would make more than 127 of the largest.
+    const F8 most = splat8(127.0f * kept), least = splat8(-127.0f * kept);
+    for (int i = 0; i < count; i += 8) {
+        store8(values + i, max8(least, min8(most, load8(values + i))));
+    }
+    int8_t bytes[kGroup];
+    int32_t sums[2];
+    round_to_bytes(values, 1.0f / kept, bytes, sums);
+    memcpy(out, bytes, count);
+}
+
+static void to_blocks(const float* x, int count, uint8_t* out) {
+    uint8_t* scales = out + count;
+    for (int first = 0; first < count; first += kGroup, scales += sizeof(uint16_t)) {
+        uint16_t scale;
+        put_block(x + first, count - first < kGroup ? count - first : kGroup, out + first, scale);
+        memcpy(scales, &scale, sizeof scale);
+    }
+}
+
 }  // namespace

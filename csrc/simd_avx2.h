@@ -62,6 +62,11 @@ constexpr bool kConvertsBeside = true;
 FORERUN_INLINE F8 load_half8(const void* at) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
 }
+FORERUN_INLINE F8 splat_half8(const void* at) {
+    int16_t half;
+    memcpy(&half, at, sizeof half);
+    return _mm256_cvtph_ps(_mm_set1_epi16(half));
+}
 template <bool Signed>
 FORERUN_INLINE F8 load_bytes8(const uint8_t* at) {
     const __m128i bytes = _mm_loadl_epi64((const __m128i*)at);

@@ -21,6 +21,11 @@ FORERUN_INLINE F16 load16(const void* at) { return _mm512_loadu_ps(at); }
 FORERUN_INLINE F16 load_half16(const void* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at));
 }
+FORERUN_INLINE F16 splat_half16(const void* at) {
+    int16_t half;
+    memcpy(&half, at, sizeof half);
+    return _mm512_cvtph_ps(_mm256_set1_epi16(half));
+}
 // Sixteen bytes, with a sign or without.
 template <bool Signed>
 FORERUN_INLINE F16 load_bytes_as_floats16(const uint8_t* at) {
@@ -58,6 +63,12 @@ FORERUN_INLINE F16 load_eight_twice16(const float* at) {
 FORERUN_INLINE F16 load_halves_twice16(const uint16_t* a, const uint16_t* b) {
     const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)a));
     return _mm512_cvtph_ps(_mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i*)b), 1));
+}
+// The same of signed bytes.
+FORERUN_INLINE F16 load_bytes_twice16(const uint8_t* a, const uint8_t* b) {
+    const __m128i both = _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)a),
+                                            _mm_loadl_epi64((const __m128i*)b));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(both));
 }
 // The sums of the halves of eight vectors, each added as sum8 adds eight lanes: of a[0] to a[3] the
 // first halves, the second halves, and the same of a[4] to a[7].

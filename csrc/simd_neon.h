@@ -87,6 +87,12 @@ FORERUN_INLINE F8 load_half8(const void* at) {
     const float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16((const uint16_t*)at));
     return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))};
 }
+FORERUN_INLINE F8 splat_half8(const void* at) {
+    uint16_t half;
+    memcpy(&half, at, sizeof half);
+    const float32x4_t four = vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(half)));
+    return {four, four};
+}
 template <bool Signed>
 FORERUN_INLINE F8 load_bytes8(const uint8_t* at) {
     const uint8x8_t bytes = vld1_u8(at);

@@ -86,6 +86,13 @@ FORERUN_INLINE F8 load_half8(const void* at) {
     return r;
 }
 
+// One half in every lane.
+FORERUN_INLINE F8 splat_half8(const void* at) {
+    uint16_t half;
+    memcpy(&half, at, sizeof half);
+    return splat8(forerun::float_from_half(half));
+}
+
 // Eight bytes, with a sign or without.
 template <bool Signed>
 FORERUN_INLINE F8 load_bytes8(const uint8_t* at) {

@@ -22,6 +22,7 @@ FORERUN_INLINE void storew(float* at, F8 a) { store8(at, a); }
 
 FORERUN_INLINE F8 load_number8(const uint16_t* at) { return load_half8(at); }
 FORERUN_INLINE F8 load_number8(const float* at) { return load8(at); }
+FORERUN_INLINE F8 load_number8(const uint8_t* at) { return load_bytes8<true>(at); }
 
 #ifdef FORERUN_WIDE
 
@@ -42,10 +43,12 @@ FORERUN_INLINE W loadw(const float* at) { return load16(at); }
 FORERUN_INLINE W load_halfw(const void* at) { return load_half16(at); }
 FORERUN_INLINE W load_numberw(const uint16_t* at) { return load_half16(at); }
 FORERUN_INLINE W load_numberw(const float* at) { return load16(at); }
+FORERUN_INLINE W load_numberw(const uint8_t* at) { return load_bytes_as_floats16<true>(at); }
 
 // Eight numbers of as many rows as a vector has room for.
 FORERUN_INLINE W load_rows(const uint16_t* a, const uint16_t* b) { return load_halves_twice16(a, b); }
 FORERUN_INLINE W load_rows(const float* a, const float* b) { return load_twice16(a, b); }
+FORERUN_INLINE W load_rows(const uint8_t* a, const uint8_t* b) { return load_bytes_twice16(a, b); }
 // Eight numbers, as often as a vector has room for.
 FORERUN_INLINE W load_eight(const float* at) { return load_eight_twice16(at); }
 
@@ -58,8 +61,10 @@ FORERUN_INLINE W loadw(const float* at) { return load8(at); }
 FORERUN_INLINE W load_halfw(const void* at) { return load_half8(at); }
 FORERUN_INLINE W load_numberw(const uint16_t* at) { return load_number8(at); }
 FORERUN_INLINE W load_numberw(const float* at) { return load_number8(at); }
+FORERUN_INLINE W load_numberw(const uint8_t* at) { return load_number8(at); }
 FORERUN_INLINE W load_rows(const uint16_t* a, const uint16_t*) { return load_number8(a); }
 FORERUN_INLINE W load_rows(const float* a, const float*) { return load_number8(a); }
+FORERUN_INLINE W load_rows(const uint8_t* a, const uint8_t*) { return load_bytes8<true>(a); }
 FORERUN_INLINE W load_eight(const float* at) { return load8(at); }
 
 #endif

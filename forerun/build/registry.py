@@ -15,7 +15,7 @@ from forerun.errors import ConfigError, ModelError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor
 from forerun.networks.arch import Architecture
-from forerun.options.config import EngineConfig
+from forerun.options.config import KV_DTYPES, EngineConfig
 
 EXECUTORS = {entry.name: entry for entry in (with_jax.ENTRY, with_cpu.ENTRY, with_torch.ENTRY)}
 """By name, in the order that "auto" tries. The toy is not among them: it has a model of its own."""
@@ -39,6 +39,11 @@ def choose_executor(
         raise ConfigError(
             f"tp-size is {config.tp_size}, but the {entry.name} executor runs on one device; use "
             f"{able}."
+        )
+    if entry.name != KV_DTYPES.get(config.kv_dtype, entry.name):
+        raise ConfigError(
+            f"kv-dtype is {config.kv_dtype}, but the model runs on the {entry.title}, which has no "
+            "such cache: leave kv-dtype out."
         )
     dtype = config.dtype
     if dtype == "auto":

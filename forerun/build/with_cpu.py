@@ -36,8 +36,8 @@ def _unsuited(config: EngineConfig) -> str | None:
         return f"device is {config.device}"
     if config.dtype not in ("auto", *NATIVE_DTYPES):
         return f"dtype is {config.dtype}, and the native core computes with the file's own numbers"
-    if config.kv_dtype != "same":
-        return f"kv-dtype is {config.kv_dtype}, which the native core does not support"
+    if config.kv_dtype == "float8":
+        return "kv-dtype is float8, which the native core does not support"
     return "enable-torch-compile is set" if config.enable_torch_compile else None
 
 
@@ -54,7 +54,8 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     from forerun.executors import cpu
 
     cpu.check_runs(arch)
-    per_token = cpu.cache_bytes_per_token(arch, cpu.cache_item(checkpoint, config.dtype))
+    item = cpu.cache_item(checkpoint, config.dtype, config.kv_dtype)
+    per_token = cpu.cache_bytes_per_token(arch.caches, item)
     # Where there are no files, in 16 bits.
     there = checkpoint.path.exists()
     weights = bytes_on_disk(checkpoint.path) if there else 2 * arch.parameters
@@ -77,7 +78,14 @@ def _build(
     from forerun.executors.cpu import AdaptedCpuExecutor, CpuExecutor
 
     kind = AdaptedCpuExecutor if config.lora_modules else CpuExecutor
-    return kind(checkpoint, limits, config.threads, dtype=config.dtype, progress=progress)
+    return kind(
+        checkpoint,
+        limits,
+        config.threads,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        progress=progress,
+    )
 
 
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:

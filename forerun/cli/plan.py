@@ -62,6 +62,7 @@ def facts(size: Sizing) -> dict[str, Any]:
         "executor": config.executor,
         "device": config.device,
         "dtype": config.dtype,
+        "kv_dtype": config.kv_dtype,
         "devices": config.tp_size,
         "weights_from_files": size.model.stored,
         "weights_bytes": size.needs.weights - size.draft,
@@ -86,13 +87,15 @@ def sentences(size: Sizing) -> dict[str, str]:
     source = (
         "as stored in its files" if values["weights_from_files"] else "from its configuration alone"
     )
+    kind = "" if values["kv_dtype"] == "same" else f" in {values['kv_dtype']}"
     lines = {
         "model": f"{values['model']}, {values['parameters'] / 1e9:.2f}B parameters, made for "
         f"{values['context']:,} tokens",
         "runs on": f"{values['executor']}, {values['device']}, {values['dtype']}",
         "weights": f"{human(values['weights_bytes'])}{each}, {source}",
         "draft model": human(values["draft_bytes"]) if values["draft_bytes"] else "none",
-        "key/value cache": f"{human(values['cache_bytes_per_1k_tokens'])} for 1,000 tokens{each}",
+        "key/value cache": f"{human(values['cache_bytes_per_1k_tokens'])} for 1,000 tokens{kind}"
+        f"{each}",
         "memory": f"{human(values['memory_bytes'])}{each}",
     }
     if not values["fits"]:

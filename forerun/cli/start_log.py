@@ -69,11 +69,12 @@ def model_facts(loaded: Loaded, began: float) -> dict[str, str]:
     limits, device = memory.limits, target.device
     parts = [config.executor, str(about.get("kernels", "")), f"{about.get('threads', 0)} threads"]
     executor = ", ".join(part for part in parts if part and part != "0 threads")
+    kind = "" if config.kv_dtype == "same" else f" in {config.kv_dtype}"
     facts = {
         "model": f"{loaded.name}, {about['dtype']}" if "dtype" in about else loaded.name,
         "executor": f"{executor} on {device.device}: {device.why}" if device else executor,
         "draft": loaded.info["drafting"].removeprefix("drafting: "),
-        "memory": f"weights {human(memory.weights)}, cache {human(memory.cache)} "
+        "memory": f"weights {human(memory.weights)}, cache {human(memory.cache)}{kind} "
         f"(filled as it is used), scratch {human(memory.scratch)}"
         + (f", captured rounds {human(memory.graphs)}" if memory.graphs else ""),
         "context": f"{limits.context:,} tokens; {limits.slots} sequences at once, together "

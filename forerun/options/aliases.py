@@ -92,8 +92,9 @@ _WITH_EFFECT = (
     Alias("--block-size", _V, SETS, "page_size"),
     Alias("-t", _L, SETS, "threads"),
     Alias("--kv-cache-dtype", _SV, SETS, "kv_dtype", values=_DTYPES),
-    Alias("--cache-type-k --cache-type-v -ctk -ctv", _L, SETS, "kv_dtype", values={"f16": "same"},
-          why="--kv-dtype float8 halves the cache, on torch"),
+    Alias("--cache-type-k --cache-type-v -ctk -ctv", _L, SETS, "kv_dtype",
+          values={"f16": "same", "q8_0": "q8_0"},
+          why="with torch --kv-dtype float8 halves the cache"),
     Alias("--quantization -q", _SV, SETS, "dtype", values=_WEIGHTS,
           why="leave it out for files that are quantised (awq, gptq, ...): they say so "
           "themselves"),

@@ -59,6 +59,8 @@ MAX_CHOICES = 128
 
 NATIVE_DTYPES = ("file", "q8_0", "q4_1", "q4_k")
 """Values of `dtype` for the native core."""
+KV_DTYPES = {"q8_0": "cpu", "float8": "torch"}
+"""Formats of keys and values that one executor alone has, and its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +146,10 @@ class EngineConfig:
     )
     kv_dtype: str = option(
         "same",
-        "format of the key/value cache: the same as in computation, or float8 with a scale per "
-        "head and token (torch executor; not for a draft head's cache)",
-        choices=("same", "float8"),
+        "format of the key/value cache: the same as in computation; q8_0, 8 bits with a 16-bit "
+        "scale for every 32 numbers (native core); or float8 with a scale per head and token "
+        "(torch executor); not for a draft model's cache",
+        choices=("same", *KV_DTYPES),
     )
     disable_cuda_graph: bool = option(
         False, "launch every kernel by itself instead of replaying captured rounds (cuda)"
@@ -306,10 +309,11 @@ class EngineConfig:
                 f"prefill-attention-backend {self.prefill_attention_backend} needs the torch "
                 "executor on cuda; elsewhere the device decides: leave it out."
             )
-        if self.kv_dtype != "same" and (self.toy or self.executor in ("cpu", "jax", "toy")):
+        able = KV_DTYPES.get(self.kv_dtype, self.executor)
+        if self.executor not in ("auto", able) or (self.kv_dtype != "same" and self.toy):
             raise ConfigError(
-                f"kv-dtype {self.kv_dtype} needs the torch executor; the others choose the format "
-                "of the cache by themselves: leave it out, or use --executor torch."
+                f"kv-dtype {self.kv_dtype} needs the {able} executor: leave it out, or use "
+                f"--executor {able}."
             )
         if self.kv_store_size is not None and self.kv_store is None:
             raise ConfigError(

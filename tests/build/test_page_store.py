@@ -90,9 +90,12 @@ def test_other_weights_of_the_same_name_share_nothing(tmp_path):
     os.utime(folder / "model.safetensors", ns=(1, 1))  # Hashed again, found equal.
     assert served(config)[:2] == (1088, texts[1])
     assert served(replace(config, dtype="q8_0"))[0] == 0
+    narrow = replace(config, kv_dtype="q8_0")
+    cached, text, *_ = served(narrow)
+    assert cached == 0 and served(narrow)[:2] == (1088, text)
     load(config, lambda what, *_: hashed.append(what)).close()
     assert not [what for what in hashed if "kv-store" in what]  # No file is read for it twice.
-    assert len(list((tmp_path / "kv").glob("*/"))) == 3
+    assert len(list((tmp_path / "kv").glob("*/"))) == 4
 
 
 @native

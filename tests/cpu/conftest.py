@@ -41,10 +41,12 @@ def executor(checkpoint):
     """Executors that are shut down at the end of the test."""
     made = []
 
-    def build(source=None, threads=1, kernels="", **changes):
+    def build(source=None, threads=1, kernels="", kv_dtype="same", **changes):
         source = source or checkpoint()
         vocab = source.architecture.vocab
-        made.append(CpuExecutor(source, limits(vocab, **changes), threads, kernels))
+        made.append(
+            CpuExecutor(source, limits(vocab, **changes), threads, kernels, kv_dtype=kv_dtype)
+        )
         return made[-1]
 
     yield build

@@ -87,12 +87,15 @@ static std::vector<uint8_t> rows_by(const Kernels& k, const Floats& x, const Flo
     k.rotate(turned.data(), w.data(), 1e-6f, cosine.data(), sine.data(), 24, 0.125f);
     std::vector<uint16_t> halves(count / 8 * 8);
     k.to_halves(x.data(), (int)halves.size(), halves.data());
+    std::vector<uint8_t> blocks(row_bytes(kBlocks, (int)halves.size()));
+    k.to_blocks(x.data(), (int)halves.size(), blocks.data());
     floats.insert(floats.end(), turned.begin(), turned.end());
     const size_t numbers = floats.size() * sizeof(float), grouped = groups.size() * sizeof(Group);
-    std::vector<uint8_t> all(grouped + numbers + halves.size() * 2);
+    std::vector<uint8_t> all(grouped + numbers + halves.size() * 2 + blocks.size());
     memcpy(all.data(), groups.data(), grouped);
     memcpy(&all[grouped], floats.data(), numbers);
     memcpy(&all[grouped + numbers], halves.data(), halves.size() * 2);
+    memcpy(&all[grouped + numbers + halves.size() * 2], blocks.data(), blocks.size());
     return all;
 }
 
@@ -168,9 +171,22 @@ static Sights sights_of(int trunk, int nodes, int known, bool chain) {
     return made;
 }
 
+// 600 rows of `size` numbers, stored as `item` says.
+static std::vector<uint8_t> cache_of(int size, int item) {
+    std::vector<uint8_t> cache(600 * row_bytes(item, size));
+    for (int row = 0; row < 600; row++) {
+        const Floats numbers = normal(size, 1);
+        uint8_t* at = &cache[row * row_bytes(item, size)];
+        if (item == kBlocks) kPortable->to_blocks(numbers.data(), size, at);
+        if (item == kHalves) kPortable->to_halves(numbers.data(), size, (uint16_t*)at);
+        if (item == kFloats) memcpy(at, numbers.data(), size * sizeof(float));
+    }
+    return cache;
+}
+
 // mixed: less than `size` where values are the first numbers of their keys.
 static Floats attend_by(const Kernels& k, int size, int heads, const Sights& seen,
-                        const Floats& queries, const std::vector<uint16_t>& cache,
+                        const Floats& queries, const std::vector<uint8_t>& cache, int item,
                         const float* sinks, int mixed) {
     const int count = (int)seen.paths.size();
     const Alike alike = seen.alike();
@@ -181,8 +197,9 @@ static Floats attend_by(const Kernels& k, int size, int heads, const Sights& see
     for (int n = 0; n < count; n++) {
         Attend& job = jobs[n];
         job = {};
-        job.keys = (const uint8_t*)cache.data();
-        job.values = (const uint8_t*)(cache.data() + (mixed < size ? 0 : 300 * size));
+        job.keys = cache.data();
+        job.values = cache.data() + (mixed < size ? 0 : 300 * row_bytes(item, size));
+        job.item = item;
         job.mixed = mixed;
         job.trunk = seen.trunk.data();
         job.sight = {seen.trunks[n], (int32_t)seen.paths[n].size(), seen.paths[n].data()};
@@ -232,6 +249,34 @@ static std::vector<int32_t> choices_by(const Kernels& k, const Floats& logits) {
         }
     }
     return chosen;
+}
+
+static void compare_attention(const Kernels& k, int size, int item) {
+    const Kernels& plain = *kPortable;
+    const std::vector<uint8_t> cache = cache_of(size, item);
+    for (int heads : {1, 2, 3, 4, 7}) {
+        const Floats queries = normal((size_t)kNodesTogether * heads * size, 0.3f);
+        const Floats sinks = normal(heads, 3);
+        const auto compare_at = [&](const Sights& seen) {
+            for (const float* given : {(const float*)nullptr, sinks.data()}) {
+                const auto by = [&](const Kernels& which, int mixed) {
+                    return attend_by(which, size, heads, seen, queries, cache, item, given, mixed);
+                };
+                same(k.name, given ? "attention with sinks" : "attention", by(k, size),
+                     by(plain, size));
+                if (size > 8) {
+                    same(k.name, "latent attention", by(k, size - 8), by(plain, size - 8));
+                }
+            }
+        };
+        for (int trunk : {0, 7, 8, 15, 16, 49, 280}) {
+            compare_at(sights_of(trunk, 1, 1, true));
+            compare_at(sights_of(trunk, 5, 0, true));
+            compare_at(sights_of(trunk, kNodesTogether, 1, true));
+            compare_at(sights_of(trunk, 6, 1, false));
+            compare_at(sights_of(trunk, 4, 4, true));
+        }
+    }
 }
 
 static void compare(const Kernels& k) {
@@ -296,31 +341,7 @@ static void compare(const Kernels& k) {
         }
     }
     for (int size : {8, 24, 64, 96, 128}) {
-        std::vector<uint16_t> cache(600 * size);
-        for (uint16_t& half : cache) half = half_from_float(normal(1, 1)[0]);
-        for (int heads : {1, 2, 3, 4, 7}) {
-            const Floats queries = normal((size_t)kNodesTogether * heads * size, 0.3f);
-            const Floats sinks = normal(heads, 3);
-            const auto compare_at = [&](const Sights& seen) {
-                for (const float* given : {(const float*)nullptr, sinks.data()}) {
-                    const auto by = [&](const Kernels& which, int mixed) {
-                        return attend_by(which, size, heads, seen, queries, cache, given, mixed);
-                    };
-                    same(k.name, given ? "attention with sinks" : "attention", by(k, size),
-                         by(plain, size));
-                    if (size > 8) {
-                        same(k.name, "latent attention", by(k, size - 8), by(plain, size - 8));
-                    }
-                }
-            };
-            for (int trunk : {0, 7, 8, 15, 16, 49, 280}) {
-                compare_at(sights_of(trunk, 1, 1, true));
-                compare_at(sights_of(trunk, 5, 0, true));
-                compare_at(sights_of(trunk, kNodesTogether, 1, true));
-                compare_at(sights_of(trunk, 6, 1, false));
-                compare_at(sights_of(trunk, 4, 4, true));
-            }
-        }
+        for (int item : {kBlocks, kHalves, kFloats}) compare_attention(k, size, item);
     }
     printf("%s\n", k.name);
 }

@@ -24,6 +24,8 @@ class KeepingExecutor(CpuExecutor):
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "olmo2", "qwen3_5_text", "lfm2")
 CHANGES = {"qwen3_5_text": {"linear_value_head_dim": 16}}
 """So that rows are whole blocks."""
+IN_BLOCKS = {"llama, q8_0": "llama", "qwen3, q8_0": "qwen3"}
+"""With keys and values in blocks."""
 PLACES = [(1, 1), (16, 2), (256, 3)]
 """Page size and threads."""
 
@@ -32,11 +34,12 @@ PLACES = [(1, 1), (16, 2), (256, 3)]
 def executors(checkpoint):
     made = {
         (family, page_size): KeepingExecutor(
-            checkpoint(family, "Q4_1", **CHANGES.get(family, {})),
+            checkpoint(IN_BLOCKS.get(family, family), "Q4_1", **CHANGES.get(family, {})),
             limits(tiny.VOCAB, page_size=page_size, pages=2048 // page_size),
             threads,
+            kv_dtype="q8_0" if family in IN_BLOCKS else "same",
         )
-        for family in FAMILIES
+        for family in (*FAMILIES, *IN_BLOCKS)
         for page_size, threads in PLACES
     }
     yield made
@@ -52,13 +55,13 @@ def texts(executors):
             plain_text(executors[family, 1], random.integers(0, tiny.VOCAB, n), 40, n)
             for n in (150, 7, 110, 60)
         ]
-        for family in FAMILIES
+        for family in (*FAMILIES, *IN_BLOCKS)
     }
 
 
 @settings(max_examples=20)
 @given(
-    family=st.sampled_from(FAMILIES),
+    family=st.sampled_from((*FAMILIES, *IN_BLOCKS)),
     page_size=st.sampled_from([size for size, _ in PLACES]),
     rows=st.integers(1, 4),
     seed=st.integers(0, 1 << 32),

@@ -54,6 +54,31 @@ def eight_bits(matrix):
     return (q * scale).reshape(padded.shape)[:, :columns].astype(np.float32)
 
 
+def in_blocks(x):
+    """Heads float[..., n] as the cache stores them in q8_0: int8[..., B, 32] numbers, whose last
+    block is filled with zeros, and their scales float16[..., B].
+    """
+    count = x.shape[-1]
+    padded = np.zeros((*x.shape[:-1], -(-count // GROUP) * GROUP), np.float32)
+    padded[..., :count] = x
+    groups = padded.reshape(*x.shape[:-1], -1, GROUP)
+    largest = np.abs(groups).max(-1)
+    finite = np.isfinite(largest)
+    scale = np.where(finite, np.minimum(largest / np.float32(127), np.float32(65504)), np.nan)
+    scale = scale.astype(np.float16)
+    kept = scale.astype(np.float32)[..., None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        limited = np.clip(groups, -127 * kept, 127 * kept)
+        q = np.where(kept > 0, np.rint(limited * (np.float32(1) / kept)), 0)
+    return q.astype(np.int8), scale
+
+
+def from_blocks(q, scale, count):
+    """The numbers float32[..., count] that blocks stand for, exactly."""
+    made = q.astype(np.float32) * scale.astype(np.float32)[..., None]
+    return made.reshape(*q.shape[:-2], -1)[..., :count]
+
+
 def normed(x, weight, eps):
     return x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + eps) * weight
 
@@ -67,9 +92,9 @@ def gelu_tanh(gate):
     return 0.5 * gate * (1 + np.tanh(angle))
 
 
-def forward(checkpoint, tokens):
+def forward(checkpoint, tokens, kv_dtype="same"):
     """float64[T,V] logits of one sequence."""
-    return Twin(checkpoint).forward(np.asarray(tokens))
+    return Twin(checkpoint, kv_dtype).forward(np.asarray(tokens))
 
 
 def best(ranked, about):
@@ -86,7 +111,8 @@ def best(ranked, about):
 
 
 class Twin:
-    def __init__(self, checkpoint):
+    def __init__(self, checkpoint, kv_dtype="same"):
+        self.kv_dtype = kv_dtype
         self.checkpoint, self.arch = checkpoint, checkpoint.architecture
         self.names = set(checkpoint.names())
         name = next(n for n in checkpoint.names() if n.endswith("self_attn.o_proj.weight"))
@@ -108,6 +134,8 @@ class Twin:
 
     def kept(self, x):
         """Keys and values as the cache has them."""
+        if self.kv_dtype == "q8_0":
+            return from_blocks(*in_blocks(x), x.shape[-1]).astype(np.float64)
         return x if self.floats else x.astype(np.float16).astype(np.float64)
 
     def forward(self, tokens):

@@ -56,6 +56,11 @@ static F16 load_half16(const void* at) {
     memcpy(halves, at, 32);
     return floats([&](int i) { return forerun::float_from_half(halves[i]); });
 }
+static F16 splat_half16(const void* at) {
+    uint16_t half;
+    memcpy(&half, at, sizeof half);
+    return floats([&](int) { return forerun::float_from_half(half); });
+}
 template <bool Signed>
 static F16 load_bytes_as_floats16(const uint8_t* at) {
     return floats([&](int i) { return Signed ? (float)(int8_t)at[i] : (float)at[i]; });
@@ -90,6 +95,9 @@ static F16 load_eight_twice16(const float* at) {
 }
 static F16 load_halves_twice16(const uint16_t* a, const uint16_t* b) {
     return floats([&](int i) { return forerun::float_from_half(i < 8 ? a[i] : b[i - 8]); });
+}
+static F16 load_bytes_twice16(const uint8_t* a, const uint8_t* b) {
+    return floats([&](int i) { return (float)(int8_t)(i < 8 ? a[i] : b[i - 8]); });
 }
 // Of a[0] to a[3] the sums of the first halves, of the second halves, then the same of a[4] to a[7].
 static F16 sum_rows16(const F16 (&a)[8]) {

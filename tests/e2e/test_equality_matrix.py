@@ -152,18 +152,22 @@ FEW = ("DFLASH", 16, False)
 @NATIVE
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "shape", "trial", "page", "temperature"),
+    ("method", "shape", "trial", "page", "temperature", "kv_dtype"),
     covering(
         [
             cell
-            for cell in every(METHODS, ["chain", "tree"], TRIALS, [1, 16, 64], [0.0, 0.8, 1.0])
+            for cell in every(
+                *(METHODS, ["chain", "tree"], TRIALS, [1, 16, 64], [0.0, 0.8, 1.0]),
+                ["same", "q8_0"],
+            )
             if cell[0] not in CHAINS or cell[1] == "chain"
         ]
     ),
 )
-def test_the_native_core(made, hints, note, method, shape, trial, page, temperature):
+def test_the_native_core(made, hints, note, method, shape, trial, page, temperature, kv_dtype):
     trial = replace(TRIALS[trial], temperatures=(temperature,))
-    proved(paged(made, method, page), trial, hints, note, (shape,))
+    config = replace(paged(made, method, page), kv_dtype=kv_dtype)
+    proved(config, trial, hints, note, (shape,))
 
 
 @NATIVE
@@ -269,10 +273,15 @@ def test_captured_rounds_of_lookups(made, emulated, hints, note):
 
 @NATIVE
 @pytest.mark.parametrize(
-    ("method", "page"),
-    [("EAGLE3", 1), ("NEXTN, map", 16), ("STANDALONE, other vocabulary", 64)],
+    ("method", "page", "kv_dtype"),
+    [
+        ("EAGLE3", 1, "q8_0"),
+        ("NEXTN, map", 16, "same"),
+        ("STANDALONE, other vocabulary", 64, "q8_0"),
+    ],
 )
-def test_some_of_it(made, hints, note, method, page):
+def test_some_of_it(made, hints, note, method, page, kv_dtype):
     """What the whole suite always runs."""
     trial = replace(TRIALS["grammar"], tokens=12, temperatures=(0.8,))
-    proved(paged(made, method, page), trial, hints, note, ("tree",))
+    config = replace(paged(made, method, page), kv_dtype=kv_dtype)
+    proved(config, trial, hints, note, ("tree",))

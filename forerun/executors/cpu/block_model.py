@@ -18,7 +18,14 @@ from forerun.executors.cpu.draft_pass import CpuDraftPass, run
 from forerun.executors.cpu.executor import CpuExecutor
 from forerun.executors.cpu.hidden_state_model import CpuHiddenStateModel
 from forerun.executors.cpu.places import Place, RopeTable
-from forerun.executors.cpu.weights import BYTES, WIDE, Stored, set_matrix, set_vector
+from forerun.executors.cpu.weights import (
+    BYTES,
+    WIDE,
+    Stored,
+    cache_bytes_per_token,
+    set_matrix,
+    set_vector,
+)
 from forerun.executors.draft_checks import check_block
 from forerun.interface.draft_model import (
     BlockCandidates,
@@ -164,7 +171,7 @@ class CpuBlockModel(CpuHiddenStateModel):
             context=limits.context,
             threads=1,  # It uses the target's.
             cache_item=self._numbers.cache_item,
-            cache_numbers=sum(cached.numbers for cached in head.cache),
+            cache_bytes=cache_bytes_per_token(head.cache, self._numbers.cache_item),
             norm_eps=head.norm_eps,
         )
         kind = native.BlockKind(

@@ -15,7 +15,7 @@ from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.places import RopeTable
 from forerun.executors.cpu.token_rows import TokenRows
-from forerun.executors.cpu.weights import Packer
+from forerun.executors.cpu.weights import Packer, cache_bytes_per_token
 from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
@@ -75,7 +75,7 @@ class CpuDecoderModel:
             context=limits.context + limits.max_nodes + 1,
             threads=1,
             cache_item=2,
-            cache_numbers=sum(cached.numbers for cached in arch.caches),
+            cache_bytes=cache_bytes_per_token(arch.caches, 2),
             vectors=arch.token_vector,
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),

@@ -13,7 +13,13 @@ from forerun.executors.cpu import native
 from forerun.executors.cpu.executor import CpuExecutor
 from forerun.executors.cpu.hidden_state_model import CpuHiddenStateModel
 from forerun.executors.cpu.places import RopeTable
-from forerun.executors.cpu.weights import BYTES, Stored, set_matrix, set_vector
+from forerun.executors.cpu.weights import (
+    BYTES,
+    Stored,
+    cache_bytes_per_token,
+    set_matrix,
+    set_vector,
+)
 from forerun.interface.draft_model import (
     DraftModelTraits,
     FeatureNeeds,
@@ -126,7 +132,7 @@ class CpuEagleModel(CpuHiddenStateModel):
             context=limits.context,
             threads=1,  # It uses the target's.
             cache_item=2,
-            cache_numbers=head.cache[0].numbers,
+            cache_bytes=cache_bytes_per_token(head.cache, 2),
             norm_eps=head.norm_eps,
         )
         kind = native.HeadKind(

@@ -47,6 +47,7 @@ class CpuExecutor(Executor):
     threads  None = the physical cores this process may use
     kernels  "" = the best this machine has; a name (see csrc/dispatch.cpp) forces one
     dtype    "file", or what floats become: a name of weights.QUANTIZED
+    kv_dtype "same", or "q8_0": keys and values in blocks of 32 bytes with a half that scales them
     progress is called with (what, done, total) in bytes while weights are packed
 
     Raises ModelError for a checkpoint it cannot run, MemoryPlanError if weights and caches do not
@@ -62,9 +63,10 @@ class CpuExecutor(Executor):
         threads: int | None = None,
         kernels: str = "",
         dtype: str = "file",
+        kv_dtype: str = "same",
         progress: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
-        self.model = CpuModel(checkpoint, limits, threads, kernels, dtype, progress)
+        self.model = CpuModel(checkpoint, limits, threads, kernels, dtype, kv_dtype, progress)
         self.limits = limits
         self.name = f"cpu ({self.model.kernels}, {self.model.threads} threads)"
         self._library = native.load()

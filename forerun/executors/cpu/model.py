@@ -17,7 +17,13 @@ from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.places import RopeTable, matrices
 from forerun.executors.cpu.states import net_sizes
 from forerun.executors.cpu.token_rows import TokenRows
-from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, cache_item, sentence
+from forerun.executors.cpu.weights import (
+    CACHE_DTYPES,
+    Packer,
+    cache_bytes_per_token,
+    cache_item,
+    sentence,
+)
 from forerun.executors.feature_ring import HostFeatureRing
 from forerun.interface.executor import ExecutorLimits
 from forerun.machine import physical_cores
@@ -47,6 +53,7 @@ class CpuModel:
         threads: int | None,
         kernels: str,
         dtype: str,
+        kv_dtype: str,
         progress: Callable[[str, int, int], None],
     ) -> None:
         self.handle: int | None = None
@@ -71,7 +78,7 @@ class CpuModel:
         self.ring: HostFeatureRing | None = None
         self.by_page: list[Floats] = []
         self._numbers = sentence(checkpoint, dtype)
-        self._cache_item = cache_item(checkpoint, dtype)
+        self._cache_item = cache_item(checkpoint, dtype, kv_dtype)
         packer = Packer(self._library, checkpoint, dtype=dtype)
         self._weight_bytes = packer.planned_bytes()
         self.handle = self._open()
@@ -97,7 +104,7 @@ class CpuModel:
             context=limits.context,
             threads=self.threads,
             cache_item=self._cache_item,
-            cache_numbers=sum(cached.numbers for cached in arch.caches),
+            cache_bytes=cache_bytes_per_token(arch.caches, self._cache_item),
             vectors=arch.token_vector,
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),
@@ -121,7 +128,7 @@ class CpuModel:
     def cache_bytes(self) -> int:
         """Bytes of keys and values, in pages and in the step's scratch."""
         places = self._limits.pages * self._limits.page_size + self._limits.max_nodes
-        return cache_bytes_per_token(self._arch, self._cache_item) * places
+        return cache_bytes_per_token(self._arch.caches, self._cache_item) * places
 
     def adopt(self, draft: int | None, features_width: int) -> None:
         """Take over a native draft model, to close it with the target whose threads it uses, and
@@ -219,7 +226,7 @@ class CpuModel:
             "dtype": self._numbers,
             "weight_bytes": self._weight_bytes,
             "cache_bytes": self.cache_bytes,
-            "cache_dtype": "float32" if self._cache_item == 4 else "float16",
+            "cache_dtype": CACHE_DTYPES[self._cache_item],
         }
 
     def shutdown(self) -> None:

@@ -22,7 +22,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 40
+ABI = 41
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -34,7 +34,7 @@ class Sizes(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_size")),
         *((name, c_int32) for name in ("ffn", "vocab", "page_size", "pages", "max_nodes")),
-        *((name, c_int32) for name in ("context", "threads", "cache_item", "cache_numbers")),
+        *((name, c_int32) for name in ("context", "threads", "cache_item", "cache_bytes")),
         *((name, c_int32) for name in ("rank", "nope", "value", "query_rank")),
         *((name, c_int32) for name in ("recurrent", "states", "channels", "convolved")),
         *((name, c_int32) for name in ("key_heads", "value_heads", "key_size", "value_size")),
@@ -195,6 +195,7 @@ _CALLS = {
         [c_char_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
     ),
     "forerun_gate": (c_int, [c_char_p, c_int, c_void_p, c_void_p, c_int, c_void_p]),
+    "forerun_blocks": (c_int, [c_char_p, c_void_p, c_int, c_void_p]),
     "forerun_delta_open": (c_void_p, [c_char_p, c_int]),
     "forerun_delta_close": (None, [c_void_p]),
     "forerun_delta_run": (c_int, [c_void_p, POINTER(DeltaStep)]),

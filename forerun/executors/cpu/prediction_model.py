@@ -29,7 +29,7 @@ from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.places import Place, RopeTable, layer_kind, matrices, vectors
 from forerun.executors.cpu.states import net_sizes
-from forerun.executors.cpu.weights import Packer, set_layer
+from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, set_layer
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
 from forerun.interface.draft_model import (
     Candidates,
@@ -122,7 +122,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             context=limits.context,
             threads=1,  # It uses the target's.
             cache_item=2,
-            cache_numbers=arch.cache_layer.numbers,
+            cache_bytes=cache_bytes_per_token((arch.cache_layer,), 2),
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),
             **net_sizes(arch, limits),

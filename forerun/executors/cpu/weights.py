@@ -8,9 +8,9 @@ number to its largest, or Q4_K by ggml's rule of the format (csrc/make_q4_k.cpp)
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from forerun.executors.cpu.few_bits import (
 from forerun.executors.cpu.latent import ABSORBED, absorbed, in_kind
 from forerun.executors.cpu.places import Place, layer_kind, matrices, routes, vectors
 from forerun.networks.arch import Architecture
+from forerun.networks.cache_layer import CacheLayer
 from forerun.types import AnyArray, Floats, Ints
 
 _KINDS = {
@@ -113,14 +114,28 @@ def _computes_in_floats(checkpoint: Checkpoint, dtype: str) -> bool:
     return dtype not in QUANTIZED and _stored_kinds(checkpoint) <= set(_FLOATS)
 
 
-def cache_item(checkpoint: Checkpoint, dtype: str) -> int:
-    """Return the bytes of one number of keys and values: 4 for a model in floats, else 2."""
+CACHE_DTYPES = {1: "q8_0", 2: "float16", 4: "float32"}
+"""Formats of keys and values (`Item` of csrc/kernels.h) by the bytes of one number."""
+
+
+def cache_item(checkpoint: Checkpoint, dtype: str, kv_dtype: str = "same") -> int:
+    """Return the bytes of one number of keys and values, a key of CACHE_DTYPES: as `kv_dtype` says;
+    for "same" 4 for a model in floats, else 2.
+    """
+    if kv_dtype == CACHE_DTYPES[1]:
+        return 1
     return 4 if _computes_in_floats(checkpoint, dtype) else 2
 
 
-def cache_bytes_per_token(arch: Architecture, item: int) -> int:
-    """Return the bytes of one position's keys and values in all layers, `item` bytes a number."""
-    return sum(cached.numbers for cached in arch.caches) * item
+def cache_bytes_per_token(caches: Iterable[CacheLayer], item: int) -> int:
+    """Return the bytes of one position's keys and values in these layers, `item` bytes a number. In
+    q8_0 a head's numbers have a scale of 2 bytes for every 32.
+    """
+    return sum(
+        cached.numbers * item
+        + (2 * cached.planes * cached.kv_heads * ceil(cached.head_size / 32) if item == 1 else 0)
+        for cached in caches
+    )
 
 
 def sentence(checkpoint: Checkpoint, dtype: str) -> str:
