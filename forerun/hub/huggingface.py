@@ -1,4 +1,6 @@
-"""Models by hub id (`organisation/name`), fetched and cached by huggingface_hub."""
+"""Models by hub id (`organisation/name`), fetched and cached by huggingface_hub. Nothing but its
+settings is imported for a model on this machine.
+"""
 
 import hashlib
 import re
@@ -7,14 +9,6 @@ from typing import NamedTuple
 
 import huggingface_hub
 from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import (
-    CacheNotFound,
-    EntryNotFoundError,
-    GatedRepoError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from huggingface_hub.file_download import repo_folder_name
 
 from forerun.checkpoints.gguf.parts import part_names
 from forerun.errors import DownloadError
@@ -161,7 +155,7 @@ def cached() -> list[CachedModel]:
     """
     try:
         repositories = huggingface_hub.scan_cache_dir().repos
-    except CacheNotFound:
+    except huggingface_hub.CacheNotFound:
         return []
     models = [repo for repo in repositories if repo.repo_type == "model"]
     return sorted(CachedModel(r.repo_id, r.size_on_disk, r.repo_path) for r in models)
@@ -173,7 +167,7 @@ def remove(repository: str) -> int:
     """
     try:
         cache = huggingface_hub.scan_cache_dir()
-    except CacheNotFound:
+    except huggingface_hub.CacheNotFound:
         return 0
     named = [r for r in cache.repos if r.repo_type == "model" and r.repo_id == repository]
     commits = [revision.commit_hash for repo in named for revision in repo.revisions]
@@ -191,6 +185,8 @@ def _snapshot(
     interrupted download, as huggingface_hub does; compares new files with the hub's digests. Where
     the hub does not answer within ASKING seconds, the cache's files count.
     """
+    from huggingface_hub.file_download import repo_folder_name
+
     name = repo_folder_name(repo_id=repository, repo_type="model")
     blobs = (cache or Path(HF_HUB_CACHE)) / name / "blobs"
     before = set(blobs.glob("*"))
@@ -254,6 +250,8 @@ def _here(repository: str, cache: Path | None, revision: str | None) -> Path | N
 
 def _failure(repository: str, revision: str | None, error: Exception) -> DownloadError:
     """Return the message for a failure of the hub."""
+    from huggingface_hub.errors import EntryNotFoundError
+
     absent = _absent(repository, revision, error)
     if absent is not None:
         return absent
@@ -268,6 +266,12 @@ def _failure(repository: str, revision: str | None, error: Exception) -> Downloa
 
 def _absent(repository: str, revision: str | None, error: Exception) -> DownloadError | None:
     """Return the message for an error of the hub that means no access to such a model."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
     if isinstance(error, GatedRepoError):
         return DownloadError(
             f"{repository} is gated: accept its terms on the hub, then log in with `hf auth login`"

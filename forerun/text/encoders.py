@@ -80,7 +80,12 @@ def without_controls(spec: Spec, controls: set[str]) -> Spec:
     absent = controls - {model.get("unk_token")}
     vocab = {text: id for text, id in model["vocab"].items() if text not in absent}
     model["vocab"] = vocab | {token["content"]: token["id"] for token in kept}
-    model["merges"] = [merge for merge in model["merges"] if _joined(merge) not in controls]
+    ends = {control[at:] for control in controls for at in range(1, len(control))}
+    model["merges"] = [
+        merge
+        for merge in model["merges"]
+        if _end(merge) not in ends or _joined(merge) not in controls
+    ]
     return spec | {"model": model, "added_tokens": kept, "post_processor": None}
 
 
@@ -192,6 +197,10 @@ def _refused() -> Iterator[None]:
 def _of_rust(error: BaseException) -> bool:
     """Return whether an exception is a panic of Rust, which is no Exception."""
     return type(error).__name__ == "PanicException"
+
+
+def _end(merge: str | list[str]) -> str:
+    return merge.split(" ", 1)[-1] if isinstance(merge, str) else merge[-1]
 
 
 def _joined(merge: str | list[str]) -> str:

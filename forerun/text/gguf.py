@@ -12,6 +12,7 @@ import numpy as np
 from forerun.errors import ModelError
 from forerun.text.pieces import SPACE_MARK
 from forerun.text.pre_tokenizers import NOT_BYTE_LEVEL, PRE_TOKENIZERS, PreTokenizer
+from forerun.text.stored_merges import stored_merges
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -175,7 +176,7 @@ def _scored(
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise ModelError("tokenizer.ggml.scores is missing or not as long as the tokens")
-    return _merges(tokens, types, scores) if merged else []
+    return stored_merges(tokens, types, scores, derived_merges) if merged else []
 
 
 def _sentence_piece(
@@ -216,7 +217,7 @@ def _sentence_piece(
     }
 
 
-def _merges(
+def derived_merges(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """Return the merges that a SentencePiece vocabulary implies: best score first.
@@ -300,6 +301,6 @@ def _id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     values = metadata.get(key)
-    if not isinstance(values, Sequence) or not all(isinstance(value, str) for value in values):
+    if not isinstance(values, Sequence) or set(map(type, values)) - {str}:
         raise ModelError(f"{key} is missing or is not a list of strings")
     return list(values)

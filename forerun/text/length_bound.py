@@ -3,7 +3,7 @@
 Texts that are certainly too long for a context can be refused without encoding them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +67,8 @@ def length_bound(
     single = {piece[0] for piece in pieces if len(piece) == 1}
     if not known or not single.issuperset(_PRINTABLE):
         return UNKNOWN
-    tokens = [*pieces, *(text.encode() for text in added)]
-    longest = max(len(token.translate(None, _BLANK)) for token in tokens)
+    tokens = sorted([*pieces, *(text.encode() for text in added)], key=len, reverse=True)
+    longest = _most(tokens, lambda token: len(token.translate(None, _BLANK)))
     swallowing = any(
         token.get("lstrip") or token.get("rstrip") for token in spec.get("added_tokens") or []
     )
@@ -76,7 +76,17 @@ def length_bound(
     exact = exact and not any(step.get("type") in _COMPOSING for step in normalizers)
     kept = not swallowing and single.issuperset(_SPACE)
     kept = kept and not any(step.get("type") == "Strip" for step in normalizers)
-    return LengthBound(longest, not exact, max(map(_spaces, tokens)) if kept else 0)
+    return LengthBound(longest, not exact, _most(tokens, _spaces) if kept else 0)
+
+
+def _most(tokens: Iterable[bytes], count: Callable[[bytes], int]) -> int:
+    """Return the largest count of bytes in a token. tokens: the longest first."""
+    most = 0
+    for token in tokens:
+        if len(token) <= most:
+            break
+        most = max(most, count(token))
+    return most
 
 
 def _spaces(data: bytes) -> int:

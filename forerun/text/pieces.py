@@ -116,5 +116,5 @@ def _spaced(text: str) -> bytes:
 
 
 def _sentence_piece(text: str) -> bytes:
-    match = _BYTE_TOKEN.fullmatch(text)
+    match = _BYTE_TOKEN.fullmatch(text) if text.startswith("<0x") else None
     return bytes([int(match[1], 16)]) if match else _spaced(text)

@@ -126,13 +126,17 @@ class Tokenizer:
         self._bound = bound
         self.pieces = pieces.bytes
         self._prefix = ends.prefix
-        self._controls = matcher(token.text for token in self.added.values() if token.control)
         outside = [id for id in self.eos_ids if not 0 <= id < self.vocab_size]
         if outside:
             raise ModelError(f"end-of-text ids {outside} are not below {self.vocab_size}")
         first = {"bos_token": ends.bos_id, "eos_token": next(iter(ends.eos_ids), None)}
         texts = {name: self._text(id) for name, id in first.items() if id is not None}
         self.names = {name: text for name, text in {**texts, **ends.named}.items() if text}
+
+    @cached_property
+    def _controls(self) -> re.Pattern[str]:
+        """What matches control strings: with thousands, as Gemma has, a tenth of its start."""
+        return matcher(token.text for token in self.added.values() if token.control)
 
     @cached_property
     def control_within(self) -> dict[str, int]:

@@ -162,10 +162,10 @@ class _Cursor:
 
     def _strings(self, count: int) -> list[str]:
         """Read `count` strings; `string` in a tight loop, for vocabularies are long."""
-        texts, view, at = [], self._view, self.at
+        texts, view, at, length = [], self._view, self.at, _LENGTH.unpack_from
         end = min(len(view), at + 8 * count + self._text_left)
         for _ in range(count):
-            (size,) = _LENGTH.unpack_from(view, at)
+            (size,) = length(view, at)
             at += 8
             if size > end - at:
                 raise ModelError(f"a string of {size} bytes at byte {at} is too long")
