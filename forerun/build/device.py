@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from forerun.machine import gpu_devices, tpu_devices
-from forerun.options.config import NATIVE_DTYPES, EngineConfig
+from forerun.options.config import KV_DTYPES, NATIVE_DTYPES, EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,11 @@ def choose_device(config: EngineConfig) -> DeviceChoice:
         return tpu
     if config.executor == "jax":
         return DeviceChoice("cpu", "jax finds no TPU here")
-    if config.dtype in NATIVE_DTYPES and config.executor != "torch":
-        return DeviceChoice("cpu", f"dtype {config.dtype} needs the native CPU core")
+    native = f"dtype {config.dtype}" if config.dtype in NATIVE_DTYPES else ""
+    if KV_DTYPES.get(config.kv_dtype) == "cpu":
+        native = f"kv-dtype {config.kv_dtype}"
+    if native and config.executor != "torch":
+        return DeviceChoice("cpu", f"{native} needs the native CPU core")
     return _gpu(gpu_devices())
 
 

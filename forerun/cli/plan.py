@@ -12,7 +12,7 @@ from forerun.build.sizing import GIB, Sizing, described, sizing
 from forerun.cli.console import emit_json, out, plain_warnings
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.machine import gpu_devices
-from forerun.options.config import NATIVE_DTYPES, EngineConfig
+from forerun.options.config import KV_DTYPES, NATIVE_DTYPES, EngineConfig
 from forerun.options.flags import configured
 
 
@@ -48,8 +48,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _leaves_open(config: EngineConfig) -> bool:
-    """Return whether the configured executor and dtype can run on a GPU too."""
-    return config.executor in ("auto", "torch") and config.dtype not in NATIVE_DTYPES
+    """Return whether the configured executor and formats can run on a GPU too."""
+    native = config.dtype in NATIVE_DTYPES or KV_DTYPES.get(config.kv_dtype) == "cpu"
+    return config.executor in ("auto", "torch") and not native
 
 
 def facts(size: Sizing) -> dict[str, Any]:

@@ -58,6 +58,18 @@ def test_memory_of_a_device_is_a_gpus_unless_another_is_named(capsys):
     assert planned(capsys, *words, "--executor", "cpu")["device"] == "cpu"
 
 
+def test_keys_and_values_in_blocks_are_counted(capsys):
+    words = ("--model-shape", "tiny", "--device-memory", "8")
+    found = [planned(capsys, *words, "--kv-dtype", kind) for kind in ("q8_0", "same")]
+    assert [each["device"] for each in found] == ["cpu", "cuda"]
+    arch = SHAPES["tiny"]
+    heads = 2 * arch.layers * arch.kv_heads
+    row = arch.head_size + 2 * -(-arch.head_size // 32)
+    assert found[0]["cache_bytes_per_1k_tokens"] == 1000 * heads * row
+    assert main(["plan", *words, "--kv-dtype", "q8_0"]) == 0
+    assert "for 1,000 tokens in q8_0" in capsys.readouterr().out
+
+
 def test_recurrent_states_are_counted(capsys, tmp_path):
     """Of a configuration alone, with Qwen3-Next's own heads."""
     heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}

@@ -132,7 +132,7 @@ def test_the_plan_counts_what_there_will_be(executor, checkpoint, name):
 
 def test_it_is_this_executors_option():
     arch = shape_named("tiny")
-    assert choose_executor(EngineConfig(kv_dtype="q8_0", device="cpu"), arch).executor == "cpu"
+    assert choose_executor(EngineConfig(kv_dtype="q8_0"), arch).executor == "cpu"
     for changes in ({"executor": "torch"}, {"executor": "jax"}, {"model": "toy"}):
         with pytest.raises(ConfigError, match="kv-dtype q8_0 needs the cpu executor"):
             EngineConfig(kv_dtype="q8_0", **changes)
