@@ -148,7 +148,7 @@ def test_a_request_an_abort_a_grammar_and_the_end():
         refused = Heard()
         engine.submit(make_request(HI, max_tokens=10**6), refused)
         await refused.ended.wait()
-        assert isinstance(refused.error, ContextError) and refused.error.asked == 10**6
+        assert isinstance(refused.error, ContextError) and refused.error.requested == 10**6
         stats = await engine.stats()
         assert stats.finished[Finish.ABORT] == 1 and stats.load.pages_held == 0
         running = Heard()
