@@ -14,7 +14,7 @@ from forerun.control.constants import MIN_REPEATS, OUTLIER
 from forerun.control.step_costs import StepCosts
 from forerun.draft_shape import DraftShape
 from forerun.errors import ConfigError
-from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModel, Extension
+from forerun.interface.draft_model import DraftBlock, DraftExtension, DraftLevel, DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan
@@ -298,7 +298,7 @@ def with_draft_model(
     zero, ends = np.zeros(1, np.int32), np.array([0, 1], np.int32)
     blocks = model.traits.block_size
     features = outcome.features.select(zero) if outcome.features is not None else None
-    extension = Extension(zero, zero, ends, zero, zero, pages, zero[:0] if blocks else zero, 1)
+    extension = DraftExtension(zero, zero, ends, zero, zero, pages, zero[:0] if blocks else zero, 1)
     level = DraftLevel(zero, zero - np.int32(1), ends, zero, zero, pages, first=0, candidates=1)
     block = DraftBlock(zero, zero, zero, pages, depth=blocks, candidates=1)
 

@@ -11,9 +11,9 @@ from forerun.drafters.draft_state import DraftState, not_finite
 from forerun.interface.draft_model import (
     CANDIDATES,
     DraftBlock,
+    DraftExtension,
     DraftLevel,
     DraftModel,
-    Extension,
 )
 from forerun.interface.features import Features
 from forerun.interface.plan import Plan
@@ -56,7 +56,7 @@ class DraftPasses:
         sampled = np.flatnonzero(plan.samples[rows])
         scored = sampled if wants_candidates and not self._traits.block_size else sampled[:0]
         result = self._model.extend(
-            Extension(
+            DraftExtension(
                 tokens=np.concatenate([span[:-1] for span in spans]),
                 next_tokens=np.concatenate([span[1:] for span in spans]),
                 start=start,

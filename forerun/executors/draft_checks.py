@@ -3,7 +3,7 @@
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
+from forerun.interface.draft_model import DraftBlock, DraftExtension, DraftLevel
 from forerun.interface.executor import ExecutorLimits
 from forerun.types import AnyArray
 
@@ -11,7 +11,7 @@ Bounds = dict[str, tuple[AnyArray, int, int]]
 """Per name: values, the lower bound, and the upper bound plus one."""
 
 
-def check_extension(extension: Extension, limits: ExecutorLimits) -> None:
+def check_extension(extension: DraftExtension, limits: ExecutorLimits) -> None:
     """Raise EngineError if a slot, token, position or count of an extension is out of range."""
     count = np.array([len(extension.tokens)])
     _check({
@@ -23,7 +23,7 @@ def check_extension(extension: Extension, limits: ExecutorLimits) -> None:
     })  # fmt: skip
 
 
-def check_pages(extension: Extension, limits: ExecutorLimits) -> None:
+def check_pages(extension: DraftExtension, limits: ExecutorLimits) -> None:
     """Raise EngineError if a position of an extension has no page."""
     size, lengths = limits.page_size, np.diff(extension.start)
     for pages, begin, length in zip(extension.pages, extension.kv_len, lengths, strict=True):
@@ -56,7 +56,7 @@ def check_block(block: DraftBlock, size: int, limits: ExecutorLimits) -> None:
     })  # fmt: skip
 
 
-def _of_rows(work: Extension | DraftLevel | DraftBlock, limits: ExecutorLimits) -> Bounds:
+def _of_rows(work: DraftExtension | DraftLevel | DraftBlock, limits: ExecutorLimits) -> Bounds:
     known = work.pages.shape[1] * limits.page_size + 1
     return {"slots": (work.slots, 0, limits.slots), "kv_len": (work.kv_len, 0, known)}
 

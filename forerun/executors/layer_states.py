@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.interface.draft_model import DraftLevel, Extension
+from forerun.interface.draft_model import DraftExtension, DraftLevel
 from forerun.interface.executor import ExecutorLimits
 from forerun.types import AnyArray, Ints
 
@@ -42,7 +42,7 @@ class LayerStates:
         self._page_size = limits.page_size
         self._depth = np.zeros(limits.max_nodes, np.int32)
 
-    def before(self, extension: Extension) -> Ints:
+    def before(self, extension: DraftExtension) -> Ints:
         """Return int32[n]: the table row of the entry before each token of an extension; behind a
         cached position, a row of `stored`.
         """
@@ -57,7 +57,7 @@ class LayerStates:
                 rows[first] = self.pages + extension.pages[row, length // self._page_size - 1]
         return rows
 
-    def stored(self, extension: Extension) -> StoredStates:
+    def stored(self, extension: DraftExtension) -> StoredStates:
         """Return the states that an extension must store: each row's last entry, by slot, and the
         last entry of each full page, by page.
         """

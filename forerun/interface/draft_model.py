@@ -68,7 +68,7 @@ class DraftModelTraits:
 
 
 @dataclass(frozen=True, slots=True)
-class Extension:
+class DraftExtension:
     """Tokens that became permanent in R rows.
 
     tokens       int32[n]    target ids; those of row r begin at position kv_len[r]
@@ -195,7 +195,7 @@ class DraftModel(Protocol):
 
     traits: DraftModelTraits
 
-    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+    def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Run tokens that became permanent: append their entries to the draft's cache, and store by
         slot what the model needs of each row's root.
 

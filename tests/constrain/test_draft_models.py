@@ -13,9 +13,9 @@ from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import (
     Candidates,
+    DraftExtension,
     DraftLevel,
     DraftModelTraits,
-    Extension,
 )
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.grammars import allowed
@@ -33,7 +33,7 @@ class FixedHead:
         self.traits = DraftModelTraits("fixed", (), np.array(ids, np.int32), 64)
         self.passes = 0
 
-    def extend(self, extension: Extension, features: None) -> Candidates:
+    def extend(self, extension: DraftExtension, features: None) -> Candidates:
         return self._candidates(len(extension.scored), extension.candidates)
 
     def expand(self, level: DraftLevel) -> Candidates:

@@ -8,7 +8,7 @@ import pytest
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import EngineError, ModelError
 from forerun.executors.cpu import CpuBlockModel, CpuExecutor
-from forerun.interface.draft_model import DraftBlock, Extension
+from forerun.interface.draft_model import DraftBlock, DraftExtension
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import HostFeatures
 from tests.models import tiny
@@ -71,7 +71,7 @@ def extended(model, draft, texts, pages):
         spans = [slice(done[row], upto[row]) for row in rows]
         counts = [span.stop - span.start for span in spans]
         model.extend(
-            Extension(
+            DraftExtension(
                 tokens=np.concatenate(
                     [texts[r][0][s] for r, s in zip(rows, spans, strict=True)]
                 ).astype(np.int32),

@@ -31,7 +31,7 @@ from forerun.executors.torch.attention.kv import KvShape
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.features import TorchFeatureRing
 from forerun.hub.catalog import open_model
-from forerun.interface.draft_model import DraftBlock, Extension
+from forerun.interface.draft_model import DraftBlock, DraftExtension
 from forerun.networks.cache_layer import CacheLayer
 from forerun.options.config import EngineConfig
 from tests import covering
@@ -619,7 +619,7 @@ def test_bad_blocks_are_refused(cells, executor):
         with pytest.raises(EngineError, match=f"refused: {name}"):
             model.block(replace(good, **{name: value}))
     nobody = np.zeros(0, np.int32)
-    extension = Extension(one, one, np.array([0, 1], np.int32), one, one, pages, nobody, 1)
+    extension = DraftExtension(one, one, np.array([0, 1], np.int32), one, one, pages, nobody, 1)
     with pytest.raises(EngineError, match=r"without.* features"):
         model.extend(extension, None)
 

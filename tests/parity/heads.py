@@ -21,7 +21,7 @@ from forerun.drafts.eagle_folder import open_draft
 from forerun.errors import EngineError
 from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
+from forerun.interface.draft_model import DraftBlock, DraftExtension, DraftLevel
 from forerun.options.config import EngineConfig
 from forerun.speculative.accept import choose
 from forerun.speculative.sampling import History, Sampling, process
@@ -172,7 +172,7 @@ def extension(tokens, next_tokens, start, rows, **changes):
     """An extension; all candidates of all tokens wanted."""
     values = {"scored": np.arange(len(tokens), dtype=np.int32), "candidates": 10**6}
     tokens = ints(tokens), ints(next_tokens), ints(start)
-    return Extension(*tokens, **where(rows) | values | changes)
+    return DraftExtension(*tokens, **where(rows) | values | changes)
 
 
 def level(tokens, parents, start, rows, **changes):

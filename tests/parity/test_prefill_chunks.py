@@ -13,7 +13,7 @@ from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.build.with_torch import ENTRY
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner, with_captures
-from forerun.interface.draft_model import Extension
+from forerun.interface.draft_model import DraftExtension
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import HostFeatures
 from forerun.interface.slot_init import SlotInit, TokenText
@@ -113,7 +113,7 @@ def permanent(head, begin, length):
     """Two rows that became longer by so many tokens, and features of these."""
     random = np.random.default_rng(begin)
     tokens = random.integers(8, tiny.VOCAB, 2 * length).astype(np.int32)
-    extension = Extension(
+    extension = DraftExtension(
         tokens=tokens,
         next_tokens=np.roll(tokens, -1),
         start=np.array([0, length, 2 * length], np.int32),

@@ -31,9 +31,9 @@ from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
     DraftBlock,
+    DraftExtension,
     DraftLevel,
     DraftModelTraits,
-    Extension,
     FeatureNeeds,
     no_candidates,
 )
@@ -200,10 +200,10 @@ class CpuBlockModel(CpuHiddenStateModel):
         elif not self._head.own_head:
             name = "model.embed_tokens" if arch.tied_head else "lm_head"
             rows = np.ascontiguousarray(checkpoint.tensor(f"{name}.weight")[draft.target_ids])
-            place = (name, -1, _OWN_MATRICES["lm_head"])
-            set_matrix(library, model, place, Stored("F32", rows, becomes=becomes))
+            head = (name, -1, _OWN_MATRICES["lm_head"])
+            set_matrix(library, model, head, Stored("F32", rows, becomes=becomes))
 
-    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+    def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Write keys and values of the features of what became permanent to its pages.
 
         features  one row per token, of this executor's last step or from a host ring

@@ -20,9 +20,9 @@ from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
     DraftBlock,
+    DraftExtension,
     DraftLevel,
     DraftModelTraits,
-    Extension,
 )
 from forerun.interface.features import Features
 from forerun.types import Ints
@@ -95,7 +95,7 @@ class CpuDecoderModel:
         self._executor.model.adopt(model, 0)
         return model
 
-    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+    def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Run the n tokens that became permanent, and each row's root; write the tokens' entries to
         pages.
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
-from forerun.interface.draft_model import Candidates, Extension
+from forerun.interface.draft_model import Candidates, DraftExtension
 from forerun.interface.executor import ExecutorLimits
 from forerun.types import Floats, Ints
 
@@ -84,7 +84,7 @@ def _address(floats: Floats | None) -> int | None:
     return None if floats is None else floats.ctypes.data
 
 
-def page_slots(extension: Extension, limits: ExecutorLimits) -> Ints:
+def page_slots(extension: DraftExtension, limits: ExecutorLimits) -> Ints:
     """Return int32[n]: the place in the cache, page * page_size + offset, of each token of an
     extension. Raises EngineError if a position has no page.
     """

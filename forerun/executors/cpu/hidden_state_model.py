@@ -17,9 +17,9 @@ from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
     DraftBlock,
+    DraftExtension,
     DraftLevel,
     DraftModelTraits,
-    Extension,
 )
 from forerun.interface.features import Features, HostFeatures
 from forerun.types import Floats
@@ -73,7 +73,7 @@ class CpuHiddenStateModel:
         self._executor.model.adopt(model, len(features) * int(kind.width))
         return model
 
-    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+    def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Run the token after each one that became permanent, beside the latter's features; write
         pages.
 
@@ -109,7 +109,7 @@ class CpuHiddenStateModel:
         return self._logits
 
 
-def pass_of_extension(extension: Extension, features: Features | None) -> CpuDraftPass:
+def pass_of_extension(extension: DraftExtension, features: Features | None) -> CpuDraftPass:
     """Return a pass over the token after each one that became permanent, beside the latter's
     features, with the candidates that the extension wants.
 

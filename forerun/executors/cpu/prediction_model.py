@@ -33,9 +33,9 @@ from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, set_lay
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
 from forerun.interface.draft_model import (
     Candidates,
+    DraftExtension,
     DraftLevel,
     DraftModelTraits,
-    Extension,
     FeatureNeeds,
 )
 from forerun.interface.features import Features
@@ -139,7 +139,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
         last = (self._draft.target.architecture.layers,)
         return self.open_native(sizes, kind, last, RopeTable(arch.ropes))
 
-    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+    def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Run the token after each one that became permanent through all layers, the first beside
         the latter's features, and write their pages.
 

@@ -26,9 +26,9 @@ from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
     DraftBlock,
+    DraftExtension,
     DraftLevel,
     DraftModelTraits,
-    Extension,
     FeatureNeeds,
     no_candidates,
 )
@@ -63,7 +63,7 @@ class JaxBlockModel:
         check_fits(self._bytes, *executor.place)
         executor.attach(network, load_block(network, checkpoint, draft, executor.dtype))
 
-    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+    def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Write keys and values of the extension's features into the drafter's pages; dispatches
         without waiting.
 
@@ -88,7 +88,7 @@ class JaxBlockModel:
         return no_candidates(len(extension.scored))
 
     def _enter(
-        self, extension: Extension, stream: Ints, size: Bucket, rows: list[tuple[int, Ints]]
+        self, extension: DraftExtension, stream: Ints, size: Bucket, rows: list[tuple[int, Ints]]
     ) -> None:
         shapes = enter_shapes(size, self._executor.width)
         whole = np.zeros(total(shapes), np.int32)

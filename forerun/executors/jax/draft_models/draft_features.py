@@ -4,12 +4,12 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.executors.jax.program.features import JaxFeatures
-from forerun.interface.draft_model import Extension
+from forerun.interface.draft_model import DraftExtension
 from forerun.interface.features import Features
 from forerun.types import Ints
 
 
-def streams_of(extension: Extension, features: Features | None) -> Ints:
+def streams_of(extension: DraftExtension, features: Features | None) -> Ints:
     """Return int32[n], the row of `DraftArrays.streams` that holds each token's features.
 
     Raises EngineError if there are none, if they are another executor's, or if they are

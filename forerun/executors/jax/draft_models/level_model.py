@@ -31,9 +31,9 @@ from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
     DraftBlock,
+    DraftExtension,
     DraftLevel,
     DraftModelTraits,
-    Extension,
 )
 from forerun.interface.features import Features
 from forerun.types import AnyArray, Ints
@@ -61,12 +61,12 @@ class _Chains(NamedTuple):
     scored: Ints
 
     @classmethod
-    def of(cls, extension: Extension, stream: Ints) -> "_Chains":
+    def of(cls, extension: DraftExtension, stream: Ints) -> "_Chains":
         """Return the chains for a network that reads features, with the token after each."""
         return cls(extension.next_tokens, extension.start, stream, extension.scored)
 
     @classmethod
-    def with_roots(cls, extension: Extension) -> "_Chains":
+    def with_roots(cls, extension: DraftExtension) -> "_Chains":
         """Return the chains for a network that reads tokens alone: the permanent ones, and each
         row's root.
         """
@@ -106,7 +106,7 @@ class JaxLevelModel:
         # Of draft nodes: the node above, -1 = the root.
         self._above = np.full(self._limits.max_nodes, -1, np.int32)
 
-    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+    def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Run the n tokens that became permanent through the draft network, and write its pages.
 
         features  one row per token; None for a network that reads tokens alone
@@ -133,7 +133,7 @@ class JaxLevelModel:
         return self._candidates(chains.scored, extension.candidates)
 
     def _extend(
-        self, extension: Extension, chains: _Chains, size: Bucket, lines: list[_Line]
+        self, extension: DraftExtension, chains: _Chains, size: Bucket, lines: list[_Line]
     ) -> AnyArray:
         """Run one dispatch of `extend`, packed."""
         whole, views = blank(extend_shapes(size, self._executor.width))
@@ -149,7 +149,7 @@ class JaxLevelModel:
             put_table(views["table"][line], extension.pages[row])
         return whole
 
-    def _beside(self, extension: Extension, features: Features | None) -> _Chains:
+    def _beside(self, extension: DraftExtension, features: Features | None) -> _Chains:
         """Return the chains with the rows of the streams that hold their features."""
         return _Chains.of(extension, streams_of(extension, features))
 

@@ -43,9 +43,9 @@ from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
     DraftBlock,
+    DraftExtension,
     DraftLevel,
     DraftModelTraits,
-    Extension,
     FeatureNeeds,
     no_candidates,
 )
@@ -187,7 +187,7 @@ class TorchBlockModel:
     # --- the contract, pass by pass ----------------------------------------------------------
 
     @torch.inference_mode()
-    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+    def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Keep keys and values of the features of what became permanent."""
         if features is None:
             raise EngineError("a block drafter was extended without the target's features")

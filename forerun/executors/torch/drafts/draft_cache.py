@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.executors.torch.attention.attention import KeyBlock, RowKeys, attend, blocks_of
 from forerun.executors.torch.attention.kv import KvShape, PagedCache, Slots, write
-from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
+from forerun.interface.draft_model import DraftBlock, DraftExtension, DraftLevel
 from forerun.interface.executor import ExecutorLimits
 from forerun.networks.layer_spec import AttentionSpec
 from forerun.types import AnyArray, Ints
@@ -90,7 +90,7 @@ class DraftCache:
 
     # --- passes --------------------------------------------------------------------------
 
-    def extension(self, extension: Extension) -> DraftPass:
+    def extension(self, extension: DraftExtension) -> DraftPass:
         """Return a pass over the tokens that became permanent: those after them, or with `roots`
         themselves and each row's root. Raises EngineError if a position has no page.
         """
@@ -166,7 +166,7 @@ class DraftCache:
         place = slice(self.scratch_begin, self.scratch_begin + len(keys))
         write(self.layers[layer], place, keys, values)
 
-    def commit(self, extension: Extension) -> None:
+    def commit(self, extension: DraftExtension) -> None:
         """Make what an extension has written permanent: tokens in pages, roots by slot."""
         targets, start = self._targets(extension), extension.start
         row = np.repeat(np.arange(len(start) - 1), np.diff(start))
@@ -221,7 +221,7 @@ class DraftCache:
     def _root(self, slots: AnyArray) -> Slots:
         return self.paged.scratch(np.asarray(self._scratch + slots))
 
-    def _targets(self, extension: Extension) -> Slots:
+    def _targets(self, extension: DraftExtension) -> Slots:
         """Return int64[n], the slots of the tokens of an extension."""
         return np.concatenate([
             self.paged.slots_of(pages[None], 0, np.arange(length, length + end - begin))

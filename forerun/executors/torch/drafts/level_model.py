@@ -36,9 +36,9 @@ from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
     DraftBlock,
+    DraftExtension,
     DraftLevel,
     DraftModelTraits,
-    Extension,
 )
 from forerun.interface.features import Features
 from forerun.networks.rope import Rope
@@ -124,7 +124,7 @@ class LevelModel:
     # --- the contract, pass by pass ----------------------------------------------------------
 
     @torch.inference_mode()
-    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+    def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Run what became permanent: the tokens after it beside its features, or tokens alone.
         Writes their keys and values into pages and the slots' last outputs; returns candidates
         [s,k] of `extension.scored`. Raises EngineError for numbers out of bounds and for features
@@ -173,7 +173,7 @@ class LevelModel:
         """Raise EngineError: the model proposes level by level, not a block."""
         raise EngineError(f"{self.traits.name} proposes level by level, not a block")
 
-    def _streams(self, extension: Extension, features: Features | None) -> Tensor | None:
+    def _streams(self, extension: DraftExtension, features: Features | None) -> Tensor | None:
         """Return the features of an extension on the device. Raises EngineError if they are not
         those that the traits need.
         """
@@ -191,7 +191,7 @@ class LevelModel:
         work: DraftPass,
         depth: int,
         before: Callable[[int, Tensor], Tensor],
-        extension: Extension | None = None,
+        extension: DraftExtension | None = None,
     ) -> Nodes:
         device = self._executor.device
         position = indices(work.position, device)
@@ -202,7 +202,7 @@ class LevelModel:
         first = position if depth == 0 else None
         return Nodes(indices(work.tokens, device), rotary, attend, depth, before, first)
 
-    def _launched(self, work: DraftPass, extension: Extension, kernels: Kernels) -> Attend:
+    def _launched(self, work: DraftPass, extension: DraftExtension, kernels: Kernels) -> Attend:
         """Launch an extension: prompts are long, and use the target's own kernels."""
         cache, device = self.cache, self._executor.device
         start = np.append(0, work.ends + 1).astype(np.int32)
