@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 41; }
+int forerun_abi() { return 42; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -325,6 +325,19 @@ Model* forerun_open_decoder(Model* model, const Sizes* sizes, int slots, const R
     Model* draft = nullptr;
     guarded([&]() -> std::string {
         draft = new DraftDecoder(*model, *sizes, slots, *ropes, (size_t)weight_bytes);
+        return "";
+    });
+    return draft;
+}
+
+// An assistant of `model`, which must outlive it; the rest as forerun_open_draft.
+Model* forerun_open_assistant(Model* model, const Sizes* sizes, const AssistantKind* kind,
+                              const Ropes* ropes, int64_t weight_bytes) {
+    Model* draft = nullptr;
+    guarded([&]() -> std::string {
+        draft = new Assistant(*model, *sizes, *kind, *ropes, (size_t)weight_bytes);
+        const int32_t last = model->sizes.layers;
+        model->request_aux_hidden_states(&last, 1);
         return "";
     });
     return draft;

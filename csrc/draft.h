@@ -1,6 +1,6 @@
 // Draft models beside their target: one layer of the target's kind that is fed with features (an
-// EAGLE head, or the target's own prediction layer), layers that propose a block in one pass, and a
-// whole model with a cache of its own.
+// EAGLE head, or the target's own prediction layer), layers that propose a block in one pass, a whole
+// model with a cache of its own, and an assistant, whose layers read the target's cache.
 #pragma once
 #include "model.h"
 
@@ -42,6 +42,8 @@ struct BlockKind {
 // what
 // slot -1 - sources[n] kept of its last extension.
 // Either kind, where `hidden` is given: node n reads its row n, as it is.
+// An assistant's nodes see the row's cached positions and nothing else, from the position behind them;
+// its extension has one node of each row, the root.
 // A whole model reads tokens alone (its own ids): no sources, no features. The last node of a row
 // of its extension is the row's root, which waits in the slot's place; its draft tokens see it.
 // A block drafter's extension reads features alone. Its other pass is over blocks: a row's nodes are
@@ -60,6 +62,15 @@ struct DraftStep {
     const float* features;        // [nodes][features * width], or null
     const float* hidden;          // [nodes][hidden], or null
     float* outputs;               // [nodes][hidden] out: what a next step would receive; or null
+    int32_t* clusters;            // [scored][top_k] out: of which tokens the logits are, one cluster
+                                  // after the other; null where they are of all tokens
+};
+
+// What forerun.drafts.assistant.Assistant says, as far as the arithmetic needs it.
+// The layout is shared with forerun/executors/cpu/native.py.
+struct AssistantKind {
+    int32_t slots;            // sequences at once
+    int32_t clusters, top_k;  // of the tokens, and how many of them are scored; 0: all tokens are
 };
 
 // Draft nodes are numbered from `first` on and live until a step begins at 0 again.
@@ -78,7 +89,6 @@ protected:
     // Whether a node may read what its source says.
     virtual bool sound(const DraftStep& step, int source) const = 0;
     virtual void run(const DraftStep& step, int thread) = 0;
-
     // Where the nodes of a row are, and what they see.
     virtual void list_places(const DraftStep& step, int row);
     void list_cached(const DraftStep& step, int row, int begin);
@@ -177,6 +187,41 @@ private:
     const Matrix& embeddings() override { return embedding_; }
     bool sound(const DraftStep&, int) const override { return true; }
     void run(const DraftStep&, int thread) override { Model::run(nodes_, thread); }
+};
+
+// Gemma 4's assistant: a token's embedding beside a hidden state, both the target's, through layers
+// that read the target's keys and values; what leaves them becomes the next hidden state.
+class Assistant : public Draft {
+public:
+    Assistant(Model& target, const Sizes& sizes, const AssistantKind& kind, const Ropes& ropes,
+              size_t weight_bytes);
+
+    // As Model's; of its own (-1): 1 = output head, whose rows are in the order of the clusters, 2 =
+    // from embedding and hidden state, 3 = to the next hidden state, 4 = scores of clusters.
+    Matrix* matrix(int layer, int which) override;
+
+private:
+    const Matrix& embeddings() override { return *target_.matrix(-1, 0); }
+    bool sound(const DraftStep& step, int source) const override;
+    void list_places(const DraftStep& step, int row) override;
+    void run(const DraftStep& step, int thread) override;
+    void read(const DraftStep& step, int thread);
+    void put_hidden(const DraftStep& step, int node, float* out) const;
+    void keep(const DraftStep& step, int thread);
+    void score(const DraftStep& step, int thread);
+    void score_clusters(const DraftStep& step, int thread);
+    void choose_clusters(const float* scores, int32_t* chosen) const;
+
+    Model& target_;
+    const AssistantKind kind_;
+    const int width_;  // of the target's hidden states
+    Matrix before_, behind_, centroids_;
+    Floats inputs_;                // [max_nodes][2 * width_]
+    std::vector<Group> inputs_q_;
+    Floats outputs_;               // [max_nodes][width_] what the next step receives
+    Floats kept_;                  // [slots][width_]
+    Floats cluster_scores_;        // [max_nodes][clusters]
+    std::vector<Group> alone_q_;   // of each scored node, in columns of their own
 };
 
 }  // namespace forerun

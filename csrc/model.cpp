@@ -122,8 +122,13 @@ std::string Model::set_layer(int layer, const LayerKind& kind) {
     at.place = 0;
     for (int i = 0; i < layer; i++) at.place += layers_[i].kind.recurrent != 0;
     if (kind.recurrent && at.place >= sizes.recurrent) return "a recurrent layer too many";
-    if (kind.reads > layer) return "keys and values of a layer that does not come before it";
+    if (lender_ == this && kind.reads > layer) {
+        return "keys and values of a layer that does not come before it";
+    }
     shape_layer(at);
+    if (lender_ != this) {
+        if (const std::string fault = lends(at.kind); !fault.empty()) return fault;
+    }
     if (sizes.heads % at.kind.kv_heads || at.kind.head_size % 8) return "heads that cannot be";
     if (at.source == layer && !kind.recurrent && at.cached + own_bytes(at) > sizes.cache_bytes) {
         return "keys and values too many";
@@ -131,6 +136,19 @@ std::string Model::set_layer(int layer, const LayerKind& kind) {
     at.experts.resize(kind.experts);
     if (kind.experts) reserve_for(kind);
     if (kind.beside) beside_.resize((size_t)sizes.max_nodes * sizes.hidden);
+    return "";
+}
+
+// What is wrong with a layer that reads keys and values of the lender's. Empty: nothing.
+std::string Model::lends(const LayerKind& kind) const {
+    if (kind.reads < 1 || kind.reads > (int)lender_->layers_.size()) {
+        return "keys and values of a layer that the target does not have";
+    }
+    const Layer& source = lender_->layers_[kind.reads - 1];
+    if (source.kind.recurrent || source.kind.reads) return "keys and values of a layer without any";
+    if (source.kind.kv_heads != kind.kv_heads || source.kind.head_size != kind.head_size) {
+        return "keys and values of another shape than the target's";
+    }
     return "";
 }
 
@@ -266,9 +284,10 @@ uint64_t Model::read_weights() {
 }
 
 uint8_t* Model::plane(int layer, int kind, int head) const {
-    const Layer& at = layers_[layers_[layer].source];
-    const int64_t before = at.cached + (kind * at.kind.kv_heads + head) * head_bytes(at);
-    return cache_.data() + before * places_;
+    const Model& holder = layers_[layer].kind.reads ? *lender_ : *this;
+    const Layer& at = holder.layers_[layers_[layer].source];
+    const int64_t before = at.cached + (kind * at.kind.kv_heads + head) * holder.head_bytes(at);
+    return holder.cache_.data() + before * holder.places_;
 }
 
 int64_t Model::qkv_width(const Layer& at) const {

@@ -108,7 +108,8 @@ struct LayerKind {
     int32_t wide_norms;    // norms of queries and keys are over all heads at once
     int32_t recurrent;     // a delta net or a convolution stands in attention's place
     int32_t kv_heads, head_size;  // its own; 0: the model's
-    int32_t reads;         // 1 + the layer whose keys and values it attends to; 0: its own
+    int32_t reads;         // 1 + the layer whose keys and values it attends to, its model's or the
+                           // lender's; 0: its own
     int32_t normed_values; // each value head is normed, without a weight
     int32_t keyed_values;  // the keys' product makes the values too
     int32_t beside;        // width of a feed-forward beside the experts, with norms of its own; 0: none
@@ -234,6 +235,8 @@ public:
         logit_scale_ = logits;
         logit_cap_ = logit_cap;
     }
+
+    float embedding_scale() const { return embedding_scale_; }
 
     // Whether this matrix may be floats.
     virtual bool takes_floats(int, int) const { return true; }
@@ -418,6 +421,7 @@ protected:
         return x + (int64_t)(row / kLanes) * ((width + kGroup - 1) / kGroup);
     }
     uint8_t* plane(int layer, int kind, int head) const;
+    std::string lends(const LayerKind& kind) const;
     void keep(const float* x, uint8_t* plane, int64_t size, int64_t place) const;
     // A row of `qkv_`, and of what attention finds.
     int64_t qkv_width(const Layer& at) const;
@@ -442,6 +446,7 @@ protected:
     }
 
     std::vector<Layer> layers_;
+    const Model* lender_ = this;  // whose keys and values layers read that have none of their own
     Matrix embedding_, head_, vector_projection_;
     const float *final_norm_ = nullptr, *vector_norm_ = nullptr;
     size_t pairs_;

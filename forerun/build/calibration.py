@@ -296,10 +296,11 @@ def with_draft_model(
         return replace(costs, draft_ms=further, follow_ms=follow, drafts_in_step=True)
     pages = np.arange(-(-PER_ROW // page_size), dtype=np.int32)[None]
     zero, ends = np.zeros(1, np.int32), np.array([0, 1], np.int32)
+    one = zero + np.int32(1)
     blocks = model.traits.block_size
     features = outcome.features.select(zero) if outcome.features is not None else None
     extension = DraftExtension(zero, zero, ends, zero, zero, pages, zero[:0] if blocks else zero, 1)
-    level = DraftLevel(zero, zero - np.int32(1), ends, zero, zero, pages, first=0, candidates=1)
+    level = DraftLevel(zero, zero - np.int32(1), ends, one, zero, pages, first=0, candidates=1)
     block = DraftBlock(zero, zero, zero, pages, depth=blocks, candidates=1)
 
     def fastest(work: Callable[[], object]) -> float:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from forerun.build.beside import check_meant
 from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.assistant import Assistant, holds_assistant, open_assistant
 from forerun.drafts.block_folder import BlockFile, holds_block, open_block
 from forerun.drafts.eagle_folder import DraftFile, open_draft
 from forerun.drafts.prediction_folder import holds_prediction, open_prediction
@@ -17,16 +19,26 @@ from forerun.hub.catalog import open_model
 from forerun.options.config import EngineConfig
 from forerun.text.tokenizer import Tokenizer
 
-AnyDraftFile = DraftFile | BlockFile | PredictionLayers
+AnyDraftFile = DraftFile | BlockFile | PredictionLayers | Assistant
 
 
 def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> AnyDraftFile:
-    """Open the network in a draft's folder, of the kind that the configured algorithm runs; EAGLE
-    takes prediction layers too, as in SGLang. Weights are mapped, not read.
+    """Open the network in a draft's folder, or an assistant's file, of the kind that the configured
+    algorithm runs; EAGLE takes prediction layers and assistants too, as in SGLang. Weights are
+    mapped, not read.
 
     Raises ModelError if it cannot be used, ConfigError if it is of another kind.
     """
-    method, held, arch = config.algorithm, holds_block(folder), target.architecture
+    method, arch = config.algorithm, target.architecture
+    if holds_assistant(folder):
+        check_meant(config, folder)
+        return open_assistant(folder, arch)
+    if method.kind == "assistant":
+        raise ConfigError(
+            f"speculative-algorithm is {method.name}, but {folder} holds no assistant of Gemma 4; "
+            "leave the algorithm out, and the draft decides it."
+        )
+    held = holds_block(folder)
     if holds_prediction(folder):
         if method.name not in ("NEXTN", "EAGLE", "AUTO"):
             raise ConfigError(

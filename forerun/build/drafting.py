@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from forerun.build.beside import with_assistant
 from forerun.build.draft_file import open_draft_file, open_standalone
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import Needs
@@ -18,6 +19,7 @@ from forerun.control.policy import FixedPolicy, Lookahead, Policy, off
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import ModelDrafter
+from forerun.drafts.assistant import Assistant, holds_assistant
 from forerun.drafts.gguf_prediction import open_in_gguf
 from forerun.drafts.ngram_table import FILE as TABLE
 from forerun.drafts.ngram_table import NgramTable, read_ngram_table
@@ -27,7 +29,7 @@ from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.hub import huggingface
 from forerun.hub.catalog import Model, shipped_draft
 from forerun.hub.reference import hub_reference
-from forerun.hub.well_known import known_head
+from forerun.hub.well_known import known_assistant, known_head
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
@@ -55,8 +57,10 @@ def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
     AUTO takes the draft's n-gram table, not its head: a table costs no arithmetic, and on the
     machines measured a head's draft tokens cost more than their better acceptance saved
     (docs/results/not-taken.md). It takes prediction layers, which were trained with the whole
-    model, wherever they run. A GGUF file is a whole model.
+    model, wherever they run, and an assistant (build/beside.py). Another GGUF file is a whole
+    model.
     """
+    config = with_assistant(config, layered)
     if config.speculative_algorithm == AUTO:
         config = replace(config, speculative_algorithm=_automatic(config, layered))
     layers = config.algorithm.kind == "layers" or (layered and config.algorithm.name == "EAGLE")
@@ -76,10 +80,11 @@ def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
             config, speculative_draft_model_path=str(shipped), speculative_algorithm=wanted
         )
     if config.algorithm.model and not auto:
+        folder = head or config.algorithm.kind == "assistant"
         raise ConfigError(
             f"speculative-algorithm is {config.speculative_algorithm}, but no draft is named and "
             f"none comes with {config.model}; add --speculative-draft-model-path "
-            f"{'FOLDER' if head else 'MODEL'}{_besides(config, layered)}."
+            f"{'FOLDER' if folder else 'MODEL'}{_besides(config, layered)}."
         )
     return replace(config, speculative_draft_model_path=None)
 
@@ -88,8 +93,9 @@ def _besides(config: EngineConfig, layered: bool) -> str:
     """Return, as the rest of a sentence, a draft that a model without a named one could use."""
     if layered:
         return ", or use NEXTN: the model has prediction layers of its own"
-    head = known_head(config.model) if config.algorithm.kind == "head" else None
-    return f", such as {head}" if head else ""
+    known = {"head": known_head, "assistant": known_assistant}.get(config.algorithm.kind)
+    draft = known(config.model) if known is not None else None
+    return f", such as {draft}" if draft else ""
 
 
 def _automatic(config: EngineConfig, layered: bool) -> str:
@@ -123,12 +129,16 @@ def drafting_sentence(
         return f"drafting: OFF ({fault or 'as requested'})"
     if asked.speculative_algorithm != AUTO:
         source = "the draft that comes with the model" if named else "the target's own layers"
+        source = f"{named} beside the model" if method.kind == "assistant" else source
         why = f"as requested, by {asked.speculative_draft_model_path or source}" * method.model
         why = (why or "as requested") + _unlike_sglang(asked) * (method.kind == "head")
     elif method.name == "NEXTN" and named is not None:
         why = f"AUTO: {named} holds prediction layers"
     elif method.name == "NEXTN":
         why = "AUTO: the target has prediction layers of its own"
+    elif method.kind == "assistant":
+        lies = " and lies beside it" * (asked.speculative_draft_model_path is None)
+        why = f"AUTO: {named} is the model's assistant{lies}"
     elif method.model:
         why = f"AUTO: {named} is {'a whole model' if method.kind == 'whole' else 'such a draft'}"
     elif asked.speculative_draft_model_path is None:
@@ -191,13 +201,21 @@ def lossy_sentence(config: EngineConfig) -> str | None:
     )
 
 
+_MEANS = {PredictionLayers.kind: "NEXTN", Assistant.kind: "FROZEN_KV_MTP"}
+"""The algorithm of drafts of a kind that has but one."""
+
+
 def resolved_drafting(
-    config: EngineConfig, head: bool, fault: str | None, block: int = 0, layers: bool = False
+    config: EngineConfig,
+    head: bool,
+    fault: str | None,
+    block: int = 0,
+    draft: AnyDraft | None = None,
 ) -> EngineConfig:
     """Return the configuration with AUTO decided, and the length and size of its trees filled in.
 
-    head   there is a draft head
-    layers it is prediction layers
+    head   there is a draft model
+    draft  it, before it was loaded
     block  draft tokens of a block, a block drafter's default
     fault  why a named draft cannot be used, which turns drafting off
 
@@ -206,8 +224,8 @@ def resolved_drafting(
     chosen = config.speculative_algorithm
     if fault is not None:
         chosen = "OFF"
-    elif layers:
-        chosen = "NEXTN"
+    elif head and draft is not None and draft.kind in _MEANS:
+        chosen = _MEANS[draft.kind]
     elif chosen == AUTO:
         chosen = "EAGLE+NGRAM" if head else "NGRAM"
         chosen = "DFLASH" if block else chosen
@@ -316,8 +334,12 @@ def _deep_enough(config: EngineConfig, layers: PredictionLayers) -> PredictionLa
 
 
 def _folder(named: str, revision: str | None) -> Path:
-    """Return the draft's folder; fetches one named by its hub id. Raises ModelError."""
+    """Return the draft's folder, or an assistant's file; fetches one named by its hub id. Raises
+    ModelError.
+    """
     folder = Path(named)
+    if holds_assistant(folder):
+        return folder
     if named and folder.is_dir():
         return _trained(folder)
     hub = hub_reference(named)

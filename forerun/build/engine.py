@@ -43,7 +43,6 @@ from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.none import NoDrafter
 from forerun.drafts.ngram_table import NgramTable
-from forerun.drafts.prediction_layers import PredictionLayers
 from forerun.drafts.token_map import read_token_map
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
@@ -410,8 +409,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
             config, lambda: draft_model(config, executor, model.checkpoint, draft)
         )
     block = drafts.traits.block_size if drafts is not None else 0
-    layers = isinstance(draft, PredictionLayers) and drafts is not None
-    config = resolved_drafting(config, drafts is not None, fault, block, layers)
+    config = resolved_drafting(config, drafts is not None, fault, block, draft)
     within = drafts is not None and draft is not None and draft.kind in entry.within
     prepare(config, executor, within, progress)
     costs = _costs(config, executor)

@@ -4,6 +4,7 @@ reading weights or allocating anything.
 
 from dataclasses import dataclass, replace
 
+from forerun.build.beside import with_assistant
 from forerun.build.draft_file import open_draft_file
 from forerun.build.drafting import own_layers, with_draft
 from forerun.build.executor_entry import AnyDraft
@@ -13,6 +14,7 @@ from forerun.build.shapes import PlannedCheckpoint, RandomCheckpoint, shape_name
 from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
+from forerun.drafts.assistant import holds_assistant
 from forerun.drafts.ngram_table import FILE as TABLE
 from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
 from forerun.errors import ConfigError, MemoryPlanError
@@ -114,10 +116,13 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
     """Open the draft model in the configured folder, or the target's own layers. Reads no weights,
     and of a whole model only config.json.
     """
+    config = with_assistant(config, bool(getattr(target, "prediction_files", None)))
     named = config.speculative_draft_model_path
     if named is None or not config.speculates:
         return own_layers(config, target)
     folder = home_path(named)
+    if holds_assistant(folder):
+        return open_draft_file(config, folder, target)
     if not (folder / "config.json").is_file():
         if (folder / TABLE).is_file():  # A few megabytes on the host, which no plan counts.
             return None

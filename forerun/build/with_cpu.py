@@ -7,6 +7,7 @@ from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import Needs, bytes_on_disk, needs_of
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafters.ngram import NgramDrafter
+from forerun.drafts.assistant import Assistant
 from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.ngram_table import NgramTable
@@ -116,6 +117,13 @@ def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers)
     return CpuPredictionModel(executor, draft)
 
 
+def _assistant(executor: Executor, checkpoint: Checkpoint, draft: Assistant) -> DraftModel:
+    from forerun.executors.cpu import CpuAssistantModel, CpuExecutor
+
+    assert isinstance(executor, CpuExecutor)
+    return CpuAssistantModel(executor, draft)
+
+
 def _arithmetic(config: EngineConfig) -> str:
     """Return the core's hash. Which of its kernels run does not matter: all give the same bits."""
     from forerun.executors.cpu.native import LIBRARY
@@ -138,6 +146,7 @@ ENTRY = ExecutorEntry(
         BlockFile.kind: _block,
         WholeDraft.kind: _whole,
         PredictionLayers.kind: _layers,
+        Assistant.kind: _assistant,
     },
     within=frozenset(),
     dtype="file",

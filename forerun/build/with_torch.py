@@ -11,11 +11,12 @@ from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.counted import counted
 from forerun.checkpoints.kept import PARTS, SCRATCH, kept_matrices, saved_bytes
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
+from forerun.drafts.assistant import Assistant
 from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.prediction_layers import PredictionLayers
 from forerun.drafts.whole_draft import WholeDraft
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, ModelError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available, physical_cores
@@ -271,6 +272,17 @@ def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers)
     return _joined(executor, model)
 
 
+def _assistant(executor: Executor, checkpoint: Checkpoint, draft: Assistant) -> DraftModel:
+    from forerun.executors.torch import TorchAssistantModel, TorchExecutor
+
+    if not isinstance(executor, TorchExecutor) or executor.group is not None:
+        raise ModelError(
+            "an assistant drafts outside of captured rounds and of --tp-size; use "
+            "--disable-cuda-graph on one device, or --speculative-algorithm NGRAM"
+        )
+    return TorchAssistantModel(executor, draft)
+
+
 ENTRY = ExecutorEntry(
     name="torch",
     title="torch executor",
@@ -285,6 +297,7 @@ ENTRY = ExecutorEntry(
         BlockFile.kind: _block,
         WholeDraft.kind: _whole,
         PredictionLayers.kind: _layers,
+        Assistant.kind: _assistant,
     },
     within=frozenset({DraftFile.kind, BlockFile.kind, PredictionLayers.kind, WholeDraft.kind}),
     shards=True,

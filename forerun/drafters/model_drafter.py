@@ -47,7 +47,7 @@ class ModelDrafter:
         self.traits = DrafterTraits(
             traits.name,
             depth,
-            needs_features=traits.features.kind != "none",
+            needs_features=traits.features.kind != "none" and bool(traits.cache),
             drafts_on_device=shape.full(bool(traits.block_size)),
         )
         self._model, self._traits, self._width = model, traits, shape.width

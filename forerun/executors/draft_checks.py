@@ -1,11 +1,13 @@
 """Checks the bounds of a draft model's inputs: a device would not report which number is wrong."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from forerun.errors import EngineError
 from forerun.interface.draft_model import DraftBlock, DraftExtension, DraftLevel
 from forerun.interface.executor import ExecutorLimits
-from forerun.types import AnyArray
+from forerun.types import AnyArray, Ints
 
 Bounds = dict[str, tuple[AnyArray, int, int]]
 """Per name: values, the lower bound, and the upper bound plus one."""
@@ -65,3 +67,34 @@ def _check(bounds: Bounds) -> None:
     for name, (values, low, high) in bounds.items():
         if np.any((values < low) | (values >= high)):
             raise EngineError(f"a draft step was refused: {name} is outside {low}..{high - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """The rows of an extension for a model that runs nothing but their roots.
+
+    last    int[R] each row's last token, beside whose features its root is run
+    start   int32[R+1] row r owns node r
+    kv_len  int32[R] positions before the root
+    scored  int32[s] rows that candidates are wanted for
+    """
+
+    last: AnyArray
+    start: Ints
+    kv_len: Ints
+    scored: Ints
+
+
+def roots_of(extension: DraftExtension) -> Roots:
+    """Return the roots of an extension. Raises EngineError if candidates are wanted for other
+    tokens.
+    """
+    last = extension.start[1:] - 1
+    scored = np.searchsorted(last, extension.scored).astype(np.int32)
+    if (scored >= len(last)).any() or (last[scored] != extension.scored).any():
+        raise EngineError(
+            "a draft step was refused: candidates behind a token that is no row's last"
+        )
+    counts = np.diff(extension.start).astype(np.int32)
+    start = np.arange(len(last) + 1, dtype=np.int32)
+    return Roots(last, start, extension.kv_len + counts, scored)

@@ -124,7 +124,7 @@ def gguf_fetched(
         info = huggingface_hub.HfApi().model_info(repository, revision=revision, timeout=ASKING)
         names = [one.rfilename for one in info.siblings or ()]
     except Exception as error:
-        folder = _here(repository, cache, revision)
+        folder = here(repository, cache, revision)
         if folder is None:
             raise _failure(repository, revision, error) from error
         names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
@@ -193,10 +193,10 @@ def _snapshot(
     try:
         _check_answer(repository, revision)
     except DownloadError:
-        here = _here(repository, cache, revision)
-        if here is None:
+        kept = here(repository, cache, revision)
+        if kept is None:
             raise
-        return here
+        return kept
     try:
         folder = huggingface_hub.snapshot_download(
             repository, revision=revision, allow_patterns=patterns, cache_dir=cache
@@ -235,7 +235,7 @@ def _check_digest(repository: str, blob: Path) -> None:
         )
 
 
-def _here(repository: str, cache: Path | None, revision: str | None) -> Path | None:
+def here(repository: str, cache: Path | None = None, revision: str | None = None) -> Path | None:
     """Return the folder of a hub model, if some of it is on this machine; does not contact the
     hub.
     """

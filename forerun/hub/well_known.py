@@ -88,3 +88,16 @@ def _plain(reference: str) -> str:
     """Return a model's name without its owner and format."""
     name = reference.rsplit("/", 1)[-1].partition(":")[0].lower()
     return name.removesuffix("-gguf").removesuffix("-instruct").removeprefix("meta-")
+
+
+_ASSISTANTS = ("E2B", "E4B", "26B-A4B", "31B")
+"""Sizes of Gemma 4 for which Google publishes an assistant that drafts."""
+
+
+def known_assistant(reference: str) -> str | None:
+    """Return the hub id of the assistant for the model of a reference, in any form and from any
+    owner; None if none is known.
+    """
+    names = {f"gemma-4-{size}-it".lower(): size for size in _ASSISTANTS}
+    size = names.get(_plain(reference))
+    return None if size is None else f"google/gemma-4-{size}-it-assistant"

@@ -113,6 +113,8 @@ class Architecture:
     embedding_scale  multiplies the embeddings, rounded to the activations' dtype first (Gemma)
     final_softcap    logits become final_softcap * tanh(logits / final_softcap); None leaves them
     logit_scale      multiplies the logits (Granite)
+    borrows          no layer has keys and values of its own: `LayerSpec.reads` are layers of
+                     another model, for which this one drafts (Gemma 4's assistant)
     """
 
     family: Family
@@ -129,6 +131,7 @@ class Architecture:
     embedding_scale: float = 1.0
     final_softcap: float | None = None
     logit_scale: float = 1.0
+    borrows: bool = False
 
     def __post_init__(self) -> None:
         """Raise ModelError for numbers that no model can have."""
@@ -159,7 +162,7 @@ class Architecture:
                 own = {"kv_heads": spec.cache.kv_heads, "head_size": spec.cache.head_size}
                 sizes = {name: getattr(self, name) for name in _MOST}
                 ArchitectureSizes(**sizes | own)
-            if spec.reads is None:
+            if spec.reads is None or self.borrows:
                 continue
             source = self.layer_specs[spec.reads] if 0 <= spec.reads < number else None
             if source is None or source.reads is not None or source.cache != spec.cache:

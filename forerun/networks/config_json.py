@@ -143,6 +143,11 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     keys = Keys(config, "config.json: ")
     name = keys.get("model_type")
+    if isinstance(name, str) and name.startswith("gemma4_") and name.endswith("_assistant"):
+        raise ModelError(
+            "an assistant drafts for a Gemma 4: name it with --speculative-draft-model-path beside "
+            "that model"
+        )
     if not isinstance(name, str) or name not in _WRAPPERS:
         known = ", ".join(_WRAPPERS)
         raise ModelError(

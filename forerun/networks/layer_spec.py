@@ -318,7 +318,7 @@ class LayerSpec:
     cache         the shape of its keys and values, and with it of its queries' heads; None: the
                   model's
     reads         the number of the layer, of the same shape, whose keys and values it attends to,
-                  having none of its own; None: its own
+                  having none of its own (Architecture.borrows: of another model); None: its own
     beside        experts beside the dense feed-forward, each of the two with norms of its own;
                   what they make together goes through the norm behind the feed-forward
     token_vector  numbers of a vector that each token has for this layer (Gemma 3n's and 4's

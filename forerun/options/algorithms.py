@@ -27,7 +27,7 @@ class Algorithm:
     aliases   other names with the same meaning
     model     drafts with a draft model
     kind      of draft model: a draft head, a whole model with layers and a vocabulary of its own,
-              or layers in the target's own checkpoint
+              layers in the target's own checkpoint, or an assistant that reads the target's cache
     lookup    drafts with n-grams
     block     drafts a block in one pass, whose trees branch at every node
     max_topk  largest speculative-eagle-topk; None = any, 0 = the method shapes its trees itself
@@ -38,7 +38,7 @@ class Algorithm:
     meaning: str
     aliases: tuple[str, ...] = ()
     model: bool = False
-    kind: Literal["head", "whole", "layers"] = "head"
+    kind: Literal["head", "whole", "layers", "assistant"] = "head"
     lookup: bool = False
     block: bool = False
     max_topk: int | None = None
@@ -49,8 +49,9 @@ ALGORITHMS = (
     Algorithm(
         "AUTO",
         "by the draft that is named: a head is EAGLE+NGRAM, a block drafter DFLASH, prediction "
-        "layers NEXTN, a GGUF file STANDALONE; with none named NEXTN if the target has prediction "
-        "layers (executors cpu and torch), else NGRAM",
+        "layers NEXTN, an assistant FROZEN_KV_MTP, another GGUF file STANDALONE; with none named "
+        "NEXTN if the target has prediction layers, FROZEN_KV_MTP if its assistant lies beside it "
+        "(executors cpu and torch), else NGRAM",
         model=True,
         lookup=True,
     ),
@@ -85,6 +86,13 @@ ALGORITHMS = (
         kind="layers",
     ),
     Algorithm(
+        "FROZEN_KV_MTP",
+        "Gemma 4's assistant, which reads the target's cache",
+        aliases=("GEMMA4_MTP", "ASSISTANT"),
+        model=True,
+        kind="assistant",
+    ),
+    Algorithm(
         "STANDALONE",
         "a smaller model drafts; of another vocabulary, what the two share",
         aliases=("DRAFT_MODEL",),
@@ -100,8 +108,7 @@ ALGORITHMS = (
     ),
     Algorithm(
         "NAIVE",
-        "a draft head proposes one token a step; on a GPU verifying it and drafting the next are "
-        "one captured program",
+        "a draft head proposes one token a step",
         aliases=("NAIVE_EAGLE",),
         model=True,
         max_topk=1,

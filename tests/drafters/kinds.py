@@ -20,6 +20,7 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.drafts.eagle_config import head_for
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.train.export import export_head
+from tests.drafters import assistants
 from tests.drafters.prediction import counting, dense, in_gguf, random_layer, with_layers
 from tests.models import tiny
 from tests.parity.blocks import VARIANTS, dense_block, random_block, streams
@@ -301,6 +302,44 @@ def random_head(kinds, _):
     return Kind("EAGLE", model, twin.folder, reference=reference)
 
 
+# --- Gemma 4's assistant -------------------------------------------------------------------------
+
+BLIND = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+BLIND |= {"final_logit_softcapping": None, "num_hidden_layers": 2, "max_position_embeddings": 512}
+BLIND |= {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+def assistant(kinds, which):
+    """A random one, beside layers that read others' keys and values, or make values of keys, or as
+    a file; one that is right, and one that is right for every second token.
+    """
+    folder = kinds.folder(f"assistant {which}")
+    if which in ("right", "half"):
+        hf = blind(tiny.model("gemma4_text", **BLIND))
+        made, reference, others = assistants.right_for(hf, 1 + (which == "half")), None, ()
+    else:
+        keyed = {"attention_k_eq_v": True, "num_global_key_value_heads": 1} | BLIND
+        changes = keyed if which == "values of keys" else {"max_position_embeddings": 512}
+        hf = tiny.model("gemma4_text", **changes)
+        made = assistants.beside(hf, ordered=which == "ordered")
+
+        def read(moving):
+            return lambda text, path: (
+                assistants.dense(hf, made, text, path, moving).log_softmax(-1).numpy()
+            )
+
+        reference, others = read(0), (read(1),)
+    target = kinds.folder("blind gemma" if reference is None else f"target of {which}")
+    if not target.exists():
+        tiny.save_folder(hf, target)
+    if which == "GGUF":
+        draft = assistants.in_gguf(made, folder.with_suffix(".gguf"))
+    else:
+        made.save_pretrained(folder)
+        draft = folder
+    return Kind("FROZEN_KV_MTP", target, draft, reference=reference, others=others)
+
+
 # --- blocks ------------------------------------------------------------------------------------
 
 
@@ -330,6 +369,7 @@ MAKERS = {
     "counting": counting_layers,
     "right": right,
     "qwen": qwen,
+    "ASSISTANT": assistant,
     "EAGLE": random_head,
     "DFLASH": block,
 }

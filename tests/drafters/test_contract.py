@@ -115,6 +115,8 @@ SPOKEN = [
     *on("torch", "NEXTN by depth, deepseek", "NEXTN by depth, mimo"),
     *on("torch", "NEXTN in GGUF, glm4_moe", "NEXTN in GGUF, deepseek_v3"),
     *on("torch", *(f"DFLASH, {variant}" for variant in VARIANTS)),
+    *on("torch", "ASSISTANT, shared", "ASSISTANT, values of keys"),
+    *on("cpu", "ASSISTANT, shared", "ASSISTANT, values of keys", "ASSISTANT, GGUF"),
     *on("cpu", "EAGLE", "STANDALONE, first layers", "NEXTN, deepseek", "NEXTN, mimo"),
     *on("cpu", "NEXTN, qwen3-next", "NEXTN of, glm4_moe", "NEXTN of, deepseek_v3"),
     *on("cpu", "NEXTN by depth, deepseek", "NEXTN by depth, qwen3-next"),
@@ -235,6 +237,8 @@ RIGHT = [
     *on("jax", "right, EAGLE", "right, NEXTN", "STANDALONE, itself"),
     *on("torch", "counting, right"),
     *on("cpu", "counting, right"),
+    *on("torch", "ASSISTANT, right"),
+    *on("cpu", "ASSISTANT, right"),
 ]
 
 
@@ -276,6 +280,7 @@ TOLD = [
     *on("torch", "DFLASH, both ways"),
     *on("cpu", "right, EAGLE", "STANDALONE, itself", "NEXTN, mimo", "counting, right"),
     *on("cpu", "DFLASH, both ways"),
+    *on("cpu", "ASSISTANT, shared"),
     *on("jax", "DFLASH, both ways"),
 ]
 
@@ -337,6 +342,8 @@ TEXTS = [
     *on("torch", "DFLASH, both ways", "DFLASH, a map, the target's rows"),
     *on("cpu", "STANDALONE, first layers", "STANDALONE, poorer", "NEXTN, mimo"),
     *on("cpu", "counting, swapped", "DFLASH, both ways", "DFLASH, a map, the target's rows"),
+    *on("torch", "ASSISTANT, half"),
+    *on("cpu", "ASSISTANT, half"),
 ]
 OFTEN = "STANDALONE, first layers", "STANDALONE, poorer"
 """Whose chains accept something, but not all, and whose trees accept more."""
@@ -413,6 +420,8 @@ def resting(kinds, compiled, quickly, monkeypatch):
 LATE = [
     *on("torch", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),
     *on("cpu", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),
+    *on("cpu", "ASSISTANT, shared"),
+    *on("torch", "ASSISTANT, shared"),
     *on("rounds", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers"),
     *on("jax", "NEXTN of, glm4_moe", "NEXTN of, deepseek_v3"),
     *on("jax", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),

@@ -7,6 +7,7 @@ import pytest
 from forerun.build.registry import EXECUTORS
 from forerun.checkpoints import prediction_naming
 from forerun.checkpoints.gguf import config as gguf_config
+from forerun.drafts.assistant import Assistant
 from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.prediction_layers import PredictionLayers
@@ -34,6 +35,7 @@ KINDS = {
     "a block drafter": BlockFile.kind,
     "a whole model, itself included": WholeDraft.kind,
     "its own layers": PredictionLayers.kind,
+    "its assistant (Gemma 4)": Assistant.kind,
 }
 
 

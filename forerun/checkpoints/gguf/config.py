@@ -175,6 +175,43 @@ def architecture_of(file: GgufFile) -> Architecture:
     return arch
 
 
+ASSISTANT = "gemma4-assistant"
+"""general.architecture of Gemma 4's assistant (forerun/drafts/assistant.py)."""
+
+
+def assistant_of(file: GgufFile) -> tuple[Architecture, int]:
+    """Read the decoder of an assistant, as if it had keys and values of its own, and the width of
+    its target's hidden states; or raise ModelError naming the key that stands in the way.
+    """
+    if file.metadata.get("general.architecture") != ASSISTANT:
+        raise ModelError(f"it is no {ASSISTANT}")
+    values, shared = _below(file.metadata, f"{ASSISTANT}."), "attention.shared_kv_layers"
+    keys = Keys(values, f"{ASSISTANT}.")
+    layers, read = keys.integer("block_count"), keys.integer(shared, 0)
+    if read not in (0, layers):
+        raise keys.unfit(shared, read, f"{layers}: all layers read the target's")
+    keys = Keys(values | {shared: 0}, keys.prefix)
+    keys.require("nextn_predict_layers", layers)
+    sizes = gemma4_sizes(keys, _vocab(file))
+    keys.require("vocab_size", sizes.vocab)
+    arch = Architecture(
+        family="gemma4_text",
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_size=sizes.head_size,
+        vocab=sizes.vocab,
+        context=sizes.context,
+        norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
+        layer_specs=gemma4_layers(keys, sizes, file, _scaling(keys, sizes.context, file)),
+        tied_head="output.weight" not in file.tensors,
+    )
+    hidden = keys.integer("embedding_length_out")
+    keys.get("final_logit_softcapping")  # Its logits are not softened, as in llama.cpp.
+    keys.refuse_the_rest(_harmless)
+    return arch, hidden
+
+
 def _sizes(keys: Keys, file: GgufFile, family: Family) -> ArchitectureSizes:
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     mixed = family in CONVOLUTIONS
@@ -329,6 +366,11 @@ def _check_kind(file: GgufFile) -> None:
     name = metadata.get("general.architecture")
     if isinstance(name, str) and name in _LACKS:
         raise ModelError(f"{path}: a {name} model does not run here: it needs {_LACKS[name]}")
+    if name == ASSISTANT:
+        raise ModelError(
+            f"{path} is an assistant, which drafts for a Gemma 4: name it with "
+            "--speculative-draft-model-path beside that model"
+        )
     if not isinstance(name, str) or name not in _FAMILIES:
         raise ModelError(
             f"{path}: the architecture {name!r} does not run here; "

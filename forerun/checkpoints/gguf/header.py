@@ -84,6 +84,26 @@ def parsed_header(path: Path, data: NDArray[np.uint8]) -> GgufFile:
     return GgufFile(path, tensors, data, metadata)
 
 
+def declared(path: Path, key: str) -> Value | None:
+    """Return one metadata value, reading no further than it; None if the file has none of that
+    name. Raises ModelError for a header that is damaged before it.
+    """
+    cursor = _Cursor(path, mapped(path))
+    try:
+        if cursor.take(4) != b"GGUF":
+            raise ModelError("it is not a GGUF file")
+        _check_version(cursor.scalar(4))
+        cursor.count("tensors", 8, _MOST_TENSORS)
+        for _ in range(cursor.count("metadata keys", 8, _MOST_KEYS)):
+            name = cursor.string(_MOST_NAME)
+            value = cursor.value(int(cursor.scalar(4)))
+            if name == key:
+                return value
+    except (struct.error, UnicodeDecodeError, UnsupportedError, ModelError) as error:
+        raise ModelError(f"{path}: {error}") from error
+    return None
+
+
 class _Cursor:
     """Reads forward through the header; never past the end, never more than the budgets."""
 

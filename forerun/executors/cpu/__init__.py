@@ -1,6 +1,7 @@
 """The executor on the compiled CPU core (built by hatch_build.py); needs no torch."""
 
 from forerun.executors.cpu.adapted import AdaptedCpuExecutor
+from forerun.executors.cpu.assistant_model import CpuAssistantModel
 from forerun.executors.cpu.block_model import CpuBlockModel
 from forerun.executors.cpu.decoder_model import CpuDecoderModel
 from forerun.executors.cpu.eagle_model import CpuEagleModel
@@ -14,6 +15,7 @@ from forerun.executors.cpu.weights import bits_made, cache_bytes_per_token, cach
 
 __all__ = [
     "AdaptedCpuExecutor",
+    "CpuAssistantModel",
     "CpuBlockModel",
     "CpuDecoderModel",
     "CpuEagleModel",

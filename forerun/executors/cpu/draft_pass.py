@@ -9,7 +9,7 @@ from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.interface.draft_model import Candidates, DraftExtension
 from forerun.interface.executor import ExecutorLimits
-from forerun.types import Floats, Ints
+from forerun.types import AnyArray, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class CpuDraftPass:
     hidden    float32[n,H] the nodes' input instead of sources and features
     outputs   float32[n,H] to be filled with the input of a next step
     token_rows  float32[n,L*D] the tokens' own (token_rows.py), of a whole model that has such
+    clusters  int32[s,top_k] to be filled: of which tokens the logits are (csrc/draft.h)
     """
 
     tokens: Ints
@@ -37,6 +38,7 @@ class CpuDraftPass:
     hidden: Floats | None = None
     outputs: Floats | None = None
     token_rows: Floats | None = None
+    clusters: Ints | None = None
 
 
 def run(
@@ -50,6 +52,12 @@ def run(
 
     Raises EngineError, and changes nothing, for an invalid pass.
     """
+    launch(library, model, work, logits)
+    return likeliest(logits[: len(work.scored)], candidates)
+
+
+def launch(library: ctypes.CDLL, model: int, work: CpuDraftPass, logits: Floats) -> None:
+    """Run one pass of a native draft model, and fill its scored nodes' logits. Raises as `run`."""
     arrays = {
         "tokens": work.tokens,
         "sources": work.sources,
@@ -66,6 +74,7 @@ def run(
         hidden=_address(work.hidden),
         outputs=_address(work.outputs),
         token_rows=_address(work.token_rows),
+        clusters=_address(work.clusters),
         rows=len(work.kv_len),
         nodes=len(work.tokens),
         first=work.first,
@@ -76,12 +85,11 @@ def run(
         **{name: array.ctypes.data for name, array in int_arrays.items()},
     )
     refuse(library, library.forerun_draft(model, ctypes.byref(step)))
-    return likeliest(logits[: len(work.scored)], candidates)
 
 
-def _address(floats: Floats | None) -> int | None:
+def _address(array: AnyArray | None) -> int | None:
     """Return the address of a contiguous array; None for None."""
-    return None if floats is None else floats.ctypes.data
+    return None if array is None else array.ctypes.data
 
 
 def page_slots(extension: DraftExtension, limits: ExecutorLimits) -> Ints:

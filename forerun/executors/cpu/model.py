@@ -40,6 +40,7 @@ class CpuModel:
 
     handle  the core's; None after `shutdown`
     ring    features for a draft model that reads any; None = no draft model reads them
+    cache_item  bytes of a number of keys and values (weights.cache_item)
     token_rows  as StepBuffers has it
     by_page  [.,P,.] arrays of draft models that belong to pages, beside keys and values
 
@@ -78,7 +79,7 @@ class CpuModel:
         self.ring: HostFeatureRing | None = None
         self.by_page: list[Floats] = []
         self._numbers = sentence(checkpoint, dtype)
-        self._cache_item = cache_item(checkpoint, dtype, kv_dtype)
+        self.cache_item = cache_item(checkpoint, dtype, kv_dtype)
         packer = Packer(self._library, checkpoint, dtype=dtype)
         self._weight_bytes = packer.planned_bytes()
         self.handle = self._open()
@@ -103,8 +104,8 @@ class CpuModel:
             max_nodes=limits.max_nodes,
             context=limits.context,
             threads=self.threads,
-            cache_item=self._cache_item,
-            cache_bytes=cache_bytes_per_token(arch.caches, self._cache_item),
+            cache_item=self.cache_item,
+            cache_bytes=cache_bytes_per_token(arch.caches, self.cache_item),
             vectors=arch.token_vector,
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),
@@ -128,7 +129,7 @@ class CpuModel:
     def cache_bytes(self) -> int:
         """Bytes of keys and values, in pages and in the step's scratch."""
         places = self._limits.pages * self._limits.page_size + self._limits.max_nodes
-        return cache_bytes_per_token(self._arch.caches, self._cache_item) * places
+        return cache_bytes_per_token(self._arch.caches, self.cache_item) * places
 
     def adopt(self, draft: int | None, features_width: int) -> None:
         """Take over a native draft model, to close it with the target whose threads it uses, and
@@ -226,7 +227,7 @@ class CpuModel:
             "dtype": self._numbers,
             "weight_bytes": self._weight_bytes,
             "cache_bytes": self.cache_bytes,
-            "cache_dtype": CACHE_DTYPES[self._cache_item],
+            "cache_dtype": CACHE_DTYPES[self.cache_item],
         }
 
     def shutdown(self) -> None:

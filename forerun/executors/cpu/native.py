@@ -22,7 +22,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 41
+ABI = 42
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -125,8 +125,14 @@ class DraftStep(ctypes.Structure):
         *((name, c_void_p) for name in ("tokens", "sources", "parents")),
         *((name, c_void_p) for name in ("start", "kv_len", "pages", "slots")),
         *((name, c_void_p) for name in ("scored_nodes", "token_rows", "logits", "features")),
-        *((name, c_void_p) for name in ("hidden", "outputs")),
+        *((name, c_void_p) for name in ("hidden", "outputs", "clusters")),
     )
+
+
+class AssistantKind(ctypes.Structure):
+    """`AssistantKind` of csrc/draft.h."""
+
+    _fields_ = tuple((name, c_int32) for name in ("slots", "clusters", "top_k"))
 
 
 class TableArrays(ctypes.Structure):
@@ -218,6 +224,10 @@ _CALLS = {
     "forerun_open_decoder": (
         c_void_p,
         [c_void_p, POINTER(Sizes), c_int, POINTER(Ropes), c_int64],
+    ),
+    "forerun_open_assistant": (
+        c_void_p,
+        [c_void_p, POINTER(Sizes), POINTER(AssistantKind), POINTER(Ropes), c_int64],
     ),
     "forerun_draft": (c_int, [c_void_p, POINTER(DraftStep)]),
     "forerun_commit_paths": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),

@@ -4,6 +4,7 @@ from forerun.executors.torch.captured.executor import (
     CapturedExecutor,
     with_captures,
 )
+from forerun.executors.torch.drafts.assistant_model import TorchAssistantModel
 from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.decoder_model import TorchDecoderModel
 from forerun.executors.torch.drafts.eagle import TorchEagleModel
@@ -14,6 +15,7 @@ from forerun.executors.torch.page_contents import TorchPages
 
 __all__ = [
     "CapturedExecutor",
+    "TorchAssistantModel",
     "TorchBlockModel",
     "TorchDecoderModel",
     "TorchEagleModel",

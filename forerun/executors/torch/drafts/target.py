@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 
+from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.decoder.decoder import Ends
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.interface.executor import ExecutorLimits
@@ -44,4 +45,13 @@ class TorchTarget(Protocol):
         step on. Raises ConfigError for a layer that is not there, MemoryPlanError if there is no
         room to keep them.
         """
+        ...
+
+
+class CachedTarget(TorchTarget, Protocol):
+    """A target whose keys and values a draft model reads, between its steps."""
+
+    @property
+    def cache(self) -> PagedCache:
+        """The target's keys and values. Raises EngineError after `shutdown`."""
         ...

@@ -1,0 +1,210 @@
+"""Gemma 4's assistant in torch, pass by pass. drafts/assistant.py says what it computes."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor
+
+from forerun.drafts.assistant import BEFORE, BEHIND, CENTROIDS, Assistant
+from forerun.errors import EngineError
+from forerun.executors.draft_checks import check_extension, check_level, check_pages, roots_of
+from forerun.executors.torch.attention.attention import KeyBlock, RowKeys, attend, blocks_of
+from forerun.executors.torch.attention.kv import indices
+from forerun.executors.torch.decoder.decoder import Block
+from forerun.executors.torch.decoder.elementwise import AnyHeads, rotation
+from forerun.executors.torch.decoder.layers import Linear
+from forerun.executors.torch.decoder.weights import Weights
+from forerun.executors.torch.drafts.target import CachedTarget
+from forerun.executors.torch.features import on_device
+from forerun.executors.torch.memory import check_fits
+from forerun.executors.torch.triton.kernels import parts_of
+from forerun.interface.draft_model import (
+    BlockCandidates,
+    Candidates,
+    DraftBlock,
+    DraftExtension,
+    DraftLevel,
+    DraftModelTraits,
+    FeatureNeeds,
+)
+from forerun.interface.features import Features
+from forerun.networks.layer_spec import AttentionSpec
+from forerun.types import AnyArray, Ints
+
+
+class TorchAssistantModel:
+    """DraftModel in torch, on the device and in the dtype of its target, whose keys and values it
+    reads where they are.
+
+    Raises MemoryPlanError if it does not fit.
+    """
+
+    def __init__(self, executor: CachedTarget, draft: Assistant) -> None:
+        arch, limits = draft.architecture, executor.limits
+        device, dtype = executor.device, executor.dtype
+        taken = {"draft_weight": draft.parameters * dtype.itemsize}
+        check_fits(taken, device)
+        self.traits = DraftModelTraits(
+            name="frozen_kv_mtp",
+            cache=draft.cache,
+            target_ids=draft.target_ids,
+            max_nodes=limits.max_nodes,
+            features=FeatureNeeds("last"),
+        )
+        self._executor, self._arch = executor, arch
+        weights, parts = (
+            Weights(draft, device, dtype, Linear, finite=True),
+            parts_of(executor.kernels),
+        )
+        self._parts, self._norm = parts, weights.norm("model.norm.weight")
+        self._before, self._behind = weights.linear(BEFORE), weights.linear(BEHIND)
+        self._blocks = [
+            Block(weights, layer, spec, arch, parts) for layer, spec in enumerate(arch.layer_specs)
+        ]
+        self._ropes = [
+            (torch.from_numpy(rope.frequencies(size)).to(device), rope.attention_factor)
+            for rope, size in arch.ropes
+        ]
+        head = "model.embed_tokens.weight" if arch.tied_head else "lm_head.weight"
+        rows = weights.matrix(head)
+        if draft.vocab < arch.vocab:
+            rows = rows.index_select(0, indices(draft.target_ids, device))
+        self._head, self._clusters = Linear(rows), draft.clusters
+        if draft.clusters is not None:
+            self._rows, self._centroids = rows, weights.linear(CENTROIDS)
+            self._tokens = indices(draft.clusters.tokens, device)
+        # What the next step receives: of draft nodes, then of each slot's root.
+        count = limits.max_nodes + limits.slots
+        self._outputs = torch.zeros(count, draft.target_hidden, device=device, dtype=dtype)
+        self._facts = {
+            "algorithm": self.traits.name,
+            "layers": arch.layers,
+            "vocab": self.traits.vocab,
+            **{f"{part}_bytes": count for part, count in taken.items()},
+        }
+        executor.request_aux_hidden_states((executor.decoder.arch.layers,))
+
+    @torch.inference_mode()
+    def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
+        """Run each row's root, beside the features of the token before it. Returns Candidates
+        [s,k]. Raises EngineError for numbers out of bounds and for features that are missing or not
+        one row per token.
+        """
+        executor = self._executor
+        check_extension(extension, executor.limits)
+        check_pages(extension, executor.limits)
+        if features is None:
+            raise EngineError(f"{self.traits.name} was extended without the target's features")
+        streams = on_device(features, executor.device, executor.dtype)
+        if len(streams) != len(extension.tokens):
+            raise EngineError("an extension whose features are not one row per token")
+        roots = roots_of(extension)
+        hidden = executor.decoder.final_norm(streams[indices(roots.last, executor.device)])
+        tokens = extension.next_tokens[roots.last]
+        read, outputs = self._pass(tokens, hidden, roots.start, roots.kv_len, extension.pages)
+        self._outputs[indices(executor.limits.max_nodes + extension.slots, outputs.device)] = (
+            outputs
+        )
+        return self._candidates(read[indices(roots.scored, read.device)], extension.candidates)
+
+    @torch.inference_mode()
+    def expand(self, level: DraftLevel) -> Candidates:
+        """Run draft tokens; returns candidates [n,k] of each. Raises EngineError for numbers out of
+        bounds.
+        """
+        limits, count = self._executor.limits, len(level.tokens)
+        check_level(level, limits)
+        roots = limits.max_nodes + np.repeat(level.slots, np.diff(level.start))
+        parents = np.where(level.parents < 0, roots, level.parents)
+        hidden = self._outputs[indices(parents, self._outputs.device)]
+        read, outputs = self._pass(level.tokens, hidden, level.start, level.kv_len, level.pages)
+        self._outputs[level.first : level.first + count] = outputs
+        return self._candidates(read, level.candidates)
+
+    def block(self, block: DraftBlock) -> BlockCandidates:
+        """Raise EngineError: an assistant proposes level by level."""
+        raise EngineError(f"{self.traits.name} proposes level by level, not a block")
+
+    def _pass(
+        self, tokens: Ints, hidden: Tensor, start: Ints, kv_len: Ints, pages: Ints
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the head reads, [n,Hd], and the next hidden states [n,H], of nodes that see
+        their rows' cached tokens.
+        """
+        executor, arch = self._executor, self._arch
+        device, decoder = executor.device, executor.decoder
+        if not (kv_len > 0).all():
+            raise EngineError("a draft step was refused: an assistant needs a token in the cache")
+        position = np.repeat(kv_len, np.diff(start)).astype(np.int32)
+        seen = _Seen(executor, start, kv_len, pages, position - np.int32(1))
+        scale = torch.tensor(decoder.arch.embedding_scale).to(executor.dtype).item()
+        embedded = (
+            F.embedding(indices(tokens, device), decoder.embedding).to(executor.dtype) * scale
+        )
+        rotary = [rotation(indices(position, device), *rope) for rope in self._ropes]
+
+        def attend_layer(layer: int, heads: AnyHeads) -> Tensor:
+            spec = arch.layer_specs[layer]
+            return seen.attend(spec.reads or 0, heads.turned()[0], spec.attention)
+
+        x = self._before(torch.cat([embedded, hidden], -1))
+        more: Tensor | None = None
+        for spec, block in zip(arch.layer_specs, self._blocks, strict=True):
+            x, normed = block.enter(x, more)
+            x, more = block(
+                x, normed, rotary[arch.ropes.index(arch.rope_of(spec))], attend_layer, ()
+            )
+        read = self._parts.norm(x if more is None else x + more, self._norm, arch.norm_eps)
+        return read, self._behind(read)
+
+    def _candidates(self, read: Tensor, count: int) -> Candidates:
+        """Return the candidates of what the head reads, [s,Hd]."""
+        if self._clusters is None:
+            logits, ids = self._head(read).float(), None
+        else:
+            best = self._centroids(read).topk(self._clusters.top_k, -1).indices
+            ids = self._tokens[best].flatten(1)
+            logits = torch.bmm(self._rows[ids], read.unsqueeze(-1)).squeeze(-1).float()
+        best, found = logits.topk(min(count, logits.shape[-1]), -1)
+        log_probs = best - logits.logsumexp(-1, keepdim=True)
+        chosen = found if ids is None else ids.gather(-1, found)
+        return Candidates(chosen.int().cpu().numpy(), log_probs.cpu().numpy())
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for /server_info."""
+        return self._facts
+
+
+class _Seen:
+    """The target's keys and values that the nodes of one pass attend to."""
+
+    def __init__(
+        self, executor: CachedTarget, start: Ints, kv_len: Ints, pages: Ints, last: Ints
+    ) -> None:
+        """last: int32[n] the last position that each node sees."""
+        cache, nodes = executor.cache, np.arange(len(last), dtype=np.int32)
+        empty: AnyArray = np.zeros(0, np.int64)
+        self._cache, self._last, self._device = cache, last, executor.device
+        self._dtype = executor.dtype
+        self._rows = [
+            RowKeys(
+                mine,
+                cache.slots_of(pages[row][None], 0, np.arange(int(kv_len[row]))),
+                [(empty, mine)],
+            )
+            for row, mine in enumerate(np.split(nodes, start[1:-1]))
+        ]
+        self._blocks: dict[int | None, list[KeyBlock]] = {}
+
+    def attend(self, layer: int, queries: Tensor, spec: AttentionSpec) -> Tensor:
+        """Return the context [n,A,E] of queries [n,A,E] over the keys and values of one of the
+        target's layers; with a window w, of the last w + 1 positions.
+        """
+        window = None if spec.window is None else spec.window + 1
+        if window not in self._blocks:
+            null = self._cache.null
+            self._blocks[window] = blocks_of(self._rows, self._last, null, self._device, window)
+        keys, values = self._cache.layers[layer]
+        return attend(queries.to(self._dtype), keys, values, self._blocks[window], spec)

@@ -1,0 +1,334 @@
+"""Gemma 4's assistant: files, what it says to the last digit, and how it is chosen."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from forerun.build import beside
+from forerun.build.beside import assistant_beside, with_assistant
+from forerun.build.drafting import drafting_sentence, open_drafts, with_shipped
+from forerun.build.engine import load, open_target
+from forerun.build.sizing import described, sizing
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.drafts.assistant import holds_assistant, open_assistant
+from forerun.errors import ConfigError, EngineError, ModelError
+from forerun.hub.catalog import open_model
+from forerun.interface.draft_model import DraftExtension, DraftLevel
+from forerun.measure.prove import Trial
+from forerun.options.alias import speculative_config
+from forerun.options.config import EngineConfig
+from tests.drafters import assistants
+from tests.drafters.served import Cells, settings
+from tests.drafters.test_contract import NO_CORE
+from tests.drafters.watched import Watched
+from tests.e2e.test_equality_matrix import PROMPTS, proved
+from tests.models import tiny
+
+EXECUTORS = [pytest.param("cpu", marks=NO_CORE), "torch"]
+
+
+@pytest.fixture(scope="module")
+def cells(kinds, compiled):
+    opened = Cells(kinds, compiled)
+    yield opened
+    opened.close()
+
+
+# --- what it says ------------------------------------------------------------------------------
+
+
+class Heard(Watched):
+    """said: (text, draft tokens below it, ids, log-probabilities) of all that could be said."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.said = []
+
+    def heard(self, asked, ids, log_probs):
+        for (text, path), line, values in zip(asked, ids, log_probs, strict=True):
+            self.said.append((tuple(text), path, line, values))
+        return ids, log_probs
+
+    def extend(self, extension, features):
+        return super().extend(_all(extension), features)
+
+    def expand(self, level):
+        return super().expand(_all(level))
+
+
+def _all(work):
+    return replace(work, candidates=tiny.VOCAB)
+
+
+@pytest.mark.parametrize("name", ["shared", "ordered"])
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_logits_are_those_of_transformers(cells, kinds, executor, name):
+    """Within 1e-4, at several depths, beyond windows; of an ordered head those of the clusters that
+    are scored, among themselves.
+    """
+    cell, heard = cells(executor, f"ASSISTANT, {name}"), []
+    cell.served(around=lambda model: heard.append(Heard(model)) or heard[0], shape=(6, 3, 2))
+    known = [each for each in heard[0].said if -1 not in each[0]]
+    checked = known[:: max(1, len(known) // 40)]
+    assert {len(path) for _, path, _, _ in checked} == {0, 1, 2}
+    assert max(len(text) for text, *_ in checked) > 60
+    for text, path, ids, found in checked:
+        logits = cell.kind.reference(text, path)[-1]
+        unscored = logits == logits.min() if name == "ordered" else np.zeros(tiny.VOCAB, np.bool_)
+        scored = np.flatnonzero(~unscored)
+        assert sorted(ids.tolist()) == scored.tolist()
+        wanted = logits[ids] - np.log(np.exp(logits[scored]).sum())
+        assert np.abs(found - wanted).max() < 1e-4
+
+
+@NO_CORE
+def test_in_8_bits_beside_a_target_in_8_bits(cells):
+    """On two threads: one that is right is right but for a few tokens, and an ordered head has the
+    same favourites, mostly, as in floats.
+    """
+    changes = {"dtype": "q8_0", "threads": 2}
+    found = cells("cpu", "ASSISTANT, right", **changes).served()
+    assert found.accepted > 0.9 * found.drafted
+    cell, heard = cells("cpu", "ASSISTANT, ordered", **changes), []
+    cell.served(around=lambda model: heard.append(Heard(model)) or heard[0])
+    first = [each for each in heard[0].said if not each[1] and -1 not in each[0]][:40]
+    same = [cell.kind.reference(text, ())[0].argmax() == ids[0] for text, _, ids, _ in first]
+    assert np.mean(same) > 0.6
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_texts_do_not_depend_on_it(kinds, executor, page):
+    """Trees, shared prefixes, little room, so that sequences are preempted."""
+    kind = kinds["ASSISTANT, half"]
+    config = settings(
+        kind, executor, page_size=page, chunked_prefill_size=320, kv_tokens=176, context=None
+    )
+    trial = Trial(PROMPTS[-4:], tokens=8, temperatures=(0.0, 1.0), group=4, mixed=True)
+    proved(config, trial, None, shapes=("tree",))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_bad_passes_are_refused(cells, executor):
+    model = cells(executor, "ASSISTANT, shared").model()
+    one, none = np.ones(1, np.int32), np.zeros(0, np.int32)
+    ends, pages = np.array([0, 2], np.int32), np.zeros((1, 4), np.int32)
+    with pytest.raises(EngineError, match="needs a token in the cache"):
+        model.expand(DraftLevel(one, -one, ends // 2, 0 * one, one, pages, 0, 1))
+    two = np.ones(2, np.int32)
+    with pytest.raises(EngineError, match=r"without (the target's )?features"):
+        model.extend(DraftExtension(two, two, ends, one, one, pages, none, 1), None)
+    with pytest.raises(EngineError, match="not a block"):
+        model.block(None)
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(kinds):
+    return FolderCheckpoint(kinds["ASSISTANT, shared"].model).architecture
+
+
+@pytest.fixture
+def folder(kinds, tmp_path):
+    return shutil.copytree(kinds["ASSISTANT, ordered"].draft, tmp_path / "assistant")
+
+
+def changed(folder, tensors=lambda _: None, inner=None, **keys):
+    config = json.loads((folder / "config.json").read_text()) | keys
+    config["text_config"] |= inner or {}
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = load_file(folder / "model.safetensors")
+    tensors(stored)
+    save_file(stored, folder / "model.safetensors")
+    return folder
+
+
+def with_keys(tensors):
+    tensors["model.layers.0.self_attn.k_proj.weight"] = tensors["model.norm.weight"].clone()
+
+
+def repeating(tensors):
+    tensors["masked_embedding.token_ordering"] //= 2
+
+
+def test_what_transformers_writes_is_read(kinds, target, folder):
+    found = open_assistant(folder, target)
+    assert [spec.reads for spec in found.architecture.layer_specs] == [0, 0, 0, 1]
+    assert found.cache == () and found.vocab == tiny.VOCAB and found.warnings == ()
+    assert found.clusters.tokens.shape == (assistants.CLUSTERS, 32)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if "token_ordering" not in name:
+            assert np.array_equal(found.tensor(name), tensor.numpy())
+    with pytest.raises(ModelError, match="scores few tokens already"):
+        found.limited(np.arange(5, dtype=np.int32))
+    plain = open_assistant(kinds["ASSISTANT, shared"].draft, target)
+    assert plain.limited(np.arange(5, dtype=np.int32)).vocab == 5
+
+
+def test_a_file_is_the_folder(kinds, target):
+    """As llama.cpp's converter writes it; it leaves the order of the head out."""
+    kind = kinds["ASSISTANT, GGUF"]
+    found = open_assistant(kind.draft, target)
+    plain = open_assistant(kinds["ASSISTANT, shared"].draft, target)
+    assert found.warnings == () and set(found.names()) == set(plain.names())
+    for one, two in zip(
+        found.architecture.layer_specs, plain.architecture.layer_specs, strict=True
+    ):
+        assert replace(one, rope=two.rope) == two
+    assert holds_assistant(kind.draft) and found.clusters is None
+    for name in found.names():
+        assert np.array_equal(found.tensor(name), plain.tensor(name))
+    with pytest.raises(ModelError, match="an assistant, which drafts for a Gemma 4"):
+        GgufCheckpoint(kind.draft)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"backbone_hidden_size": 32}, "a width of 32, the target's is 64"),
+        ({"output_multiplier": 2.0}, "output_multiplier"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"architectures": ["Gemma4ForCausalLM"]}, "architectures"),
+        ({"num_centroids": 7}, "7 clusters"),
+        ({"centroid_intermediate_top_k": 11}, "of which 11 are scored"),
+        ({"use_ordered_embeddings": False}, "unexpected masked_embedding"),
+        ({"inner": {"num_kv_shared_layers": 2}}, "num_kv_shared_layers"),
+        ({"inner": {"use_double_wide_mlp": True}}, "use_double_wide_mlp"),
+        ({"inner": {"laurel_rank": 4}}, "laurel_rank"),
+        ({"inner": {"sliding_window": 25}}, "a window of 25, the target's is 24"),
+        ({"inner": {"vocab_size": 160}}, "a vocabulary of 160"),
+        (
+            {"inner": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320}},
+            "no per-layer embeddings",
+        ),
+        ({"tensors": lambda t: t.pop("post_projection.weight")}, "missing post_projection"),
+        ({"tensors": with_keys}, "unexpected model.layers.0.self_attn.k_proj"),
+        ({"tensors": repeating}, "does not name each of the 320 tokens once"),
+    ],
+)  # fmt: skip
+def test_what_would_change_it_is_named(target, folder, changes, named):
+    with pytest.raises(ModelError, match=named):
+        open_assistant(changed(folder, **changes), target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention.shared_kv_layers": 2}, "shared_kv_layers"),
+        ({"nextn_predict_layers": 2}, "nextn_predict_layers"),
+        ({"altup.num_inputs": 4}, "altup"),
+        ({"embedding_length_out": 32}, "a width of 32"),
+        ({"attention.key_length_swa": 8, "attention.value_length_swa": 8,
+          "rope.dimension_count_swa": 8}, "reads 2 heads of 8, the target keeps 2 heads of 16"),
+    ],
+)  # fmt: skip
+def test_metadata_that_would_change_it_is_named(kinds, target, tmp_path, changes, named):
+    made = assistants.beside(tiny.model("gemma4_text"))
+    path = assistants.in_gguf(made, tmp_path / "x.gguf", **changes)
+    with pytest.raises(ModelError, match=named):
+        open_assistant(path, target)
+
+
+def test_other_rotary_positions_are_a_warning(target, folder):
+    ropes = json.loads((folder / "config.json").read_text())["text_config"]["rope_parameters"]
+    ropes["sliding_attention"]["rope_theta"] = 5.0
+    found = open_assistant(changed(folder, inner={"rope_parameters": ropes}), target)
+    assert found.warnings == (
+        "its rotary positions are not the target's: few draft tokens may be accepted",
+    )
+
+
+# --- how it is chosen --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "MTP", "STANDALONE", "AUTO", "frozen-kv-mtp"])
+def test_names_of_other_servers_mean_it(kinds, algorithm):
+    draft = str(kinds["ASSISTANT, shared"].draft)
+    asked = EngineConfig(
+        model="m", speculative_algorithm=algorithm, speculative_draft_model_path=draft
+    )
+    assert with_shipped(asked).speculative_algorithm == "FROZEN_KV_MTP"
+    for other in ("EAGLE3", "DFLASH", "EAGLE+NGRAM"):
+        with pytest.raises(ConfigError, match="holds an assistant; use FROZEN_KV_MTP"):
+            with_assistant(EngineConfig(
+                speculative_algorithm=other, speculative_draft_model_path=draft
+            ))  # fmt: skip
+
+
+def test_an_option_of_vllm_means_it(kinds):
+    draft = str(kinds["ASSISTANT, shared"].draft)
+    for said in ({"method": "mtp"}, {}):
+        keys = json.dumps(said | {"model": draft, "num_speculative_tokens": 4})
+        asked = EngineConfig(model="m", **speculative_config("x", keys))
+        assert with_shipped(asked).speculative_algorithm == "FROZEN_KV_MTP"
+
+
+@pytest.mark.parametrize("draft", ["folder", "GGUF"])
+def test_auto_takes_the_one_beside_the_model(kinds, tmp_path, draft):
+    """And says so; the memory plan counts it."""
+    kind = kinds["ASSISTANT, half"]
+    model = shutil.copytree(kind.model, tmp_path / "Gemma")
+    found = tmp_path / "gemma-assistant"
+    if draft == "GGUF":
+        hf = tiny.model("gemma4_text")
+        found = assistants.in_gguf(assistants.beside(hf), tmp_path / "gemma-assistant-F16.gguf")
+        model = tiny.write_gguf(hf, tmp_path / "gemma-Q8_0.gguf")
+    else:
+        shutil.copytree(kind.draft, found)
+    (tmp_path / "gemma-assistant-other").mkdir()
+    config = settings(kind, "torch", model=str(model), speculative_algorithm="AUTO",
+                      speculative_draft_model_path=None)  # fmt: skip
+    loaded = load(config)
+    try:
+        assert loaded.config.speculative_algorithm == "FROZEN_KV_MTP"
+        assert (
+            f"(AUTO: {found} is the model's assistant and lies beside it" in loaded.info["drafting"]
+        )
+        assert loaded.engine.describe()["drafter"]["algorithm"] == "frozen_kv_mtp"
+    finally:
+        loaded.close()
+    planned = sizing(config, described(config, None), 10**10)
+    assert planned.draft == 4 * open_assistant(found, architecture_at(model)).parameters
+    off = sizing(EngineConfig(model=str(model), executor="jax"), described(config, None), 10**10)
+    assert off.draft == 0
+
+
+def architecture_at(path):
+    return open_model(str(path)).architecture
+
+
+def test_a_hub_id_has_the_published_one_where_it_is_on_this_machine(kinds, monkeypatch):
+    asked, draft = [], kinds["ASSISTANT, shared"].draft
+    monkeypatch.setattr(beside.huggingface, "here", lambda name: asked.append(name) or draft)
+    for name in ("google/gemma-4-E2B-it", "unsloth/gemma-4-E2B-it-GGUF:Q4_K_M"):
+        assert assistant_beside(name) == draft
+    assert asked == ["google/gemma-4-E2B-it-assistant"] * 2
+    assert assistant_beside("google/gemma-3-4b-it") is None and len(asked) == 2
+    monkeypatch.setattr(beside.huggingface, "here", lambda name: None)
+    wanted = EngineConfig(model="google/gemma-4-31B-it", speculative_algorithm="FROZEN_KV_MTP")
+    with pytest.raises(ConfigError, match="FOLDER, such as google/gemma-4-31B-it-assistant"):
+        with_shipped(wanted)
+    named = EngineConfig(model="m", speculative_draft_model_path="x")
+    told = drafting_sentence(named, EngineConfig(speculative_algorithm="FROZEN_KV_MTP",
+                             speculative_draft_model_path="x"), False, None)  # fmt: skip
+    assert told.endswith("(AUTO: x is the model's assistant)")
+
+
+def test_where_it_cannot_run_a_sentence_says_so(kinds, tmp_path):
+    kind = kinds["ASSISTANT, shared"]
+    with pytest.raises(
+        ModelError, match=r"jax executor .*Gemma 4 assistant.*--executor cpu or torch"
+    ):
+        open_target(settings(kinds["ASSISTANT, right"], "jax"))
+    with pytest.raises(ModelError, match="an assistant drafts for a Gemma 4"):
+        open_model(str(kind.draft))
+    wrong = settings(kind, "torch", speculative_draft_model_path=str(kind.model))
+    with pytest.raises(ConfigError, match="holds no assistant"):
+        open_drafts(wrong, open_model(wrong.model))
