@@ -480,8 +480,9 @@ def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
         return tokenizer, _chat(template_source(config, template), tokenizer)
     model = open_model(config.model, revision=config.revision)
     model.tokenizer.warm_up()
+    chat = _chat(template_source(config, model.chat_template), model.tokenizer)
     trim_memory()
-    return model.tokenizer, _chat(template_source(config, model.chat_template), model.tokenizer)
+    return model.tokenizer, chat and chat.warmed_up()
 
 
 def encode_chat(loaded: Loaded | Target, messages: Sequence[dict[str, Any]]) -> Ints:

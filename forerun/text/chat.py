@@ -4,9 +4,11 @@ The template is part of the model, not of Forerun: it runs where `rendering` say
 cannot be forged by what users write (see `escape`).
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -47,8 +49,17 @@ class ChatTemplate:
         self._special = [token.text for token in added if token.control]
         # Some models leave `<｜User｜>` and the like unmarked: what the template writes counts.
         self._written = [t.text for t in added if not t.control and t.text in source]
-        self._controls = matcher([*self._special, *self._written])
         self._unmarked = matcher(self._written)
+
+    @cached_property
+    def _controls(self) -> re.Pattern[str]:
+        """What matches control strings: an engine behind a server needs none."""
+        return matcher([*self._special, *self._written])
+
+    def warmed_up(self) -> Self:
+        """Make what the first conversation would wait for. Returns this template."""
+        self._controls.search("")
+        return self
 
     @property
     def waits(self) -> bool:

@@ -263,6 +263,7 @@ class Tokenizer:
         """
         self.encode_part("", first=True)
         self.least_tokens("")
+        self._controls.search("")
 
     def encode(self, text: str, specials: bool = False, bos: bool = False) -> Ints:
         """Return int32[T], the ids of `text`.
