@@ -215,14 +215,14 @@ class Cells:
         self._kinds, self._compiled, self._made = kinds, compiled, {}
         self._pads = pads
 
-    def __call__(self, executor, name, warm=False, **changes):
-        key = executor, name, warm, *sorted(changes.items())
+    def __call__(self, executor, name, **changes):
+        key = executor, name, *sorted(changes.items())
         if key not in self._made:
             rounds = executor == "rounds"
             config = settings(self._kinds[name], "torch" if rounds else executor, **changes)
             with ExitStack() as stack:
                 if executor == "jax":
-                    stack.enter_context(on_xla(self._compiled, warm, self._pads))
+                    stack.enter_context(on_xla(self._compiled, pads=self._pads))
                 elif rounds:
                     stack.enter_context(in_rounds())
                 self._made[key] = Cell(self._kinds[name], open_target(config))

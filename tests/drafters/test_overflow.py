@@ -8,6 +8,7 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.drafts.eagle_config import head_for
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.train.export import export_head
+from tests.drafters.served import on_xla
 from tests.models import tiny
 
 PROMPT = "the quick brown fox jumps over"
@@ -28,6 +29,13 @@ def folders(tmp_path_factory):
     return str(model), str(root / "draft")
 
 
+@pytest.fixture
+def uncompiled(compiled, quickly):
+    """Programs are compiled when they come up, and quickly."""
+    with on_xla(compiled):
+        yield
+
+
 def answer(model, **options):
     sizes = {"kv_tokens": 512, "max_sequences": 2, "policy": "fixed"}
     with LLM(model, **sizes, **options) as llm:
@@ -36,7 +44,9 @@ def answer(model, **options):
 
 
 @pytest.mark.parametrize("executor", ["cpu", "torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_a_head_that_overflows_is_a_fault_of_speculation(folders, executor):
+def test_a_head_that_overflows_is_a_fault_of_speculation(folders, request, executor):
+    if executor == "jax":
+        request.getfixturevalue("uncompiled")
     model, draft = folders
     how = {"executor": executor} | ({} if executor == "cpu" else {"dtype": "float32"})
     plain, _, fault = answer(model, speculative_algorithm="OFF", **how)

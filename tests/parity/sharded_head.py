@@ -16,6 +16,7 @@ from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
 from forerun.interface.next_draft import DraftRequest
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
+from tests.parity.conftest import little_optimised
 from tests.parity.driver import Driver, Row, limits
 
 
@@ -38,4 +39,5 @@ def drafted(folder: Path, shards: int) -> dict:
 
 if __name__ == "__main__":
     assert jax.device_count() == 4
-    print(json.dumps([drafted(Path(sys.argv[1]), shards) for shards in (1, 4)]))
+    with little_optimised():
+        print(json.dumps([drafted(Path(sys.argv[1]), shards) for shards in (1, 4)]))

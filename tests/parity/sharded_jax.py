@@ -18,6 +18,7 @@ from forerun.executors.jax.program.functions import Key
 from forerun.executors.jax.rounds.batches import Bucket
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
+from tests.parity.conftest import little_optimised
 from tests.parity.driver import Driver, Row, as_draft, limits
 
 CASES = [
@@ -68,4 +69,5 @@ def main(folder: Path, compiled: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    with little_optimised():
+        main(Path(sys.argv[1]), sys.argv[2])

@@ -34,7 +34,7 @@ from tests.covering import covering, every, values
 from tests.drafters.conftest import kinds  # noqa: F401 - a fixture
 from tests.drafters.kinds import prediction
 from tests.drafters.prediction import random_layer
-from tests.drafters.served import Cells, on_xla, settings
+from tests.drafters.served import Cell, Cells, on_xla, settings
 from tests.models import tiny
 from tests.parity.heads import counted, learn, opened, serve, simulated
 from tests.parity.test_jax_executor import compilations  # noqa: F401 - a fixture
@@ -49,6 +49,8 @@ CHAIN, TREE, TWO = (3, 3, 1), (10, 3, 2), (6, 2, 2)
 two of four nodes, which need not be below the best child of the best one; where there are two
 levels, every node of the first is expanded.
 """
+PADS = "rows", "chunks"
+"""Programs of every number of rows and of tokens are in test_jax_executor.py."""
 OPENED = {"speculative_num_draft_tokens": 11, "speculative_eagle_topk": 2}
 
 
@@ -190,12 +192,16 @@ def test_texts_draft_tokens_and_acceptance_are_torchs(cells, seen, name, shape, 
 
 
 @pytest.mark.slow
-def test_all_programs_are_made_at_start_up(cells):
+def test_all_programs_are_made_at_start_up(kinds, compiled, quickly):  # noqa: F811
     """Trees of a whole model, at two temperatures; a token map is read in another test."""
-    cell = cells("STANDALONE, first layers", warm=True)
+    kind = kinds["STANDALONE, first layers"]
+    with on_xla(compiled, warm=True, pads=PADS):
+        cell = Cell(kind, open_target(settings(kind, "jax", **SMALL | OPENED)))
+    cell.prompts = PROMPTS
     for temperature in (0.0, 0.8):
         cell.served(temperature, shape=TREE)
     assert cell.target.executor.describe()["compiled_late"] == 0
+    cell.target.close()
 
 
 @pytest.mark.slow
@@ -388,7 +394,7 @@ def test_so_it_is_for_rows_of_all_kinds(kinds, compiled, quickly, compilations, 
     monkeypatch.setattr(engine, "TreeGrammars", Excluding)
     shape = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
     small = SMALL | {"context": 128, "kv_tokens": 1024, "chunked_prefill_size": 64}
-    with on_xla(compiled, warm=True):
+    with on_xla(compiled, warm=True, pads=PADS):
         target = open_target(settings(kinds["right, EAGLE"], "jax", **small, **shape))
     compilations.clear()
     steps = {}
