@@ -21,8 +21,16 @@ SUITES = (
     "test-clients", "sanitize", "docs",
 )  # fmt: skip
 """In the order in which they run: what fails most often first."""
-NAMED_ONLY = "test-slower", "chaos-nightly", "fuzz-loaders", "mutants", "soak", "gpu-test"
-"""Run if named in SUITES: each takes an hour or more, or a GPU."""
+NAMED_ONLY = (
+    "test-slower",
+    "test-arm",
+    "chaos-nightly",
+    "fuzz-loaders",
+    "mutants",
+    "soak",
+    "gpu-test",
+)
+"""Run if named in SUITES: each takes an hour or more, an emulator of ARM or a GPU."""
 SUMMARY = re.compile(r"^=*\s*(\d+ (?:passed|failed|skipped|deselected|error).* in [\d.:hms ()]+)")
 
 

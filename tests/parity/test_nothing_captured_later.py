@@ -25,8 +25,8 @@ DRAFTERS = {
 """Algorithm, draft tokens, steps, top-k."""
 
 CELLS = [
-    *(("ngrams", 1, 800), ("chain", 16, 800), ("tree", 16, 800), ("both", 16, 800)),
-    *(("chain", 64, 400), ("tree", 1, 800)),
+    *(("ngrams", 1, 400), ("tree", 1, 400)),
+    *(("chain", 16, 250), ("both", 16, 250), ("chain", 64, 150)),
 ]
 """Drafter, sequences at once, steps."""
 

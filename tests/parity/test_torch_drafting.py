@@ -220,13 +220,13 @@ def test_plain_rounds_are_caught_up_with(folder, learned, seen, monkeypatch, ove
         for n, text in enumerate(learned[1][:3])
     ]
 
-    kept, keep = [], TorchStepFeatures.keep
+    stored, store = [], TorchStepFeatures.store
 
     def counted(self):
-        kept.append(self.written)
-        return keep(self)
+        stored.append(self.written)
+        return store(self)
 
-    monkeypatch.setattr(TorchStepFeatures, "keep", counted)
+    monkeypatch.setattr(TorchStepFeatures, "store", counted)
     went, go_on = [], CapturedExecutor.begin_after
     monkeypatch.setattr(
         CapturedExecutor, "begin_after", lambda *args: went.append(1) or go_on(*args)
@@ -241,7 +241,7 @@ def test_plain_rounds_are_caught_up_with(folder, learned, seen, monkeypatch, ove
     finally:
         for target in pair:
             target.close()
-    assert sum(kept) > 50, "plain rounds wrote them"
+    assert sum(stored) > 50, "plain rounds wrote them"
     assert bool(len(went) > 20) == overlap, "each before the one before it was read"
     late = [[each for each in some if each[1] >= 60] for some in (drafts, expected)]
     assert len(late[1]) > 15 and few < many / 2
