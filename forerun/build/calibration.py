@@ -16,7 +16,7 @@ from forerun.draft_shape import DraftShape
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftBlock, DraftExtension, DraftLevel, DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
-from forerun.interface.next_draft import DraftRequest
+from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.options.config import EngineConfig
@@ -262,12 +262,12 @@ def _time_step(executor: Executor, step: _Step) -> float:
 
 
 def _run_step(
-    executor: Executor, step: _Step, request: DraftRequest | None
+    executor: Executor, step: _Step, request: OnDeviceDraftSpec | None
 ) -> tuple[float, Outcome]:
     """Run one step and return its seconds, without those to open and close its slots, and its
     outcome.
     """
-    plan = replace(step.plan, request=request)
+    plan = replace(step.plan, on_device_draft=request)
     for slot, cached, known in zip(plan.slots, plan.kv_len, plan.known, strict=True):
         text = TokenText(np.zeros(int(cached) + len(known), np.int32))
         greedy = Sampling(temperature=0.0)
@@ -322,7 +322,7 @@ def _times_within(executor: Executor) -> tuple[tuple[float, float] | None, Outco
     """
     step, fastest = _steps(executor.limits, 2, np.random.default_rng(0)), {}
     for levels in (1, 0, PER_ROW // 2):
-        request = DraftRequest(step.plan.slots, width=1, levels=levels) if levels else None
+        request = OnDeviceDraftSpec(step.plan.slots, width=1, levels=levels) if levels else None
         taken = []
         for _ in range(REPEATS):
             seconds, outcome = _run_step(executor, step, request)

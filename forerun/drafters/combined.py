@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from forerun.interface.drafter import Drafter, DrafterTraits
-from forerun.interface.next_draft import DraftRequest
+from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.draft_tree import pruned
@@ -234,11 +234,11 @@ class CombinedDrafter:
             drafts.append(draft)
         return drafts
 
-    def draft_request(self, plan: Plan) -> DraftRequest | None:
+    def on_device_draft(self, plan: Plan) -> OnDeviceDraftSpec | None:
         """Return the draft model's request, for the rows that it may draft for; None if it has
         none.
         """
-        return self._model.draft_request(_for_model(plan))
+        return self._model.on_device_draft(_for_model(plan))
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
         """Return whether both rounds are plain and every drafter agrees: for draft tokens, lookup

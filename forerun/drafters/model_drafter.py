@@ -4,8 +4,8 @@ After every step the accepted tokens run through the draft model once more, with
 features if it reads any ("draft-extend"), so that its cache never holds anything drafted: omitting
 this costs acceptance silently. From the last of them the tree grows (speculative/draft_tree.py),
 all rows of a step in one pass per level, or a block in one pass. A step of a capable device extends
-and drafts by itself (`DraftRequest`), and leaves nothing to do; else deferred_extend.py extends the
-model, at once or later.
+and drafts by itself (`OnDeviceDraftSpec`), and leaves nothing to do; else deferred_extend.py
+extends the model, at once or later.
 """
 
 from itertools import compress
@@ -20,7 +20,7 @@ from forerun.drafters.draft_state import DraftState, not_finite
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.next_draft import DraftRequest
+from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, full_size
@@ -136,7 +136,7 @@ class ModelDrafter:
             drafts[row] = draft
         return drafts
 
-    def draft_request(self, plan: Plan) -> DraftRequest | None:
+    def on_device_draft(self, plan: Plan) -> OnDeviceDraftSpec | None:
         """Return the request that the step extends the model and drafts, for slots that have no
         deferred tokens; None if there are none. As many levels as this plan allows, a good guess
         for the next step; at least one, so that none are deferred.
@@ -154,7 +154,7 @@ class ModelDrafter:
             # A sequence that begins behind shared pages has no root before its first extension.
             wanted &= np.array([state.ready > 0 for state in self._states_of(plan)])
         slots = plan.slots[wanted]
-        return DraftRequest(slots, self._width, levels) if len(slots) else None
+        return OnDeviceDraftSpec(slots, self._width, levels) if len(slots) else None
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
         """Return whether the host needs nothing of the running round: it drafts for every row, or

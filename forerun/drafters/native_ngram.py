@@ -116,7 +116,7 @@ class CpuNgramDrafter:
                 drafts[row] = Draft(tokens[part], parents[part], scores[part], sources[part])
                 begin += count
 
-    def draft_request(self, plan: Plan) -> None:
+    def on_device_draft(self, plan: Plan) -> None:
         """Return None: there is no draft model."""
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:

@@ -389,7 +389,7 @@ class NgramDrafter:
         """Draft by this table from the next call on."""
         self._table = table
 
-    def draft_request(self, plan: Plan) -> None:
+    def on_device_draft(self, plan: Plan) -> None:
         """Return None: there is no draft model."""
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:

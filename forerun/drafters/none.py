@@ -20,7 +20,7 @@ class NoDrafter:
         """Return B empty drafts."""
         return [Draft()] * plan.rows
 
-    def draft_request(self, plan: Plan) -> None:
+    def on_device_draft(self, plan: Plan) -> None:
         """Return None: there is no draft model."""
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:

@@ -32,7 +32,7 @@ from forerun.engine.parts import Parts
 from forerun.engine.row_output import Ending, PendingRows
 from forerun.engine.scheduler import Schedule
 from forerun.engine.sequence import Sequence
-from forerun.engine.step import StageTimer, Step, with_request
+from forerun.engine.step import StageTimer, Step, with_on_device_draft
 from forerun.interface.plan import Outcome, Round
 from forerun.types import RequestId
 
@@ -168,7 +168,7 @@ class OverlappingCore(EngineCore):
             return
         timer = StageTimer()
         ends = np.array([sequence.limit - 1 for sequence in schedule.rows], np.int32)
-        plan = with_request(schedule.plan, self._parts)
+        plan = with_on_device_draft(schedule.plan, self._parts)
         timer.lap("draft")
         try:
             begun = self._parts.executor.begin_after(round, plan, ends)

@@ -10,7 +10,7 @@ from forerun.engine.sequence import Sequence
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
 from forerun.interface.grammars import Grammars
-from forerun.interface.next_draft import DraftRequest
+from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
@@ -44,9 +44,9 @@ class GuardedDrafter(Drafter):
         """Return one draft per row; after a failure empty ones."""
         return self._call(lambda: self._drafter.propose(plan), [NO_DRAFT] * plan.rows)
 
-    def draft_request(self, plan: Plan) -> DraftRequest | None:
+    def on_device_draft(self, plan: Plan) -> OnDeviceDraftSpec | None:
         """Return what the step shall do for the draft model; after a failure None."""
-        return self._call(lambda: self._drafter.draft_request(plan), None)
+        return self._call(lambda: self._drafter.on_device_draft(plan), None)
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
         """Return whether the step may begin from the running round; after a failure False."""

@@ -73,7 +73,7 @@ def begin(schedule: Schedule, parts: Parts) -> Step:
     timer, executor, masks = StageTimer(), parts.executor, None
     proposed, select = propose(schedule.plan, parts), schedule.decision.select
     trees = batch(schedule.plan.known, select(proposed) if select and proposed else proposed)
-    plan = with_request(schedule.plan, parts)
+    plan = with_on_device_draft(schedule.plan, parts)
     timer.lap("draft")
     if plan.some_constrained and executor.capabilities.needs_masks_before_forward:
         masks = parts.grammars.masks(plan.slots, trees)
@@ -83,10 +83,10 @@ def begin(schedule: Schedule, parts: Parts) -> Step:
     return Step(schedule, round, timer, proposed)
 
 
-def with_request(plan: Plan, parts: Parts) -> Plan:
-    """Return the plan with the drafter's request for the coming step."""
-    request = parts.drafter.draft_request(plan)
-    return plan if request is None else replace(plan, request=request)
+def with_on_device_draft(plan: Plan, parts: Parts) -> Plan:
+    """Return the plan with what the drafter wants of the coming step."""
+    draft = parts.drafter.on_device_draft(plan)
+    return plan if draft is None else replace(plan, on_device_draft=draft)
 
 
 def propose(plan: Plan, parts: Parts) -> list[Draft]:

@@ -57,7 +57,7 @@ class Claim:
     row     of the table of states
     length  tokens that it covers
     key     its salt and text
-    kind    what it is of the sequence: see StateSlots.claim
+    kind    its newest one of the "prompt" or the "answer"; None: the end of a shared prefix
     """
 
     row: int

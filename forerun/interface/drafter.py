@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from forerun.drafts.ngram_table import NgramTable
-from forerun.interface.next_draft import DraftRequest
+from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import Draft, TreeBatch
@@ -66,7 +66,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def draft_request(self, plan: Plan) -> DraftRequest | None:
+    def on_device_draft(self, plan: Plan) -> OnDeviceDraftSpec | None:
         """Return what the executor shall do for the draft model at the end of the coming step; None
         = nothing.
 

@@ -8,7 +8,7 @@ from forerun.types import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class DraftRequest:
+class OnDeviceDraftSpec:
     """What a step of the target shall do for the draft model at its end, if the device can.
 
     slots   int32[.] of sequences whose draft model has caught up: extend it by the accepted tokens,

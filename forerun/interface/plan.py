@@ -10,7 +10,7 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.interface.features import StepFeatures
-from forerun.interface.next_draft import DraftRequest, NextDrafts
+from forerun.interface.next_draft import NextDrafts, OnDeviceDraftSpec
 from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import Bools, Floats, Ints
 
@@ -48,7 +48,7 @@ class Plan:
     node_costs  what a drafter with selects_by_cost selects by; None = it proposes all it knows
     model_depth int32[B]    how deep a draft model that shares a tree with other drafters may go, at
                             most max_depth; 0 = only the others propose, None = max_depth
-    request     what the step shall do for the draft model at its end, if the executor can;
+    on_device_draft  what the step shall do for the draft model at its end, if the executor can;
                 `Outcome.drafts` has the result, which may be None
     hidden      int32[B] of how many of the row's last known tokens `Round.hidden` has the hidden
                 states; None = of none (`Capabilities.hidden`)
@@ -65,7 +65,7 @@ class Plan:
     min_prob: float = 0.0
     node_costs: NodeCosts | None = None
     model_depth: Ints | None = None
-    request: DraftRequest | None = None
+    on_device_draft: OnDeviceDraftSpec | None = None
     hidden: Ints | None = None
 
     @property

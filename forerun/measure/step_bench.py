@@ -10,7 +10,7 @@ import numpy as np
 from forerun.build.memory import CHECKPOINTS
 from forerun.interface.draft_model import DraftLevel, DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
-from forerun.interface.next_draft import DraftRequest
+from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Plan, Round
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.networks.arch import Architecture
@@ -135,7 +135,7 @@ class StepBench:
         if self._head is None:
             return None
         plan, trees = self._decoding(
-            rows, nodes, DraftRequest(np.arange(rows, dtype=np.int32), 1, levels)
+            rows, nodes, OnDeviceDraftSpec(np.arange(rows, dtype=np.int32), 1, levels)
         )
         work = partial(self._run, plan, trees)
         self.rewind()
@@ -180,7 +180,7 @@ class StepBench:
         return round
 
     def _decoding(
-        self, rows: int, nodes: int, request: DraftRequest | None = None
+        self, rows: int, nodes: int, request: OnDeviceDraftSpec | None = None
     ) -> tuple[Plan, TreeBatch]:
         known = self._tokens[self._context : self._context + 1]
         return self._plan(list(range(rows)), self._context, known, nodes - 1, request)
@@ -191,7 +191,7 @@ class StepBench:
         kv_len: int,
         known: Ints,
         draft_tokens: int,
-        request: DraftRequest | None = None,
+        request: OnDeviceDraftSpec | None = None,
     ) -> tuple[Plan, TreeBatch]:
         parents = np.arange(-1, draft_tokens - 1, dtype=np.int32)
         draft, slots = Draft(self._tokens[:draft_tokens].copy(), parents), np.array(rows, np.int32)
@@ -204,7 +204,7 @@ class StepBench:
             max_depth=np.full(len(rows), draft_tokens, np.int32),
             page_table=self._page_table(slots),
             constrained=np.zeros(len(rows), np.bool_),
-            request=request,
+            on_device_draft=request,
         )
         return plan, batch([known] * len(rows), [draft] * len(rows))
 

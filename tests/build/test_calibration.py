@@ -146,7 +146,7 @@ class DraftingToy(PricedToy):
     levels = 0
 
     def begin(self, plan, trees, masks=None):
-        self.levels = levels = plan.request.levels if plan.request else 0
+        self.levels = levels = plan.on_device_draft.levels if plan.on_device_draft else 0
         CLOCK.seconds += 0.004 + 0.002 * (levels - 1) if levels else 0.0
         return super().begin(plan, trees, masks)
 

@@ -101,7 +101,7 @@ class RandomDrafter:
         sizes = zip(plan.max_nodes.tolist(), plan.max_depth.tolist(), strict=True)
         return [random_draft(self._random, self._tokens, *size) for size in sizes]
 
-    def draft_request(self, plan) -> None:
+    def on_device_draft(self, plan) -> None:
         pass
 
     def observe(self, plan, trees, outcome) -> None:

@@ -143,7 +143,7 @@ class Device:
         plan, decision = self._plan(slots, len(old))
         carried = self._carries(plan, slots, new)
         proposed, drafts, host = self._drafts(plan, decision, carried)
-        wanted = self.drafter.draft_request(plan)
+        wanted = self.drafter.on_device_draft(plan)
         counted = list(map(len, drafts))
         said = self._said(slots, drafts, counted, text)
         outcome = self._outcome(plan, said, counted, wanted)

@@ -48,7 +48,7 @@ class _Informed:
         """At most `nodes` draft tokens, no deeper than `future` is long."""
         raise NotImplementedError
 
-    def draft_request(self, plan: Plan) -> None:
+    def on_device_draft(self, plan: Plan) -> None:
         """Whatever guides CarryingToy needs no asking."""
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from forerun.interface.executor import Executor, ExecutorLimits
-from forerun.interface.next_draft import DraftRequest
+from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
@@ -162,12 +162,12 @@ class Driver:
         self,
         rows: list[Row],
         masks_of: MasksOf | None = None,
-        draft_request: DraftRequest | None = None,
+        on_device_draft: OnDeviceDraftSpec | None = None,
     ) -> Result:
         """masks_of: (plan, trees) -> masks; then every row is held by a grammar."""
         plan, trees = self.plan(rows)
         plan.constrained[:] = masks_of is not None
-        begun = self.executor.begin(replace(plan, request=draft_request), trees)
+        begun = self.executor.begin(replace(plan, on_device_draft=on_device_draft), trees)
         masks = masks_of(plan, trees) if masks_of is not None else None
         outcome = self.executor.finish(begun, masks)
         result = Result(plan, trees, begun, outcome, self.executor)

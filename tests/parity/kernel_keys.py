@@ -31,7 +31,7 @@ from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.drafts.eagle import TorchEagleModel
 from forerun.executors.torch.triton import compile_ahead
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.next_draft import DraftRequest
+from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from tests.parity.driver import SHAPED
@@ -90,7 +90,7 @@ def load(made, steps):
         if random.random() < 0.5:
             slots = np.unique(slots // 2 * 2)  # Nobody who asks for more than a temperature.
         levels = int(random.integers(0, DRAFT.depth + 1))
-        request = DraftRequest(slots, DRAFT.width, levels) if levels else None
+        request = OnDeviceDraftSpec(slots, DRAFT.width, levels) if levels else None
         nodes = int(random.integers(1, DRAFT.nodes + 2))
         if random.random() < 0.1:  # Somebody's prompt.
             sizes[None, int(random.integers(1, LIMITS.max_nodes + 1))] += 1

@@ -13,7 +13,7 @@ import numpy as np
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.drafts.eagle_folder import open_draft
 from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
-from forerun.interface.next_draft import DraftRequest
+from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.conftest import little_optimised
@@ -26,13 +26,13 @@ def drafted(folder: Path, shards: int) -> dict:
     options = JaxOptions(draft_nodes=3, shards=shards, stacked=True)
     made = JaxExecutor(checkpoint, small, options)
     JaxEagleModel(made, checkpoint, open_draft(folder / "head", checkpoint.architecture))
-    request = DraftRequest(np.zeros(1, np.int32), width=2, levels=3)
+    request = OnDeviceDraftSpec(np.zeros(1, np.int32), width=2, levels=3)
     trees = []
     with Driver(made) as driver:
         driver.open(0, list(range(20, 50)), Sampling(temperature=0.8, seed=5))
         driver.step([Row(0)])
         for _ in range(6):
-            drafts = driver.step([Row(0)], draft_request=request).outcome.drafts
+            drafts = driver.step([Row(0)], on_device_draft=request).outcome.drafts
             trees.append([drafts.tokens.tolist(), drafts.parents.tolist()])
         return {"trees": trees, "text": driver.sequences[0].tokens}
 

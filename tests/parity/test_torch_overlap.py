@@ -268,13 +268,13 @@ def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkey
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting(8))
     requests = asked(learned[1], 0.8, (40, 40, 40))
     expected, _ = answered(eager, requests, False, **OFF)
-    wanted, ask = [], ModelDrafter.draft_request
+    wanted, ask = [], ModelDrafter.on_device_draft
 
     def noted(self, plan):
         wanted.append(ask(self, plan))
         return wanted[-1]
 
-    monkeypatch.setattr(ModelDrafter, "draft_request", noted)
+    monkeypatch.setattr(ModelDrafter, "on_device_draft", noted)
     found, stats = answered(slow[0], requests, True, **SHAPES[2])
     assert tokens(found) == tokens(expected)
     assert stats.carried > 0.7 * stats.steps > 14

@@ -106,8 +106,8 @@ class CpuExecutor(Executor):
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> CpuRound:
         """Run every node in one native call, finished on return; known nodes write their pages.
-        `finish` may still have to compute logits of draft tokens that a path reaches. Ignores draft
-        requests. Raises EngineError if the core refuses the step.
+        `finish` may still have to compute logits of draft tokens that a path reaches. Ignores
+        `on_device_draft`. Raises EngineError if the core refuses the step.
         """
         scored = self._sampler.scored(plan, trees)
         buffers = self._buffers

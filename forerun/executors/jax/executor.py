@@ -180,7 +180,7 @@ class JaxExecutor(Executor):
         Grows trees of the size compiled at start-up if the width matches; a request for fewer
         levels cuts them.
         """
-        network, request = self._network, plan.request
+        network, request = self._network, plan.on_device_draft
         if request is None or network is None or not self._drafts_within:
             return None
         if request.width > network.sizes.vocab:

@@ -49,7 +49,7 @@ from forerun.executors.torch.model_runner import TorchRound
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import Capabilities, Executor
-from forerun.interface.next_draft import DraftRequest
+from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import History, Sampling
@@ -136,7 +136,7 @@ class CapturedExecutor(Executor):
         self.runner.request_aux_hidden_states(layers, self.eager.ring)
 
     def draft_with(self, model: LevelModel | TorchBlockModel) -> None:
-        """Let rounds that a draft request comes with do this model's work at their end."""
+        """Let rounds that are to draft do this model's work at their end."""
         log.info("%s drafts within captured rounds", model.traits.name)
         self.runner.drafting = drafting_of(model, self.kernels, self.limits)
 
@@ -156,10 +156,14 @@ class CapturedExecutor(Executor):
         """
         if not (trees.known == 1).all() or not plan.samples.all():
             return None
-        return self._size(plan.slots, int(np.diff(trees.start).max()), plan.request, masked)
+        return self._size(plan.slots, int(np.diff(trees.start).max()), plan.on_device_draft, masked)
 
     def _size(
-        self, slots: Ints, nodes: int, draft_request: DraftRequest | None, masked: bool = False
+        self,
+        slots: Ints,
+        nodes: int,
+        on_device_draft: OnDeviceDraftSpec | None,
+        masked: bool = False,
     ) -> Size | None:
         """Return the declared size for rows, in these slots, of so many nodes."""
         runner, drafting = self.runner, self.runner.drafting
@@ -173,11 +177,11 @@ class CapturedExecutor(Executor):
             return None
         if more:
             size = self._shaped.size(size, slots, masked)
-        if not (draft_request and drafting and np.isin(slots, draft_request.slots).any()):
+        if not (on_device_draft and drafting and np.isin(slots, on_device_draft.slots).any()):
             return runner.runs_as(size)
         # Fewer levels, where scratch has no room for so many beside these rows.
-        for levels in range(draft_request.levels, 0, -1):
-            larger = size._replace(levels=levels, width=draft_request.width)
+        for levels in range(on_device_draft.levels, 0, -1):
+            larger = size._replace(levels=levels, width=on_device_draft.width)
             if drafting.fits(larger) and (larger_runs := runner.runs_as(larger)):
                 return larger_runs
         return runner.runs_as(size)
@@ -218,9 +222,13 @@ class CapturedExecutor(Executor):
         levels = np.minimum(plan.max_depth, before.size.levels)
         grown = [full_size(before.size.width, level) for level in range(before.size.levels + 1)]
         most = np.minimum(plan.max_nodes, np.array(grown)[levels])
-        size = self._size(plan.slots, 1 + int(most.max()), plan.request)
+        size = self._size(plan.slots, 1 + int(most.max()), plan.on_device_draft)
         # Room for deeper trees would be another's room.
-        if size is None or (plan.request is not None and not size.levels) or runner.lacks(size):
+        if (
+            size is None
+            or (plan.on_device_draft is not None and not size.levels)
+            or runner.lacks(size)
+        ):
             return None
         deepest = np.minimum(plan.kv_len + plan.max_depth, ends - 1)
         check_pages(plan, np.maximum(plan.kv_len, deepest), self.limits.page_size)
@@ -246,8 +254,8 @@ class CapturedExecutor(Executor):
         runner, slots, count = self.runner, plan.slots, plan.rows
         staging.buffers["slot"][:count] = slots
         extends = np.zeros(count, np.bool_)
-        if plan.request is not None and size.levels:
-            extends = decided & np.isin(slots, plan.request.slots)
+        if plan.on_device_draft is not None and size.levels:
+            extends = decided & np.isin(slots, plan.on_device_draft.slots)
             staging.buffers["draft_slot"][:count][extends] = slots[extends]
         changes, begun = runner.tables.send(staging.buffers, plan), perf_counter()
         try:

@@ -9,7 +9,7 @@ row has been found and its keys and values moved into pages.
     device             '-> prepare -> forward -> accept -> move (-> draft) --'
 
 Where rounds keep state (FutureState), a round takes up on the device what the one before it leaves
-there. Where a draft request comes with the step (drafting.py), the program extends the draft
+there. Where the step is to draft (drafting.py), the program extends the draft
 model by what was accepted and grows the next trees, which come back in the same copy.
 
 Sampling parameters, grammars' masks and log-probabilities are parts of a round that rows ask for
