@@ -101,7 +101,8 @@ Alike Model::alike(int row, int first, int last) const {
 // What a node sees in a layer: without what lies before the window.
 Sight Model::seen(const Layer& layer, int node) const {
     Sight sight = sights_[node];
-    const int window = layer.kind.window, hidden = window ? sight.length() - window : 0;
+    const int window = layer.kind.window;
+    const int hidden = window ? sight.length() - sight.ahead - window : 0;
     if (hidden <= 0) return sight;
     const int beyond = hidden - sight.trunk;  // of its own path
     sight.trunk = beyond > 0 ? 0 : -beyond;

@@ -7,13 +7,24 @@ namespace forerun {
 
 BlockHead::BlockHead(Model& target, const Sizes& sizes, const BlockKind& kind, const Ropes& ropes,
                      size_t weight_bytes)
-    : Draft(target, sizes, kind.slots, false, ropes, weight_bytes), target_(target), kind_(kind) {}
+    : Draft(target, sizes, kind.slots, false, ropes, weight_bytes), target_(target), kind_(kind) {
+    if (!kind.group) return;
+    const size_t nodes = sizes.max_nodes;
+    convolutions_.resize(2 * (size_t)sizes.layers);
+    dynamic_.resize(nodes * Convolution::kSides * Convolution::kTaps * (sizes.hidden / kind.group));
+    convolved_.resize(nodes * sizes.hidden);
+}
 
 Matrix* BlockHead::matrix(int layer, int which) {
-    return layer == -1 && which == 2 ? &fuse_ : Model::matrix(layer, which);
+    if (layer == -1 && which == 2) return &fuse_;
+    const bool convolves = layer >= 0 && layer < sizes.layers && kind_.group;
+    if (convolves && (which == 20 || which == 21)) return &convolutions_[2 * layer + which - 20].projection;
+    return Model::matrix(layer, which);
 }
 
 const float** BlockHead::vector(int layer, int which) {
+    const bool convolves = layer >= 0 && layer < sizes.layers && kind_.group;
+    if (convolves && (which == 20 || which == 21)) return &convolutions_[2 * layer + which - 20].base;
     if (layer != -1 || which == 0) return Model::vector(layer, which);
     return which == 1 ? &hidden_norm_ : which == 2 ? &mask_ : nullptr;
 }
@@ -33,7 +44,8 @@ void BlockHead::list_places(const DraftStep& step, int row) {
         rows_[n] = row;
         place_of_[n] = scratch_place(n);
         position_[n] = kv_len + n - first;
-        sights_[n] = {kv_len, kind_.causal ? n - first + 1 : end - first, block};
+        const int ahead = kind_.causal ? 0 : end - 1 - n;
+        sights_[n] = {kv_len, n - first + 1 + ahead, block, ahead};
         if (step.extend) sights_[n] = {0, 1, block + (n - first)};
     }
     if (step.extend) {
@@ -51,8 +63,12 @@ void BlockHead::run(const DraftStep& step, int thread) {
     }
     read_blocks(step, thread);
     for (int layer = 0; layer < sizes.layers; layer++) {
-        attention_layer(nodes_, layer, thread);
-        ffn_layer(nodes_, layer, thread);
+        if (kind_.group) {
+            convolved_layer(layer, thread);
+        } else {
+            attention_layer(nodes_, layer, thread);
+            ffn_layer(nodes_, layer, thread);
+        }
     }
     score(step, thread);
 }
@@ -118,6 +134,7 @@ void BlockHead::read_blocks(const DraftStep& step, int thread) {
             memcpy(x, mask_, sizeof(float) * hidden);
         } else {
             unpack_row(embeddings(), step.tokens[n], x);
+            for (size_t i = 0; embedding_scale_ != 1.0f && i < hidden; i++) x[i] *= embedding_scale_;
         }
         put_angles(n);
     }
@@ -133,6 +150,71 @@ void BlockHead::score(const DraftStep& step, int thread) {
         }
     }
     if (step.scored) head(nodes_, thread);
+}
+
+// A layer whose attention and feed-forward stand between convolutions.
+void BlockHead::convolved_layer(int layer, int thread) {
+    const Layer& at = layers_[layer];
+    const int nodes = nodes_.nodes;
+    const Convolution *by = &convolutions_[2 * layer], *fed_by = by + 1;
+    enter(*by, at.attention_norm, {&at.query, &at.key, &at.value}, thread);
+    find_context(nodes_, layer, normed(), thread);
+    multiply({&at.output}, {&branch_[0]}, {mixed_q_.data(), &mixed_[0]}, nodes, sizes.hidden, false, thread);
+    pool.barrier();
+    leave(*by, thread);
+    enter(*fed_by, at.ffn_norm, {&at.feed.gate, &at.feed.up}, thread);
+    feed_all(at, nodes, &branch_[0], false, thread);
+    leave(*fed_by, thread);
+}
+
+// `normed()`, convolved, as products read it; and the dynamic kernels.
+void BlockHead::enter(const Convolution& by, const float* norm, Wanted wanted, int thread) {
+    const int hidden = sizes.hidden, nodes = nodes_.nodes;
+    const int width = Convolution::kSides * Convolution::kTaps * (hidden / kind_.group);
+    Wanted first = {&by.projection};
+    first.floats = true;
+    put_normed(nullptr, nodes, norm, first, thread);
+    pool.barrier();
+    multiply({&by.projection}, {&dynamic_[0]}, normed(), nodes, width, false, thread);
+    pool.barrier();
+    const Share mine = columns_of(nodes, thread, pool.threads());
+    for (int n = mine.first; n < mine.last; n++) {
+        float* out = &convolved_[(size_t)n * hidden];
+        convolve(by, 0, hidden_f_.data(), n, out, false);
+        if (wanted.groups) kernels->quantise(out, hidden, column(hidden_q_.data(), n, hidden), n % kLanes);
+    }
+    pool.barrier();
+    if (!wanted.floats) return;
+    for (int n = mine.first; n < mine.last; n++) {
+        const size_t row = (size_t)n * hidden;
+        memcpy(&hidden_f_[row], &convolved_[row], sizeof(float) * hidden);
+    }
+    pool.barrier();
+}
+
+// branch_, convolved, to the stream.
+void BlockHead::leave(const Convolution& by, int thread) {
+    const Share mine = columns_of(nodes_.nodes, thread, pool.threads());
+    for (int n = mine.first; n < mine.last; n++) {
+        convolve(by, 1, branch_.data(), n, &stream_[(size_t)n * sizes.hidden], true);
+    }
+    pool.barrier();
+}
+
+// One place of rows x[nodes][hidden]; what stands before its block counts as zeros.
+void BlockHead::convolve(const Convolution& by, int side, const float* x, int node, float* out,
+                         bool add) const {
+    const int hidden = sizes.hidden, groups = hidden / kind_.group, taps = Convolution::kTaps;
+    const float* base = by.base + (size_t)side * taps * hidden;
+    const float* dynamic = &dynamic_[((size_t)node * Convolution::kSides + side) * taps * groups];
+    const float* here = x + (size_t)node * hidden;
+    const bool first = node == nodes_.start[rows_[node]];
+    for (int c = 0; c < hidden; c++) {
+        const int group = c / kind_.group;
+        float sum = (base[c] + dynamic[group]) * here[c];
+        if (!first) sum += (base[hidden + c] + dynamic[groups + group]) * here[c - hidden];
+        out[c] = add ? out[c] + sum : sum;
+    }
 }
 
 }  // namespace forerun

@@ -33,6 +33,7 @@ struct BlockKind {
     int32_t features, width, slots;  // as in HeadKind
     int32_t causal;                  // a place sees those before it; else all of its block
     int32_t own_embedding;           // else it is the target's
+    int32_t group;                   // numbers that share a kernel of a convolution; 0: there is none
 };
 
 // One pass over nodes that hang below a sequence's cached positions. Two kinds:
@@ -144,6 +145,14 @@ private:
     std::vector<float> kept_;         // [slots][hidden]
 };
 
+// What mixes a place with the one before it in its block: what a sublayer reads (side 0) and returns
+// (1). out = (base + dynamic) x + the same of the place before, by its own kernel.
+struct Convolution {
+    static constexpr int kSides = 2, kTaps = 2;
+    Matrix projection;            // of what it reads to [sides][taps][hidden / group]
+    const float* base = nullptr;  // [sides][taps][hidden]
+};
+
 // Layers whose context is made of the target's features, once, and whose input is a block: a root and
 // masks behind it. One pass proposes all of a block's tokens.
 class BlockHead : public Draft {
@@ -152,7 +161,8 @@ public:
               size_t weight_bytes);
 
     // As Model's; of its own (-1): 0 = embedding, 1 = output head, 2 = fusing matrix, and the vectors
-    // 0 = final norm, 1 = hidden norm, 2 = the masks' embedding.
+    // 0 = final norm, 1 = hidden norm, 2 = the masks' embedding. Of a layer with convolutions, 20 =
+    // attention's and 21 = the feed-forward's: matrices of the dynamic kernels and base kernels.
     Matrix* matrix(int layer, int which) override;
     const float** vector(int layer, int which) override;
 
@@ -167,10 +177,16 @@ private:
     void keep_context(const DraftStep& step, int layer, int thread);
     void read_blocks(const DraftStep& step, int thread);
     void score(const DraftStep& step, int thread);
+    void convolved_layer(int layer, int thread);
+    void enter(const Convolution& by, const float* norm, Wanted wanted, int thread);
+    void leave(const Convolution& by, int thread);
+    void convolve(const Convolution& by, int side, const float* x, int node, float* out, bool add) const;
 
     Model& target_;
     const BlockKind kind_;
     Matrix fuse_;
+    std::vector<Convolution> convolutions_;  // [layers][2] attention's, the feed-forward's
+    Floats dynamic_, convolved_;  // [max_nodes][sides][taps][groups], [max_nodes][hidden]
     const float *hidden_norm_ = nullptr, *mask_ = nullptr;
     std::vector<Group> fuse_q_;
     Floats fuse_f_;  // the same for a fusing matrix of floats

@@ -173,6 +173,12 @@ void Model::attention_layer(const Step& step, int layer, int thread) {
 
 // Attention of `layer` from its input `x` to the residual stream.
 void Model::mix(const Step& step, int layer, Inputs x, int thread) {
+    find_context(step, layer, x, thread);
+    bring_out(layers_[layer], &mixed_[0], step.nodes, thread);
+}
+
+// Attention of `layer` from its input `x` to what its last product reads.
+void Model::find_context(const Step& step, int layer, Inputs x, int thread) {
     const Layer& at = layers_[layer];
     const int mixed = mixed_width(at), nodes = step.nodes;
     heads_products(at, x, nodes, thread);
@@ -188,7 +194,6 @@ void Model::mix(const Step& step, int layer, Inputs x, int thread) {
     } else if (!divisions_[at.division].in_groups) {
         quantise_context(at, &mixed_[0], mixed, nodes, thread);
     }
-    bring_out(at, &mixed_[0], nodes, thread);
 }
 
 // Queries, keys, values and, where there is one, the gate of these rows.

@@ -18,7 +18,8 @@ struct Sight {
     int32_t trunk;
     int32_t tail;
     const int32_t* path;  // int32[tail] places of the draft tokens on the way to the node, itself
-                          // last
+                          // last, but for those of a block
+    int32_t ahead = 0;    // how many of its block stand behind it
 
     FORERUN_MEMBER int length() const { return trunk + tail; }
 };

@@ -342,6 +342,7 @@ protected:
     void keep_taps(const Step& step, int layer, int thread);
     void attention_layer(const Step& step, int layer, int thread);
     void mix(const Step& step, int layer, Inputs x, int thread);
+    void find_context(const Step& step, int layer, Inputs x, int thread);
     void heads_products(const Layer& layer, Inputs x, int rows, int thread);
     void open_context(const Layer& layer, int nodes, int thread);
     void quantise_context(const Layer& layer, const float* context, int width, int nodes, int thread);

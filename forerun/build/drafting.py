@@ -410,11 +410,14 @@ def model_drafter(
     drafter = ModelDrafter(model, limits, shape, mask)
     captured = config.executor == "torch" and config.device != "cpu"
     if captured and not config.disable_cuda_graph and not drafter.traits.drafts_on_device:
-        log.warning(
-            "%s drafts outside of captured rounds, which is slower: %d draft tokens are more than "
-            "the square of top-k %d; lower speculative-num-draft-tokens or raise "
-            "speculative-eagle-topk", model.traits.name, shape.nodes, shape.width,
-        )  # fmt: skip
+        why = (
+            "they run DFlash and JetSpec alone"
+            if model.traits.on_host
+            else f"{shape.nodes} draft tokens are more than the square of top-k {shape.width}; "
+            "lower speculative-num-draft-tokens or raise speculative-eagle-topk"
+        )
+        name = model.traits.name
+        log.warning("%s drafts outside of captured rounds, which is slower: %s", name, why)
     return CombinedDrafter(lookup, drafter) if config.algorithm.lookup else drafter
 
 

@@ -411,6 +411,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     block = drafts.traits.block_size if drafts is not None else 0
     config = resolved_drafting(config, drafts is not None, fault, block, draft)
     within = drafts is not None and draft is not None and draft.kind in entry.within
+    within = within and drafts is not None and not drafts.traits.on_host
     prepare(config, executor, within, progress)
     costs = _costs(config, executor)
     if costs is not None and drafts is not None:

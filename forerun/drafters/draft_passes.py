@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from forerun.draft_shape import DraftShape
+from forerun.drafters.confidence import Confidence, scaled
 from forerun.drafters.draft_state import DraftState, not_finite
 from forerun.interface.draft_model import (
     CANDIDATES,
@@ -14,10 +15,11 @@ from forerun.interface.draft_model import (
     DraftExtension,
     DraftLevel,
     DraftModel,
+    PairCandidates,
 )
 from forerun.interface.features import Features
-from forerun.interface.plan import Plan
-from forerun.speculative.draft_tree import DraftTree, block_draft
+from forerun.interface.plan import Outcome, Plan
+from forerun.speculative.draft_tree import DraftTree, Path, Ranked, block_draft, path_draft
 from forerun.speculative.tree import Draft
 from forerun.types import AnyArray, Floats, Ints
 
@@ -35,6 +37,7 @@ class DraftPasses:
 
     def __init__(self, model: DraftModel, shape: DraftShape, mask: Masks) -> None:
         self._model, self._traits, self._shape, self._mask = model, model.traits, shape, mask
+        self.confidence = Confidence()
 
     def extend(
         self,
@@ -99,22 +102,63 @@ class DraftPasses:
             )
         )
         drafts = {}
-        for row, ids, log_probs in zip(rows, result.ids, result.log_probs, strict=True):
-            mask, width = self._mask_of(plan, row), self._shape.width
-            levels = [
+        for place, row in enumerate(rows):
+            levels, nodes = min(depth, int(plan.max_depth[row])), int(plan.max_nodes[row])
+            mask = self._mask_of(plan, row)
+            if result.pairs is not None:
+                below = self._below(states[row], result.pairs, place, mask)
+                drafts[row] = path_draft(levels, below, nodes)
+                continue
+            ids, log_probs = self._traits.target_ids[result.ids[place]], result.log_probs[place]
+            best = [
                 states[row].best(
-                    (self._traits.target_ids[ids[level]], log_probs[level]),
-                    width,
+                    (ids[level], log_probs[level]),
+                    self._shape.width,
                     level + 1,
                     mask if level == 0 else None,
                 )
-                for level in range(min(depth, int(plan.max_depth[row])))
+                for level in range(levels)
             ]
-            fewest = min(len(tokens) for tokens, _ in levels)
-            tokens = np.stack([tokens[:fewest] for tokens, _ in levels])
-            values = np.stack([values[:fewest] for _, values in levels])
-            drafts[row] = block_draft(tokens, values, int(plan.max_nodes[row]))
+            fewest = min(len(tokens) for tokens, _ in best)
+            tokens = np.stack([tokens[:fewest] for tokens, _ in best])
+            values = np.stack([values[:fewest] for _, values in best])
+            drafts[row] = block_draft(tokens, values, nodes)
         return drafts
+
+    def _below(
+        self, state: DraftState, pairs: PairCandidates, place: int, mask: bytes | None
+    ) -> Callable[[Path], Ranked]:
+        """Return what may follow a path of one row, and store how sure the model is of it."""
+        state.confident.clear()
+        sampled = state.sampling.temperature > 0
+
+        def below(path: Path) -> Ranked:
+            found, depth = pairs.below(place, path), len(path)
+            choices = self._traits.target_ids[found.ids], found.log_probs
+            tokens, values = state.best(
+                choices, self._shape.width, depth + 1, mask if depth == 0 else None
+            )
+            if found.confidence is None or not len(tokens):
+                return tokens.tolist(), np.exp(values).tolist()
+            state.confident[path] = found.confidence, int(tokens[0])
+            rate = self.confidence.rate(sampled, depth, found.confidence)
+            return tokens.tolist(), scaled(values, rate)
+
+        return below
+
+    def learn(self, states: list[DraftState], outcome: Outcome) -> None:
+        """Count the outcomes of confident nodes along the tokens that each row emitted."""
+        for row, state in enumerate(states):
+            if not state.confident:
+                continue
+            confident, state.confident = state.confident, {}
+            tokens = outcome.output_tokens[row]
+            for depth, token in enumerate(tokens):
+                stored = confident.get(tuple(tokens[:depth]))
+                if stored is None:
+                    break
+                sampled = state.sampling.temperature > 0
+                self.confidence.learn(sampled, depth, stored[0], stored[1] == token)
 
     def _trees(self, plan: Plan, states: list[DraftState], rows: list[int]) -> dict[int, Draft]:
         """Grow trees from the rows' roots, one pass per level."""

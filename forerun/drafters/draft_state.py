@@ -1,6 +1,6 @@
 """A model drafter's state of one sequence."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,6 +24,8 @@ class DraftState:
              last of them
     next_candidates  None = unknown, or in `drafted`
     drafted  what the last step drafted below the last of `ready`, and its row; None = nothing
+    confident  of nodes of the last draft, by the draft tokens down to each: how sure the model was
+               of its best token, and that token
     """
 
     text: SequenceText
@@ -32,6 +34,7 @@ class DraftState:
     ready: int = 0
     next_candidates: CandidateTokens | None = None
     drafted: tuple[NextDrafts, int] | None = None
+    confident: dict[tuple[int, ...], tuple[float, int]] = field(default_factory=dict)
 
     def span(self, begin: int, count: int) -> Ints:
         """Return int32[count+1], tokens from position `begin` on, and the one after them."""

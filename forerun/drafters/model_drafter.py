@@ -48,7 +48,7 @@ class ModelDrafter:
             traits.name,
             depth,
             needs_features=traits.features.kind != "none" and bool(traits.cache),
-            drafts_on_device=shape.full(bool(traits.block_size)),
+            drafts_on_device=shape.full(bool(traits.block_size)) and not traits.on_host,
         )
         self._model, self._traits, self._width = model, traits, shape.width
         self._passes = DraftPasses(model, shape._replace(depth=depth), mask)
@@ -72,8 +72,12 @@ class ModelDrafter:
         self._states[slot] = None
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info: `name`, `width` of the trees, and the model's own."""
-        return {"name": self.traits.name, "width": self._width, **self._model.describe()}
+        """Return facts for /server_info: `name`, `width` of the trees, the model's own, and how
+        often tokens were right by its confidence, if it says any.
+        """
+        facts = {"name": self.traits.name, "width": self._width, **self._model.describe()}
+        right = self._passes.confidence.describe()
+        return facts | ({"right_by_confidence": right} if right else {})
 
     # --- learning what was accepted ------------------------------------------------------
 
@@ -82,6 +86,7 @@ class ModelDrafter:
         EngineError if the model's logits are not finite.
         """
         states = self._states_of(plan)
+        self._passes.learn(states, outcome)
         plain = not plan.max_nodes.any()
         if plain and self._deferred.defer_step(plan, trees, outcome):
             return

@@ -4,17 +4,24 @@ it.
 DFlash (block diffusion): a few decoder layers whose context is computed from the target's features.
 Its input is a block, the root and mask tokens behind it; one pass predicts all of the block's
 tokens. JetSpec is the same with a causal block; DSpark adds a bias that depends on the token
-before.
+before, and says how confident it is of each token (executors/pair_scores.py).
+DFlash2 mixes neighbouring places by convolutions around attention and feed-forward, whose kernels
+depend on the place, and chooses among the most probable tokens by the one before.
 """
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 from forerun.errors import ModelError
 from forerun.networks.arch import Architecture
 from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.rope import Rope
+
+PairRule = Literal["", "vanilla", "gated", "rnn", "selector"]
+"""How the token above changes the scores of a draft token: by DSpark's names, or as in DFlash2; "":
+not at all.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +43,17 @@ class BlockHead:
     own_embedding, own_head, own_mask  the file has these tensors; else they are the target's (of
                  its output head, the rows of the draft vocabulary), and the mask is a row of the
                  embedding
-    confidence   columns of a confidence head, which is not read; 0 = there is none
+    pair         how a draft token's scores depend on the one above it; rank: r, of its tables
+    confidence   inputs of a confidence head: H, or H + r with the token above; 0 = there is none
+    interleaved  the file rotates neighbouring numbers of a head, not halves of it
+    top_k        of a selector: how many of a place's most probable tokens it chooses among
+    convolved    numbers of the stream that share a dynamic kernel of a convolution; 0 = there are
+                 no convolutions
+    windows      of each layer: a place at p sees what stands above p - window; () = all see all
+    embedding_scale  multiplies rows of the embedding, as the target's file has them; None =
+                 unknown, 1 beside a target that does not scale them
+    logit_scale, logit_cap  multiply logits, and soften them by then; 0.0 = they stay
     """
-
-    algorithm: ClassVar[str] = "dflash"
 
     layers: int
     hidden: int
@@ -62,7 +76,31 @@ class BlockHead:
     own_embedding: bool = False
     own_head: bool = False
     own_mask: bool = False
+    pair: PairRule = ""
+    rank: int = 0
     confidence: int = 0
+    interleaved: bool = False
+    top_k: int = 0
+    convolved: int = 0
+    windows: tuple[int | None, ...] = ()
+    embedding_scale: float | None = None
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+
+    @property
+    def algorithm(self) -> str:
+        """The name of its kind: "dspark" if draft tokens depend on the one above or confidence is
+        said, "dflash2" if a selector chooses them or places are convolved.
+        """
+        if self.pair == "selector" or self.convolved:
+            return "dflash2"
+        return "dspark" if self.pair or self.confidence else "dflash"
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is DFlash as first published, or JetSpec."""
+        bent = self.windows or self.embedding_scale or self.logit_scale != 1.0 or self.logit_cap
+        return self.algorithm == "dflash" and not bent
 
     @property
     def depth(self) -> int:
@@ -87,9 +125,9 @@ class BlockHead:
 
     @property
     def parameters(self) -> int:
-        """Number of weights that are loaded; those of a confidence head are not."""
+        """Number of weights that an executor loads: without what pair_scores.py reads."""
         shapes = expected_block_tensors(self).items()
-        return sum(math.prod(shape) for name, shape in shapes if not name.startswith("confidence"))
+        return sum(math.prod(shape) for name, shape in shapes if not name.startswith(ON_HOST))
 
     def check_against(self, target: Architecture, where: str) -> None:
         """Raise ModelError if this drafter cannot serve `target`, and say why."""
@@ -110,8 +148,12 @@ class BlockHead:
                 f"a drafter of width {self.hidden} needs embed_tokens.weight and lm_head.weight of "
                 "its own"
             )
-        if target.embedding_scale != 1.0 and not self.own_embedding:
-            faults.append("it is unknown whether it expects this target's scaled embeddings")
+        known = self.own_embedding or self.embedding_scale is not None
+        if target.embedding_scale != 1.0 and not known:
+            faults.append(
+                "it is unknown whether it expects this target's scaled embeddings; "
+                "input_embedding_scale says it"
+            )
         beyond = [index for index in self.features if not 0 <= index <= target.layers]
         if beyond or not self.features:
             faults.append(
@@ -120,6 +162,13 @@ class BlockHead:
             )
         if faults:
             raise ModelError(f"{where}: this draft does not fit the target: " + "; ".join(faults))
+
+
+KERNEL_SIZE = 2
+"""Places that a convolution reads: its own, and the one before it in its block."""
+
+ON_HOST = "markov_head.", "confidence_head.", "candidate_selector."
+"""How the names of tensors begin that no executor loads."""
 
 
 def default_block_features(layers: int, count: int) -> tuple[int, ...]:
@@ -158,6 +207,10 @@ def expected_block_tensors(head: BlockHead) -> dict[str, tuple[int, ...]]:
             shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (
                 head.head_size,
             )
+        for part in ("attention_conv", "mlp_conv") if head.convolved else ():
+            kernels = 2 * KERNEL_SIZE * hidden // head.convolved
+            shapes[f"{part}.base_kernel"] = (2, KERNEL_SIZE, hidden)
+            shapes[f"{part}.kernel_projection.weight"] = (kernels, hidden)
         tensors |= {f"{prefix}{name}": shape for name, shape in shapes.items()}
     tensors["norm.weight"] = (hidden,)
     return tensors | _optional_tensors(head)
@@ -173,7 +226,34 @@ def _optional_tensors(head: BlockHead) -> dict[str, tuple[int, ...]]:
         tensors["lm_head.weight"] = (head.vocab, head.hidden)
     if head.vocab != head.target_vocab:
         tensors["d2t"] = (head.vocab,)
+    tensors |= _pair_tensors(head)
     if head.confidence:
         tensors["confidence_head.proj.weight"] = (1, head.confidence)
         tensors["confidence_head.proj.bias"] = (1,)
+    return tensors
+
+
+def _pair_tensors(head: BlockHead) -> dict[str, tuple[int, ...]]:
+    """The rows of `markov_w1` and of predecessors are target ids, those of `markov_w2` and of
+    successors draft ids.
+    """
+    rank, hidden = head.rank, head.hidden
+    if not head.pair:
+        return {}
+    if head.pair == "selector":
+        return {
+            "candidate_selector.predecessor_codebook": (head.target_vocab, rank),
+            "candidate_selector.successor_codebook": (head.vocab, rank),
+            "candidate_selector.hidden_projection.weight": (rank, hidden),
+        }
+    tensors: dict[str, tuple[int, ...]] = {
+        "markov_head.markov_w1.weight": (head.target_vocab, rank),
+        "markov_head.markov_w2.weight": (head.vocab, rank),
+    }
+    if head.pair == "gated":
+        tensors["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+        tensors["markov_head.gate_proj.bias"] = (rank,)
+    if head.pair == "rnn":
+        tensors["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
+        tensors["markov_head.joint_proj.bias"] = (3 * rank,)
     return tensors

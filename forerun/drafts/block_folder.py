@@ -1,8 +1,9 @@
 """Block drafters on disk: every public dialect -> one BlockHead and canonical tensors.
 
-z-lab writes Qwen3's flat keys and a `dflash_config`, JetSpec the same and `causal_head`, DeepSpec
-all keys flat, speculators a nested configuration. Keys are honoured or refused; nothing is skipped:
-a missing, unexpected or wrongly shaped tensor stops the load and is named.
+z-lab writes Qwen3's flat keys and a `dflash_config`, as LiquidAI and SpecForge do, JetSpec the same
+and `causal_head`, DeepSpec all keys flat, speculators a nested configuration. Keys are honoured or
+refused; nothing is skipped: a missing, unexpected or wrongly shaped tensor stops the load and is
+named.
 """
 
 import re
@@ -10,32 +11,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from forerun.checkpoints.checkpoint import shortened
 from forerun.checkpoints.folder import files_by_tensor
 from forerun.checkpoints.shard import MAPS
-from forerun.drafts.block_config import BlockHead, expected_block_tensors
+from forerun.drafts.block_config import KERNEL_SIZE, BlockHead, PairRule, expected_block_tensors
 from forerun.drafts.eagle_folder import canonical, mapped_ids
+from forerun.drafts.lenient import lenient_requests
 from forerun.drafts.opened_draft import OpenedDraft
 from forerun.errors import ModelError
 from forerun.networks.arch import Architecture
 from forerun.networks.config_json import architectures, harmless, read_json
 from forerun.networks.keys import Keys
 from forerun.networks.rope_config import rope_from
-from forerun.types import Ints
+from forerun.types import Floats, Ints
 
-_DFLASH, _DSPARK = ("DFlashDraftModel", "DFlashSpeculator"), ("Qwen3DSparkModel",)
+_DFLASH, _LFM2 = ("DFlashDraftModel", "DFlashSpeculator"), "Lfm2DSparkDraftModel"
+_DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator", _LFM2)
+_DFLASH2 = ("DFlash2DraftModel", "Qwen3DFlash2DraftModel")
 _OTHERS = {
-    "DFlash2DraftModel": "DFlash2's convolutions and candidate selector are not supported",
     "DominoDraftModel": "Domino's recurrent head is not supported",
     "Gemma4DSparkModel": "of DSpark drafters only those with Qwen3's layers are supported",
 }
 _SPECULATORS = ("dflash", "dspark")
+_PAIR_RULES: tuple[PairRule, ...] = ("vanilla", "gated", "rnn")
+"""DSpark's."""
+_W1, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
+_INTERLEAVED = re.compile(r"layers\.\d+\.self_attn\.[qk]_(proj|norm)\.weight")
 _BOOKKEEPING = re.compile(
     r"auto_map | num_anchors | max_anchors | speculators_(model_type|version|config)"
     r" | embed_requires_grad | has_no_defaults_at_init | tie_word_embeddings | max_window_layers"
-    r" | sliding_window(_non_causal)? | use_sliding_window | auf | projector_type | emb_dim"
-    r" | gru_hidden_dim | pure_draft_prefix_len | lambda_base_\w+ | confidence_head_\w+"
-    r" | enable_confidence_head | loss_\w+ | training_\w+",
+    r" | sliding_window | use_sliding_window | auf | projector_type | emb_dim"
+    r" | gru_hidden_dim | pure_draft_prefix_len | lambda_base_\w+ | confidence_\w+ | \w+_loss_alpha"
+    r" | runtime_block_size | loss_\w+ | training_\w+",
     re.VERBOSE,
 )
 """Keys of training, and keys whose effect the tensors or other keys decide."""
@@ -46,6 +55,16 @@ class BlockFile(OpenedDraft[BlockHead]):
     """An opened block drafter. kind: what it is, in a sentence's words."""
 
     kind: ClassVar[str] = "block drafter"
+
+    def tensor(self, name: str) -> Floats:
+        """Return a weight as OpenedDraft does; heads that are rotated by neighbouring numbers in
+        the file are in the order of Rope: halves. Scores of queries and keys do not depend on it.
+        """
+        values, head = OpenedDraft.tensor(self, name), self.head
+        if not head.interleaved or not _INTERLEAVED.fullmatch(name):
+            return values
+        pairs = values.reshape(-1, head.head_size // 2, 2, *values.shape[1:])
+        return np.ascontiguousarray(np.moveaxis(pairs, 2, 1)).reshape(values.shape)
 
     def limited(self, token_map: Ints) -> "BlockFile":
         """Raise ModelError: a block drafter's map of draft ids is in its own files."""
@@ -60,7 +79,7 @@ def holds_block(folder: Path) -> bool:
     no configuration.
     """
     config = read_json(folder / "config.json")
-    known = {*_DFLASH, *_DSPARK, *_OTHERS} & set(architectures(config))
+    known = {*_DFLASH, *_DSPARK, *_DFLASH2, *_OTHERS} & set(architectures(config))
     kind = config.get("speculators_model_type")
     return bool(known) or "dflash_config" in config or kind in _SPECULATORS
 
@@ -74,12 +93,13 @@ def open_block(folder: Path, target: Architecture) -> BlockFile:
     shapes = {name: file.tensors[stored].shape for name, (file, stored) in files.items()}
     try:
         head = _describe(config, shapes, target)
+        warnings = _warnings(config, head, target) + lenient_requests(config)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
     head.check_against(target, str(folder))
     _check_tensors(head, shapes, folder)
     ids = mapped_ids(head.vocab, head.target_vocab, files, folder)
-    block_file = BlockFile(folder, head, ids, tuple(_warnings(head, target)), files)
+    block_file = BlockFile(folder, head, ids, tuple(warnings), files)
     for name in expected_block_tensors(head):
         if name != "d2t":
             block_file.tensor(name)
@@ -104,13 +124,23 @@ def _describe(
         or settings.value("projector_type", "dflash") == "domino"
     ):
         raise ModelError("config.json: shifted labels and Domino's head are not supported")
-    _refuse_scales(settings, keys)
     hidden = sizes.integer("hidden_size")
     ids = settings.features()
-    dspark = bool(set(architectures(config)) & set(_DSPARK))
+    dspark = (
+        bool(set(architectures(config)) & set(_DSPARK))
+        or config.get("speculators_model_type") == "dspark"
+        or settings.value("projector_type", "dflash") == "dspark"
+    )
     vocab = sizes.integer("vocab_size", target.vocab)
     context = sizes.integer("max_position_embeddings", target.context)
-    _refuse_bias(settings, shapes)
+    dflash2 = bool(set(architectures(config)) & set(_DFLASH2))
+    pair, rank = _selector(settings) if dflash2 else _pair(settings, shapes)
+    windows = _windows(sizes)
+    if rank and not (dspark or dflash2) and not settings.has("sample_from_anchor"):
+        raise ModelError(
+            "config.json: sample_from_anchor is missing: with markov_rank the first token may be "
+            "predicted at the anchor (true) or behind it (false)"
+        )
     head = BlockHead(
         layers=sizes.integer("num_hidden_layers"),
         hidden=hidden,
@@ -128,14 +158,24 @@ def _describe(
         places=settings.integer("block_size", None if speculators or dspark else 16),
         mask=settings.integer("mask_token_id", -1 if "mask_embedding" in shapes else None),
         anchored=settings.flag("sample_from_anchor", dspark),
-        causal=settings.causal(),
+        causal=settings.causal(windows),
         qk_norm="layers.0.self_attn.q_norm.weight" in shapes,
         own_embedding="embed_tokens.weight" in shapes,
         own_head="lm_head.weight" in shapes,
         own_mask="mask_embedding" in shapes,
-        confidence=shapes.get("confidence_head.proj.weight", (1, 0))[-1],
+        pair=pair,
+        rank=rank,
+        confidence=shapes.get(_CONFIDENCE, (1, 0))[-1],
+        interleaved=_interleaved(keys, _LFM2 in architectures(config)),
+        top_k=settings.integer("selector_top_k") if dflash2 else 0,
+        convolved=_convolved(settings, hidden) if dflash2 else 0,
+        windows=windows,
+        embedding_scale=settings.real("input_embedding_scale"),
+        logit_scale=settings.real("output_multiplier") or 1.0,
+        logit_cap=settings.real("final_logit_softcapping") or 0.0,
     )
-    _check_layers(keys, sizes, head, target)
+    _check_layers(settings, sizes, head, target)
+    _check_confidence(settings, head)
     for part in (settings.inner, sizes, keys):
         part.refuse_the_rest(lambda n, v: harmless(n, v) or _BOOKKEEPING.fullmatch(n) is not None)
     return head
@@ -156,11 +196,18 @@ class _Settings:
             return self.inner
         return self.keys
 
+    def has(self, name: str) -> bool:
+        return self.inner.has(name) or self.keys.has(name)
+
     def value(self, name: str, default: Any) -> Any:
         return self._of(name).get(name, default)
 
-    def integer(self, name: str, default: int | None) -> int:
+    def integer(self, name: str, default: int | None = None) -> int:
         return self._of(name).integer(name, default)
+
+    def real(self, name: str) -> float | None:
+        """Return a number, or None if there is none."""
+        return None if self.value(name, None) is None else self._of(name).real(name)
 
     def flag(self, name: str, default: bool) -> bool:
         return self._of(name).flag(name, default)
@@ -174,29 +221,68 @@ class _Settings:
             raise self.keys.unfit("dflash_config.target_layer_ids", layers, "a list of layers")
         return layers
 
-    def causal(self) -> bool:
-        """Return the setting under its four spellings, of which none may contradict another."""
+    def causal(self, windows: tuple[int | None, ...]) -> bool:
+        """Return the setting under its spellings, of which none may contradict another. Where none
+        is given, layers with windows are causal and others are not.
+        """
+        apart = self.keys.get("sliding_window_non_causal")
         values = {
             "dflash_config.causal_head": self.inner.get("causal_head"),
             "dflash_config.causal": self.inner.get("causal"),
             "is_causal": self.keys.get("is_causal"),
             "causal_head": self.keys.get("causal_head"),
+            "not sliding_window_non_causal": not apart if windows and apart is not None else None,
         }
         given = {name: value for name, value in values.items() if value is not None}
         if len(set(given.values())) > 1 or any(type(value) is not bool for value in given.values()):
             raise ModelError(f"config.json: {given} must all be true or all be false")
-        return bool(given) and next(iter(given.values()))
+        if not given and None in windows:
+            raise ModelError(
+                "config.json: is_causal is missing: some layers have windows, some none"
+            )
+        return next(iter(given.values())) if given else bool(windows)
 
 
-def _refuse_scales(settings: _Settings, keys: Keys) -> None:
-    """Raise ModelError for multipliers of some targets, which no supported drafter has."""
-    for name in ("output_multiplier", "input_embedding_scale"):
-        if settings.value(name, 1.0) != 1.0:
-            raise keys.unfit(name, settings.value(name, 1.0), "1 to run here")
-    if settings.value("final_logit_softcapping", 0):
-        raise keys.unfit(
-            "final_logit_softcapping", settings.value("final_logit_softcapping", 0), "0"
+def _windows(sizes: Keys) -> tuple[int | None, ...]:
+    """Return each layer's window; () if none has any. Raises ModelError for other kinds of layers,
+    or windows of no size.
+    """
+    layers, kinds = sizes.integer("num_hidden_layers"), sizes.get("layer_types")
+    if kinds is None:
+        first = sizes.integer("max_window_layers", 28)
+        slides = sizes.flag("use_sliding_window", False)
+        kinds = ["full_attention"] * min(first if slides else layers, layers)
+        kinds += ["sliding_attention"] * (layers - len(kinds))
+    known = {"full_attention", "sliding_attention"}
+    if not isinstance(kinds, list) or len(kinds) != layers or not known.issuperset(kinds):
+        raise sizes.unfit(
+            "layer_types", kinds, f"a list of {layers}: " + " or ".join(sorted(known))
         )
+    if "sliding_attention" not in kinds:
+        return ()
+    if (window := sizes.integer("sliding_window")) < 1:
+        raise sizes.unfit("sliding_window", window, "1 or more")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _selector(settings: _Settings) -> tuple[PairRule, int]:
+    """Return the rule and the rank of DFlash2's selector. Raises ModelError if a size is missing or
+    cannot be.
+    """
+    for name in ("selector_rank", "selector_top_k"):
+        if settings.integer(name) < 1:
+            raise settings.keys.unfit(name, settings.integer(name), "1 or more")
+    return "selector", settings.integer("selector_rank")
+
+
+def _convolved(settings: _Settings, hidden: int) -> int:
+    """Return how many numbers share a kernel. Raises ModelError for another kind of convolution."""
+    size, group = settings.integer("conv_kernel_size"), settings.integer("conv_group_size")
+    if size != KERNEL_SIZE:
+        raise settings.keys.unfit("conv_kernel_size", size, f"{KERNEL_SIZE} to run here")
+    if group < 1 or hidden % group:
+        raise settings.keys.unfit("conv_group_size", group, f"a divisor of hidden_size {hidden}")
+    return group
 
 
 def _vocab(keys: Keys, shapes: dict[str, tuple[int, ...]], vocab: int) -> int:
@@ -205,35 +291,67 @@ def _vocab(keys: Keys, shapes: dict[str, tuple[int, ...]], vocab: int) -> int:
     return shapes["lm_head.weight"][0] if shapes.get("lm_head.weight") else stated
 
 
-def _refuse_bias(settings: _Settings, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise ModelError for DSpark's bias of the logits by the token before."""
-    if settings.integer("markov_rank", 0) or "markov_head.markov_w1.weight" in shapes:
-        raise ModelError("config.json: markov_rank: a bias by the previous token is not supported")
+def _pair(settings: _Settings, shapes: dict[str, tuple[int, ...]]) -> tuple[PairRule, int]:
+    """Return the rule of the bias by the token above, and its rank, which the file's tensors say
+    where the configuration does not. Raises ModelError for an unknown rule.
+    """
+    rank = settings.integer("markov_rank", shapes.get(_W1, (0, 0))[-1])
+    rule = settings.value("markov_head_type", "vanilla")
+    if rule not in _PAIR_RULES:
+        raise settings.keys.unfit("markov_head_type", rule, "one of: " + ", ".join(_PAIR_RULES))
+    return (rule, rank) if rank else ("", 0)
 
 
-def _check_layers(keys: Keys, sizes: Keys, head: BlockHead, target: Architecture) -> None:
+def _interleaved(keys: Keys, lfm2: bool) -> bool:
+    """Return whether heads are rotated by neighbouring numbers. Raises ModelError if an LFM2 draft,
+    which may be, does not say.
+    """
+    stated = [keys.get(name) for name in ("rope_is_neox_style", "is_neox_style")]
+    given = {value for value in stated if value is not None}
+    if len(given) > 1 or not all(isinstance(value, bool) for value in given):
+        raise keys.unfit("rope_is_neox_style", stated, "true or false")
+    if lfm2 and not given:
+        raise ModelError("config.json: rope_is_neox_style is missing")
+    return False in given
+
+
+def _check_confidence(settings: _Settings, head: BlockHead) -> None:
+    """Raise ModelError for a confidence head that reads something else than it should, or that is
+    not there.
+    """
+    wide = head.hidden + head.rank
+    wanted = settings.value("enable_confidence_head", head.confidence > 0)
+    above = settings.value("confidence_head_with_markov", head.confidence == wide)
+    if not head.confidence and wanted:
+        raise ModelError(
+            f"config.json: enable_confidence_head is true, but {_CONFIDENCE} is missing"
+        )
+    if head.confidence not in (0, wide if above else head.hidden):
+        raise ModelError(
+            f"{_CONFIDENCE} reads {head.confidence} numbers; confidence_head_with_markov asks for "
+            f"{wide if above else head.hidden}"
+        )
+
+
+def _check_layers(settings: _Settings, sizes: Keys, head: BlockHead, target: Architecture) -> None:
     """Raise ModelError for layers that are not Llama's, or another target's."""
     sizes.require("hidden_act", "silu")
     if sizes.flag("attention_bias", False) or sizes.flag("mlp_bias", False):
         raise ModelError("config.json: attention_bias and mlp_bias must be false to run here")
     if sizes.get("model_type", "qwen3") not in ("qwen3", "llama"):
         raise sizes.unfit("model_type", sizes.get("model_type"), "qwen3 or llama")
-    kinds = sizes.get("layer_types", [])
-    if any(kind != "full_attention" for kind in kinds):
-        raise sizes.unfit("layer_types", kinds, "full_attention only: windows are not supported")
-    shifted = sizes.integer("max_window_layers", 28)
-    if not kinds and sizes.flag("use_sliding_window", False) and shifted < head.layers:
-        raise sizes.unfit("use_sliding_window", True, "false: windows are not supported")
-    made_for = keys.integer("num_target_layers", target.layers)
+    if any(window is not None and window < head.places for window in head.windows):
+        raise sizes.unfit("sliding_window", min(filter(None, head.windows)), "the block or more")
+    made_for = settings.integer("num_target_layers", target.layers)
     if made_for != target.layers:
         raise ModelError(
             f"config.json: num_target_layers is {made_for}, this target has {target.layers}"
         )
     if not 2 <= head.places <= 1024:
-        raise keys.unfit("block_size", head.places, "2 to 1024")
+        raise settings.keys.unfit("block_size", head.places, "2 to 1024")
 
 
-def _warnings(head: BlockHead, target: Architecture) -> list[str]:
+def _warnings(config: dict[str, Any], head: BlockHead, target: Architecture) -> list[str]:
     """Return what lowers acceptance silently."""
     warnings = []
     if head.context < target.context:
@@ -241,8 +359,8 @@ def _warnings(head: BlockHead, target: Architecture) -> list[str]:
             f"max_position_embeddings is {head.context}, the target's context {target.context}: "
             "acceptance may fall beyond it"
         )
-    if head.confidence:
-        warnings.append("its confidence head is not read: the policy decides how much is drafted")
+    if config.get("confidence_temperatures") is not None:
+        warnings.append("confidence_temperatures are not read: outcomes calibrate its confidence")
     return warnings
 
 

@@ -24,6 +24,7 @@ from forerun.drafts.eagle_config import (
     default_features,
     expected_draft_tensors,
 )
+from forerun.drafts.lenient import lenient_requests
 from forerun.drafts.opened_draft import OpenedDraft
 from forerun.errors import ModelError
 from forerun.networks.arch import Architecture
@@ -69,9 +70,9 @@ def open_draft(folder: Path, target: Architecture) -> DraftFile:
     shapes = {name: file.tensors[stored].shape for name, (file, stored) in files.items()}
     try:
         head, keys = _describe(config, shapes, target)
+        warnings = _warnings(head, target) + _doubts(keys, head, target) + lenient_requests(config)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
-    warnings = _warnings(head, target) + _doubts(keys, head, target)
     head.check_against(target, str(folder))
     _check_tensors(head, shapes, folder)
     ids = mapped_ids(head.vocab, head.target_vocab, files, folder)

@@ -7,10 +7,10 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from forerun.checkpoints.mapped import TensorFile
+from forerun.checkpoints.mapped import Packed, TensorFile
 from forerun.errors import ModelError
 from forerun.networks.cache_layer import CacheLayer
-from forerun.types import Floats, Ints
+from forerun.types import AnyArray, Floats, Ints
 
 
 class DraftDescription(Protocol):
@@ -84,6 +84,16 @@ class OpenedDraft(Generic[Head]):
     def feature_numbers(self) -> int:
         """F*H: numbers of the target's hidden states that it reads of a token."""
         return len(self.head.features) * self.head.target_hidden
+
+    def some_rows(self, name: str, rows: AnyArray) -> Floats:
+        """Return float32[n,.], rows int[n] of a matrix by its canonical name; only they are read.
+        Raises KeyError for an unknown name.
+        """
+        file, stored = self.files[name]
+        packed = file.packed(stored)
+        assert packed is not None, "a matrix"
+        some = Packed(packed.kind, np.ascontiguousarray(packed.rows[rows]), packed.columns)
+        return some.floats()
 
     def tensor(self, name: str) -> Floats:
         """Return a weight as float32 by its canonical name. Raises KeyError for an unknown name,

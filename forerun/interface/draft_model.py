@@ -50,6 +50,7 @@ class DraftModelTraits:
     features    what it reads of the target
     block_size  0: it proposes level by level (`expand`); else the most draft tokens it proposes at
                 once (`block`)
+    on_host     the host runs every pass and chooses every tree, whatever a device's steps can draft
     runs_roots  `extend` also computes the root's keys and values and stores them by slot
     """
 
@@ -59,6 +60,7 @@ class DraftModelTraits:
     max_nodes: int
     features: FeatureNeeds = field(default_factory=FeatureNeeds)
     block_size: int = 0
+    on_host: bool = False
     runs_roots: bool = False
 
     @property
@@ -167,15 +169,38 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True)
+class Children:
+    """What a block drafter says of one place below one path of draft tokens, best first.
+
+    ids, log_probs  int32[k], float32[k]  as of Candidates, of one node
+    confidence      0 to 1, how sure it is that its best token is right; None: it does not say
+    """
+
+    ids: Ints
+    log_probs: Floats
+    confidence: float | None
+
+
+class PairCandidates(Protocol):
+    """Candidates of blocks whose draft tokens depend on those above."""
+
+    def below(self, row: int, path: tuple[int, ...]) -> Children:
+        """Return what follows the draft tokens `path` (target ids) below the root of a row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCandidates:
     """The most probable tokens at each depth of R blocks, best first.
 
     ids        int32[R,depth,k]    draft ids, k as in Candidates
     log_probs  float32[R,depth,k]  marginals in nats, at temperature 1: independent of tokens above
+    pairs      None, or: tokens depend on those above
     """
 
     ids: Ints
     log_probs: Floats
+    pairs: PairCandidates | None = None
 
 
 def no_candidates(scored: int) -> Candidates:

@@ -101,8 +101,9 @@ ALGORITHMS = (
     ),
     Algorithm(
         "DFLASH",
-        "a block drafter (DFlash, JetSpec): several tokens in one pass, as a chain or, with a "
-        "top-k, the best tree of its marginals",
+        "a block drafter (DFlash, DFlash2, JetSpec, DSpark): several tokens in one pass, as a "
+        "chain or, with a top-k, the best tree of what it says",
+        aliases=("DFLASH2", "DSPARK"),
         model=True,
         block=True,
     ),

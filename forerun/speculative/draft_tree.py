@@ -15,7 +15,7 @@ Captured steps grow level by level in fixed shapes
 are the part that host and device share.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -161,23 +161,41 @@ def block_draft(tokens: Ints, log_probs: Floats, nodes: int) -> Draft:
     the heaviest nodes are connected and maximise the expected number of accepted tokens. Taking a
     node offers its next sibling and its first child, so at most two offers per node exist.
     """
-    depth, count = tokens.shape
     names, probs = tokens.tolist(), np.exp(np.minimum(log_probs, 0)).tolist()
+    return path_draft(len(names), lambda path: (names[len(path)], probs[len(path)]), nodes)
 
-    def offer(level: int, rank: int, above: float, parent: int) -> list[Offer]:
-        if level == depth or rank == count or not probs[level][rank] > 0:
+
+Path = tuple[int, ...]
+"""Draft tokens from below the root down."""
+
+Ranked = tuple[Sequence[int], Sequence[float]]
+"""Tokens and their probabilities, best first."""
+
+
+def path_draft(depth: int, below: Callable[[Path], Ranked], nodes: int) -> Draft:
+    """Return the best `nodes` paths of at most `depth` tokens, best first, as block_draft does.
+
+    below  what may follow a path; a probability that is not above 0 ends it
+    """
+
+    def offer(path: Path, choices: Ranked, rank: int, above: float, parent: int) -> list[Offer]:
+        tokens, probs = choices
+        if rank == len(tokens) or not probs[rank] > 0:
             return []
-        score = above * probs[level][rank]
-        state = (level, rank, above)
-        source = DraftSource.DRAFT_MODEL
-        return [(-score, (level << 20) + rank, names[level][rank], parent, state, source)]
+        state = (path, choices, rank, above)
+        place = (len(path) << 20) + rank
+        score = above * min(probs[rank], 1.0)
+        return [(-score, place, tokens[rank], parent, state, DraftSource.DRAFT_MODEL)]
 
-    def below(taken: Offer, number: int) -> list[Offer]:
-        level, rank, above = taken[4]
-        sibling = offer(level, rank + 1, above, taken[3])
-        return sibling + offer(level + 1, 0, -taken[0], number)
+    def children(taken: Offer, number: int) -> list[Offer]:
+        path, choices, rank, above = taken[4]
+        sibling = offer(path, choices, rank + 1, above, taken[3])
+        longer = (*path, taken[2])
+        if len(longer) == depth:
+            return sibling
+        return sibling + offer(longer, below(longer), 0, -taken[0], number)
 
-    return best_first(offer(0, 0, 1.0, -1), below, nodes)
+    return best_first(offer((), below(()), 0, 1.0, -1) if depth else [], children, nodes)
 
 
 def pruned(

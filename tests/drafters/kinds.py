@@ -23,7 +23,14 @@ from forerun.train.export import export_head
 from tests.drafters import assistants
 from tests.drafters.prediction import counting, dense, in_gguf, random_layer, with_layers
 from tests.models import tiny
-from tests.parity.blocks import VARIANTS, dense_block, random_block, streams
+from tests.parity.blocks import (
+    PAIRED,
+    VARIANTS,
+    dense_block,
+    dense_pairs,
+    random_block,
+    streams,
+)
 from tests.parity.heads import Target, Twin
 
 
@@ -345,19 +352,25 @@ def assistant(kinds, which):
 
 def block(kinds, variant):
     """A random block drafter (tests/parity/blocks.py); what it says of each depth does not depend
-    on what stands above.
+    on what stands above, but for those that are PAIRED, which are far from what they say without.
     """
     arch = FolderCheckpoint(kinds.target).architecture
-    draft = random_block(arch, kinds.folder(f"block {variant}"), **VARIANTS[variant])
+    changes = (VARIANTS | PAIRED)[variant]
+    draft = random_block(arch, kinds.folder(f"block {variant}"), **changes)
+    states = lru_cache(64)(lambda text: streams(kinds.hf, text))
 
     @lru_cache(64)
     def below(text):
-        return dense_block(draft, kinds.hf, text, streams(kinds.hf, text)).numpy()
+        return dense_block(draft, kinds.hf, text, states(text)).numpy()
 
-    def reference(text, path):
+    def marginals(text, path):
         return below(tuple(text))
 
-    return Kind("DFLASH", kinds.target, draft.path, draft.head.depth, reference)
+    def pairs(text, path):
+        return dense_pairs(draft, kinds.hf, text, path, states(tuple(text)))[0].numpy()
+
+    reference, others = (pairs, (marginals,)) if variant in PAIRED else (marginals, ())
+    return Kind("DFLASH", kinds.target, draft.path, draft.head.depth, reference, others)
 
 
 MAKERS = {

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from forerun.interface.draft_model import BlockCandidates, Candidates
+from forerun.interface.draft_model import BlockCandidates, Candidates, Children
 
 
 class Watched:
@@ -54,6 +54,9 @@ class Watched:
 
     def block(self, block):
         found, depths = self._model.block(block), range(block.depth)
+        if found.pairs is not None:
+            rows = [self._rows[slot] for slot in block.slots.tolist()]
+            return replace(found, pairs=_HeardPairs(self, rows, found.pairs))
         asked = [(self._rows[s], (None,) * depth) for s in block.slots.tolist() for depth in depths]
         flat = len(asked), found.ids.shape[-1]
         parts = self.heard(asked, found.ids.reshape(flat), found.log_probs.reshape(flat))
@@ -61,6 +64,19 @@ class Watched:
 
     def describe(self):
         return self._model.describe()
+
+
+class _HeardPairs:
+    """Pairs of rows' texts, heard node by node."""
+
+    def __init__(self, watched, rows, pairs):
+        self._watched, self._rows, self._pairs = watched, rows, pairs
+
+    def below(self, row, path):
+        found = self._pairs.below(row, path)
+        asked = [(self._rows[row], path)]
+        ids, values = self._watched.heard(asked, found.ids[None], found.log_probs[None])
+        return Children(ids[0], values[0], found.confidence)
 
 
 class Noted(Watched):
@@ -73,7 +89,7 @@ class Noted(Watched):
     def heard(self, asked, ids, log_probs):
         for (text, path), line, values in zip(asked, ids, log_probs, strict=True):
             assert (np.diff(values) <= 0).all(), "the likeliest come first"
-            dense = np.empty(self.traits.vocab, np.float32)
+            dense = np.full(self.traits.vocab, -np.inf, np.float32)
             dense[line] = values
             self.said.append((tuple(text), path, dense))
         return ids, log_probs
@@ -129,11 +145,14 @@ def begun(texts, text):
 class Partly(Told):
     """Is right for as many tokens of each block as its turn says: all, none, one, two, ..."""
 
-    turns = 0
+    turns = right = 0
 
     def block(self, block):
-        found = super().block(block)
-        right = (block.depth + self.turns) % (block.depth + 1)
+        self.right = (block.depth + self.turns) % (block.depth + 1)
         self.turns += 1
-        found.ids[:, right:] = (found.ids[:, right:] + 1) % self.traits.vocab
-        return found
+        return super().block(block)
+
+    def heard(self, asked, ids, log_probs):
+        ids, values = super().heard(asked, ids, log_probs)
+        wrong = [[len(path) >= self.right] for _, path in asked]
+        return (ids + np.array(wrong)) % self.traits.vocab, values

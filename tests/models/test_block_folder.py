@@ -12,7 +12,7 @@ from forerun.drafts.block_config import default_block_features
 from forerun.drafts.block_folder import holds_block, open_block
 from forerun.errors import ModelError
 from forerun.networks.arch import Architecture, Rope, plain_layers
-from tests.parity.blocks import block_head, random_block
+from tests.parity.blocks import PAIRED, SELECTING, block_head, random_block
 
 TARGET = Architecture("llama", 64, 4, 2, 16, 320, 512, 1e-5, plain_layers(6, 16, 96, Rope(1e4)))
 
@@ -94,23 +94,54 @@ def test_speculators_nested_keys_and_layers(made):
 
 
 REFUSED = {
-    "another architecture": (lambda c: c.update(architectures=["DFlash2DraftModel"]), "DFlash2"),
+    "another architecture": (lambda c: c.update(architectures=["DominoDraftModel"]), "Domino's"),
     "no layers named": (lambda c: c["dflash_config"].pop("target_layer_ids"), "a list of layers"),
     "no mask": (lambda c: c["dflash_config"].pop("mask_token_id"), "mask_token_id is missing"),
     "a mask without a row": (lambda c: c["dflash_config"].update(mask_token_id=320), "no row"),
-    "a window": (lambda c: c.update(layer_types=["sliding_attention"] * 2), "windows are not"),
+    "a window of no size": (
+        lambda c: c.update(layer_types=["sliding_attention"] * 2), "sliding_window is missing"
+    ),
+    "a window within the block": (
+        lambda c: c.update(layer_types=["sliding_attention"] * 2, sliding_window=4),
+        "sliding_window is 4; it must be the block or more",
+    ),
+    "a layer of another kind": (lambda c: c.update(layer_types=["conv"] * 2), "full_attention or"),
+    "windows of which it is unknown what they hide": (
+        lambda c: (
+            c["dflash_config"].pop("causal"),
+            c.update(layer_types=["sliding_attention", "full_attention"], sliding_window=9),
+        ),
+        "is_causal is missing",
+    ),
     "another depth": (lambda c: c.update(num_target_layers=7), "this target has 6"),
     "another vocabulary": (lambda c: c.update(vocab_size=321), "another tokenizer"),
-    "a layer too many": (lambda c: c.update(num_hidden_layers=3), "missing layers.2"),
+    "a layer too many": (
+        lambda c: c.update(num_hidden_layers=3, layer_types=["full_attention"] * 3),
+        "missing layers.2",
+    ),
+    "kinds of other layers": (lambda c: c.update(num_hidden_layers=3), "must be a list of 3"),
     "a key of meaning": (lambda c: c.update(logit_scale=2.0), "logit_scale = 2.0"),
-    "scaled logits": (lambda c: c["dflash_config"].update(output_multiplier=0.5), "output_mult"),
+    "scaled logits": (
+        lambda c: c["dflash_config"].update(output_multiplier="half"), "output_multiplier is 'half'"
+    ),
     "features beyond": (
         lambda c: c["dflash_config"].update(target_layer_ids=[1, 6]), "within the target's 6",
     ),
     "a block of one": (lambda c: c.update(block_size=1), "block_size is 1"),
-    "a recurrent head": (
-        lambda c: c.update(markov_rank=4, markov_head_type="rnn"),
-        "the previous token is not supported",
+    "a bias without tables": (
+        lambda c: c.update(markov_rank=4, sample_from_anchor=True), "missing markov_head.markov_w1"
+    ),
+    "a bias whose first place is not said": (
+        lambda c: c.update(markov_rank=4), "sample_from_anchor is missing"
+    ),
+    "a bias of another kind": (
+        lambda c: c.update(markov_rank=4, markov_head_type="fir"), "vanilla, gated, rnn"
+    ),
+    "a confidence without a head": (
+        lambda c: c.update(enable_confidence_head=True), "confidence_head.proj.weight is missing"
+    ),
+    "another rotation in LFM2's": (
+        lambda c: c.update(architectures=["Lfm2DSparkDraftModel"]), "rope_is_neox_style is missing"
     ),
 }  # fmt: skip
 
@@ -134,6 +165,123 @@ def test_configurations_that_are_refused(made, fault):
 )
 def test_tensors_that_are_refused(made, change, message):
     folder = changed(made, tensors=change)
+    with pytest.raises(ModelError, match=message):
+        open_block(folder, TARGET)
+
+
+@pytest.mark.parametrize("variant", sorted(PAIRED.keys() - SELECTING))
+def test_dspark_as_liquid_and_specforge_write_it(tmp_path, variant):
+    head = block_head(TARGET, **PAIRED[variant])
+    made = random_block(TARGET, tmp_path, **PAIRED[variant])
+    assert holds_block(made.path) and made.head == head and not made.warnings
+    assert made.head.algorithm == "dspark"
+    assert made.parameters == block_head(TARGET, **{
+        name: value for name, value in PAIRED[variant].items()
+        if name not in ("pair", "rank", "confidence")
+    }).parameters  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", SELECTING)
+def test_dflash2_as_its_authors_write_it(tmp_path, variant):
+    made = random_block(TARGET, tmp_path, **SELECTING[variant])
+    assert holds_block(made.path) and made.head == block_head(TARGET, **SELECTING[variant])
+    assert made.head.algorithm == "dflash2" and not made.warnings
+
+    def silent(config):
+        config.pop("is_causal")
+        config.update(layer_types=["sliding_attention"] * 2)
+
+    assert open_block(changed(made, silent), TARGET).head.causal, "as windows are without a word"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"conv_kernel_size": 3}, "conv_kernel_size is 3; it must be 2"),
+        ({"conv_group_size": 7}, "a divisor of hidden_size 64"),
+        ({"selector_rank": None}, "selector_rank is missing"),
+        ({"selector_top_k": 0}, "selector_top_k is 0"),
+        ({"selector_rank": 8}, r"predecessor_codebook is \[320, 4\]"),
+        ({"selector_vocab_size": 8}, "selector_vocab_size = 8"),
+    ],
+)
+def test_broken_dflash2_files_are_refused(tmp_path, change, message):
+    made = random_block(TARGET, tmp_path, **PAIRED["DFlash2"])
+    folder = changed(made, lambda config: config["dflash_config"].update(change))
+    with pytest.raises(ModelError, match=message):
+        open_block(folder, TARGET)
+
+
+def test_a_scaled_embedding_must_be_spoken_of(tmp_path):
+    """Beside a target that scales its own, as Gemma does."""
+    scaled = replace(TARGET, embedding_scale=8.0)
+    made = random_block(TARGET, tmp_path, **PAIRED["DFlash2"])
+    assert open_block(made.path, scaled).head.embedding_scale == 2.0
+    folder = changed(made, lambda c: c["dflash_config"].pop("input_embedding_scale"))
+    with pytest.raises(ModelError, match="input_embedding_scale says it"):
+        open_block(folder, scaled)
+
+
+def test_dspark_as_speculators_write_it(tmp_path):
+    """Nested, with a place for the anchor unless it says otherwise; what would accept other tokens
+    than the target's is not followed, and that is said.
+    """
+    made = random_block(TARGET, tmp_path, **PAIRED["DSpark"])
+    flat = json.loads((made.path / "config.json").read_text())
+    inner = flat.pop("dflash_config")
+    kept = ("architectures", "block_size", "sample_from_anchor")
+    method = {"proposal_type": "greedy", "verifier_accept_k": 3, "accept_tolerance": 0.5}
+    config = {
+        "architectures": ["DSparkDraftModel"],
+        "speculators_model_type": "dspark",
+        "speculators_config": {"algorithm": "dspark", "proposal_methods": [method]},
+        "transformer_layer_config": {n: v for n, v in flat.items() if n not in kept},
+        "aux_hidden_state_layer_ids": list(made.head.features),
+        "mask_token_id": 300,
+        "block_size": 5,
+        "draft_vocab_size": TARGET.vocab,
+        **{n: inner[n] for n in inner if n.startswith(("markov", "enable_c", "confidence"))},
+    }
+    (made.path / "config.json").write_text(json.dumps(config))
+    found = open_block(made.path, TARGET)
+    assert found.head == made.head and found.head.anchored
+    told = " ".join(found.warnings)
+    assert "verifier_accept_k 3 of its" in told and "accept_tolerance 0.5 of its" in told
+    method.update(verifier_accept_k=1, accept_tolerance=0.0)
+    (made.path / "config.json").write_text(json.dumps(config))
+    assert not open_block(made.path, TARGET).warnings
+
+
+def test_dspark_as_deepspec_writes_it(tmp_path):
+    """All keys flat, with copies of the target's ends."""
+    ends = {"own_embedding": True, "own_head": True, **PAIRED["DSpark"]}
+    made = random_block(TARGET, tmp_path, **ends)
+
+    def flat(config):
+        config |= config.pop("dflash_config")
+        config.pop("projector_type")
+        config.update(architectures=["Qwen3DSparkModel"], confidence_temperatures=[1.5] * 5)
+        config.pop("sample_from_anchor")
+
+    found = open_block(changed(made, flat), TARGET)
+    assert found.head == made.head
+    assert found.warnings == (
+        "confidence_temperatures are not read: outcomes calibrate its confidence",
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("markov_head.markov_w2.weight"), "missing markov_head.markov_w2.weight"),
+        (lambda t: t.update({"markov_head.markov_w1.weight": torch.ones(320, 5)}), "markov_w1"),
+        (lambda t: t.update({"markov_head.gate_proj.bias": torch.ones(4)}), "unexpected markov"),
+        (lambda t: t.update({"confidence_head.proj.weight": torch.ones(1, 64)}), "asks for 68"),
+        (lambda t: t["markov_head.markov_w2.weight"].fill_(np.inf), "NaN or infinity"),
+    ],
+)
+def test_broken_dspark_files_are_refused(tmp_path, change, message):
+    folder = changed(random_block(TARGET, tmp_path, **PAIRED["DSpark"]), tensors=change)
     with pytest.raises(ModelError, match=message):
         open_block(folder, TARGET)
 

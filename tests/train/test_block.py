@@ -10,6 +10,7 @@ from forerun.build.engine import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import make_request
 from forerun.drafts.block_folder import open_block
+from forerun.executors import cpu
 from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.measure.acceptance import CHAIN, Question, alone, ask
@@ -185,6 +186,21 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least)
         question = Question("seen", tuple(untrained.questions), 0.0, 40, at_once=4)
         (judged,) = ask(target, alone(target.config), question, [CHAIN], lambda *_: None)
         assert judged.same == judged.answers == 8 and judged.length > least
+    finally:
+        target.close()
+    if cpu.available() is None:
+        on_the_core(config, prompts, least)
+
+
+def on_the_core(config, prompts, least):
+    """In 8 bits as much is accepted, but for a little, and texts are as without."""
+    target = open_target(replace(config, executor="cpu", dtype="auto", threads=1))
+    try:
+        plain = served(target, prompts, speculative_algorithm="OFF")
+        chain = served(target, prompts)
+        assert [item.tokens for item in chain] == [item.tokens for item in plain]
+        steps = sum(item.stats.steps for item in chain)
+        assert sum(len(item.tokens) for item in chain) / steps > least - 0.1
     finally:
         target.close()
 

@@ -200,6 +200,23 @@ def test_older_words_of_vllm_and_specforge(tmp_path):
     assert draft.target_ids.tolist() == IDS.tolist()
 
 
+def test_lenient_acceptance_is_not_followed(tmp_path):
+    """What speculators' files may ask of a server would change texts: it is said, never done."""
+    export_head(trained(), IDS, tmp_path, "speculators")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    (method,) = config["speculators_config"]["proposal_methods"]
+    assert not [each for each in open_draft(tmp_path, TARGET).warnings if "followed" in each]
+    method.update(verifier_accept_k=2, accept_tolerance=0.1)
+    path.write_text(json.dumps(config))
+    told = [each for each in open_draft(tmp_path, TARGET).warnings if "is not followed" in each]
+    assert [each.split()[0] for each in told] == ["verifier_accept_k", "accept_tolerance"]
+    method.update(accept_tolerance="much")
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="accept_tolerance is 'much'; it must be a real number"):
+        open_draft(tmp_path, TARGET)
+
+
 def test_what_speculators_leave_out_means_true(tmp_path):
     export_head(trained(normed_residual=True), IDS, tmp_path, "speculators")
     reconfigured(tmp_path, "norm_before_residual")

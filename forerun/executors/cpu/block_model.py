@@ -3,7 +3,7 @@ what it computes.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -23,10 +23,12 @@ from forerun.executors.cpu.weights import (
     WIDE,
     Stored,
     cache_bytes_per_token,
+    set_layer,
     set_matrix,
     set_vector,
 )
 from forerun.executors.draft_checks import check_block
+from forerun.executors.pair_scores import pair_scores
 from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
@@ -38,7 +40,7 @@ from forerun.interface.draft_model import (
     no_candidates,
 )
 from forerun.interface.features import Features
-from forerun.types import Ints
+from forerun.types import Floats, Ints
 
 _MATRICES = (
     "self_attn.q_proj",
@@ -55,6 +57,7 @@ _VECTORS = (
     "self_attn.q_norm.weight",
     "self_attn.k_norm.weight",
 )
+_CONVOLUTIONS = {"attention_conv": 20, "mlp_conv": 21}
 _OWN_MATRICES = {"embed_tokens": 0, "lm_head": 1, "fc": 2}
 _OWN_VECTORS = {"norm.weight": 0, "hidden_norm.weight": 1, "mask_embedding": 2}
 """Numbers of csrc/draft.h, BlockHead."""
@@ -65,6 +68,8 @@ def _matrices(head: BlockHead) -> Iterator[Place]:
     for layer in range(head.layers):
         for which, name in enumerate(_MATRICES):
             yield Place(f"layers.{layer}.{name}", layer, which)
+        for part, which in _CONVOLUTIONS.items() if head.convolved else ():
+            yield Place(f"layers.{layer}.{part}.kernel_projection", layer, which)
     expected = expected_block_tensors(head)
     for name, which in _OWN_MATRICES.items():
         if f"{name}.weight" in expected:
@@ -73,10 +78,12 @@ def _matrices(head: BlockHead) -> Iterator[Place]:
 
 def _vectors(head: BlockHead) -> Iterator[Place]:
     expected = expected_block_tensors(head)
+    named = dict(zip(_VECTORS, range(len(_VECTORS)), strict=True))
+    named |= {f"{part}.base_kernel": which for part, which in _CONVOLUTIONS.items()}
     layers = [
         Place(f"layers.{layer}.{name}", layer, which)
         for layer in range(head.layers)
-        for which, name in enumerate(_VECTORS)
+        for name, which in named.items()
     ]
     own = [Place(name, -1, which) for name, which in _OWN_VECTORS.items()]
     yield from (place for place in layers + own if place.name in expected)
@@ -133,7 +140,7 @@ class CpuBlockModel(CpuHiddenStateModel):
             block_size=head.depth,
         )
         super().__init__(executor)
-        self._head, self._numbers = head, _NUMBERS[dtype]
+        self._head, self._numbers, self._pairs = head, _NUMBERS[dtype], pair_scores(draft)
         self._weight_bytes = self._planned_bytes()
         self._model = self._open()
         self._load(checkpoint, draft)
@@ -180,28 +187,44 @@ class CpuBlockModel(CpuHiddenStateModel):
             slots=limits.slots,
             causal=head.causal,
             own_embedding=head.own_embedding,
+            group=head.convolved,
         )
         return self.open_native(
             sizes, kind, head.features, RopeTable(((head.rope, head.head_size),))
         )
 
+    def _layer_kind(self, window: int | None) -> native.LayerKind:
+        head = self._head
+        return native.LayerKind(
+            ffn=head.ffn,
+            window=window or 0,
+            kv_heads=head.kv_heads,
+            head_size=head.head_size,
+            score_scale=head.head_size**-0.5,
+            residual=1.0,
+        )
+
     def _load(self, checkpoint: Checkpoint, draft: BlockFile) -> None:
         library, model, becomes = self._library, self._model, self._numbers.format
+        for layer, window in enumerate(self._head.windows):
+            set_layer(library, model, layer, self._layer_kind(window))
         for place in _matrices(self._head):
             stored = Stored("F32", draft.tensor(f"{place.name}.weight"), becomes=becomes)
             set_matrix(library, model, (place.name, place.layer, place.which), stored)
         for place in _vectors(self._head):
             values = draft.tensor(place.name)
+            values = np.ascontiguousarray(values).ravel()
             set_vector(library, model, (place.name, place.layer, place.which), values)
-        arch = checkpoint.architecture
+        head, arch = self._head, checkpoint.architecture
+        scale = 1.0 if head.embedding_scale is None else head.embedding_scale
+        library.forerun_set_scales(model, scale, head.logit_scale, head.logit_cap)
         if self._borrows:
             library.forerun_share_head(model, self._executor.native_model())
-            library.forerun_set_scales(model, 1.0, arch.logit_scale, arch.final_softcap or 0.0)
         elif not self._head.own_head:
             name = "model.embed_tokens" if arch.tied_head else "lm_head"
             rows = np.ascontiguousarray(checkpoint.tensor(f"{name}.weight")[draft.target_ids])
-            head = (name, -1, _OWN_MATRICES["lm_head"])
-            set_matrix(library, model, head, Stored("F32", rows, becomes=becomes))
+            where = (name, -1, _OWN_MATRICES["lm_head"])
+            set_matrix(library, model, where, Stored("F32", rows, becomes=becomes))
 
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Write keys and values of the features of what became permanent to its pages.
@@ -224,26 +247,34 @@ class CpuBlockModel(CpuHiddenStateModel):
         """
         check_block(block, self._head.depth, self._executor.limits)
         at_once = self._executor.limits.max_nodes // self._head.places
+        if self._pairs is not None:
+            block = replace(block, candidates=self._pairs.count(block))
         parts = [
             self._propose(block.part(begin, begin + at_once))
             for begin in range(0, len(block.roots), at_once)
         ]
-        ids, log_probs = (
-            np.concatenate(each).reshape(len(block.roots), block.depth, -1)
-            for each in zip(*((part.ids, part.log_probs) for part in parts), strict=True)
+        ids, log_probs, hidden = (
+            np.concatenate(each).reshape(len(block.roots), block.depth, each[0].shape[-1])
+            for each in zip(*parts, strict=True)
         )
         if not np.isfinite(log_probs).all():
             raise EngineError("a block drafter's logits are not finite")
-        return BlockCandidates(ids, log_probs)
+        pairs = None
+        if self._pairs is not None:
+            pairs = self._pairs.of(block.roots, ids, log_probs, hidden)
+        return BlockCandidates(ids, log_probs, pairs)
 
-    def _propose(self, block: DraftBlock) -> Candidates:
-        """Return candidates of the draft tokens of all rows, row after row."""
+    def _propose(self, block: DraftBlock) -> tuple[Ints, Floats, Floats]:
+        """Return candidates of the draft tokens of all rows, row after row: ids, log-probabilities,
+        and the output head's input float32[.,H], if pairs read it.
+        """
         head, count = self._head, len(block.roots)
         places = head.run(block.depth)
         tokens: Ints = np.full((count, places), max(head.mask, 0), np.int32)
         tokens[:, 0] = block.roots
         nodes = np.arange(count * places, dtype=np.int32).reshape(count, places)
         scored = nodes[:, head.first : head.first + block.depth].ravel()
+        hidden = np.empty((len(scored), head.hidden if self._pairs else 0), np.float32)
         work = CpuDraftPass(
             tokens=tokens.ravel(),
             sources=np.zeros(nodes.size, np.int32),
@@ -255,9 +286,11 @@ class CpuBlockModel(CpuHiddenStateModel):
             first=0,
             scored=scored,
             extend=False,
+            outputs=hidden if self._pairs else None,
         )
         logits = self._logits_buffer(len(scored))
-        return run(self._library, self._model, work, logits, block.candidates)
+        found = run(self._library, self._model, work, logits, block.candidates)
+        return found.ids, found.log_probs, hidden
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: algorithm, vocab, features, block_size, causal,

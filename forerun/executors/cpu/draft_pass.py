@@ -19,7 +19,8 @@ class CpuDraftPass:
     sources   int32[n] see there
     features  float32[n,F*H], for an extension that does not read the core's own last step
     hidden    float32[n,H] the nodes' input instead of sources and features
-    outputs   float32[n,H] to be filled with the input of a next step
+    outputs   float32[n,H] to be filled with the input of a next step, or [s,H] of scored places of
+              blocks with that of the output head
     token_rows  float32[n,L*D] the tokens' own (token_rows.py), of a whole model that has such
     clusters  int32[s,top_k] to be filled: of which tokens the logits are (csrc/draft.h)
     """

@@ -22,7 +22,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 42
+ABI = 43
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -112,7 +112,8 @@ class BlockKind(ctypes.Structure):
     """`BlockKind` of csrc/draft.h."""
 
     _fields_ = tuple(
-        (name, c_int32) for name in ("features", "width", "slots", "causal", "own_embedding")
+        (name, c_int32)
+        for name in ("features", "width", "slots", "causal", "own_embedding", "group")
     )
 
 

@@ -155,7 +155,7 @@ def load_block(
         if plain.startswith("layers."):
             _, number, *_, short = plain.split(".")
             layers[int(number)][short] = put(draft.tensor(name), True)
-        elif not plain.startswith(("d2t", "confidence_head")):
+        elif plain != "d2t":
             params[_OWN.get(plain, plain)] = put(draft.tensor(name), plain == "fc")
     if not about.own_head and about.vocab != about.target_vocab:
         tied = checkpoint.architecture.tied_head

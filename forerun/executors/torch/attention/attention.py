@@ -33,7 +33,7 @@ from forerun.interface.plan import Plan
 from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import TreeBatch
 from forerun.speculative.verify import positions
-from forerun.types import Ints
+from forerun.types import AnyArray, Ints
 
 BLOCK = 128
 """Keys of a block."""
@@ -67,11 +67,14 @@ class Seen:
     last: Ints
 
     @staticmethod
-    def of(position: Ints, window: int | None, begin: int = 0) -> "Seen":
+    def of(
+        position: Ints, window: int | None, begin: int = 0, last: AnyArray | None = None
+    ) -> "Seen":
         """Return the range of the nodes at `position` int32[M]: nothing before `begin` but
-        themselves. The padding entry attends to everything, which avoids a softmax over nothing.
+        themselves, nothing behind `last` int[M] (None: themselves). The padding entry attends to
+        everything, which avoids a softmax over nothing.
         """
-        last = np.append(position, np.iinfo(np.int32).max)
+        last = np.append(position if last is None else last, np.iinfo(np.int32).max)
         if window is None and begin == 0:
             return Seen(None, last)
         first = np.minimum(position.astype(np.int64), begin)
@@ -130,6 +133,7 @@ def blocks_of(
     device: torch.device,
     window: int | None = None,
     begin: int = 0,
+    last: AnyArray | None = None,
 ) -> list[KeyBlock]:
     """Return all blocks of a pass, by ascending position.
 
@@ -137,8 +141,9 @@ def blocks_of(
     null      where there is no key
     window    as in key_blocks
     begin     the first position, within the first block, that others may see
+    last      int[M] the last position that each node sees; None: its own
     """
-    seen = Seen.of(position, window, begin)
+    seen = Seen.of(position, window, begin, last)
     tiles: dict[int, list[tuple[Ints, Slots]]] = defaultdict(list)
     for row in rows:
         for block, nodes, slots in _row_tiles(row, seen, null):

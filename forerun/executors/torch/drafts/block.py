@@ -21,9 +21,16 @@ from forerun.drafts.block_config import BlockHead
 from forerun.drafts.block_folder import BlockFile
 from forerun.errors import EngineError
 from forerun.executors.draft_checks import check_block, check_extension
+from forerun.executors.pair_scores import pair_scores
 from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.attention.kv import KvShape, indices
-from forerun.executors.torch.decoder.elementwise import Elementwise, Heads, Rotary, rotation
+from forerun.executors.torch.decoder.elementwise import (
+    Elementwise,
+    Heads,
+    Rotary,
+    rotation,
+    softcapped,
+)
 from forerun.executors.torch.decoder.weights import some_rows
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.draft_layer import (
@@ -50,6 +57,7 @@ from forerun.interface.draft_model import (
     no_candidates,
 )
 from forerun.interface.features import Features
+from forerun.networks.layer_spec import AttentionSpec
 from forerun.types import AnyArray
 
 
@@ -67,6 +75,7 @@ class BlockDrafter(nn.Module):
         shape = LayerShape(
             *(head.hidden, head.heads, head.kv_heads, head.head_size, head.ffn, head.norm_eps),
             qk_norm=head.qk_norm,
+            convolved=head.convolved,
         )
         self.layers = nn.ModuleList(DraftLayer(shape, parts) for _ in range(head.layers))
         self.norm = Norm(head.hidden, head.norm_eps)
@@ -100,14 +109,23 @@ class BlockDrafter(nn.Module):
         """
         own = self.embed_tokens.weight if self.head.own_embedding else None
         rows = F.embedding(tokens, embedding if own is None else own)
+        if self.head.embedding_scale is not None:
+            rows = rows * self.head.embedding_scale
         if not self.head.own_mask:
             return rows
         masks = self.mask_embedding.expand_as(rows[..., 1:, :])
         return torch.cat([rows[..., :1, :], masks.to(rows.dtype)], -2)
 
-    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        """Return the output head's input, [..., H], from the block's embeddings [..., H]."""
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend, places: int = 0) -> Tensor:
+        """Return the output head's input, [..., H], from the block's embeddings [..., H].
+
+        places  of a block, [R*places, H]; needed for convolutions alone
+        """
         parts, eps, layers = self.parts, self.head.norm_eps, range(self.head.layers)
+        if self.head.convolved:
+            for number in layers:
+                x = self.layer(number).run_block(x, rotary, attend, number, places)
+            return parts.norm(x, self.norm.weight, eps)
         entering = [self.layer(number).entry_norm() for number in layers]
         normed = parts.norm(x, entering[0], eps)
         for number, after in zip(layers, [*entering[1:], self.norm.weight], strict=True):
@@ -135,6 +153,7 @@ class TorchBlockModel:
             max_nodes=limits.max_nodes,
             features=FeatureNeeds("aux", head.features),
             block_size=head.depth,
+            on_host=not head.plain,
         )
         if head.places > limits.max_nodes:
             raise EngineError(
@@ -148,9 +167,11 @@ class TorchBlockModel:
             "draft_cache": DraftCache.bytes(KvShape(head.cache), limits, dtype),
         }
         check_fits(self._bytes, device)
-        self._module = _loaded(executor, draft)
+        self._module, self._pairs = _loaded(executor, draft), pair_scores(draft)
         self._rows = _borrowed_rows(executor, checkpoint, draft)
-        self.cache = DraftCache(KvShape(head.cache), limits, device, dtype)
+        scale = head.head_size**-0.5
+        windows = tuple(AttentionSpec(scale, window) for window in head.windows)
+        self.cache = DraftCache(KvShape(head.cache), limits, device, dtype, attention=windows)
         self.ids = torch.from_numpy(draft.target_ids.astype(np.int32)).to(device)
         frequencies = torch.from_numpy(head.rope.frequencies(head.head_size)).to(device)
         self.ropes = [(frequencies, head.rope.attention_factor)]
@@ -166,15 +187,20 @@ class TorchBlockModel:
     def forward(self, tokens: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         """Return the input of `logits` [R*P,H] for blocks: roots and masks int[R,P]."""
         embedded = self._module.embedded(tokens, self._executor.decoder.embedding)
-        return self._module.forward(embedded.flatten(0, 1), rotary, attend)
+        return self._module.forward(embedded.flatten(0, 1), rotary, attend, tokens.shape[1])
 
     def logits(self, read: Tensor) -> Tensor:
         """Draft logits [n,Vd], of any dtype, of what `forward` returned, [n,H]."""
         if self.about.own_head:
-            return F.linear(read, self._module.lm_head.weight)
-        if self._rows is not None:
-            return F.linear(read, self._rows)
-        return self._executor.decoder.read(read)
+            logits = F.linear(read, self._module.lm_head.weight)
+        elif self._rows is not None:
+            logits = F.linear(read, self._rows)
+        else:
+            logits = self._executor.decoder.head(read)
+        scale, cap = self.about.logit_scale, self.about.logit_cap
+        if scale != 1.0:
+            logits = logits.float() * scale
+        return softcapped(logits.float(), cap) if cap else logits
 
     def read_at(self, read: Tensor, depth: int) -> Tensor:
         """Return [R,depth,H], the rows from which draft tokens are read, of `forward`'s
@@ -210,22 +236,29 @@ class TorchBlockModel:
         """Propose, as many rows in a pass as there are nodes in a step."""
         check_block(block, self.about.depth, self._limits)
         at_once = self._limits.max_nodes // self.about.places
+        if self._pairs is not None:
+            block = replace(block, candidates=self._pairs.count(block))
         parts = [
             self._propose(block.part(begin, begin + at_once))
             for begin in range(0, len(block.roots), at_once)
         ]
-        return BlockCandidates(
-            np.concatenate([ids for ids, _ in parts]), np.concatenate([found for _, found in parts])
-        )
+        ids, log_probs, hidden = map(np.concatenate, zip(*parts, strict=True))
+        pairs = None
+        if self._pairs is not None:
+            pairs = self._pairs.of(block.roots, ids, log_probs, hidden)
+        return BlockCandidates(ids, log_probs, pairs)
 
-    def _propose(self, block: DraftBlock) -> tuple[AnyArray, AnyArray]:
-        """Draft ids and log-probabilities, each [R,depth,k]."""
+    def _propose(self, block: DraftBlock) -> tuple[AnyArray, AnyArray, AnyArray]:
+        """Draft ids and log-probabilities, each [R,depth,k], and the output head's input
+        float32[R,depth,H], if pairs read it.
+        """
         about, places = self.about, self.about.run(block.depth)
         work = self.cache.block(replace(block, depth=places), max(about.mask, 0), about.causal)
         device = self._executor.device
         tokens, rotary = indices(work.tokens, device), self._rotary(work.position)
         read = self.forward(tokens.view(-1, places), rotary, apart(work.attend))
-        logits = self.logits(self.read_at(read, block.depth).flatten(0, 1)).float()
+        read = self.read_at(read, block.depth)
+        logits = self.logits(read.flatten(0, 1)).float()
         best, ids = logits.topk(min(block.candidates, self.traits.vocab), -1)
         log_probs = best - logits.logsumexp(-1, keepdim=True)
         if not log_probs.isfinite().all():
@@ -236,6 +269,7 @@ class TorchBlockModel:
         return (
             ids.int().unflatten(0, split).cpu().numpy(),
             log_probs.unflatten(0, split).cpu().numpy(),
+            read[..., : 0 if self._pairs is None else None].float().cpu().numpy(),
         )
 
     def _rotary(self, position: AnyArray) -> Rotary:

@@ -157,8 +157,8 @@ class DraftCache:
         position = block.kv_len[:, None] + np.arange(depth)
         sees = position if causal else np.repeat(position[:, -1:], depth, 1)
         start = np.arange(count + 1, dtype=np.int32) * np.int32(depth)
-        made = self._pass(tokens.ravel(), sees.ravel(), start, nodes.ravel(), rows, 0)
-        return replace(made, position=position.ravel().astype(np.int32))
+        where = position.ravel().astype(np.int32)
+        return self._pass(tokens.ravel(), where, start, nodes.ravel(), rows, 0, sees.ravel())
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put keys and values [n,G,E] of the tokens of an extension where `commit` takes them."""
@@ -186,7 +186,9 @@ class DraftCache:
         scored: Ints,
         rows: list[RowKeys],
         first: int,
+        sees: AnyArray | None = None,
     ) -> DraftPass:
+        """Return a pass; sees: the last position that each node sees, None = its own."""
         null = self.paged.null
         position = position.astype(np.int32)
         sights = [
@@ -203,7 +205,7 @@ class DraftCache:
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
             held, spec, sight = self.layers[layer], self.attention[layer], sights[layer]
             if sight not in blocks:
-                blocks[sight] = blocks_of(rows, position, null, self._device, *sight)
+                blocks[sight] = blocks_of(rows, position, null, self._device, *sight, last=sees)
             place = slice(self.scratch_begin + first, self.scratch_begin + first + count)
             write(held, place, keys[:count], values[:count])
             return attend(queries, *held, blocks[sight], spec, sinks)
