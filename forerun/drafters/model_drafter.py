@@ -86,7 +86,8 @@ class ModelDrafter:
         EngineError if the model's logits are not finite.
         """
         states = self._states_of(plan)
-        self._passes.learn(states, outcome)
+        if any(state.confident for state in states):
+            self._passes.learn(states, outcome)
         plain = not plan.max_nodes.any()
         if plain and self._deferred.defer_step(plan, trees, outcome):
             return

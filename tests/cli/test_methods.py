@@ -98,12 +98,3 @@ def test_prove(made, answer, tmp_path, name):
     assert code == (0 if proof["holds"] else 1)
     assert proof["identical"]
     assert all(run["draft_tokens"] > 0 for run in proof["runs"] if run["speculation"] != "OFF")
-
-
-def test_a_block_drafter_beside_the_native_core_is_refused_with_what_to_do(made, answer):
-    line = ["run", "the quick", "--raw", "--draft-on-error", "stop", "--executor", "cpu"]
-    draft = ["--speculative-draft-model-path", str(made / "block")]
-    code, problem = answer(*line, *COMMON, "--model-path", str(made / "target"), *draft)
-    assert code == 3
-    assert "the cpu executor has no draft model for this kind of draft" in problem
-    assert "--executor jax or torch" in problem

@@ -31,7 +31,9 @@ def test_what_it_says_of_itself(executor, checkpoint):
     facts = made.describe()
     assert facts["threads"] == 2 and facts["kernels"] == native.kernels()
     places = made.limits.pages * made.limits.page_size + made.limits.max_nodes
-    assert facts["cache_bytes"] == cache_bytes_per_token(checkpoint().architecture, 2) * places
+    assert (
+        facts["cache_bytes"] == cache_bytes_per_token(checkpoint().architecture.caches, 2) * places
+    )
     # Q8_0 is 34 bytes for 32 weights; what is beyond are norms and alignment.
     weights = checkpoint().architecture.parameters
     assert weights * 34 / 32 <= facts["weight_bytes"] < weights * 34 / 32 * 1.2

@@ -114,7 +114,7 @@ def test_names_known_from_elsewhere_are_answered_with_a_hub_id(typed, named):
 def test_the_page_of_models_has_the_table():
     page = Path("docs/use/models.md").read_text()
     for model in WELL_KNOWN:
-        draft = f"`{model.draft}`" if model.draft else "n-grams, without one"
+        draft = f"`{model.draft}`" if model.draft else "none (n-grams)"
         begin, end = f"| `{model.reference}` | {model.gigabytes} | ", f" | {draft} |"
         assert any(row.startswith(begin) and row.endswith(end) for row in page.splitlines())
         assert well_known(model.names[0]) is model

@@ -150,16 +150,19 @@ class Service(InFlight):
             raise unknown_model(model, (*served.names, *adapters))
         return served
 
-    def answering(self, model: str | None, lora_path: str, lora: int = -1) -> Served:
+    def answering(self, model: str | None, lora_path: str, lora: tuple[int, ...] = ()) -> Served:
         """Return what `named` does, with the adapter that a request names or numbers beside its
         model. Raises RequestError for one that is not there.
         """
         served = self.named(model)
         if lora_path:
-            lora = adapter_number(served.loaded.info, lora_path, "lora_path")
-        elif lora >= len(served.adapters):
-            raise RequestError(f"lora: there is no adapter of number {lora}.", "lora")
-        return served if lora < 0 else replace(served, adapter=lora)
+            lora = (adapter_number(served.loaded.info, lora_path, "lora_path"),)
+        if not lora:
+            return served
+        (number,) = lora
+        if number >= len(served.adapters):
+            raise RequestError(f"lora: there is no adapter of number {number}.", "lora")
+        return replace(served, adapter=number)
 
     async def compiled(self, served: Served, rules: Rules, client: str) -> Constraint:
         """Compile, on behalf of `client`. Raises RequestError that names the part at fault,

@@ -182,16 +182,16 @@ class _Scaled:
 
 
 @takes({"type": "array", "items": {"type": "object"}})
-def _one_adapter(value: Any, where: str) -> int:
-    """Read llama.cpp's list of adapters with scales: the number of the one at scale 1, -1 for none.
+def _one_adapter(value: Any, where: str) -> tuple[int, ...]:
+    """Read llama.cpp's list of adapters with scales: the number of the one at scale 1, if any.
     Raises RequestError for other scales, and for several.
     """
     entries = items(part(_Scaled), MAX_ADAPTERS)(value, where)
-    chosen = [one.id for one in entries if one.scale]
+    chosen = tuple(one.id for one in entries if one.scale)
     if len(chosen) > 1 or any(one.scale not in (0, 1) for one in entries):
         message = f"{where}: a request runs with one adapter at most, at a scale of 1."
         raise RequestError(message, where)
-    return chosen[0] if chosen else -1
+    return chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,14 +208,14 @@ class SampledBody(UnusedFields):
     prediction  the expected text of the answer, for draft tokens (OpenAI)
     cache_salt  cached prefixes are shared only with requests of the same salt (vLLM)
     lora_path  name of the adapter that answers (SGLang); "" = as the model's name says
-    lora  number of the adapter that answers (llama.cpp); -1 = as the model's name says
+    lora  numbers of the adapters that answer (llama.cpp), at most one; () = as lora_path
     """
 
     id_prefix: ClassVar[str] = ""
 
     model: str | None = accept(text(256, 1))
     lora_path: str = accept(text(256), "")
-    lora: int = accept(_one_adapter, -1)
+    lora: tuple[int, ...] = accept(_one_adapter, ())
     stream: bool = accept(boolean, False)
     stream_options: StreamOptions | None = accept(part(StreamOptions))
     min_tokens: int = accept(integer(0, MAX_TOKENS), 0)
