@@ -46,7 +46,9 @@ def test_a_signal_while_loading_ends_it(tmp_path):
         assert "never retrieved" not in server.logged()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_drains(tmp_path, sent):
     """Running requests end as usual, new ones get 503, then the process ends with 0."""
     with serving(tmp_path, delay=0.02) as server:

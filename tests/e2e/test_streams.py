@@ -119,7 +119,7 @@ def test_a_stalled_reader_holds_nobody_up(tmp_path):
         assert patient.idle()
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_who_reads_nothing_is_dropped(hasty, stream):
     """Also where the answer comes as a whole."""
     before = dropped(hasty)

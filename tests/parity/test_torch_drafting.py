@@ -256,6 +256,7 @@ def test_plain_rounds_are_caught_up_with(folder, learned, seen, monkeypatch, ove
         assert firsts[where][:depth] == others[where][:depth]
 
 
+@pytest.mark.slow
 def test_a_lookup_beside_the_head(pair, seen, learned):
     """Rows whose lookup finds something are followed too, though they wish for no draft token."""
     repeated = [np.concatenate([text[:40], text[20:40]]) for text in learned[1][:4]]

@@ -121,7 +121,7 @@ def test_samples_the_tempered_distribution(target):
     assert off(logits.softmax(-1).numpy()) > 6  # The test would see a forgotten temperature.
 
 
-@of_some(2)
+@of_some(1)
 def test_rows_do_not_see_their_predecessors(target):
     """One row, used again and again, writes what a fresh one writes."""
     asks = [Ask(p, 0.0, 0, 33) for p in prompts(5)]
