@@ -1,14 +1,16 @@
 """Finds Gemma 4's assistant (drafts/assistant.py): named as a draft, or beside the model."""
 
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from forerun.drafts.assistant import holds_assistant
-from forerun.errors import ConfigError
+from forerun.drafts.assistant import holds_assistant, open_assistant
+from forerun.errors import ConfigError, ModelError
 from forerun.hub import huggingface
 from forerun.hub.reference import hub_reference
 from forerun.hub.well_known import known_assistant
+from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
 
 ALGORITHM = "FROZEN_KV_MTP"
@@ -18,11 +20,15 @@ _NUMBERS = re.compile(r"[-._](ud-)?(i?q\d\w*|f16|bf16|f32|mxfp4\w*)$")
 """The end of a GGUF file's name that says how its numbers are stored."""
 
 
-def with_assistant(config: EngineConfig, layered: bool = False) -> EngineConfig:
+def with_assistant(
+    config: EngineConfig, layered: bool = False, target: Architecture | None = None
+) -> EngineConfig:
     """Return the configuration with the assistant that it names, or that lies beside its model if
     it names no draft and wants one, or AUTO chooses; else as it is.
 
     layered  the model has prediction layers of its own, which AUTO takes
+    target   AUTO leaves out, with a warning, an assistant that does not open for it: a draft that
+             was not named may not cost the ones that would have been taken. None = not opened
 
     Raises ConfigError for an assistant under another algorithm.
     """
@@ -34,7 +40,9 @@ def with_assistant(config: EngineConfig, layered: bool = False) -> EngineConfig:
         return _chosen(config, path) if holds_assistant(path) else config
     wanted = method.kind == "assistant" or (method.name == "AUTO" and not layered and _runs(config))
     found = assistant_beside(config.model) if wanted else None
-    return config if found is None else _chosen(config, found)
+    if found is None or (method.name == "AUTO" and not _opens(found, target)):
+        return config
+    return _chosen(config, found)
 
 
 def check_meant(config: EngineConfig, path: Path) -> None:
@@ -44,6 +52,16 @@ def check_meant(config: EngineConfig, path: Path) -> None:
             f"speculative-algorithm is {config.algorithm.name}, but {path} holds an assistant; use "
             f"{ALGORITHM}."
         )
+
+
+def _opens(path: Path, target: Architecture | None) -> bool:
+    try:
+        if target is not None:
+            open_assistant(path, target)
+    except ModelError as error:
+        warnings.warn(f"the assistant beside the model is left out: {error}", stacklevel=4)
+        return False
+    return True
 
 
 def _chosen(config: EngineConfig, path: Path) -> EngineConfig:
@@ -73,7 +91,8 @@ def assistant_beside(reference: str) -> Path | None:
         known = known_assistant(reference) if hub_reference(reference) is not None else None
         folder = huggingface.here(known) if known is not None else None
         return folder if folder is not None and holds_assistant(folder) else None
-    path = path.resolve()
+    # A link's own name says which model it is; "." and ".." have none.
+    path = path.resolve() if path.name in ("", "..") else path.absolute()
     name = _NUMBERS.sub("", path.stem.lower()) if path.is_file() else path.name.lower()
     alike = [each for each in _siblings(path) if _named_for(each, name)]
     return next((each for each in alike if holds_assistant(each)), None)

@@ -34,6 +34,7 @@ from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import RING_TOKENS
+from forerun.networks.arch import Architecture
 from forerun.networks.config_json import announced_layers
 from forerun.options.algorithms import DEFAULT_STEPS, NGRAM_STEPS
 from forerun.options.config import EngineConfig
@@ -47,12 +48,15 @@ comes with the model."""
 Result = TypeVar("Result")
 
 
-def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
+def with_shipped(
+    config: EngineConfig, layered: bool = False, target: Architecture | None = None
+) -> EngineConfig:
     """Return the configuration with the draft that comes with its model, if it names none and the
     algorithm needs one. Raises ConfigError if there is none.
 
     layered  the model's checkpoint has prediction layers: EAGLE without a draft, or with the model
              itself as its draft, means them
+    target   as in with_assistant
 
     AUTO takes the draft's n-gram table, not its head: a table costs no arithmetic, and on the
     machines measured a head's draft tokens cost more than their better acceptance saved
@@ -60,7 +64,7 @@ def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
     model, wherever they run, and an assistant (build/beside.py). Another GGUF file is a whole
     model.
     """
-    config = with_assistant(config, layered)
+    config = with_assistant(config, layered, target)
     if config.speculative_algorithm == AUTO:
         config = replace(config, speculative_algorithm=_automatic(config, layered))
     layers = config.algorithm.kind == "layers" or (layered and config.algorithm.name == "EAGLE")

@@ -379,7 +379,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     device = choose_device(config)
     arch = model.architecture
     layered = bool(getattr(model.checkpoint, "prediction_files", None))
-    config = with_shipped(choose_executor(config, arch, model.checkpoint), layered)
+    config = with_shipped(choose_executor(config, arch, model.checkpoint), layered, arch)
     entry = EXECUTORS[config.executor]
     chunk = config.chunked_prefill_size or entry.prefill_chunk(config, None)
     config = replace(config, chunked_prefill_size=chunk)

@@ -116,7 +116,8 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
     """Open the draft model in the configured folder, or the target's own layers. Reads no weights,
     and of a whole model only config.json.
     """
-    config = with_assistant(config, bool(getattr(target, "prediction_files", None)))
+    layered = bool(getattr(target, "prediction_files", None))
+    config = with_assistant(config, layered, target.architecture)
     named = config.speculative_draft_model_path
     if named is None or not config.speculates:
         return own_layers(config, target)

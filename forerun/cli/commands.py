@@ -192,7 +192,7 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--executor", choices=("auto", "cpu", "torch"), default="auto", help="what runs the target"
     )
-    own = ("model", "executor", "max_sequences", "policy")
+    own = ("model", "executor", "max_sequences", "policy", "lora_modules")
     flags_of(EngineConfig, parser, "target and engine", without=own)
 
 
@@ -232,7 +232,7 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="for greedy chains, also show the trainer's simulation on the same answers (torch)",
     )
-    own = ("max_sequences", "policy", *SHAPE, "speculative_eagle_topk")
+    own = ("max_sequences", "policy", *SHAPE, "speculative_eagle_topk", "lora_modules")
     flags_of(EngineConfig, parser, "model and engine", without=own, draft_on_error="stop")
 
 
@@ -267,7 +267,7 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     _grid_flags(parser)
     flags_of(AskConfig, parser, "requests", max_tokens=128, temperature=0.0)
     title = "model and engine (--launch; --model also with --url)"
-    flags_of(EngineConfig, parser, title, draft_on_error="stop")
+    flags_of(EngineConfig, parser, title, without=("lora_modules",), draft_on_error="stop")
 
 
 def _load_flags(parser: argparse.ArgumentParser) -> None:
@@ -394,7 +394,8 @@ def _prove_flags(parser: argparse.ArgumentParser) -> None:
     _fuzz_flags(parser)
     _grammar_flags(parser)
     usual = {"policy": "fixed", "draft_on_error": "stop"}
-    flags_of(EngineConfig, parser, "model and engine", without=("max_sequences",), **usual)
+    own = ("max_sequences", "lora_modules")
+    flags_of(EngineConfig, parser, "model and engine", without=own, **usual)
 
 
 def _tune_flags(parser: argparse.ArgumentParser) -> None:
@@ -414,7 +415,7 @@ def _tune_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--forget", action="store_true", help="delete this model's saved profiles first"
     )
-    own = ("max_sequences", "policy", *SHAPE)
+    own = ("max_sequences", "policy", *SHAPE, "lora_modules")
     flags_of(EngineConfig, parser, "model and engine", without=own, draft_on_error="stop")
 
 

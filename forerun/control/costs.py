@@ -119,8 +119,8 @@ class LiveCosts:
         return self._last(rows, carried).seen
 
     def non_overlapped_slowdown(self, rows: int, cached: int) -> float:
-        """Return how many times as long as a carried plain step one takes that is not carried; 1
-        until both were observed.
+        """Return the time of a plain step that does not overlap, in plain steps that do; 1 until
+        both were observed.
         """
         if not (self.seen(rows, True) and self.seen(rows, False)):
             return 1.0
@@ -129,8 +129,8 @@ class LiveCosts:
     def relative_cost(self, rows: int, nodes: int, cached: int, optimistic: bool = False) -> float:
         """Return the time of a step of `nodes` nodes, in plain steps, without drafting.
 
-        cached   cached tokens that the rows see without draft tokens
-        optimistic  return less, the longer no step had so many nodes
+        cached      cached tokens that the rows see without draft tokens
+        optimistic  return less, the longer ago the last step of this many nodes
         """
         if nodes == rows:
             return 1.0

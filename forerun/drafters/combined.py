@@ -25,8 +25,7 @@ from forerun.speculative.draft_tree import pruned
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource, TreeBatch
 
 BINS, DEPTHS = 8, 4
-"""Resolution of probabilities and depths: probabilities in so many equal intervals; the last depth
-stands for all deeper ones."""
+"""Resolution: equal intervals of probability, and depths, the last for all deeper ones."""
 PRIOR = 1.0
 """Weight of a drafter's probability itself, in observations. (Served, 12 texts of a tiny model:
 with 1, 8 and 32 the accepted draft tokens are the same within 2 of 75.)

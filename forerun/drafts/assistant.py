@@ -154,7 +154,7 @@ def holds_assistant(path: Path) -> bool:
         if path.is_file() and path.suffix == ".gguf":
             return declared(path, "general.architecture") == ASSISTANT
         about = path / "config.json"
-        return about.is_file() and read_json(about).get("model_type") in _CLASSES
+        return about.is_file() and str(read_json(about).get("model_type")) in _CLASSES
     except ModelError:
         return False
 
@@ -220,8 +220,10 @@ def _described(
     """
     keys = Keys(config, "config.json: ")
     kind, inner = keys.get("model_type"), keys.get("text_config")
-    if kind not in _CLASSES or not isinstance(inner, dict):
-        raise ModelError(f"config.json: model_type {kind!r} is no assistant of Gemma 4")
+    if not isinstance(kind, str) or kind not in _CLASSES:
+        raise keys.unfit("model_type", kind, "that of an assistant of Gemma 4")
+    if not isinstance(inner, dict):
+        raise keys.unfit("text_config", inner, "an object")
     name, inside = _CLASSES[kind]
     if keys.get("architectures", [name]) != [name]:
         raise keys.unfit("architectures", keys.get("architectures"), f"[{name!r}] to run here")

@@ -23,7 +23,7 @@ from forerun.drafts.opened_draft import OpenedDraft
 from forerun.errors import ModelError
 from forerun.networks.arch import Architecture
 from forerun.networks.config_json import architectures, harmless, read_json
-from forerun.networks.keys import Keys
+from forerun.networks.keys import Keys, shown
 from forerun.networks.rope_config import rope_from
 from forerun.types import Floats, Ints
 
@@ -34,7 +34,7 @@ _OTHERS = {
     "DominoDraftModel": "Domino's recurrent head is not supported",
     "Gemma4DSparkModel": "of DSpark drafters only those with Qwen3's layers are supported",
 }
-_SPECULATORS = ("dflash", "dspark")
+_SPECULATORS = _PROJECTORS = ("dflash", "dspark")
 _PAIR_RULES: tuple[PairRule, ...] = ("vanilla", "gated", "rnn")
 """DSpark's."""
 _W1, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
@@ -110,33 +110,21 @@ def _describe(
     config: dict[str, Any], shapes: dict[str, tuple[int, ...]], target: Architecture
 ) -> BlockHead:
     """Return the drafter that configuration and tensors describe."""
-    for name in architectures(config):
-        if name in _OTHERS:
-            raise ModelError(f"config.json: {name} does not run here: {_OTHERS[name]}")
     keys = Keys(config, "config.json: ")
     keys.get("architectures")
     nested = keys.get("transformer_layer_config")
     sizes = Keys(nested, "config.json: transformer_layer_config.") if nested else keys
     settings = _Settings(keys, config.get("dflash_config") or {})
     speculators = keys.get("speculators_model_type") is not None
-    if (
-        settings.flag("shift_label", False)
-        or settings.value("projector_type", "dflash") == "domino"
-    ):
-        raise ModelError("config.json: shifted labels and Domino's head are not supported")
+    family = _family(config, settings)
+    dspark, dflash2 = family == "dspark", family == "dflash2"
     hidden = sizes.integer("hidden_size")
     ids = settings.features()
-    dspark = (
-        bool(set(architectures(config)) & set(_DSPARK))
-        or config.get("speculators_model_type") == "dspark"
-        or settings.value("projector_type", "dflash") == "dspark"
-    )
     vocab = sizes.integer("vocab_size", target.vocab)
     context = sizes.integer("max_position_embeddings", target.context)
-    dflash2 = bool(set(architectures(config)) & set(_DFLASH2))
     pair, rank = _selector(settings) if dflash2 else _pair(settings, shapes)
     windows = _windows(sizes)
-    if rank and not (dspark or dflash2) and not settings.has("sample_from_anchor"):
+    if rank and family == "dflash" and not settings.has("sample_from_anchor"):
         raise ModelError(
             "config.json: sample_from_anchor is missing: with markov_rank the first token may be "
             "predicted at the anchor (true) or behind it (false)"
@@ -179,6 +167,25 @@ def _describe(
     for part in (settings.inner, sizes, keys):
         part.refuse_the_rest(lambda n, v: harmless(n, v) or _BOOKKEEPING.fullmatch(n) is not None)
     return head
+
+
+def _family(config: dict[str, Any], settings: "_Settings") -> str:
+    """Return "dflash", "dspark" or "dflash2". Raises ModelError for a kind that is not built."""
+    names = set(architectures(config))
+    for name in sorted(names & _OTHERS.keys()):
+        raise ModelError(f"config.json: {name} does not run here: {_OTHERS[name]}")
+    projector = settings.value("projector_type", "dflash")
+    if projector not in _PROJECTORS:
+        raise ModelError(
+            f"config.json: projector_type {shown(projector)} does not run here, only "
+            f"{' and '.join(_PROJECTORS)}"
+        )
+    if settings.flag("shift_label", False):
+        raise ModelError("config.json: shifted labels are not supported")
+    if names & set(_DFLASH2):
+        return "dflash2"
+    spark = "dspark" in (projector, config.get("speculators_model_type"))
+    return "dspark" if spark or names & set(_DSPARK) else "dflash"
 
 
 class _Settings:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -298,6 +299,52 @@ def test_auto_takes_the_one_beside_the_model(kinds, tmp_path, draft):
     assert planned.draft == 4 * open_assistant(found, architecture_at(model)).parameters
     off = sizing(EngineConfig(model=str(model), executor="jax"), described(config, None), 10**10)
     assert off.draft == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"text_config": 5}, "text_config is 5"),
+        ({"model_type": ["gemma4_assistant"]}, None),
+        ({}, "model.safetensors"),
+    ],
+)
+def test_auto_drafts_as_without_one_that_does_not_open(kinds, tmp_path, config, says):
+    """It was not named: a warning says why it is left out, and n-grams draft."""
+    kind = kinds["ASSISTANT, half"]
+    model = shutil.copytree(kind.model, tmp_path / "Gemma")
+    found = shutil.copytree(kind.draft, tmp_path / "gemma-assistant")
+    about = json.loads((found / "config.json").read_text())
+    (found / "config.json").write_text(json.dumps(about | config))
+    (found / "model.safetensors").unlink()
+    asked = settings(kind, "torch", model=str(model), speculative_algorithm="AUTO", device="cpu",
+                     speculative_draft_model_path=None, speculative_num_steps=None)  # fmt: skip
+    arch = architecture_at(model)
+    with pytest.warns(UserWarning, match=f"is left out: .*{says}") if says else nullcontext():
+        chosen = with_assistant(asked, target=arch)
+    assert chosen == asked
+    if says == "model.safetensors":
+        with pytest.warns(UserWarning, match="is left out"):
+            loaded = load(asked)
+        try:
+            assert loaded.config.speculative_algorithm == "NGRAM"
+        finally:
+            loaded.close()
+
+
+def test_a_link_goes_by_its_own_name(kinds, tmp_path, monkeypatch):
+    """As files of a hub's cache, which lie under a hash elsewhere."""
+    stored, folder = tmp_path / "blobs", tmp_path / "snapshot"
+    for each in (stored, folder):
+        each.mkdir()
+    (stored / "0a1b").touch()
+    (folder / "gemma-Q8_0.gguf").symlink_to(stored / "0a1b")
+    found = folder / "gemma-assistant"
+    found.symlink_to(kinds["ASSISTANT, shared"].draft)
+    assert assistant_beside(str(folder / "gemma-Q8_0.gguf")) == found
+    monkeypatch.chdir(folder)
+    assert assistant_beside("gemma-Q8_0.gguf") == found
+    assert assistant_beside(".") is None
 
 
 def architecture_at(path):

@@ -95,6 +95,10 @@ def test_speculators_nested_keys_and_layers(made):
 
 REFUSED = {
     "another architecture": (lambda c: c.update(architectures=["DominoDraftModel"]), "Domino's"),
+    "another re-ranker": (
+        lambda c: c["dflash_config"].update(projector_type="lilicorr"), "lilicorr.*does not run"
+    ),
+    "a projector that is a list": (lambda c: c.update(projector_type=["x"]), "does not run here"),
     "no layers named": (lambda c: c["dflash_config"].pop("target_layer_ids"), "a list of layers"),
     "no mask": (lambda c: c["dflash_config"].pop("mask_token_id"), "mask_token_id is missing"),
     "a mask without a row": (lambda c: c["dflash_config"].update(mask_token_id=320), "no row"),

@@ -11,29 +11,26 @@ from forerun.errors import EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.draft_pass import CpuDraftPass, launch, likeliest
 from forerun.executors.cpu.executor import CpuExecutor
-from forerun.executors.cpu.hidden_state_model import pass_of_extension, pass_of_level
+from forerun.executors.cpu.hidden_state_model import CpuHiddenStateModel, pass_of_extension
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.places import Place, RopeTable, layer_kind, matrices, vectors
 from forerun.executors.cpu.weights import Packer, set_layer
 from forerun.executors.draft_checks import roots_of
 from forerun.interface.draft_model import (
-    BlockCandidates,
     Candidates,
-    DraftBlock,
     DraftExtension,
-    DraftLevel,
     DraftModelTraits,
     FeatureNeeds,
 )
 from forerun.interface.features import Features
-from forerun.types import Floats, Ints
+from forerun.types import Ints
 
 _HEAD, _BEFORE, _BEHIND, _CENTROIDS = ((-1, number) for number in (1, 2, 3, 4))
 _BLOCK = 16
 """Rows of a matrix that a product computes together (csrc/quant.h, kBlock)."""
 
 
-class CpuAssistantModel:
+class CpuAssistantModel(CpuHiddenStateModel):
     """DraftModel on the compiled core: it reads the target's keys and values where they are. Float
     weights stay floats beside a target that computes in floats; else they become 8 bits.
 
@@ -42,7 +39,8 @@ class CpuAssistantModel:
 
     def __init__(self, executor: CpuExecutor, draft: Assistant) -> None:
         check_runs(draft.architecture)
-        self._draft, self._executor, self._library = draft, executor, native.load()
+        super().__init__(executor)
+        self._draft = draft
         clusters = draft.clusters
         if clusters is not None and clusters.tokens.shape[1] % _BLOCK:
             raise ModelError(
@@ -65,8 +63,6 @@ class CpuAssistantModel:
             kind.window = 0 if spec.attention.window is None else spec.attention.window + 1
             set_layer(self._library, self._model, layer, kind)
         packer.load(self._model)
-        scored = draft.vocab if clusters is None else clusters.top_k * clusters.tokens.shape[1]
-        self._logits = np.empty((0, scored), np.float32)
 
     def _packer(self, dtype: str) -> Packer:
         draft, arch = self._draft, self._draft.architecture
@@ -139,35 +135,24 @@ class CpuAssistantModel:
         )
         return self._run(work, extension.candidates)
 
-    def expand(self, level: DraftLevel) -> Candidates:
-        """Run one level of n draft tokens. Returns Candidates [n,k]. Raises EngineError for a bad
-        one.
-        """
-        return self._run(pass_of_level(level), level.candidates)
-
-    def block(self, block: DraftBlock) -> BlockCandidates:
-        """Raise EngineError: an assistant proposes level by level."""
-        raise EngineError("an assistant proposes level by level, not a block")
-
-    def _run(self, work: CpuDraftPass, count: int) -> Candidates:
+    def _run(self, work: CpuDraftPass, candidates: int) -> Candidates:
         if not (work.kv_len > 0).all():
             raise EngineError("a draft step was refused: an assistant needs a token in the cache")
         scored, clusters = len(work.scored), self._draft.clusters
-        logits = self._room(scored)
+        logits = self._logits_buffer(scored)
         if clusters is None:
             launch(self._library, self._model, work, logits)
-            return likeliest(logits[:scored], count)
+            return likeliest(logits[:scored], candidates)
         chosen: Ints = np.empty((scored, clusters.top_k), np.int32)
         launch(self._library, self._model, replace(work, clusters=chosen), logits)
-        found = likeliest(logits[:scored], count)
+        found = likeliest(logits[:scored], candidates)
         ids = clusters.tokens[chosen].reshape(logits[:scored].shape)
         return Candidates(np.take_along_axis(ids, found.ids, -1), found.log_probs)
 
-    def _room(self, scored: int) -> Floats:
-        """Return float32[scored or more,.] for logits."""
-        if scored > len(self._logits):
-            self._logits = np.empty((scored, self._logits.shape[1]), np.float32)
-        return self._logits
+    @property
+    def _scored_at_once(self) -> int:
+        clusters = self._draft.clusters
+        return self._draft.vocab if clusters is None else clusters.top_k * clusters.tokens.shape[1]
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: algorithm, layers, vocab, weight_bytes."""

@@ -103,10 +103,15 @@ class CpuHiddenStateModel:
         )
 
     def _logits_buffer(self, scored: int) -> Floats:
-        """Return float32[scored or more,Vd] for logits."""
+        """Return float32[scored or more,.] for logits, as many a row as are scored at once."""
         if scored > len(self._logits) or not self._logits.size:
-            self._logits = np.empty((max(1, scored), self.traits.vocab), np.float32)
+            self._logits = np.empty((max(1, scored), self._scored_at_once), np.float32)
         return self._logits
+
+    @property
+    def _scored_at_once(self) -> int:
+        """How many draft ids are scored at a node: all of them."""
+        return self.traits.vocab
 
 
 def pass_of_extension(extension: DraftExtension, features: Features | None) -> CpuDraftPass:
