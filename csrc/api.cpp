@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 43; }
+int forerun_abi() { return 44; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -367,8 +367,20 @@ int forerun_ngram_begin(Ngrams* ngrams, int slot, const int32_t* tokens, int cou
     });
 }
 
-int forerun_ngram_end(Ngrams* ngrams, int slot, const int32_t* tokens, int count) {
-    return guarded([&] { return ngrams->end(slot, tokens, count); });
+// How many tokens the cache has counted, or -1.
+int64_t forerun_ngram_end(Ngrams* ngrams, int slot, const int32_t* tokens, int count) {
+    int64_t counted = 0;
+    const int code = guarded([&] { return ngrams->end(slot, tokens, count, counted); });
+    return code ? code : counted;
+}
+
+int forerun_ngram_count(Ngrams* ngrams, const int32_t* tokens, int first, int count,
+                        uint64_t tenant) {
+    return guarded([&]() -> std::string {
+        if (first < 0 || count < first) return "there are no such tokens";
+        ngrams->count(tokens, (size_t)first, (size_t)count, tenant);
+        return "";
+    });
 }
 
 void forerun_ngram_use(Ngrams* ngrams, const NgramTable* table) { ngrams->use(*table); }

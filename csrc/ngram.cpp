@@ -90,13 +90,13 @@ std::string Ngrams::begin(int slot, const int32_t* tokens, int count, int predic
     return "";
 }
 
-std::string Ngrams::end(int slot, const int32_t* tokens, int count) {
+std::string Ngrams::end(int slot, const int32_t* tokens, int count, int64_t& counted) {
     if (!open(slot)) return "slot " + std::to_string(slot) + " is not open";
     Text& text = *texts_[(size_t)slot];
     text.tokens.insert(text.tokens.end(), tokens, tokens + count);
     const int64_t before = text.predicted, size = (int64_t)text.tokens.size() - before;
     const int64_t first = std::max(text.begun - before, size - rules_.counted * text.asked);
-    cache_.learn(text.tokens.data() + before, (size_t)first, (size_t)size, text.tenant);
+    counted = cache_.learn(text.tokens.data() + before, (size_t)first, (size_t)size, text.tenant);
     texts_[(size_t)slot].reset();
     return "";
 }

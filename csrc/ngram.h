@@ -76,7 +76,7 @@ class Ngrams {
 public:
     explicit Ngrams(const NgramRules& rules);
 
-    // Empty, or what was wrong, from all three. The first `predicted` of the tokens are what a
+    // Empty, or what was wrong, from all that return text. The first `predicted` of the tokens are what a
     // client expects and what stands around it: see `indexed` in forerun/drafters/ngram.py; `prompt`
     // tokens after them are the prompt. What the cache counts of the sequence is for sequences of
     // the same `tenant` alone.
@@ -85,8 +85,13 @@ public:
 
     // Closes a slot; `count` tokens are what the sequence got since the last `propose`. The cache
     // counts the last tokens of what it got since it began: rules.counted of them for every
-    // `propose`.
-    std::string end(int slot, const int32_t* tokens, int count);
+    // `propose`. `counted`: how many.
+    std::string end(int slot, const int32_t* tokens, int count, int64_t& counted);
+
+    // Has the cache count tokens[first] to tokens[count - 1], as `end` does.
+    void count(const int32_t* tokens, size_t first, size_t count, uint64_t tenant) {
+        cache_.learn(tokens, first, count, tenant);
+    }
 
     // Replaces the table of the rules, between two calls. The caller keeps its arrays alive.
     void use(const NgramTable& table) { table_ = table; }

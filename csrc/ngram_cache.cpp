@@ -102,8 +102,8 @@ NgramCache::Context& NgramCache::context(uint64_t key) {
     return recent_.make(key) = known;
 }
 
-void NgramCache::learn(const int32_t* tokens, size_t first, size_t count, uint64_t tenant) {
-    if (!half_) return;
+int64_t NgramCache::learn(const int32_t* tokens, size_t first, size_t count, uint64_t tenant) {
+    if (!half_ || first >= count) return 0;
     for (size_t i = first; i < count; i++) {
         uint64_t key = beginning(tenant);
         for (size_t n = 1; n <= (size_t)kLongest && n <= i; n++) {
@@ -111,6 +111,7 @@ void NgramCache::learn(const int32_t* tokens, size_t first, size_t count, uint64
             context(key).count(tokens[i]);
         }
     }
+    return (int64_t)(count - first);
 }
 
 NgramCache::Walk NgramCache::walk(uint64_t tenant) const {

@@ -27,8 +27,8 @@ public:
         : half_((size_t)capacity / 2), discount_(discount) {}
 
     // Counts tokens[first] to tokens[count - 1] after the contexts that they follow in `tokens`,
-    // for `tenant` alone.
-    void learn(const int32_t* tokens, size_t first, size_t count, uint64_t tenant);
+    // for `tenant` alone. Returns how many: none without capacity.
+    int64_t learn(const int32_t* tokens, size_t first, size_t count, uint64_t tenant);
 
     // A context that grows backwards, token by token, while `known`.
     struct Walk {

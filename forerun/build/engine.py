@@ -30,7 +30,7 @@ from forerun.build.drafting import (
 )
 from forerun.build.executor_entry import AnyDraft, Progress
 from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_titles, plan_memory
-from forerun.build.page_store import attach_store
+from forerun.build.page_store import Learns, attach_store, learns
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.text_table import TextTable
 from forerun.build.with_cpu import ngram_drafter
@@ -207,10 +207,10 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
     """Return a new engine on `target`, not started; one at a time. `config` decides drafting and
     the queue; all else was decided when the target was opened.
     """
-    return _engine_on(target, config, _lookup(config, target))
+    return _engine_on(target, config, _lookup(config, target))[0]
 
 
-def _engine_on(target: Target, config: EngineConfig, lookup: TableDrafter) -> Engine:
+def _engine_on(target: Target, config: EngineConfig, lookup: TableDrafter) -> tuple[Engine, Learns]:
     grammars = TreeGrammars(target.memory.limits.vocab, target.table)
     drafter = _drafter(config, target, grammars, lookup)
     policy = policy_for(config, target.costs, drafter, grammars)
@@ -224,7 +224,7 @@ def _engine_on(target: Target, config: EngineConfig, lookup: TableDrafter) -> En
     )
     engine = Engine(target.executor, drafter, policy, target.tokenizer, grammars, options, fault)
     target.executor.watch(engine.fail)
-    return engine
+    return engine, learns(policy, drafter, lookup)
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
@@ -236,15 +236,11 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     if profile is not None:
         target = replace(target, config=profile.on(target.config))
     lookup = _lookup(target.config, target)
-    engine = _engine_on(target, target.config, lookup)
+    engine, learning = _engine_on(target, target.config, lookup)
     table = _text_table(config, target, engine, lookup)
     store = attach_store(
-        target.config,
-        target.executor,
-        engine,
-        target.network,
-        list(target.files),
-        progress or (lambda *_: None),
+        *(target.config, target.executor, engine, learning),
+        *(target.network, target.files, progress),
     )
     engine.start()
     counted = target.table is not None and target.table.answers

@@ -1,45 +1,89 @@
-"""Opens the store of pages on disk for a loaded model, in a subfolder for this model and the way it
-is computed.
+"""Opens the store on disk for a loaded model, in a subfolder for this model and the way it is
+computed: of pages, and of what its engine learnt.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from forerun.build.executor_entry import Progress
 from forerun.build.memory import human
 from forerun.build.registry import EXECUTORS
+from forerun.cache.folder import StoreFolder
+from forerun.cache.journal import Journal
 from forerun.cache.store import PageStore
 from forerun.cache_dir import cache_dir, home_path
 from forerun.checkpoints.gguf.parts import parts_of
+from forerun.control.adaptive import AdaptivePolicy
+from forerun.control.learnt import PolicyLearner
+from forerun.control.policy import Policy
+from forerun.drafters.combined import CombinedDrafter
+from forerun.engine.learning import Learnt
 from forerun.engine.thread import Engine
 from forerun.errors import ConfigError
+from forerun.interface.drafter import Drafter, TableDrafter
 from forerun.interface.executor import Executor
+from forerun.interface.learner import AnswerCounts, Learner
+from forerun.machine import cores, stamp
 from forerun.options.config import EngineConfig
 from forerun.version import __version__
 
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json")
 OTHER = ("generation_config.json", "chat_template.json")
 """Files of a model that change no key and no value."""
+OTHER_SETTINGS = {
+    *("model", "revision", "chat_template", "sampling_defaults", "kv_store", "kv_store_size"),
+    *("context", "kv_tokens", "mem_fraction_static", "max_waiting"),
+}
+"""Fields of EngineConfig that change no cost, or follow from the memory that is free."""
+ANSWER_BYTES, ESTIMATE_BYTES = 2 << 20, 1 << 20
+"""Most bytes of a model's counted answers, half a million tokens, and of its estimates. (A million
+tokens take the core a second to count again.)"""
 BLOCK = 16 << 20
 HASHES = "hashes.json"
 """In the cache directory: the hashes of files, which are read for them once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learns:
+    """What of an engine learns while serving, as in engine.learning.Learnt."""
+
+    counts: AnswerCounts | None
+    learners: Mapping[str, Learner]
+
+
+def learns(policy: Policy, drafter: Drafter, lookup: TableDrafter) -> Learns:
+    """Return what learns in an engine's policy and drafter. lookup: the n-gram drafter, whether it
+    takes part or not.
+    """
+    learners: dict[str, Learner] = {}
+    if isinstance(policy, AdaptivePolicy):
+        learners["policy"] = PolicyLearner(policy)
+    merged = isinstance(drafter, CombinedDrafter)
+    if isinstance(drafter, CombinedDrafter):
+        learners["merged"] = drafter.calibration
+    if not merged and drafter is not lookup:
+        return Learns(None, learners)
+    return Learns(lookup.counts, {**learners, "n-grams": lookup.counts})
 
 
 def attach_store(
     config: EngineConfig,
     executor: Executor,
     engine: Engine,
+    learning: Learns,
     model: str,
-    files: list[Path],
-    progress: Progress = lambda *_: None,
+    files: Iterable[Path],
+    progress: Progress | None = None,
 ) -> str | None:
-    """Attach the page store that `config` names to an engine that was not started. Returns the
-    store's folder, limit and contents as text for users; None if the user wants no store.
+    """Attach the store that `config` names to an engine that was not started: of its pages, and of
+    what it learns, which it learns again. Returns the store's folder, limit and contents as text
+    for users; None if the user wants no store.
 
     model  description of the network and its draft, different for different ones
     files  files or folders of their weights
@@ -49,12 +93,8 @@ def attach_store(
     """
     if config.kv_store is None:
         return None
-    if executor.pages is None:
-        return (
-            f"not used: the {config.executor} executor cannot copy the pages of this model "
-            "(recurrent layers, jax, or several devices)"
-        )
-    folder, content = _folder(config.kv_store), executor.pages.page_bytes
+    folder = StoreFolder(_folder(config.kv_store), config.kv_store_size)
+    content = executor.pages.page_bytes if executor.pages is not None else 0
     tokens = 4 * (config.page_size + engine.lookahead)
     facts: list[str | int] = [
         *(__version__, model, config.executor, config.dtype, config.kv_dtype),
@@ -62,14 +102,39 @@ def attach_store(
     ]
     if config.executor in EXECUTORS:
         facts.append(EXECUTORS[config.executor].arithmetic(config))
-    facts += _hashes([one for path in files for one in _files(path)], progress)
-    fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-    store = PageStore(folder, fingerprint, tokens, content, config.kv_store_size)
-    engine.attach_store(store)
-    return (
-        f"{folder}, at most {human(store.limit)}, now {human(store.size())}; "
-        f"{len(store) * config.page_size:,} tokens of this model"
+    paths = [one for path in files for one in _files(path)]
+    facts += _hashes(paths, progress or (lambda *_: None))
+    fingerprint = _digest(facts).hex()
+    about = [
+        f"no pages: the {config.executor} executor cannot copy those of this model (recurrent "
+        "layers, jax, or several devices)"
+    ]
+    if executor.pages is not None:
+        store = PageStore(folder, fingerprint, tokens, content)
+        engine.attach_store(store)
+        about = [f"{len(store) * config.page_size:,} tokens of this model"]
+    learnt = Learnt(
+        answers=Journal(folder, fingerprint, "ngrams", ANSWER_BYTES),
+        estimates=Journal(folder, fingerprint, "prices", ESTIMATE_BYTES),
+        settings=_digest([_settings(config), stamp()["cpu"], stamp()["features"], cores()]),
+        counts=learning.counts,
+        learners=learning.learners,
     )
+    counted, known = learnt.restore()
+    engine.attach_learning(learnt, folder.hash(b"tenants"))
+    about += [f"n-grams of {counted:,} tokens of answers"] * (counted > 0)
+    about += ["learnt costs of steps"] * ("policy" in known)
+    where = f"{folder.root}, at most {human(folder.limit)}, now {human(folder.size())}"
+    return f"{where}; {', '.join(about)}"
+
+
+def _digest(facts: list[Any]) -> bytes:
+    return hashlib.sha256(json.dumps(facts).encode()).digest()[:16]
+
+
+def _settings(config: EngineConfig) -> dict[str, Any]:
+    """Return what of a resolved configuration decides costs and acceptance, with more that may."""
+    return {name: value for name, value in asdict(config).items() if name not in OTHER_SETTINGS}
 
 
 def _folder(name: str) -> Path:

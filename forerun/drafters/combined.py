@@ -74,6 +74,18 @@ class Calibration:
             self.tries[place] /= 2.0
             self.hits[place] /= 2.0
 
+    def learnt(self) -> bytes:
+        """Implement Learner.learnt."""
+        return self.tries.tobytes() + self.hits.tobytes()
+
+    def relearn(self, learnt: bytes) -> bool:
+        """Implement Learner.relearn."""
+        sound = len(learnt) == 2 * self.tries.nbytes
+        if sound:
+            both = np.frombuffer(learnt).reshape(2, *self.tries.shape)
+            self.tries[:], self.hits[:] = both
+        return sound
+
     def share(self, source_mask: int) -> dict[str, float]:
         """Return, over all depths, `proposed`, how many nodes were below right ones, and `right`,
         how many of those were right; both after halving (`learn`).

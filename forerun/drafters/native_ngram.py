@@ -21,7 +21,7 @@ class CpuNgramDrafter:
     """Looks up continuations in prompt and output, and in a table of the target's usual ones; one
     native call per step, none if no row may draft.
 
-    slots, min_prob, table, capacity  as of NgramDrafter
+    slots, min_prob, table, capacity, counts  as of NgramDrafter
 
     Raises OSError if there is no core.
     """
@@ -37,17 +37,16 @@ class CpuNgramDrafter:
             name="ngram", max_depth=64, no_draft_model=True, selects_by_cost=True
         )
         self._table, self._min_prob = table, min_prob
-        self._core = NgramIndex(slots, min_prob, table, capacity)
-        self._library, self._index = self._core.library, self._core.handle
-        # By slot: the text, and how many of its tokens the core has received.
-        self._sent: ngram.OpenSlots[tuple[SequenceText, int]] = ngram.OpenSlots()
-        self._out = np.empty(0, np.int32)
-        self._out_at = 0
+        self.counts = NgramIndex(slots, min_prob, table, capacity)
+        self._library, self._index = self.counts.library, self.counts.handle
+        # By slot: the text, how many of its tokens the core has received, and the tenant.
+        self._sent: ngram.OpenSlots[tuple[SequenceText, int, int]] = ngram.OpenSlots()
+        self._out, self._out_at = np.empty(0, np.int32), 0
 
     def use(self, table: NgramTable) -> None:
         """Draft by this table from the next call on."""
         self._table = table
-        self._core.use(table)
+        self.counts.use(table)
 
     def begin(self, slot_init: SlotInit) -> None:
         """Pass all tokens of the sequence to the core. Raises EngineError with the core's
@@ -60,8 +59,8 @@ class CpuNgramDrafter:
         if self._library.forerun_ngram_begin(
             self._index, slot_init.slot, *text, *noise, slot_init.tenant
         ):
-            raise EngineError(self._core.error())
-        self._sent[slot_init.slot] = slot_init.text, slot_init.text.total
+            raise EngineError(self.counts.error())
+        self._sent[slot_init.slot] = slot_init.text, slot_init.text.total, slot_init.tenant
 
     def propose(self, plan: Plan) -> list[Draft]:
         """Return one draft per row, empty if nothing is probable enough or worth its cost. With
@@ -88,16 +87,14 @@ class CpuNgramDrafter:
             self._out_at = self._out.ctypes.data
         # The array lives until the call is over, because `numbers` names it.
         numbers = array("i", message)
-        address, length = numbers.buffer_info()
         costs, (at, most) = plan.node_costs, (None, -1)
         if costs is not None:
             at, most = costs.tokens.buffer_info()
         padded = costs is not None and costs.padded
-        total = self._library.forerun_ngram_propose(
-            self._index, address, length, rows, self._out_at, plan.min_prob, at, most, padded
-        )
+        where = self._index, *numbers.buffer_info(), rows, self._out_at
+        total = self._library.forerun_ngram_propose(*where, plan.min_prob, at, most, padded)
         if total < 0:
-            raise EngineError(self._core.error())
+            raise EngineError(self.counts.error())
         if total:
             self._take(drafts, drafting, total)
         return drafts
@@ -130,8 +127,8 @@ class CpuNgramDrafter:
         """Return the tokens that the core has not received; from now on it has. Raises EngineError
         if the slot is not open.
         """
-        text, sent = self._sent[slot]
-        self._sent[slot] = text, text.total
+        text, sent, tenant = self._sent[slot]
+        self._sent[slot] = text, text.total, tenant
         unsent: list[int] = text.tokens[sent:].tolist()
         return unsent
 
@@ -142,11 +139,15 @@ class CpuNgramDrafter:
         if slot in self._sent:
             # The array lives until the call is over, because `numbers` names it.
             numbers = array("i", self._unsent(slot))
-            del self._sent[slot]
-            self._library.forerun_ngram_end(self._index, slot, *numbers.buffer_info())
+            text, _, tenant = self._sent.pop(slot)
+            count = self._library.forerun_ngram_end(self._index, slot, *numbers.buffer_info())
+            if count > 0:
+                self.counts.counted(text.tokens, text.total - count, tenant)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: `drafter`, `native`, and those of `ngram.shared_facts`."""
-        shared = ngram.shared_facts(self._min_prob, self._table, self._core.contexts)
-        trust = round(self._core.trust, 3)
-        return {"drafter": self.traits.name, "native": True, "trust_in_scores": trust} | shared
+        return {
+            "drafter": self.traits.name,
+            "native": True,
+            "trust_in_scores": round(self.counts.trust, 3),
+        } | ngram.shared_facts(self._min_prob, self._table, self.counts.contexts)

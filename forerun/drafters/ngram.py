@@ -319,6 +319,7 @@ class NgramDrafter:
     min_prob  least estimated probability of a draft token
     table     the target's usual continuations; None = no table
     capacity  contexts of finished answers to count, beside a table too; 0 = none
+    counts    these contexts
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class NgramDrafter:
     ) -> None:
         self.traits = DrafterTraits(name="ngram", max_depth=64, no_draft_model=True)
         self._table, self._min_prob = table, min_prob
-        self._cache = NgramCache(capacity)
+        self.counts = NgramCache(capacity)
         self._slots = slots
         self._texts: OpenSlots[_Text] = OpenSlots()
 
@@ -381,7 +382,7 @@ class NgramDrafter:
 
         def usual(tokens: Sequence[int]) -> dict[int, float]:
             table = self._table.levels(tokens) if self._table is not None else ()
-            return interpolated(table, self._cache.levels(tokens, text.tenant))
+            return interpolated(table, self.counts.levels(tokens, text.tenant))
 
         return usual
 
@@ -406,11 +407,12 @@ class NgramDrafter:
         text = self._texts.pop(slot, None)
         if text is not None:
             text.update()
-            first = max(text.begun, len(text.tokens) - COUNTED * text.drafts)
+            first = max(text.begun, len(text.tokens) - COUNTED * text.drafts) - text.predicted
             answer = text.tokens[text.predicted :]
-            self._cache.learn(answer, first - text.predicted, text.tenant)
+            if self.counts.learn(answer, first, text.tenant):
+                self.counts.counted(np.array(answer, np.int32), first, text.tenant)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: `drafter`, `native` and those of `shared_facts`."""
-        facts = shared_facts(self._min_prob, self._table, self._cache.contexts)
+        facts = shared_facts(self._min_prob, self._table, self.counts.contexts)
         return {"drafter": self.traits.name, "native": False} | facts

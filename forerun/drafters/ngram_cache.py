@@ -7,9 +7,10 @@ discounting (Chen and Goodman 1999, section 2.7). It makes answers faster and ne
 The compiled core has a twin (csrc/ngram_cache.h) with the same counts and probabilities.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from forerun.drafts.ngram_table import Level
+from forerun.types import Ints
 
 LONGEST = 4
 """Most tokens of a context."""
@@ -24,6 +25,10 @@ and 1 by count 1.874 and 1.564; those of drafts/ngram_counts.py 1.894 and 1.576.
 """
 MOST_COUNT = 0xFFFF
 """At this total a context's counts are halved."""
+
+
+def counted_nothing(tokens: Ints, first: int, tenant: int) -> None:
+    """Do nothing: what is counted is not kept."""
 
 
 class _Context:
@@ -60,10 +65,12 @@ class NgramCache:
 
     capacity  most contexts, in two halves: when the recent one is full, the former is dropped and
               the recent one takes its place
+    counted   see AnswerCounts
     """
 
     def __init__(self, capacity: int) -> None:
         self._half = capacity // 2
+        self.counted: Callable[[Ints, int, int], None] = counted_nothing
         self._recent: dict[tuple[int, ...], _Context] = {}
         self._former: dict[tuple[int, ...], _Context] = {}
 
@@ -72,13 +79,27 @@ class NgramCache:
         """How many contexts there are; one in both halves counts twice."""
         return len(self._recent) + len(self._former)
 
-    def learn(self, tokens: Sequence[int], first: int, tenant: int = 0) -> None:
+    def learn(self, tokens: Sequence[int], first: int, tenant: int = 0) -> int:
         """Count tokens[first:] after the contexts that they follow in `tokens`, for `tenant` alone
-        (SlotInit.tenant).
+        (SlotInit.tenant). Returns how many: none without capacity.
         """
-        for end in range(first, len(tokens) if self._half else 0):
+        last = len(tokens) if self._half else first
+        for end in range(first, last):
             for length in range(1, min(LONGEST, end) + 1):
                 self._context((tenant, *tokens[end - length : end])).count(tokens[end])
+        return max(last - first, 0)
+
+    def count(self, tokens: Ints, first: int, tenant: int) -> None:
+        """Implement AnswerCounts.count."""
+        self.learn(tokens.tolist(), first, tenant)
+
+    def learnt(self) -> bytes:
+        """Return nothing: the policy calibrates the scores that come of it."""
+        return b""
+
+    def relearn(self, learnt: bytes) -> bool:
+        """Return False, see `learnt`."""
+        return False
 
     def levels(self, text: Sequence[int], tenant: int = 0) -> Iterator[Level]:
         """Yield what may come after `text` by the counts of `tenant`: by its last token, its last

@@ -2,7 +2,11 @@
 
 import ctypes
 from array import array
+from collections.abc import Callable
+from math import isfinite
 from weakref import finalize
+
+import numpy as np
 
 from forerun.control.constants import DECAY
 from forerun.control.host_drafts import ALMOST
@@ -10,6 +14,7 @@ from forerun.drafters import ngram, ngram_cache
 from forerun.drafts.ngram_table import NgramTable
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
+from forerun.types import Ints
 
 
 class NgramIndex:
@@ -17,6 +22,7 @@ class NgramIndex:
 
     library, handle  the core, and the first argument of its forerun_ngram_... functions
                      (csrc/ngram.h)
+    counted          see AnswerCounts
 
     Raises OSError if there is no core, EngineError if it refuses.
     """
@@ -25,6 +31,7 @@ class NgramIndex:
         self, slots: int, min_prob: float, table: NgramTable | None, capacity: int
     ) -> None:
         self.library = native.load_short()
+        self.counted: Callable[[Ints, int, int], None] = ngram_cache.counted_nothing
         # Draft tokens that scores predicted right, and that were right; the core writes both.
         self._trust = array("d", [1.0, 1.0])
         rules = native.NgramRules(
@@ -60,6 +67,25 @@ class NgramIndex:
     def contexts(self) -> int:
         """How many contexts the cache has."""
         return int(self.library.forerun_ngram_contexts(self.handle))
+
+    def count(self, tokens: Ints, first: int, tenant: int) -> None:
+        """Implement AnswerCounts.count. Raises EngineError as the constructor."""
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        text = tokens.ctypes.data, first, len(tokens)
+        if self.library.forerun_ngram_count(self.handle, *text, tenant):
+            raise EngineError(self.error())
+
+    def learnt(self) -> bytes:
+        """Implement Learner.learnt: how far scores are to be trusted."""
+        return self._trust.tobytes()
+
+    def relearn(self, learnt: bytes) -> bool:
+        """Implement Learner.relearn."""
+        trust = array("d", learnt[: len(learnt) // 8 * 8])
+        sound = len(learnt) == 16 and all(isfinite(each) and each >= 0.0 for each in trust)
+        if sound := sound and trust[0] > 0.0:
+            self._trust[0], self._trust[1] = trust
+        return sound
 
     def use(self, table: NgramTable) -> None:
         """Replace the table, which must outlive its use. Raises EngineError as the constructor."""

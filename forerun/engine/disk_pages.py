@@ -123,7 +123,7 @@ class DiskPages:
         self._current: _Reading | None = None
         self._readings: dict[tuple[int, int], _Reading] = {}
         self._hits = self._tokens = self._read_bytes = self._written = self._dropped = 0
-        self._size, self._seconds, self._misses = store.size(), 0.0, Counter[str]()
+        self._size, self._seconds, self._misses = store.folder.size(), 0.0, Counter[str]()
         self._posted = threading.Event()
         # Shared with the store's thread, under the lock of `_changed`:
         self._changed = threading.Condition()
@@ -339,7 +339,7 @@ class DiskPages:
         try:
             while (job := self._next()) is not None:
                 job()
-                self._size = self.store.size()
+                self._size = self.store.folder.size()
         except _ClosedError:
             pass
         except Exception:

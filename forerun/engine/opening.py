@@ -1,13 +1,10 @@
 """Opens and closes slots in executor, drafter and grammars, before a step that has new rows."""
 
 import logging
-import os
 from collections.abc import Callable
-from hashlib import blake2b
 from time import monotonic
 
 from forerun.engine.parts import Parts
-from forerun.engine.request import Request
 from forerun.engine.row_output import Ending, failed
 from forerun.engine.scheduler import Schedule
 from forerun.engine.sequence import Sequence
@@ -15,19 +12,6 @@ from forerun.interface.slot_init import SlotInit
 from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
-
-
-_SECRET = os.urandom(16)
-
-
-def tenant_key(request: Request) -> int:
-    """Return SlotInit.tenant of a request: 0 without tenant and salt, else 64 bits that a client
-    cannot predict, so that no text can be made to collide with another tenant's.
-    """
-    if not request.tenant and not request.cache_salt:
-        return 0
-    name = f"{len(request.tenant)}:{request.tenant}{request.cache_salt}".encode()
-    return int.from_bytes(blake2b(name, key=_SECRET, digest_size=8).digest(), "little")
 
 
 def open_slots(schedule: Schedule, parts: Parts, end: Callable[[RequestId, Ending], None]) -> bool:
@@ -64,7 +48,7 @@ def open_slot(sequence: Sequence, parts: Parts) -> None:
         cached=sequence.table.length,
         shared=sequence.shared,
         salt=sequence.table.salt,
-        tenant=tenant_key(sequence.request),
+        tenant=sequence.request.tenant_key,
         adapter=sequence.request.adapter,
     )
     parts.executor.open(slot_init)

@@ -1,6 +1,8 @@
 """Limits of an engine, and its defaults for requests."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from os import urandom
 
 from forerun.engine.request import Request
 from forerun.options.config import MAX_CHOICES
@@ -18,6 +20,7 @@ class EngineOptions:
     accept_threshold_single, accept_threshold_acc
                   defaults for requests (speculative/thresholds.py); 1 = lossless
     adapters      names of the executor's adapters, and 16 bytes that say what each is
+    secret        of `tenant_key`
     """
 
     max_waiting: int = 1024
@@ -27,6 +30,16 @@ class EngineOptions:
     accept_threshold_single: float = 1.0
     accept_threshold_acc: float = 1.0
     adapters: tuple[tuple[str, bytes], ...] = ()
+    secret: bytes = field(default_factory=lambda: urandom(16), repr=False)
+
+    def tenant_key(self, request: Request) -> int:
+        """Return SlotInit.tenant of a request: 0 without tenant and salt, else 64 bits that a
+        client cannot predict, so that no text can be made to collide with another tenant's.
+        """
+        if not request.tenant and not request.cache_salt:
+            return 0
+        name = f"{len(request.tenant)}:{request.tenant}{request.cache_salt}".encode()
+        return int.from_bytes(blake2b(name, key=self.secret, digest_size=8).digest(), "little")
 
     def salt(self, request: Request) -> bytes:
         """Return the salt of a request's cached prefixes: its own, apart by adapter. No text of a

@@ -73,6 +73,7 @@ class Request:
     cache_salt  cached prefixes are shared only among requests of the same salt, "" included
     client    clients share the prompt tokens of a step evenly
     tenant    n-grams counted of answers draft only for the same tenant and salt
+    tenant_key  both as 64 bits (EngineOptions.tenant_key)
     salt      the same as bytes, apart by adapter; b"" = cache_salt alone
     adapter   number of the adapter that it runs with (EngineOptions.adapters); -1 = none
     pooling   one of engine.pooling.POOLINGS: an embedding of the prompt instead of text; "" = text
@@ -91,6 +92,7 @@ class Request:
     cache_salt: str = ""
     client: str = ""
     tenant: str = ""
+    tenant_key: int = 0
     pooling: str = ""
     salt: bytes = b""
     adapter: int = -1

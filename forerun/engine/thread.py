@@ -12,6 +12,7 @@ from forerun.control.policy import Policy
 from forerun.engine.adapter_counts import AdapterCounters
 from forerun.engine.core import EngineCore
 from forerun.engine.disk_pages import LEAST_TOKENS, DiskPages
+from forerun.engine.learning import Learning, Learnt
 from forerun.engine.loop import EngineLoop
 from forerun.engine.options import EngineOptions
 from forerun.engine.parts import GuardedDrafter, Parts
@@ -58,6 +59,7 @@ class Engine(EngineLoop):
         super().__init__(self._parts, options)
         self._orders = count()
         self._adapters = AdapterCounters()
+        self._learning: Learning | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -98,7 +100,8 @@ class Engine(EngineLoop):
         limits, options = self._parts.executor.limits, self._options
         request = options.on(request)
         validate(request, limits.vocab, self.context, options.max_choices, len(options.adapters))
-        request = replace(request, salt=options.salt(request))
+        key = options.tenant_key(request)
+        request = replace(request, salt=options.salt(request), tenant_key=key)
         if request.adapter >= 0:
             sink = self._adapters.counting(options.adapters[request.adapter][0], sink)
         if request.pooling and not self._parts.executor.capabilities.hidden:
@@ -133,6 +136,13 @@ class Engine(EngineLoop):
             lambda order: self.run_in_engine(lambda core: order()),
             least=least,
         )
+
+    def attach_learning(self, learnt: Learnt, secret: bytes) -> None:
+        """Keep what is learnt from now on. Call it before `start`. secret: tenants' n-grams are
+        found again by engines with the same one (EngineOptions.tenant_key).
+        """
+        self._options = replace(self._options, secret=secret)
+        self._learning = Learning(learnt, lambda order: self.run_in_engine(lambda core: order()))
 
     def on_step_done(self, callback: Callable[[], None]) -> None:
         """Have `callback` called on the engine's thread after sinks have received the deltas of a
@@ -213,6 +223,8 @@ class Engine(EngineLoop):
             self._stop()
         if (disk := self._core.scheduler.disk) is not None:
             disk.close(self._take_inbox, flush=self._broken is None)
+        if self._learning is not None:
+            self._learning.close(flush=self._broken is None)
 
     def stats(self) -> Stats:
         """Return a snapshot of the counters."""
@@ -224,7 +236,8 @@ class Engine(EngineLoop):
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: drafter and policy."""
         parts = self._parts
-        return {"drafter": parts.drafter.describe(), "speculation": parts.policy.describe()}
+        kept = {"kept": self._learning.describe()} if self._learning is not None else {}
+        return {"drafter": parts.drafter.describe(), "speculation": parts.policy.describe()} | kept
 
     def check(self) -> None:
         """Prove that no page, slot or sequence leaked. Raises AssertionError.

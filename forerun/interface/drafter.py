@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from forerun.drafts.ngram_table import NgramTable
+from forerun.interface.learner import AnswerCounts
 from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
@@ -104,7 +105,12 @@ class Drafter(Protocol):
 
 
 class TableDrafter(Drafter, Protocol):
-    """A drafter that drafts by an n-gram table."""
+    """A drafter that drafts by an n-gram table, and by what it counts in finished answers."""
+
+    @property
+    def counts(self) -> AnswerCounts:
+        """What it counts."""
+        ...
 
     def use(self, table: NgramTable) -> None:
         """Draft by this table from the next call on."""

@@ -176,8 +176,8 @@ class EngineConfig:
     )
     kv_store: str | None = option(
         None,
-        "folder for pages of the key/value cache, found again after a restart; made if it is "
-        "missing; as sensitive as prompts (default: none)",
+        "folder for pages of the key/value cache and for what drafting learnt, found again after a "
+        "restart; made if it is missing; as sensitive as prompts (default: none)",
     )
     kv_store_size: int | None = option(
         None,

@@ -1,6 +1,7 @@
 """Around every request: authorisation, errors, and one line in the log."""
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import re
@@ -186,8 +187,8 @@ class RequestMiddleware:
                 "invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        if len(self._keys) > 1:
-            scope["state"]["tenant"] = f"key {known.index(True)}"
+        # By the key itself: what is kept on disk outlives the order of keys.
+        scope["state"]["tenant"] = hashlib.sha256(self._keys[known.index(True)]).hexdigest()
 
 
 def _route(scope: Scope) -> str | None:

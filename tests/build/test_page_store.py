@@ -48,7 +48,8 @@ def test_a_restart_finds_what_was_read(tmp_path):
     assert cached == 0 and said.endswith("kv, at most 10.0 MB, now 0 B; 0 tokens of this model")
     again = served(config, start=start)
     assert again[:2] == (1088, text) and again[3].store.tokens == 1088
-    assert start["kv-store"].endswith("1,088 tokens of this model") and "ready" in [*start][-1]
+    said = "; 1,088 tokens of this model, n-grams of 8 tokens of answers"
+    assert start["kv-store"].endswith(said) and "ready" in [*start][-1]
     assert served(replace(config, page_size=8))[0] == 0
     assert served(TOY)[2] is None
 
@@ -67,6 +68,31 @@ def test_a_grammar_goes_on_behind_pages_from_disk(tmp_path):
         assert done.cached_tokens == cached
         texts.append(done.text)
     assert texts[0] == texts[1] and texts[0].endswith("!")
+
+
+def test_a_restart_drafts_as_before(tmp_path, monkeypatch):
+    """By what was counted, for this model; by what steps cost, on this machine."""
+    config = EngineConfig(
+        model="toy", context=512, kv_tokens=4096, policy="adaptive", kv_store=str(tmp_path / "kv")
+    )
+    said, kept = [], []
+    for changes in ({}, {}, {"page_size": 8}, {"speculative_num_steps": 3}):
+        loaded = load(replace(config, **changes))
+        try:
+            said.append(loaded.info["kv_store"])
+            for _ in range(3):
+                complete(loaded.engine, [make_request(PROMPT[:40], max_tokens=60)])
+            kept.append(loaded.engine.describe()["drafter"]["cache"])
+        finally:
+            loaded.close()
+    assert said[0].endswith("0 tokens of this model") and min(kept) > 0
+    assert said[1].endswith("tokens of answers, learnt costs of steps")
+    assert said[2].endswith("0 tokens of this model")
+    assert said[3].endswith("tokens of answers")  # Other drafts have other costs.
+    monkeypatch.setattr(page_store, "cores", lambda: 999)
+    loaded = load(config)
+    loaded.close()
+    assert loaded.info["kv_store"].endswith("tokens of answers")
 
 
 @native
@@ -107,7 +133,7 @@ def test_a_model_with_recurrent_layers_says_that_it_keeps_none(tmp_path):
         model=str(folder), executor="cpu", kv_store=str(tmp_path / "kv"), threads=1, context=128,
         kv_tokens=512, max_sequences=2, policy="fixed",
     )  # fmt: skip
-    assert served(config, PROMPT[:30])[2].startswith("not used: the cpu executor cannot copy")
+    assert "no pages: the cpu executor cannot copy" in served(config, PROMPT[:30])[2]
 
 
 def test_what_cannot_be_kept(tmp_path):

@@ -84,7 +84,7 @@ def right():
 
 
 def size(folder):
-    return sum(path.stat().st_size for path in folder.glob("*/*.pages"))
+    return sum(path.stat().st_size for path in folder.glob("*/*.*"))
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -127,7 +127,7 @@ def test_bytes_changed_at_random(tmp_path, right):
         number = chance.randrange(TEXTS)
         child.send(number)
         assert child.receive()[0] == right[number]
-        for path in folder.glob("*/*.pages"):
+        for path in folder.glob("*/*.*"):
             with path.open("r+b") as file:
                 for _ in range(chance.randrange(4)):
                     file.seek(chance.randrange(max(path.stat().st_size, 1)))

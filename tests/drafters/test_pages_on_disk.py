@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from forerun.cache.folder import StoreFolder
 from forerun.cache.store import PageStore
 from forerun.client.completion import complete
 from forerun.engine import disk_pages
@@ -31,7 +32,10 @@ def answers(cell, store, temperature, times, **changes):
     engine = cell.engine(cell.model(), **changes)
     size = cell.target.config.page_size
     engine.attach_store(
-        PageStore(store, "x", 4 * (size + engine.lookahead), pages.page_bytes, 1 << 30), least=16
+        PageStore(
+            StoreFolder(store, 1 << 30), "x", 4 * (size + engine.lookahead), pages.page_bytes
+        ),
+        least=16,
     )
     engine.start()
     try:

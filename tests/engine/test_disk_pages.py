@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from forerun.cache import store as stores
+from forerun.cache.folder import StoreFolder
 from forerun.cache.store import PageStore
 from forerun.engine import disk_pages
 from forerun.errors import EngineError
@@ -30,7 +31,9 @@ def engines(tmp_path, monkeypatch):
         runs = engine._parts.executor
         tokens = 4 * (runs.limits.page_size + engine._core.scheduler.index.lookahead)
         print_ = f"toy-{runs.limits.page_size}-{tokens}"
-        engine.attach_store(PageStore(folder, print_, tokens, runs.pages.page_bytes, limit), least)
+        engine.attach_store(
+            PageStore(StoreFolder(folder, limit), print_, tokens, runs.pages.page_bytes), least
+        )
         made.append(engine)
         return engine
 
@@ -225,7 +228,7 @@ def test_segments_that_another_server_deleted(engines, tmp_path):
 
 @pytest.mark.parametrize("failing", [0, 1, 7, 20])
 def test_a_full_disk_ends_writing_only(engines, monkeypatch, failing):
-    write, calls = stores._write, []
+    write, calls = stores.write_at, []
 
     def full(file, offset, data):
         calls.append(offset)
@@ -234,13 +237,13 @@ def test_a_full_disk_ends_writing_only(engines, monkeypatch, failing):
         write(file, offset, data)
 
     first = engines()
-    monkeypatch.setattr(stores, "_write", full)
+    monkeypatch.setattr(stores, "write_at", full)
     answer(first, ask(prompt=LONG))
     written(first)
     assert first.stats().store.dropped > 0
     answer(first, ask(prompt=LONG[::-1]))
     written(first)
-    monkeypatch.setattr(stores, "_write", write)
+    monkeypatch.setattr(stores, "write_at", write)
     second = restarted(engines, first)
     assert cached(answer(second, ask(prompt=LONG))) == max(failing - 1, 0) // 2 * 4
 
@@ -357,4 +360,4 @@ def test_the_size_stays_within_the_limit(engines, tmp_path):
         answer(engine, ask(str(number), random.integers(1, 250, 100), max_tokens=2))
         written(engine)
         assert sum(p.stat().st_size for p in (tmp_path / "kv").glob("*/*.pages")) <= 12_000
-    assert kept(engine).store.deleted
+    assert kept(engine).store.folder.deleted

@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 
+from forerun.cache import folder as folders
 from forerun.cache import store as module
+from forerun.cache.folder import StoreFolder
 from forerun.cache.store import ENTRY, HEADER, PageStore
 from forerun.errors import ConfigError
 
@@ -15,7 +17,7 @@ SLOT = ENTRY.size + TOKENS + CONTENT
 
 
 def opened(folder, fingerprint="a", limit=20_000):
-    return PageStore(folder, fingerprint, TOKENS, CONTENT, limit)
+    return PageStore(StoreFolder(folder, limit), fingerprint, TOKENS, CONTENT)
 
 
 def tokens(number):
@@ -147,11 +149,11 @@ def test_the_limit_holds_at_every_moment(tmp_path):
         store.write(*page)
         assert size(tmp_path) <= 10_000
         assert store.read(*page[:2]) == page[2]
-    assert store.deleted > 5 and not segments(tmp_path / "other")
-    assert store.size() == size(tmp_path) > 7_000
+    assert store.folder.deleted > 5 and not segments(tmp_path / "other")
+    assert store.folder.size() == size(tmp_path) > 7_000
     store.close()
     smaller = opened(tmp_path, limit=5_000)
-    assert 0 < size(tmp_path) <= 5_000 and smaller.deleted
+    assert 0 < size(tmp_path) <= 5_000 and smaller.folder.deleted
     left = found(tmp_path, pages, limit=5_000)
     assert left == sorted(left) and left[-1]  # The oldest went.
 
@@ -188,7 +190,7 @@ def test_two_servers_in_one_folder(tmp_path):
 def test_segments_of_others_fill_the_folder(tmp_path):
     held = [filled(tmp_path, 1, limit=10_000)[0] for _ in range(4)]
     store = opened(tmp_path, limit=10_000)
-    with pytest.raises(OSError, match="full of segments"):
+    with pytest.raises(OSError, match="full of files"):
         store.write(*chain(store, 2)[1])
     held[0].close()
     store.write(*chain(store, 2)[1])
@@ -213,7 +215,7 @@ def test_nothing_else_is_ever_deleted(tmp_path):
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_full_disk(tmp_path, monkeypatch, failing):
     store, pages = filled(tmp_path)
-    write, calls = module._write, []
+    write, calls = module.write_at, []
 
     def full(file, offset, data):
         calls.append(offset)
@@ -222,7 +224,7 @@ def test_a_full_disk(tmp_path, monkeypatch, failing):
             raise OSError(28, "No space left on device")
         write(file, offset, data)
 
-    monkeypatch.setattr(module, "_write", full)
+    monkeypatch.setattr(module, "write_at", full)
     page = chain(store, 6)[5]
     with pytest.raises(OSError, match="No space"):
         store.write(*page)
@@ -250,19 +252,19 @@ def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
     about.write_text("{")
     with pytest.raises(ConfigError, match=r"store\.json is damaged"):
         opened(tmp_path / "newer")
-    monkeypatch.setattr(module, "LOCK_SECONDS", 0.02)
+    monkeypatch.setattr(folders, "LOCK_SECONDS", 0.02)
     with (tmp_path / "small" / "lock").open("a") as file:
-        assert module.try_lock(file)
+        assert folders.try_lock(file)
         with pytest.raises(ConfigError, match="held its lock"):
             opened(tmp_path / "small")
 
 
 def test_the_default_limit_is_a_quarter_of_the_disk_or_less(tmp_path, monkeypatch):
     free = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: free._replace(free=8_000_000))
-    assert opened(tmp_path, limit=None).limit == 2_000_000
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: free._replace(free=8_000_000))
+    assert opened(tmp_path, limit=None).folder.limit == 2_000_000
     filled(tmp_path)[0].close()
     own = size(tmp_path)
-    assert own and opened(tmp_path, limit=None).limit == (8_000_000 + own) // 4
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: free._replace(free=10**12))
-    assert opened(tmp_path, limit=None).limit == 10**10
+    assert own and opened(tmp_path, limit=None).folder.limit == (8_000_000 + own) // 4
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: free._replace(free=10**12))
+    assert opened(tmp_path, limit=None).folder.limit == 10**10

@@ -15,17 +15,22 @@ def fresh():
     """Opens servers of two keys, each with a new engine."""
     opened = []
 
-    def make():
-        loaded = toy_loaded(EngineConfig(model="toy", policy="fixed"))
-        client = TestClient(create_app(loaded.__enter__(), ServeSettings(api_keys=KEYS)))
+    def close():
+        for loaded, client in opened:
+            client.__exit__(None, None, None)
+            loaded.__exit__(None, None, None)
+        opened.clear()
+
+    def make(keys=KEYS, **options):
+        loaded = toy_loaded(EngineConfig(model="toy", policy="fixed", **options))
+        client = TestClient(create_app(loaded.__enter__(), ServeSettings(api_keys=keys)))
         client.__enter__()
         opened.append((loaded, client))
         return client
 
+    make.close = close
     yield make
-    for loaded, client in opened:
-        client.__exit__(None, None, None)
-        loaded.__exit__(None, None, None)
+    close()
 
 
 def traced(client, key, **more):
@@ -60,3 +65,15 @@ def test_a_trace_shows_nothing_of_another_tenants_answers(fresh, mine, other):
     assert traced(server, key, **more) == expected
     # The tenant itself profits: the test would notice if nothing were learned at all.
     assert len(traced(server, mine[0], **mine[1])) < len(first)
+
+
+@pytest.mark.parametrize("keys", [("second", "first"), ("second",), ("new", "first")])
+def test_what_is_kept_on_disk_follows_the_key(fresh, tmp_path, keys):
+    """Not its place among the keys of a later server."""
+    expected = traced(fresh(), "first")
+    own = traced(fresh(kv_store=str(tmp_path / "kv")), "first")
+    fresh.close()
+    server = fresh(keys, kv_store=str(tmp_path / "kv"))
+    assert own == traced(server, keys[0]) == expected
+    if "first" in keys:
+        assert len(traced(server, "first")) < len(expected)

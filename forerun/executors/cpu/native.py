@@ -22,7 +22,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 43
+ABI = 44
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -248,7 +248,8 @@ _SHORT_CALLS = {
         c_int,
         [c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_uint64, c_double, c_double, c_uint64],
     ),
-    "forerun_ngram_end": (c_int, [c_void_p, c_int, c_void_p, c_int]),
+    "forerun_ngram_end": (c_int64, [c_void_p, c_int, c_void_p, c_int]),
+    "forerun_ngram_count": (c_int, [c_void_p, c_void_p, c_int, c_int, c_uint64]),
     "forerun_ngram_use": (None, [c_void_p, POINTER(TableArrays)]),
     "forerun_ngram_contexts": (c_int64, [c_void_p]),
     "forerun_ngram_propose": (

@@ -1,0 +1,188 @@
+"""What an adaptive policy learnt while serving, as bytes to keep on disk: costs of steps, gains and
+losses, how often draft tokens were right. A policy that learns them again decides as this one.
+
+Reads and writes the private numbers of the policy's parts, which know nothing of it.
+"""
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from forerun.control.account import Balance, Returns
+from forerun.control.adaptive import AdaptivePolicy
+from forerun.control.costs import LiveCosts, Mean
+from forerun.control.shapes import Shapes, _Bucket
+from forerun.control.step_costs import StepCosts
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """Of LiveCosts. plain: (rows, context, whether carried) and the mean of such plain steps, the
+    newest context last.
+    """
+
+    measured: StepCosts
+    steps: int
+    pace: float
+    corrections: list[Mean]
+    largest_seen: int
+    plain: list[tuple[int, int, bool, Mean]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Balance:
+    """Of Balance."""
+
+    credit: float
+    saved: float
+    empty: bool
+    times_empty: int
+    returns: dict[int, Returns]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """Of Shapes."""
+
+    baseline_speed: float
+    buckets: dict[int, _Bucket]
+    tries: list[float]
+    right: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """Of AdaptivePolicy. calibration: draft tokens that were expected to be right, and that were;
+    model, shapes: None without a balance of a draft model's own, or without a draft model;
+    with_model: whether one had a part in the last draft.
+    """
+
+    costs: _Costs
+    main: _Balance
+    model: _Balance | None
+    calibration: tuple[float, float]
+    shapes: _Shapes | None
+    counters: tuple[int, int, int]
+    with_model: bool
+
+
+class PolicyLearner:
+    """What a policy learnt, and a policy that learns it again."""
+
+    def __init__(self, policy: AdaptivePolicy) -> None:
+        self._policy = policy
+
+    def learnt(self) -> bytes:
+        """Implement Learner.learnt."""
+        policy, account = self._policy, self._policy.account
+        calibration, own = policy.drafts.calibration, account.model is not account.main
+        state = _Policy(
+            costs=_costs_of(account.costs),
+            main=_balance_of(account.main),
+            model=_balance_of(account.model) if own else None,
+            calibration=(calibration._expected, calibration._right),
+            shapes=_shapes_of(policy.shapes) if policy.shapes is not None else None,
+            counters=(policy._since_allowed, policy._in_a_row, policy._pause),
+            with_model=account._last_with_model,
+        )
+        return msgspec.msgpack.encode(state)
+
+    def relearn(self, learnt: bytes) -> bool:
+        """Implement Learner.relearn."""
+        policy, account, state = self._policy, self._policy.account, decoded(learnt, _Policy)
+        if state is None or not _fits(policy, state):
+            return False
+        account.costs = _live_costs(state.costs)
+        _restore_balance(account.main, state.main)
+        if state.model is not None:
+            _restore_balance(account.model, state.model)
+        calibration = policy.drafts.calibration
+        calibration._expected, calibration._right = state.calibration
+        if policy.shapes is not None and state.shapes is not None:
+            policy.shapes.baseline_speed = state.shapes.baseline_speed
+            policy.shapes._buckets = state.shapes.buckets
+            policy.shapes._tries = np.array(state.shapes.tries)
+            policy.shapes._right = np.array(state.shapes.right)
+        policy._since_allowed, policy._in_a_row, policy._pause = state.counters
+        account._last_with_model = state.with_model
+        return True
+
+
+def decoded(learnt: bytes, kind: type[State]) -> State | None:
+    """Return the state of this type; None if these bytes hold another, or a number that is
+    none.
+    """
+    try:
+        state = msgspec.msgpack.decode(learnt, type=kind)
+    except (msgspec.MsgspecError, ValueError, TypeError):
+        return None
+    return state if _finite(msgspec.to_builtins(state)) else None
+
+
+def _finite(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_finite, value))
+    return not isinstance(value, float) or isfinite(value)
+
+
+def _fits(policy: AdaptivePolicy, state: _Policy) -> bool:
+    """Return whether a state is of such a policy: of as many counts, levels and parts."""
+    account, shapes, costs = policy.account, policy.shapes, state.costs
+    measured, now = costs.measured, account.costs.measured
+    alike = (measured.drafts_in_step, measured.padded) == (now.drafts_in_step, now.padded)
+    alike = alike and 2 <= len(measured.nodes) == len(measured.verify_ms)
+    if not alike or len(costs.corrections) != len(LiveCosts(measured)._counts):
+        return False
+    if (state.model is None) != (account.model is account.main):
+        return False
+    if shapes is None or state.shapes is None:
+        return shapes is None and state.shapes is None
+    counts = {len(state.shapes.tries), len(state.shapes.right)}
+    known = {shape for bucket in state.shapes.buckets.values() for shape in bucket.relative_cost}
+    return counts == {len(shapes._tries)} and known <= set(shapes.shapes)
+
+
+def _costs_of(costs: LiveCosts) -> _Costs:
+    newest = [costs._plain[key] for key in costs._plain if key[1] is None]
+    plain = [(*key, mean) for key, mean in costs._plain.items()]
+    plain.sort(key=lambda each: any(each[3] is mean for mean in newest))
+    return _Costs(
+        measured=costs.measured,
+        steps=costs.steps,
+        pace=costs._pace,
+        corrections=costs._corrections,
+        largest_seen=costs._largest_seen,
+        plain=[(rows, at, carried, mean) for rows, at, carried, mean in plain if at is not None],
+    )
+
+
+def _live_costs(state: _Costs) -> LiveCosts:
+    costs = LiveCosts(state.measured)
+    costs.steps, costs._pace = state.steps, state.pace
+    costs._corrections, costs._largest_seen = state.corrections, state.largest_seen
+    for rows, context, carried, mean in state.plain:
+        costs._plain[rows, context, carried] = costs._plain[rows, None, carried] = mean
+    return costs
+
+
+def _balance_of(balance: Balance) -> _Balance:
+    about = balance.credit, balance.saved, balance.empty, balance.times_empty
+    return _Balance(*about, balance._returns)
+
+
+def _restore_balance(balance: Balance, state: _Balance) -> None:
+    balance.credit, balance.saved = min(state.credit, balance.limit), state.saved
+    balance.empty, balance.times_empty = state.empty, state.times_empty
+    balance._returns = state.returns
+
+
+def _shapes_of(shapes: Shapes) -> _Shapes:
+    tries, right = shapes._tries.tolist(), shapes._right.tolist()
+    return _Shapes(shapes.baseline_speed, shapes._buckets, tries, right)

@@ -1,0 +1,122 @@
+"""A policy that learns again what another one knew decides as that one goes on."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from forerun.control.adaptive import AdaptivePolicy
+from forerun.control.learnt import PolicyLearner
+from forerun.control.step_costs import StepCosts
+from forerun.interface.drafter import DrafterTraits
+from tests.control.steps import FREE, MODEL, Text, report_of, seen
+from tests.control.test_policy import Simulation
+
+TABLE = StepCosts((1, 2, 4, 8, 16, 64), (4.0, 4.4, 5.2, 10.1, 20.1, 78.8))
+LATER = StepCosts((1, 2, 4, 8, 32), (7.0, 7.2, 8.2, 12.1, 38.0))
+"""What another start measured, while the machine was busy."""
+BOTH = DrafterTraits("model+ngram", 64, merged=True)
+
+
+def opened(kind, costs=TABLE, nodes=4):
+    """A policy, and what drives it for so many steps."""
+    if kind == "ngram":
+        return AdaptivePolicy(costs, nodes, 4, FREE)
+    return AdaptivePolicy(
+        replace(costs, draft_ms=0.6, follow_ms=0.6, drafts_in_step=kind == "device"),
+        *(nodes, 4),
+        BOTH if kind == "merged" else MODEL,
+    )
+
+
+def driven(kind, policy, steps, source=None):
+    """What was verified in each of so many steps, and the source after them."""
+    if kind == "device":
+        source = source or Simulation(policy.account.costs.measured, policy, rows=2, seed=4)
+        source.policy = policy
+        return source.run(steps, 0.6).nodes[-2 * steps :], source
+    source = source or Text(TABLE, 2, 0.8, seed=3, look=0.1)
+    return source.run(policy, steps).verified[-steps:], source
+
+
+def state(policy):
+    """What it knows, as values: a sum of no steps may be 0 or 0.0."""
+    return msgspec.msgpack.decode(PolicyLearner(policy).learnt())
+
+
+PAUSE = replace(report_of([[1]], [0], 9.0), prompt_tokens=5)
+"""A prompt: no step after it is compared with the one before."""
+
+
+@pytest.mark.parametrize("kind", ["ngram", "device", "host", "merged"])
+@pytest.mark.parametrize("steps", [2, 120])
+def test_it_goes_on(kind, steps):
+    policy = opened(kind)
+    _, source = driven(kind, policy, steps)
+    learnt = PolicyLearner(policy).learnt()
+    later = opened(kind, LATER)
+    assert PolicyLearner(later).relearn(learnt) and state(later) == state(policy)
+    twin = deepcopy(source)
+    for each in (policy, later):
+        each.observe(PAUSE)
+    expected, _ = driven(kind, policy, 60, source)
+    assert driven(kind, later, 60, twin)[0] == expected
+    assert state(later) == state(policy)
+    if steps:  # The test would notice if nothing were learnt.
+        fresh = opened(kind, LATER)
+        fresh.observe(PAUSE)
+        assert state(fresh) != msgspec.msgpack.decode(learnt)
+
+
+def test_what_is_of_another_policy_is_refused():
+    states = {
+        name: PolicyLearner(opened(kind, nodes=nodes)).learnt()
+        for name, kind, nodes in (
+            ("ngram", "ngram", 4),
+            ("device", "device", 4),
+            ("both", "merged", 8),
+        )
+    }
+    for name, kind, nodes in (
+        ("ngram", "ngram", 4),
+        ("device", "device", 4),
+        ("both", "merged", 8),
+    ):
+        for other, learnt in states.items():
+            policy = opened(kind, nodes=nodes)
+            assert PolicyLearner(policy).relearn(learnt) == (name == other)
+            if name != other:
+                assert PolicyLearner(policy).learnt() == states[name]
+
+
+@pytest.mark.parametrize(
+    "learnt", [b"", b"\x01", b"\xff" * 40, msgspec.msgpack.encode({"costs": 3})]
+)
+def test_bytes_that_say_nothing(learnt):
+    policy = opened("ngram")
+    before = PolicyLearner(policy).learnt()
+    assert not PolicyLearner(policy).relearn(learnt)
+    assert PolicyLearner(policy).learnt() == before
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_numbers_that_are_none(wrong):
+    policy = seen(opened("ngram"))
+    policy.account.costs._corrections[2].value = wrong
+    learnt = PolicyLearner(policy).learnt()
+    assert not PolicyLearner(opened("ngram")).relearn(learnt)
+
+
+def test_the_newest_context_of_plain_steps_stays_the_newest():
+    policy = opened("ngram")
+    costs = policy.account.costs
+    for cached in (100, 4000, 100):
+        for _ in range(5):
+            costs.learn_plain(1, cached, False, 5.0 + cached / 1000)
+    later = opened("ngram", LATER)
+    assert PolicyLearner(later).relearn(PolicyLearner(policy).learnt())
+    for cached in (100, 4000, 10**6):
+        assert later.account.costs.plain(1, cached, False) == costs.plain(1, cached, False)
+    assert np.isfinite(costs.plain(1, 10**6, False))
