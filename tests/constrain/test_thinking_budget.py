@@ -136,3 +136,16 @@ def test_draft_tokens_are_taken_back():
     for token in (ord("a"), ord("b"), *ENDING):
         assert matcher.commit(token)
     assert matcher.released
+
+
+@pytest.mark.parametrize("opener", ["<c>", "x<c>y"])
+def test_a_call_ends_the_thought_and_is_not_broken(opener):
+    budget = ThinkingBudget(5, 0, ENDING, "<c>")
+    for behind in (Grammar.free(), CITY):
+        matcher = Matcher(COMPILER.compile(behind.after(Start(CLOSER), budget)))
+        for token in BYTES.encode_within(f"{opener}{{'a': 1}}"):
+            assert not matcher.forced() and matcher.commit(token)
+        matcher = Matcher(COMPILER.compile(behind.after(Start(CLOSER), budget)))
+        for token in BYTES.encode_within("x<cc>"):
+            assert not matcher.forced() and matcher.commit(token)
+        assert matcher.forced() == list(ENDING), "that was no opener"

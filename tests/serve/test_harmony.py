@@ -8,6 +8,7 @@ import pytest
 from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.matcher.matcher import Matcher
 from forerun.engine.request import Finish
+from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
 from forerun.serve.bodies.dialogue import dialogue
 from forerun.serve.bodies.fields import read
@@ -200,3 +201,34 @@ def test_free_text_beside_tools_has_any_control_tokens(several):
 def test_arguments_reach_clients_as_json():
     made = asked(tools=[TOOL])
     assert json.loads(heard(made, f"{ANALYSIS}Hm.{NEXT}{ONE}")[3]) == {"x": 1}
+
+
+def test_a_budget_ends_the_analysis(compiler):
+    ending = f"{NEXT}{FINAL}"
+    made = asked(thinking_budget=5)
+    assert prompt(thinking_budget=5).endswith(ANALYSIS)
+    matcher = Matcher(compiler.compile(made.rules.grammar))
+    for token in b"Hmmm.":
+        assert not matcher.forced() and matcher.commit(token)
+    assert TOKENIZER.decode(matcher.forced(), skip_special=False) == ending
+    for token in matcher.forced():
+        assert matcher.commit(token)
+    assert matcher.released
+    assert heard(made, f"Hmmm.{ending}four") == ("Hmmm.", "four", [], "")
+    begun = {"role": "assistant", "reasoning_content": "I see"}
+    going = asked(thinking_budget=9, messages=[USER, begun], continue_final_message=True)
+    assert going.rules.grammar.budget.used == len("I see")
+
+
+def test_an_analysis_that_ends_by_itself_is_left_alone(compiler):
+    matcher = Matcher(compiler.compile(asked(thinking_budget=9).rules.grammar))
+    for token in TOKENIZER.encode(f"Hm.{NEXT}{ANALYSIS}More thoughts.{NEXT}", specials=True):
+        assert not matcher.forced() and matcher.commit(int(token))
+
+
+def test_a_schema_begins_behind_a_forced_end(compiler):
+    made = asked(thinking_budget=2, response_format=SCHEMA)
+    assert taken(compiler, made, f"Hm{NEXT}{FINAL}12")
+    assert not taken(compiler, made, f"Hm{NEXT}{FINAL}twelve")
+    with pytest.raises(RequestError, match="without tools"):
+        asked(thinking_budget=2, tools=[TOOL])

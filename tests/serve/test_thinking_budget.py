@@ -11,6 +11,7 @@ from forerun.serve.app import create_app
 from forerun.serve.bodies.dialogue import dialogue
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.schema import ChatBody
+from forerun.serve.bodies.thinking import budget_name
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from tests.cli.toys import toy_loaded
 
@@ -79,7 +80,26 @@ def test_a_server_has_a_budget_that_requests_replace():
         assert len(thought_of(client, thinking_token_budget=9)[0]) > 4
         assert thought_of(client, thinking_token_budget=-1)[0] is None, "the model decides"
         short = client.post("/v1/chat/completions", json=ASKED | {"max_tokens": 2})
-        assert short.status_code == 200
+        assert short.headers["x-forerun-ignored"] == "thinking_budget (cut to 1)"
+
+
+def test_a_budget_beyond_the_context_leaves_room_for_the_answer(loaded):
+    """Without max_tokens an answer may fill the context."""
+    body = {"messages": ASKED["messages"], "thinking_token_budget": 5000}
+    asked = dialogue(read(ChatBody, body), loaded, SETTINGS)
+    room = loaded.context - (len(asked.prompt) - len("<think>"))
+    assert asked.rules.grammar.budget.tokens == room // 2
+    assert asked.ignored == (f"thinking_token_budget (cut to {room // 2})",)
+
+
+def test_a_template_hears_of_the_budget(client):
+    """Qwen's clients put it among the template's names; Seed-OSS's template reads it."""
+    names = {"chat_template_kwargs": {"thinking_budget": 7}}
+    assert thought_of(client, **names) == thought_of(client, thinking_budget=7)
+    for body in (names, {"thinking_budget": 7}):
+        asked = read(ChatBody, ASKED | body)
+        assert budget_name(asked, "{% if thinking_budget %}") == {"thinking_budget": 7}
+        assert budget_name(asked, "plain") == {}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +115,11 @@ def test_a_server_has_a_budget_that_requests_replace():
         ({"reasoning": {"max_tokens": "9"}}, "reasoning.max_tokens"),
         ({"thinking_token_budget": 3, "thinking_budget": 4}, "thinking_token_budget"),
         ({"thinking_budget": 3, "reasoning": {"max_tokens": 4}}, "thinking_token_budget"),
+        (
+            {"thinking_budget": 3, "chat_template_kwargs": {"thinking_budget": 4}},
+            "chat_template_kwargs.thinking_budget disagree",
+        ),
+        ({"chat_template_kwargs": {"thinking_budget": "x"}}, "kwargs.thinking_budget"),
         ({"thinking_token_budget": 3, "bad_words": ["x"]}, "thinking_token_budget"),
     ],
 )

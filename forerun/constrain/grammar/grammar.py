@@ -50,11 +50,14 @@ class ThinkingBudget:
     used     how many of them are in the prompt already
     ending   ids that follow the N-th token, or the letter that it ends in: they spell the thought's
              end, perhaps behind a message
+    call     text that ends a thought without its closing mark, such as a call's opener: behind it
+             nothing is forced; "" = there is none
     """
 
     tokens: int
     used: int
     ending: tuple[int, ...]
+    call: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -93,15 +93,20 @@ class Compiler:
     def _compiled(
         self, grammar: Grammar, found: Translated, beginning: Automaton | None
     ) -> CompiledGrammar:
+        start, budget = grammar.start, grammar.budget
+        call = None
+        if start is not None and budget is not None and budget.call:
+            call = self._marker(replace(start, text=budget.call))
         return CompiledGrammar(
             prototype=beginning,
-            start=None if grammar.start is None else self._marker(grammar.start),
+            start=None if start is None else self._marker(start),
             vocab=self._tokenizer.vocab_size,
             ends=self._tokenizer.eos_ids,
             translated=found,
             remote=partial(RemoteMatcher, self._matchers, found.text),
             unenforced=tuple(_named(grammar, path) for path in found.unenforced),
-            budget=grammar.budget,
+            budget=budget,
+            call=call,
         )
 
     def _marker(self, start: Start) -> MarkerTokens:

@@ -63,6 +63,7 @@ class CompiledGrammar:
     remote      opens a matcher in a process of its own; it is given what to call when that answers
     unenforced  keywords of schemas that are not enforced, as paths from the request's body
     budget      of the thought before `start`
+    call        how tokens spell the budget's `call`
     """
 
     prototype: Automaton | None
@@ -73,6 +74,7 @@ class CompiledGrammar:
     remote: Callable[[Callable[[], None]], AsyncMatcher]
     unenforced: tuple[str, ...] = ()
     budget: ThinkingBudget | None = None
+    call: MarkerTokens | None = None
 
     @property
     def free(self) -> bool:
@@ -129,7 +131,8 @@ class Matcher:
         self._vocab = compiled.vocab
         self._free = compiled.free
         self._start = StartMarker(
-            compiled.start, compiled.ends, compiled.vocab, compiled.budget, compiled.free
+            *(compiled.start, compiled.ends, compiled.vocab),
+            *(compiled.budget, compiled.free, compiled.call),
         )
         # The constraint's first mask; needed while its start is ahead.
         self._first = self._automaton.mask() if self.waiting else b""

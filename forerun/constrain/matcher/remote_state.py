@@ -19,7 +19,9 @@ class RemoteState:
     ) -> None:
         self._compiled = compiled
         self._matcher = compiled.remote(answered)
-        self._start = StartMarker(compiled.start, compiled.ends, compiled.vocab, compiled.budget)
+        self._start = StartMarker(
+            *(compiled.start, compiled.ends, compiled.vocab, compiled.budget), call=compiled.call
+        )
         self._matcher.take(self._constrained(output))
 
     @property

@@ -90,12 +90,14 @@ class MarkerPlace(NamedTuple):
     thought  tokens before the marker so far, those in the prompt included
     letter   bytes that the text's last letter still lacks
     forced   ids of the budget's ending that are there
+    call     bytes of a call's opener that the text ends with; all of them: the call has begun
     """
 
     seen: int = 0
     thought: int = 0
     letter: int = 0
     forced: int = 0
+    call: int = 0
 
 
 class StartMarker:
@@ -105,6 +107,7 @@ class StartMarker:
     vocab   ids below this are known
     budget  of the tokens on the way; None = there may be any number
     free    every text may follow the marker
+    call    ends the thought, too: the budget forces nothing behind it
     place   None = the constraint has begun
     """
 
@@ -115,9 +118,10 @@ class StartMarker:
         vocab: int,
         budget: ThinkingBudget | None = None,
         free: bool = False,
+        call: MarkerTokens | None = None,
     ) -> None:
         self._marker, self._ends, self._vocab = marker, ends, vocab
-        self._budget, self._free = budget, free
+        self._budget, self._free, self._call = budget, free, call
         self._masks: dict[int, bytes | None] = {}
         used = 0 if budget is None else budget.used
         self.place: MarkerPlace | None = None if marker is None else MarkerPlace(thought=used)
@@ -134,6 +138,8 @@ class StartMarker:
         """
         place, budget = self.place, self._budget
         if place is None or budget is None:
+            return []
+        if self._call is not None and place.call == len(self._call):
             return []
         over = place.thought - budget.tokens
         if not place.forced and (over < 0 or (place.letter and over < _LETTER)):
@@ -160,7 +166,10 @@ class StartMarker:
         if rest and spelling is None and not self._free:
             return None
         letter = marker.letter(place.letter, token)
-        following = MarkerPlace(seen, place.thought + 1, letter)
+        call = place.call
+        if self._call is not None and call < len(self._call):
+            call, _ = self._call.take(call, token)
+        following = MarkerPlace(seen, place.thought + 1, letter, call=call)
         self.place = None if seen == len(marker) else following
         return () if spelling is None else (spelling,)
 

@@ -17,10 +17,13 @@ from forerun.serve.bodies.fields import ignored_in
 from forerun.serve.bodies.history import left_out
 from forerun.serve.bodies.output_parser import OutputParser
 from forerun.serve.bodies.schema import ChatBody, SampledBody
+from forerun.serve.bodies.thinking import budget_name, kept_budget, mark_ids, thought_tokens
 from forerun.serve.bodies.tools import Tool, ToolChoice
 from forerun.serve.http.errors import ApiError
 from forerun.text.chat import ChatTemplate
 from forerun.text.harmony import (
+    ANALYSIS,
+    END,
     FINAL,
     MESSAGE,
     START,
@@ -42,12 +45,14 @@ class Dialogue:
     rules    what the answer is constrained to
     parser   makes the reader of one choice; None if its text is plain
     control  control tokens leave text, because some of them are marks that `parser` reads
+    ignored  fields that were kept otherwise than they are
     """
 
     prompt: Ints
     rules: Rules | None
     parser: Callable[[], OutputParser] | None = None
     control: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialogue:
@@ -73,17 +78,24 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
         rules = _tool_rules(body, loaded, format, offered, choice, answer, inside)
         free = choice.kind == "auto" and body.rules is None
     plain = [tool.plain for tool in offered]
+    room = loaded.context - len(prompt)
     if format is HARMONY:
-        _budget(body, settings, None, loaded.tokenizer)
-        if rules is not None and not offered and banned is None and MESSAGE not in message:
-            rules = rules.after(Start(FINAL, True))
+        known = None if banned or offered else marks
+        budget, notice = kept_budget(body, settings, known, loaded.tokenizer, room)
+        found = Dialogue(prompt, rules, control=True, ignored=notice)
+        if known is not None:
+            found, message = _after_analysis(found, message, budget, loaded.tokenizer)
         apart = _apart(body) and settings.reasoning_end != "off"
-        return Dialogue(prompt, rules, _channels(plain, message or FINAL, apart), control=True)
+        return replace(found, parser=_channels(plain, message or FINAL, apart))
 
     def tools() -> ToolReader | None:
         return ToolReader(format, plain) if plain else None
 
-    budget = _budget(body, settings, None if banned else marks, loaded.tokenizer)
+    ends = format.ends_thoughts if plain else ()
+    known = None if banned else marks
+    budget, notice = kept_budget(body, settings, known, loaded.tokenizer, room)
+    if budget is not None:
+        budget = replace(budget, call="".join(ends))
     if marks is None or (not _apart(body) and rules is banned and budget is None):
         # It stays in the content.
         control = bool(plain) and _is_control(loaded, format.opener)
@@ -91,14 +103,13 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
         return Dialogue(prompt, rules, made, control)
     heard = (marks.opener, marks.closer, *([format.opener] if plain else []))
     control = any(_is_control(loaded, mark) for mark in heard)
-    found = Dialogue(prompt, rules, control=control)
+    found = Dialogue(prompt, rules, control=control, ignored=notice)
     stage, bare = _stage(body, tail, marks)
     if banned is None and not (free and stage == Stage.UNDECIDED and budget is None):
         seen = control or not body.skip_special_tokens or not _apart(body)
         found, stage = _after_reasoning(found, stage, marks, loaded.tokenizer, seen, budget)
     if not _apart(body) and body.rules is None and not plain:
         return found
-    ends = format.ends_thoughts if plain else ()
     return replace(
         found, parser=lambda: OutputParser(ReasoningReader(marks, stage, bare, ends), tools())
     )
@@ -163,7 +174,7 @@ def chat_prompt(
     extra, most = dict(body.chat_template_kwargs or {}), None
     continues = body.continue_final_message
     if isinstance(body, ChatBody):
-        extra = effort_names(body, template) | extra
+        extra = effort_names(body, template) | budget_name(body, template.source) | extra
         most = loaded.context if body.truncate_prompt_tokens is None else None
     return template.encode(
         list(body.messages or ()),
@@ -300,68 +311,6 @@ def _stage(body: ChatBody, tail: str, marks: Marks) -> tuple[Stage, bool]:
     return Stage.ANSWERING, str(last["content"]).rstrip().endswith(marks.closer)
 
 
-def _budget(
-    body: ChatBody, settings: ServeSettings, marks: Marks | None, tokenizer: Tokenizer
-) -> ThinkingBudget | None:
-    """Return the budget of a thought that the prompt has not begun; None: no limit.
-
-    marks  around thoughts; None = they are unknown, or the answer has rules for single tokens
-
-    Raises RequestError for a budget that cannot be kept, if the request has it.
-    """
-    name, tokens = "thinking_token_budget", body.thinking_token_budget
-    asked = body.reasoning
-    if asked is not None and asked.max_tokens is not None:
-        if tokens not in (None, asked.max_tokens):
-            raise RequestError(f"reasoning.max_tokens and {name} disagree.", name)
-        name, tokens = "reasoning.max_tokens", asked.max_tokens
-    own, must = tokens is not None, tokens is not None and not body.budget_is_target
-    tokens = settings.thinking_budget if tokens is None else tokens
-    message = body.thinking_budget_message
-    message = settings.thinking_budget_message if message is None else message
-    if tokens < 0:
-        return None
-    if marks is None:
-        if must:
-            raise RequestError(
-                f"{name} cannot be honoured: it needs a chat template with marks around the "
-                "reasoning (--reasoning-end names the closing one) and a request that bans no "
-                "tokens.",
-                name,
-            )
-        return None
-    if marks.closer in message:
-        raise RequestError(
-            f"thinking_budget_message has {marks.closer!r}, which ends the thought by itself; "
-            "leave it out.",
-            "thinking_budget_message",
-        )
-    message_ids = tokenizer.encode_within(message) if message else ()
-    ending = (*message_ids, *_mark_ids(marks.closer, tokenizer))
-    limit = body.max_completion_tokens or body.max_tokens
-    if limit is not None and tokens + len(ending) >= limit:
-        if must:
-            raise RequestError(
-                f"{name} is {tokens}: with the {len(ending)} tokens that end the thought it leaves "
-                f"nothing of max_tokens, {limit}, for the answer.",
-                name,
-            )
-        if own:
-            return None
-        tokens = min(tokens, limit // 2)
-    return ThinkingBudget(tokens, 0, ending)
-
-
-def _thought_tokens(prompt: Ints, opener: str, tokenizer: Tokenizer) -> int:
-    """Return how many tokens at the end of a prompt are a thought, behind its opener."""
-    token, ids = tokenizer.added.get(opener), list[int](prompt.tolist())
-    if token is not None and token.id in ids:
-        return ids[::-1].index(token.id)
-    text = tokenizer.decode(ids, skip_special=False)
-    thought = text[text.rfind(opener) + len(opener) :] if opener in text else ""
-    return len(tokenizer.encode_within(thought)) if thought else 0
-
-
 def _after_reasoning(
     asked: Dialogue,
     stage: Stage,
@@ -381,17 +330,33 @@ def _after_reasoning(
     if (rules is None and budget is None) or stage == Stage.ANSWERING:
         return asked, stage
     if stage == Stage.UNDECIDED:
-        opened = np.array(_mark_ids(marks.opener, tokenizer), np.int32)
+        opened = np.array(mark_ids(marks.opener, tokenizer), np.int32)
         asked = replace(asked, prompt=np.concatenate([asked.prompt, opened]))
     if budget is not None:
-        budget = replace(budget, used=_thought_tokens(asked.prompt, marks.opener, tokenizer))
+        budget = replace(budget, used=thought_tokens(asked.prompt, marks.opener, tokenizer))
     rules = (rules or Rules(Grammar.free())).after(Start(marks.closer, control), budget)
     return replace(asked, rules=rules), Stage.THINKING
 
 
-def _mark_ids(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    token = tokenizer.added.get(mark)
-    return (token.id,) if token is not None else tuple(tokenizer.encode_within(mark))
+def _after_analysis(
+    asked: Dialogue, message: str, budget: ThinkingBudget | None, tokenizer: Tokenizer
+) -> tuple[Dialogue, str]:
+    """Do what `_after_reasoning` does, for Harmony: the constraint begins in the final channel, and
+    a budget opens the analysis. Return the message that the prompt has begun, too.
+    """
+    rules, opened = asked.rules, MESSAGE in message
+    thinks = not opened or (budget is not None and ANALYSIS in message)
+    if not thinks or (rules is None and budget is None):
+        return asked, message
+    if budget is not None:
+        if not opened:
+            header = tokenizer.encode(ANALYSIS, specials=True)
+            asked = replace(asked, prompt=np.concatenate([asked.prompt, header]))
+            message += ANALYSIS
+        used = thought_tokens(asked.prompt, ANALYSIS, tokenizer)
+        budget = replace(budget, used=used, call=END)
+    rules = (rules or Rules(Grammar.free())).after(Start(FINAL, True), budget)
+    return replace(asked, rules=rules), message
 
 
 def _is_control(loaded: Frontend, mark: str) -> bool:

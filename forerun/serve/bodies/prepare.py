@@ -119,6 +119,7 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
     made = _generation(body, loaded, (prompt,), stopping, sampling, settings, continues_text)
     made = _with_thresholds(made, body, loaded)
     made = replace(made, rules=asked.rules, unseen=unseen, parser=asked.parser)
+    made = replace(made, ignored=(*made.ignored, *asked.ignored))
     if asked.control:
         requests = tuple(replace(request, skip_special_tokens=False) for request in made.requests)
         made = replace(made, requests=requests)
