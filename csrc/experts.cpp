@@ -166,6 +166,7 @@ void Model::list_visits(const Layer& layer, int nodes) {
     float *gate = &gate_[0], *up = &up_[0];
     Group* between = ffn_q_.data();
     int first = 0;  // of the rows of the next one
+    if (adapting_) gathered_adapters_.resize(expert_rows(kind));
     const auto visit = [&](const FeedForward& feed, int rows, int width, Inputs x) {
         visits_.push_back({&feed, rows, width, x, gate, up, between,
                            &expert_out_[(size_t)first * hidden]});
@@ -181,7 +182,8 @@ void Model::list_visits(const Layer& layer, int nodes) {
         if (!rows) continue;
         const float* floats = gathered_f_.empty() ? nullptr : &gathered_f_[(size_t)first * hidden];
         visit(layer.experts[e], rows, kind.ffn,
-              {&gathered_q_[(size_t)(first / kLanes) * groups_in(hidden)], floats});
+              {&gathered_q_[(size_t)(first / kLanes) * groups_in(hidden)], floats,
+               adapting_ ? &gathered_adapters_[first] : nullptr});
     }
     for (int i = 0; i < choices; i++) row_at_[i] = rows_of_[chosen_[i]]++;
     if (kind.shared) visit(layer.feed, nodes, kind.shared, normed());
@@ -195,6 +197,7 @@ void Model::gather(const Layer& layer, int nodes, int thread) {
     const Share mine(nodes * top_k, thread, pool.threads());
     for (int i = mine.first; i < mine.last; i++) {
         const int node = i / top_k, row = row_at_[i];
+        if (adapting_) gathered_adapters_[row] = adapter_of_[node];
         if (layer.reads_groups) {
             Group* to = &gathered_q_[(size_t)(row / kLanes) * groups];
             copy_lane(column(hidden_q_.data(), node, hidden), node % kLanes, to, row % kLanes,
@@ -214,11 +217,16 @@ void Model::visit_experts(const Layer& layer, int nodes, int thread) {
     pool.barrier();
     gather(layer, nodes, thread);
     pool.barrier();
-    for (const Visit& at : visits_) multiply_gates(at, layer.kind.gate, thread);
+    // Where adapters add, a visit writes what threads may still read of the one before (`lower`).
+    for (const Visit& at : visits_) {
+        multiply_gates(at, layer.kind.gate, thread);
+        if (adapting_) pool.barrier();
+    }
     pool.barrier();
     for (const Visit& at : visits_) {
-        multiply({&at.feed->down}, {at.out}, {at.between, at.gate}, at.rows, sizes.hidden, false,
-                 thread);
+        multiply({&at.feed->down}, {at.out}, {at.between, at.gate, at.x.adapters}, at.rows, sizes.hidden,
+                 false, thread);
+        if (adapting_) pool.barrier();
     }
     pool.barrier();
 }

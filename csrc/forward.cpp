@@ -87,7 +87,7 @@ void Model::multiply(std::initializer_list<const Matrix*> stack,
         const int first = share.first < 0 ? 0 : share.first;
         const int last = share.last < w->blocks() ? share.last : w->blocks();
         multiply_blocks(*w, x, rows, first, last, {*out, stride, add});
-        if (adapted) raise(*w, place++, rows, first, last, {*out, stride, true});
+        if (adapted) raise(*w, place++, x, rows, first, last, {*out, stride, true});
         share.first -= w->blocks();
         share.last -= w->blocks();
         ++out;
@@ -305,7 +305,7 @@ void Model::multiply_gates(const Visit& visit, int kind, int thread) {
     for (const auto& [w, out] : {std::pair(&gate, visit.gate), std::pair(&up, visit.up)}) {
         const Target target = {out, visit.width, false};
         multiply_blocks(*w, visit.x, visit.rows, mine.first * each, last, target);
-        if (adapted) raise(*w, place++, visit.rows, mine.first * each, last, target);
+        if (adapted) raise(*w, place++, visit.x, visit.rows, mine.first * each, last, target);
     }
     for (int row = 0; row < visit.rows; row++) activate(visit, kind, row, mine);
 }

@@ -10,6 +10,16 @@
 #include "model.h"
 
 namespace forerun {
+namespace {
+
+// The first row behind `row` with another adapter, at most `end`.
+int end_of_run(const int32_t* adapters, int row, int end) {
+    int last = row + 1;
+    while (last < end && adapters[last] == adapters[row]) last++;
+    return last;
+}
+
+}  // namespace
 
 std::string Model::open_adapters(int count, int rank) {
     if (count < 1 || rank < 1) return "no adapters";
@@ -21,7 +31,7 @@ std::string Model::open_adapters(int count, int rank) {
 std::string Model::set_adapter(int adapter, int layer, int which, const float* down, const float* up,
                                int rank) {
     Matrix* const w = matrix(layer, which);
-    if (!w || layer < 0 || which > 6) return "a matrix that is not adapted";
+    if (!w || layer < 0) return "a matrix that is not adapted";
     if (adapter < 0 || adapter >= adapters_ || rank < 1 || rank > rank_) return "no such adapter";
     if (w->adapted < 0) {
         w->adapted = (int32_t)low_ranks_.size();
@@ -72,38 +82,31 @@ std::string Model::check_adapters(const Step& step) const {
     return "";
 }
 
-const LowRank* Model::low_rank(const Matrix& w, int node) const {
-    const int adapter = adapter_of_[node];
+const LowRank* Model::low_rank(const Matrix& w, int adapter) const {
     if (w.adapted < 0 || adapter < 0) return nullptr;
     const LowRank& found = low_ranks_[w.adapted][adapter];
     return found.tiles.empty() ? nullptr : &found;
 }
 
-// The first node behind `node` whose adapter is another's, at most `end`.
-int Model::end_of_run(int node, int end) const {
-    int last = node + 1;
-    while (last < end && adapter_of_[last] == adapter_of_[node]) last++;
-    return last;
-}
-
-// A x of these matrices, for the nodes of a step. All threads; true where there was something to do,
-// and then the threads have met.
+// A x of these matrices, for rows of a step. All threads; true where there was something to do, and
+// then the threads have met.
 bool Model::lower(std::initializer_list<const Matrix*> stack, Inputs x, int rows, int thread) {
     if (!adapting_) return false;
     bool any = false;
     for (const Matrix* w : stack) any |= w->adapted >= 0;
     if (!any) return false;
     const Share mine = columns_of(rows, thread, pool.threads());
+    const int32_t* const adapters = x.adapters ? x.adapters : adapter_of_.data();
     int place = 0;
     for (const Matrix* w : stack) {
         float* const to = &lowered_[(size_t)place++ * sizes.max_nodes * rank_];
-        for (int node = mine.first, last; node < mine.last; node = last) {
-            last = end_of_run(node, mine.last);
-            const LowRank* at = low_rank(*w, node);
+        for (int row = mine.first, last; row < mine.last; row = last) {
+            last = end_of_run(adapters, row, mine.last);
+            const LowRank* at = low_rank(*w, adapters[row]);
             if (!at) continue;
-            const float* from = floats_of(*w, x, node, last, thread);
-            kernels->float_product(at->down, from, last - node, 0, at->down.blocks(),
-                                   {to + (size_t)node * rank_, rank_, false});
+            const float* from = floats_of(*w, x, row, last, thread);
+            kernels->float_product(at->down, from, last - row, 0, at->down.blocks(),
+                                   {to + (size_t)row * rank_, rank_, false});
         }
     }
     pool.barrier();
@@ -127,15 +130,17 @@ const float* Model::floats_of(const Matrix& w, Inputs x, int first, int last, in
 }
 
 // Adds B (A x) to blocks [first, last) of matrix number `place` of the stack that `lower` saw.
-void Model::raise(const Matrix& w, int place, int rows, int first, int last, Target out) const {
+void Model::raise(const Matrix& w, int place, Inputs x, int rows, int first, int last,
+                  Target out) const {
     if (first >= last) return;
+    const int32_t* const adapters = x.adapters ? x.adapters : adapter_of_.data();
     const float* const from = &lowered_[(size_t)place * sizes.max_nodes * rank_];
-    for (int node = 0, end; node < rows; node = end) {
-        end = end_of_run(node, rows);
-        const LowRank* at = low_rank(w, node);
+    for (int row = 0, end; row < rows; row = end) {
+        end = end_of_run(adapters, row, rows);
+        const LowRank* at = low_rank(w, adapters[row]);
         if (!at) continue;
-        kernels->float_product(at->up, from + (size_t)node * rank_, end - node, first, last,
-                               {out.data + (size_t)node * out.stride, out.stride, true});
+        kernels->float_product(at->up, from + (size_t)row * rank_, end - row, first, last,
+                               {out.data + (size_t)row * out.stride, out.stride, true});
     }
 }
 

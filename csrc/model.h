@@ -162,13 +162,14 @@ struct LowRank {
     std::vector<std::vector<uint8_t>> tiles;  // of both
 };
 
-constexpr int kStack = 4;  // matrices that share their input, at most
+constexpr int kStack = 6;  // matrices that share their input, at most
 
 // Rows of activations as products read them: quantised for quantised weights, float32[rows][width]
 // for weights that are floats. What no product reads may be null.
 struct Inputs {
     const Group* groups;
     const float* floats;
+    const int32_t* adapters = nullptr;  // [rows] each row's, or -1; null: rows are the step's nodes
 };
 
 // Which of the two matrices read.
@@ -291,7 +292,7 @@ public:
     // Empty, or what was wrong.
     std::string copy_final_hidden_states(const int32_t* nodes, int count, float* out);
 
-    // Makes room for `count` adapters of ranks up to `rank`; sets what one adds to a matrix (0 to 6 of a layer),
+    // Makes room for `count` adapters of ranks up to `rank`; sets what one adds to a matrix of a layer,
     // down float[rank][inputs] and up float[channels][rank], copied. Empty, or what was wrong.
     std::string open_adapters(int count, int rank);
     std::string set_adapter(int adapter, int layer, int which, const float* down, const float* up,
@@ -328,11 +329,10 @@ protected:
     void prepare(const Step& step);
     std::string check_adapters(const Step& step) const;
     void prepare_adapters(const Step& step);
-    const LowRank* low_rank(const Matrix& w, int node) const;
-    int end_of_run(int node, int end) const;
+    const LowRank* low_rank(const Matrix& w, int adapter) const;
     bool lower(std::initializer_list<const Matrix*> stack, Inputs x, int rows, int thread);
     const float* floats_of(const Matrix& w, Inputs x, int first, int last, int thread);
-    void raise(const Matrix& w, int place, int rows, int first, int last, Target out) const;
+    void raise(const Matrix& w, int place, Inputs x, int rows, int first, int last, Target out) const;
     void list_places(const Step& step, int row);
     void plan_attention(const Step& step);
     int64_t plan_division(const Step& step, Division& division);
@@ -468,6 +468,7 @@ protected:
     std::vector<std::vector<LowRank>> low_ranks_;  // [Matrix::adapted][adapter]
     bool adapting_ = false;            // some row of the step has one
     std::vector<int32_t> adapter_of_;  // [nodes]
+    std::vector<int32_t> gathered_adapters_;  // of the rows of `gathered_q_`
     Floats lowered_;                   // [kStack][max_nodes][rank_] A x
     std::vector<Floats> widened_;      // of each thread
 

@@ -22,22 +22,23 @@ from forerun.errors import ModelError
 from forerun.networks.arch import Architecture
 from forerun.networks.config_json import read_json
 from forerun.networks.keys import Keys
-from forerun.networks.layer_spec import Dense, LayerSpec
+from forerun.networks.layer_spec import Experts
 from forerun.types import Floats
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK = 1024
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _IN_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)")
+_ANY, _END = r".*\.", re.compile(r"(?:\.\*\\\.)?(?:\w|\\?\.)+")
+"""Patterns of modules' names that are ends of them, as peft's own are."""
+_EXPERTS = re.compile(r"(?:(?:mlp|feed_forward|block_sparse_moe|moe)\.)?experts(?:\.base_layer)*")
 _HARMLESS = (
     *("peft_type", "task_type", "base_model_name_or_path", "lora_dropout", "target_modules"),
     *("init_lora_weights", "inference_mode", "revision", "auto_mapping", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "megatron_core", "peft_version", "runtime_config"),
-    *("rank_pattern", "ensure_weight_tying", "qalora_group_size"),
+    *("rank_pattern", "ensure_weight_tying", "qalora_group_size", "target_parameters"),
 )
 """Keys that change nothing beyond which tensors there are, and their shapes."""
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,10 @@ def _read(name: str, folder: Path, arch: Architecture) -> LoraAdapter:
         raise ModelError(f"{folder} has no {_WEIGHTS}; save it with safe_serialization=True")
     scaling = _Scaling(Keys(read_json(folder / _CONFIG), f"{_CONFIG}: "))
     file = read_shard(folder / _WEIGHTS)
-    pairs = _pairs(file)
+    pairs, adapted = _pairs(file), _Adapted(arch)
     matrices: dict[str, LowRank] = {}
     for module in pairs:
-        matrices |= _placed(module, file, pairs[module], scaling, arch)
+        matrices |= _placed(module, file, pairs[module], scaling, adapted)
     if not matrices:
         raise ModelError(f"{folder / _WEIGHTS} holds no matrix")
     digest = blake2b(file.data.data, digest_size=16)
@@ -111,10 +112,12 @@ class _Scaling:
         self._alpha = keys.real("lora_alpha", 8.0)
         self._rooted = keys.flag("use_rslora", False)
         keys.require("bias", "none")
-        self._alphas: dict[str, Any] = keys.get("alpha_pattern", {})
-        if not isinstance(self._alphas, dict) or not all(map(_is_alpha, self._alphas.items())):
-            message = "names of modules without wildcards, and their alphas"
-            raise keys.unfit("alpha_pattern", self._alphas, message)
+        alphas: dict[str, Any] = keys.get("alpha_pattern", {})
+        if not isinstance(alphas, dict) or not all(map(_is_alpha, alphas.items())):
+            message = "ends of modules' names, and their alphas"
+            raise keys.unfit("alpha_pattern", alphas, message)
+        ends = (name.removeprefix(_ANY).replace("\\.", ".") for name in alphas)
+        self._alphas = dict(zip(ends, alphas.values(), strict=True))
         keys.refuse_the_rest(
             lambda name, value: name in _HARMLESS or value is False or value in ({}, [], "")
         )
@@ -130,7 +133,7 @@ def _is_alpha(item: tuple[str, Any]) -> bool:
     """Return whether an item of alpha_pattern is a module's name and a number."""
     pattern, alpha = item
     number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    return number and math.isfinite(alpha) and re.fullmatch(r"[\w.]+", pattern) is not None
+    return number and math.isfinite(alpha) and _END.fullmatch(pattern) is not None
 
 
 def _pairs(file: TensorFile) -> dict[str, dict[str, str]]:
@@ -150,22 +153,61 @@ def _pairs(file: TensorFile) -> dict[str, dict[str, str]]:
     return pairs
 
 
+class _Adapted:
+    """The matrices of a model that executors adapt, as parts of stored ones."""
+
+    def __init__(self, arch: Architecture) -> None:
+        self._arch = arch
+        self._layers: dict[int, dict[str, dict[str, StoredPart]]] = {}
+
+    def parts(self, module: str) -> tuple[int, dict[str, StoredPart]]:
+        """Return a module's layer, and the parts of its matrix by canonical name. Raises
+        ModelError.
+        """
+        layer, name = self._place(module)
+        if layer not in self._layers:
+            self._layers[layer] = self._by_stored(layer)
+        parts = self._layers[layer].get(f"{name}.weight", {})
+        if not parts or not all(map(_runs, parts)):
+            raise ModelError(
+                f"{module} is not adapted here; projections of attention but kv_b_proj, of "
+                "recurrent layers, of feed-forwards and of experts are, and routers"
+            )
+        return layer, parts
+
+    def experts(self, module: str) -> "_AllExperts | None":
+        """Return the experts that a module holds as one parameter; None of another module."""
+        layer, name = self._place(module)
+        spec = self._arch.layer_specs[layer]
+        for room, experts in (("mlp", spec.feed_forward), ("moe", spec.beside)):
+            if isinstance(experts, Experts) and _EXPERTS.fullmatch(name):
+                prefix, alternating = f"model.layers.{layer}.{room}", self._arch.family == "gpt_oss"
+                return _AllExperts(prefix, experts, self._arch.hidden, alternating)
+        return None
+
+    def _place(self, module: str) -> tuple[int, str]:
+        match = _IN_LAYER.fullmatch(module)
+        if match is None or int(match[1]) >= self._arch.layers:
+            raise ModelError(
+                f"{module} is no module of the model's layers, and is not adapted here"
+            )
+        return int(match[1]), match[2]
+
+    def _by_stored(self, layer: int) -> dict[str, dict[str, StoredPart]]:
+        found: dict[str, dict[str, StoredPart]] = {}
+        for name, piece in layer_pieces(self._arch, self._arch.layer_specs[layer]).items():
+            found.setdefault(piece.stored, {})[name] = piece
+        return found
+
+
 def _placed(
-    module: str, file: TensorFile, pair: dict[str, str], scaling: _Scaling, arch: Architecture
+    module: str, file: TensorFile, pair: dict[str, str], scaling: _Scaling, adapted: _Adapted
 ) -> dict[str, LowRank]:
     """Return what the adapter adds to each canonical matrix that the module holds."""
-    match = _IN_LAYER.fullmatch(module)
-    if match is None or int(match[1]) >= arch.layers:
-        raise ModelError(f"{module} is no module of the model's layers, and is not adapted here")
-    layer, spec = int(match[1]), arch.layer_specs[int(match[1])]
-    pieces = layer_pieces(arch, spec)
-    parts = {n: p for n, p in pieces.items() if p.stored == f"{match[2]}.weight"}
-    if not parts or not all(_runs(name, spec) for name in parts):
-        raise ModelError(
-            f"{module} is not adapted here; {', '.join(ATTENTION)} of attention and "
-            f"{', '.join(FEED_FORWARD)} of dense feed-forwards are"
-        )
     down, up = file.floats(pair["A"]), file.floats(pair["B"])
+    if (experts := adapted.experts(module)) is not None:
+        return experts.placed(module, down, up, scaling)
+    layer, parts = adapted.parts(module)
     whole = next(iter(parts.values())).whole
     rank = len(down)
     if not 0 < rank <= MOST_RANK or down.shape != (rank, whole[1]) or up.shape != (whole[0], rank):
@@ -180,20 +222,61 @@ def _placed(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _AllExperts:
+    """All experts of a layer, adapted as one parameter (peft's target_parameters): lora_A [E r,in]
+    by expert, lora_B [out, r E] by rank.
+
+    alternating  rows of gate and up alternate
+    """
+
+    prefix: str
+    experts: Experts
+    hidden: int
+    alternating: bool
+
+    def placed(
+        self, module: str, down: Floats, up: Floats, scaling: _Scaling
+    ) -> dict[str, LowRank]:
+        """Return what the adapter adds to each expert's matrices: gate and up, or down."""
+        count, width = self.experts.count, self.experts.width
+        rank, rest = divmod(len(down), count)
+        shape = up.shape[:1] + down.shape[1:]
+        opens = shape == (2 * width, self.hidden)
+        fits = (opens or shape == (self.hidden, width)) and up.shape[1:] == (len(down),)
+        if not fits or rest or not 0 < rank <= MOST_RANK:
+            raise ModelError(
+                f"{module}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit "
+                f"{count} experts of width {width}, with ranks up to {MOST_RANK}"
+            )
+        first = down.reshape(count, rank, -1)
+        parameter = "gate_up_proj" if opens else "down_proj"
+        named = f"{module.partition('.base_layer')[0]}.{parameter}"
+        last = up.reshape(-1, rank, count) * np.float32(scaling.of(named, rank))
+        parts = {"down": slice(None)}
+        if opens and self.alternating:
+            parts = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+        elif opens:
+            parts = {"gate": slice(width), "up": slice(width, None)}
+        return {
+            f"{self.prefix}.experts.{expert}.{part}_proj": LowRank(
+                first[expert], np.ascontiguousarray(last[rows, :, expert])
+            )
+            for expert in range(count)
+            for part, rows in parts.items()
+        }
+
+
 def _rows(up: Floats, part: StoredPart) -> Floats:
     """Return the rows of a stored matrix that are the part's, in its order."""
     rows = up if part.rows is None else up[part.rows]
     return np.ascontiguousarray(rows if part.order is None else rows[part.order])
 
 
-def _runs(name: str, spec: LayerSpec) -> bool:
-    """Return whether executors adapt this matrix of a layer."""
-    room, _, rest = name.partition(".")
-    part = rest.removesuffix("_proj.weight") + "_proj"
-    if room == "self_attn":
-        attention = spec.attention
-        plain = spec.recurrent is None and attention.latent is None
-        plain = plain and not (attention.gated or attention.keyed_values)
-        return plain and part in ATTENTION
-    dense = isinstance(spec.feed_forward, Dense) and spec.beside is None
-    return room == "mlp" and dense and part in FEED_FORWARD
+def _runs(name: str) -> bool:
+    """Return whether executors adapt this matrix of a layer: products but what latent attention
+    absorbs, and routers.
+    """
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    others = "kv_a_proj_with_mqa", "per_layer_input_gate", "per_layer_projection", "gate"
+    return part in others or (part.endswith("_proj") and part != "kv_b_proj")

@@ -17,7 +17,7 @@ from forerun.errors import ConfigError, reason_of
 from forerun.hub.catalog import check_reference
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.options.flags import configured_both
-from forerun.serve.answers.service import Loader
+from forerun.serve.answers.service import Loader, model_names
 from forerun.serve.observe.logs import configure_logs
 from forerun.serve.server import run
 
@@ -74,6 +74,11 @@ def prepared(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeSettings
     if settings.api_key_file:
         keys = read_keys(Path(settings.api_key_file))
         settings = replace(settings, api_keys=settings.api_keys + keys)
+    names = settings.served_name or model_names(config.model, config.model)
+    for name, _ in config.adapters:
+        if name in names:
+            message = f"lora-modules calls an adapter {name!r}, as the model; give it another name."
+            raise ConfigError(message)
     configure_logs(settings.log_level, settings.log_format)
     if settings.host not in LOOPBACK and not settings.api_keys:
         log.warning("anyone who can reach %s may use this server; see --api-key", settings.host)

@@ -14,7 +14,10 @@ from forerun.options.flags import Option, gather
 from forerun.serve.answers.service import Start
 from forerun.serve.models import Source
 
-OWN = ("speculative_draft_model_path", "speculative_token_map", "chat_template", "revision")
+OWN = (
+    *("speculative_draft_model_path", "speculative_token_map", "chat_template", "revision"),
+    "lora_modules",
+)
 """Options that are of one model."""
 
 
@@ -99,14 +102,18 @@ def sources(models: Sequence[Named], source: Callable[[EngineConfig], Start]) ->
     for one in models:
         reference = one.config.model
         catalog.check_reference(reference, one.config.revision)
-        for name in {one.name, *one.also}:
+        adapters = one.config.adapters
+        for name in (*{one.name, *one.also}, *(name for name, _ in adapters)):
             if name in taken:
-                raise ConfigError(f"two models are called {name!r}; give one of them another name.")
+                raise ConfigError(
+                    f"two models or adapters are called {name!r}; give one another name."
+                )
             taken.add(name)
         # Clients may name a model by its reference and by the last part of that too.
         others = (*one.also, reference, reference.rstrip("/").rpartition("/")[2])
         others = tuple(dict.fromkeys(name for name in others if name != one.name))
-        loaded.append(Source(one.name, others, size_of(reference), source(one.config)))
+        load = source(one.config)
+        loaded.append(Source(one.name, others, size_of(reference), load, adapters))
     return loaded
 
 

@@ -48,15 +48,17 @@ log = logging.getLogger("forerun.serve")
 class Source:
     """A model that can be served.
 
-    name   what requests call it, beside `others`
-    size   bytes of its file or files; 0 = not known
-    load   loads it, and again after it was let go
+    name      what requests call it, beside `others`
+    size      bytes of its file or files; 0 = not known
+    load      loads it, and again after it was let go
+    adapters  (name, folder) of each LoRA adapter; requests call them by their names, too
     """
 
     name: str
     others: tuple[str, ...]
     size: int
     load: Start
+    adapters: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(slots=True)
@@ -140,7 +142,7 @@ class Models:
         for source in self.sources:
             entry = Entry(source, self.settings.unload_after or math.inf)
             self.entries[source.name] = entry
-            for name in (source.name, *source.others):
+            for name in (source.name, *source.others, *(name for name, _ in source.adapters)):
                 self._names.setdefault(name, entry)
         self._bodies = Bodies(self.settings.max_body_bytes, self.settings.send_seconds)
         self._workers = Workers()

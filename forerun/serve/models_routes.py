@@ -18,13 +18,19 @@ from forerun.serve.routes import card, version
 
 
 async def models(request: Request) -> Response:
-    """GET /v1/models: all, with `state`: unloaded, loading, loaded or failed."""
-    return Json({"object": "list", "data": [_card(one) for one in _of(request).entries.values()]})
+    """GET /v1/models: all, with `state`: unloaded, loading, loaded or failed, and their
+    adapters.
+    """
+    cards = [card for one in _of(request).entries.values() for card in _cards(one).values()]
+    return Json({"object": "list", "data": cards})
 
 
 async def model(request: Request) -> Response:
     """GET /v1/models/{name}: one of them. 404 for a name that is none."""
-    return Json(_card(_of(request).named(request.path_params["name"])))
+    name = request.path_params["name"]
+    entry = _of(request).named(name)
+    cards = _cards(entry)
+    return Json(cards.get(name, cards[entry.source.name]))
 
 
 async def tags(request: Request) -> Response:
@@ -79,6 +85,16 @@ MODELS_ROUTES = [
 def _of(request: Request) -> Models:
     found: Models = request.app.state.service
     return found
+
+
+def _cards(entry: Entry) -> dict[str, dict[str, Any]]:
+    """Return the entries of a model and of its adapters in OpenAI's list, by name."""
+    source, own = entry.source, _card(entry)
+    adapters = {
+        name: own | {"id": name, "root": path, "parent": source.name}
+        for name, path in source.adapters
+    }
+    return {source.name: own, **adapters}
 
 
 def _card(entry: Entry) -> dict[str, Any]:

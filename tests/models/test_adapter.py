@@ -55,6 +55,7 @@ BAD = "base_model.model.model.layers.0.self_attn.q_proj"
         ({"new_in_peft": 3}, {}, "new_in_peft = 3"),
         ({"peft_type": "IA3"}, {}, "peft_type is 'IA3'"),
         ({"alpha_pattern": {"(a+)+": 3}}, {}, "alpha_pattern"),
+        ({"alpha_pattern": {".*": 3}}, {}, "alpha_pattern"),
         ({"alpha_pattern": [1]}, {}, "alpha_pattern"),
         ({"alpha_pattern": {"q_proj": True}}, {}, "alpha_pattern"),
         ({"alpha_pattern": {"q_proj": float("inf")}}, {}, "alpha_pattern"),
@@ -75,6 +76,61 @@ def test_what_would_change_the_model_otherwise_is_named(tmp_path, config, tensor
     folder = save_adapter(hf, tmp_path / "a", 1, tensors=random, **config)
     arch = FolderCheckpoint(tiny.save_folder(hf, tmp_path / "m")).architecture
     with pytest.raises(ModelError, match=word):
+        read_adapter("a", folder, arch)
+
+
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+
+
+def of_experts(arch, rank=3):
+    """An adapter of all experts of the first layer: by their names, and as peft's parameters."""
+    experts, hidden = arch.layer_specs[0].feed_forward, arch.hidden
+    random, count, width = np.random.default_rng(2), experts.count, experts.width
+    one, all_ = {}, {}
+    for room, inputs, outputs in ((".base_layer", hidden, 2 * width), ("", width, hidden)):
+        down = random.normal(size=(count, rank, inputs)).astype(np.float32)
+        up = random.normal(size=(outputs, rank, count)).astype(np.float32)
+        all_[f"{EXPERTS}{room}.lora_A.weight"] = down.reshape(-1, inputs)
+        all_[f"{EXPERTS}{room}.lora_B.weight"] = up.reshape(outputs, -1)
+        parts = {"gate_proj": up[:width], "up_proj": up[width:]} if room else {"down_proj": up}
+        for expert in range(count):
+            for part, rows in parts.items():
+                one[f"{EXPERTS}.{expert}.{part}.lora_A.weight"] = down[expert].copy()
+                one[f"{EXPERTS}.{expert}.{part}.lora_B.weight"] = rows[:, :, expert].copy()
+    return one, all_
+
+
+def test_experts_by_name_and_as_one_parameter_are_the_same(tmp_path):
+    hf = tiny.model("qwen3_moe")
+    arch = FolderCheckpoint(tiny.save_folder(hf, tmp_path)).architecture
+    made = of_experts(arch)
+    one, all_ = (
+        read_adapter("a", save_adapter(hf, tmp_path / kind, 1, "none", 3, found), arch).matrices
+        for kind, found in zip(("one", "all"), made, strict=True)
+    )
+    assert one.keys() == all_.keys() and len(one) == 3 * arch.layer_specs[0].feed_forward.count
+    for name, matrix in one.items():
+        np.testing.assert_array_equal(matrix.down, all_[name].down)
+        np.testing.assert_array_equal(matrix.up, all_[name].up)
+    pattern = {r".*\.gate_up_proj": 32}  # As peft writes it; lora_alpha is 16.
+    folder = save_adapter(hf, tmp_path / "p", 1, "none", 3, made[1], alpha_pattern=pattern)
+    for name, matrix in read_adapter("a", folder, arch).matrices.items():
+        np.testing.assert_array_equal(matrix.up, all_[name].up * (1 if "down" in name else 2))
+    made[1][f"{EXPERTS}.lora_A.weight"] = np.ones((4, 4), np.float32)
+    folder = save_adapter(hf, tmp_path / "bad", 1, "none", 3, made[1])
+    with pytest.raises(ModelError, match=r"mlp.experts: lora_A \[4, 4\] .* do not fit 6 experts"):
+        read_adapter("a", folder, arch)
+
+
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [("deepseek_v3", "self_attn.kv_b_proj"), ("qwen3_next", "mlp.shared_expert_gate")],
+)
+def test_what_is_not_adapted_is_named(tmp_path, family, module):
+    hf = tiny.model(family)
+    arch = FolderCheckpoint(tiny.save_folder(hf, tmp_path)).architecture
+    folder = save_adapter(hf, tmp_path / "a", 1, rf"model\.layers\.0\.{module}")
+    with pytest.raises(ModelError, match=f"the adapter a: model.layers.0.{module} is not adapted"):
         read_adapter("a", folder, arch)
 
 

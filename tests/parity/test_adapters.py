@@ -2,9 +2,11 @@
 with any drafts.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
+import peft
 import pytest
 import torch
 
@@ -125,4 +127,68 @@ def test_cached_prefixes_are_apart_by_adapter(world):
     assert cached[:3] == [0, 0, 0] and cached[3] == cached[4] > 0
     counts = {one.name: one for one in engine.stats().by_adapter}
     assert counts.keys() == {"one", "two"} and counts["one"].steps > 0
+    executor.shutdown()
+
+
+FAMILIES = {
+    "qwen3_5_text": {"linear_value_head_dim": 16},
+    "qwen3_5_moe_text": {"linear_value_head_dim": 16},
+    "lfm2": {},
+    "deepseek_v3": {"qk_nope_head_dim": 32, "v_head_dim": 32},
+    "gpt_oss": {},
+    "gemma4_text": {},
+}
+"""Gated attention, delta nets, experts, short convolutions, latent attention, vectors of tokens."""
+LEFT_OUT = r".*(kv_b_proj|shared_expert_gate|per_layer_model_projection|router|mlp\.gate)"
+
+
+def by_peft(family, folder):
+    """A tiny checkpoint, and peft's model with an adapter of all that can have one, saved."""
+    hf = tiny.model(family, max_position_embeddings=512, **FAMILIES[family])
+    checkpoint = FolderCheckpoint(tiny.save_folder(hf, folder / "base"))
+    experts = [name for name, value in hf.named_parameters() if ".experts." in name]
+    matrices = [name for name in experts if name.endswith("_proj")]
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=16,
+        target_modules="all-linear",
+        exclude_modules=LEFT_OUT,
+        target_parameters=matrices or None,
+    )
+    adapted = peft.get_peft_model(hf, config).eval()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(5)
+        for name, weight in adapted.named_parameters():
+            if ".lora_B." in name:
+                weight.normal_(0, 0.3)
+    adapted.save_pretrained(folder / "a")
+    return checkpoint, adapted, read_adapter("a", folder / "a", checkpoint.architecture)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def of_family(request, tmp_path_factory):
+    return by_peft(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_every_kind_run_what_peft_runs(of_family, kind):
+    checkpoint, adapted, adapter = of_family
+    executor = kind(checkpoint, replace(LIMITS, checkpoints=8))
+    executor.adapt((adapter,))
+    text = np.random.default_rng(3).integers(8, 250, 30).astype(np.int32)
+    asked = [replace(ask(f"{a}", text, 12, stop_tokens=()), adapter=a) for a in (-1, 0)]
+    together = run(engine_on(executor, (adapter,), 0), *asked, check=False)
+    drafted = run(engine_on(executor, (adapter,), 4), *asked, check=False)
+    for one in asked:
+        tokens = together.tokens(one.id)
+        assert tokens == drafted.tokens(one.id)
+        ids = torch.from_numpy(np.concatenate([text, tokens[:-1]]).astype(np.int64))[None]
+        with (
+            torch.inference_mode(),
+            nullcontext() if one.adapter == 0 else adapted.disable_adapter(),
+        ):
+            logits = adapted(ids).logits[0, len(text) - 1 :]
+        best = logits.max(-1).values
+        assert (best - logits[torch.arange(12), tokens] < 1e-3).all()
+    assert together.tokens("-1") != together.tokens("0")
     executor.shutdown()

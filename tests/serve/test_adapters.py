@@ -1,16 +1,21 @@
 """A server with LoRA adapters: each is a model by its name."""
 
 import json
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from starlette.testclient import TestClient
 
 from forerun.build.engine import load
+from forerun.cli.command_line import build_parser, parsed
 from forerun.cli.main import main
+from forerun.cli.serve import prepared
+from forerun.cli.several import Named, in_file, on_the_line, sources
 from forerun.client.llm import LLM
 from forerun.errors import ConfigError, RequestError
 from forerun.options.config import EngineConfig, ServeSettings
-from forerun.serve.app import create_app
+from forerun.serve.app import create_app, create_models_app
 from tests.models import tiny
 from tests.models.lora import save_adapter
 
@@ -133,3 +138,27 @@ def test_where_none_can_run_it_is_said(folders, more, word):
     base, (adapter, _) = folders
     with pytest.raises(ConfigError, match=word):
         load(EngineConfig(**{"model": str(base), "lora_modules": (f"a={adapter}",), **more}))
+
+
+def test_a_server_of_several_models_finds_an_adapters_model(folders, client, tmp_path):
+    base, adapters = folders
+    named = [f"{path.name}={path}" for path in adapters]
+    config = EngineConfig(device="cpu", kv_tokens=512)
+    file = tmp_path / "models.yaml"
+    file.write_text(json.dumps({"toy": {}, "base": {"model": str(base), "lora-modules": named}}))
+    models = in_file(file, build_parser().parse_args(["serve"]).options, config)
+    app = create_models_app(sources(models, lambda one: partial(load, one)), ServeSettings())
+    with TestClient(app, base_url="http://localhost") as several:
+        for _ in range(2):  # Before it is loaded, and after.
+            cards = {one["id"]: one for one in several.get("/v1/models").json()["data"]}
+            assert cards.keys() == {"toy", "base", "a", "b"}
+            assert (cards["b"]["parent"], cards["b"]["root"]) == ("base", str(adapters[1]))
+            assert several.get("/v1/models/b").json() == cards["b"]
+            for name in ("b", "base"):
+                assert text(several, name) == text(client, name)
+    with pytest.raises(ConfigError, match="calls an adapter 'gpt', as the model"):
+        prepared(parsed(["serve", "x", "--served-name", "gpt", "--lora-modules", "gpt=x"]))
+    with pytest.raises(ConfigError, match="--lora-modules applies to one model"):
+        on_the_line(["toy", str(base)], replace(config, lora_modules=(named[0],)))
+    with pytest.raises(ConfigError, match="two models or adapters are called 'a'"):
+        sources([*models, Named("a", EngineConfig(model="toy"))], lambda one: partial(load, one))

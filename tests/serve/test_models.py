@@ -474,7 +474,7 @@ def test_what_a_file_of_models_says_wrong_is_named(tmp_path, text, told):
 
 def test_no_two_models_have_one_name(tmp_path):
     models = described(tmp_path, "a: {model: toy, served-name: b}\nb: {model: smollm2-135m}")
-    with pytest.raises(ConfigError, match="two models are called 'b'"):
+    with pytest.raises(ConfigError, match="two models or adapters are called 'b'"):
         sources(models, loading)
 
 

@@ -6,10 +6,11 @@ takes the sum where the row has that adapter: so bits depend on no other row.
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.checkpoints.adapter import LoraAdapter, LowRank
-from forerun.executors.torch.decoder.layers import Linear, Product
+from forerun.executors.torch.decoder.layers import FeedForward, Linear, Product
 from forerun.speculative.tree import TreeBatch
 from forerun.types import Ints
 
@@ -22,6 +23,7 @@ class RowAdapters:
 
     def __init__(self) -> None:
         self.active: list[tuple[int, Tensor]] = []
+        self._step: list[tuple[int, Tensor]] = []
 
     def begin(
         self, adapters: Ints | None, trees: TreeBatch, rows: int, device: torch.device
@@ -29,14 +31,25 @@ class RowAdapters:
         """Begin a step of `rows` rows, padding included, whose trees have adapters int32[B]; None:
         none has any.
         """
-        self.active = []
+        self.active = self._step = []
         if adapters is None:
             return
         nodes = np.full(rows, -1, np.int32)
         nodes[: len(trees.tokens)] = np.repeat(adapters, np.diff(trees.start))
         for number in np.unique(adapters[adapters >= 0]).tolist():
             mask = torch.from_numpy(nodes == number).to(device)
-            self.active.append((number, mask[:, None]))
+            self._step.append((number, mask[:, None]))
+        self.select_all()
+
+    def select(self, rows: Tensor, count: int) -> None:
+        """Let products read `count` rows: these of the step, int64[n], and padding."""
+        self.active = [
+            (number, F.pad(mask[rows], (0, 0, 0, count - len(rows)))) for number, mask in self._step
+        ]
+
+    def select_all(self) -> None:
+        """Let products read the step's rows again."""
+        self.active = self._step
 
 
 class AdaptedProduct:
@@ -74,6 +87,7 @@ class AdaptedProduct:
 class Adapting:
     """Wraps products of a decoder whose matrices some adapter changes.
 
+    rows     the adapters of the current step's rows
     linears  the products of adapters that it made
     """
 
@@ -84,12 +98,12 @@ class Adapting:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._adapters, self._how = adapters, (rows, device, dtype)
+        self._adapters, self.rows, self._how = adapters, rows, (device, dtype)
         self.linears: list[Linear] = []
 
     def __call__(self, product: Product, parts: list[tuple[str, int]]) -> Product:
         """Return the product of these matrices, (canonical name, rows), one above the other."""
-        found, begin = AdaptedProduct(product, *self._how), 0
+        found, begin = AdaptedProduct(product, self.rows, *self._how), 0
         for name, width in parts:
             for number, adapter in enumerate(self._adapters):
                 if (one := adapter.matrices.get(name)) is not None:
@@ -97,3 +111,17 @@ class Adapting:
             begin += width
         self.linears += found.linears
         return found if found.linears else product
+
+    def feed_forward(self, fed: FeedForward, prefix: str) -> FeedForward:
+        """Return a feed-forward whose matrices begin with `prefix`, with what adapters add."""
+        gate_up, down = fed.linears
+        width, hidden = down.shape[1], down.shape[0]
+        both = [(f"{prefix}.{part}_proj", width) for part in ("gate", "up")]
+        products = self(gate_up, both), self(down, [(f"{prefix}.down_proj", hidden)])
+        return fed if products == fed.linears else FeedForward(*products, fed.gate)
+
+    def adapts(self, prefix: str) -> bool:
+        """Return whether an adapter changes a matrix whose name begins with `prefix`."""
+        return any(
+            name.startswith(prefix) for adapter in self._adapters for name in adapter.matrices
+        )

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from forerun.executors.torch.decoder.adapters import Adapting
 from forerun.executors.torch.decoder.elementwise import Elementwise
 from forerun.executors.torch.decoder.experts import Mixture
 from forerun.executors.torch.decoder.layers import Product
@@ -33,6 +34,10 @@ class BesideExperts:
     def linears(self) -> tuple[Product, ...]:
         """Its matrix products."""
         return self._mixture.linears
+
+    def adapt(self, adapting: Adapting, prefix: str) -> None:
+        """Let adapters add to the experts' products, whose matrices begin with `prefix`."""
+        self._mixture.adapt(adapting, prefix)
 
     def __call__(self, x: Tensor, fed: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return [M,H] of the residual stream [M,H] and what the feed-forward made of it [M,H].
@@ -84,6 +89,13 @@ class TokenVector:
     def linears(self) -> tuple[Product, ...]:
         """Its matrix products."""
         return self._gate_product, self._projection
+
+    def adapt(self, adapting: Adapting, prefix: str) -> None:
+        """Let adapters add to the products, whose matrices begin with `prefix`."""
+        gate, projection = self._gate_product, self._projection
+        names = f"{prefix}.per_layer_input_gate", f"{prefix}.per_layer_projection"
+        self._gate_product = adapting(gate, [(names[0], gate.shape[0])])
+        self._projection = adapting(projection, [(names[1], projection.shape[0])])
 
     def __call__(self, x: Tensor, vector: Tensor) -> Tensor:
         """Return [M,H] of the residual stream [M,H] and the vectors [M,D]."""

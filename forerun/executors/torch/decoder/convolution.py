@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from forerun.executors.torch.decoder.adapters import Adapting
 from forerun.executors.torch.decoder.layers import Product
 from forerun.executors.torch.decoder.weights import Weights
 
@@ -33,6 +34,7 @@ class ConvolutionProjections:
     """The matrix products of a short convolution, and its two gates."""
 
     def __init__(self, weights: Weights, prefix: str) -> None:
+        self._prefix = prefix
         self._into = weights.block_linear(f"{prefix}.in_proj")
         self._out = weights.block_linear(f"{prefix}.out_proj")
         self._kernel = weights.required(f"{prefix}.conv.weight")[:, 0].contiguous()
@@ -42,6 +44,12 @@ class ConvolutionProjections:
     def linears(self) -> tuple[Product, ...]:
         """Its matrix products: into the layer, and out of it."""
         return self._into, self._out
+
+    def adapt(self, adapting: Adapting) -> None:
+        """Let adapters add to the products."""
+        into, out = self._into, self._out
+        self._into = adapting(into, [(f"{self._prefix}.in_proj", into.shape[0])])
+        self._out = adapting(out, [(f"{self._prefix}.out_proj", out.shape[0])])
 
     def inputs(self, x: Tensor) -> ConvolutionInputs:
         """Return the convolution's inputs of rows [M,H], in float32, and the gate of its output.

@@ -92,6 +92,9 @@ class HeadsProjections:
         widths = {f"{self._prefix}.{part}_proj": self._size * heads[part] for part in self._own}
         self._qkv = adapting(self._qkv, list(widths.items()))
         self._out = adapting(self._out, [(f"{self._prefix}.o_proj", self._arch.hidden)])
+        if self._gate is not None:
+            gate = f"{self._prefix}.gate_proj", self._size * self._arch.heads
+            self._gate = adapting(self._gate, [gate])
 
     def heads(self, x: Tensor, rotary: Rotary) -> Heads:
         """Return heads, not yet normed or rotated, of rows [M,H] at the positions of `rotary`."""
@@ -177,20 +180,16 @@ class Block:
 
     def adapt(self, adapting: Adapting, layer: int) -> None:
         """Let adapters add to the products of this layer."""
-        if isinstance(self._attention, HeadsProjections):
-            self._attention.adapt(adapting)
-        spec, prefix = self._spec, f"model.layers.{layer}.mlp"
-        if not isinstance(spec.feed_forward, Dense):
-            return
-        width, (gate_up, down) = spec.feed_forward.width, self._feed_forward.linears
-        both = [(f"{prefix}.{part}_proj", width) for part in ("gate", "up")]
-        gate_up, down = (
-            adapting(gate_up, both),
-            adapting(down, [(f"{prefix}.down_proj", self._arch.hidden)]),
-        )
-        if (gate_up, down) != self._feed_forward.linears:
-            gate = self._parts.gate_for(spec.activation)
-            self._feed_forward = FeedForward(gate_up, down, gate)
+        prefix = f"model.layers.{layer}"
+        self._attention.adapt(adapting)
+        if isinstance(self._feed_forward, Mixture):
+            self._feed_forward.adapt(adapting, f"{prefix}.mlp")
+        else:
+            self._feed_forward = adapting.feed_forward(self._feed_forward, f"{prefix}.mlp")
+        if self._beside is not None:
+            self._beside.adapt(adapting, f"{prefix}.moe")
+        if self._vector is not None:
+            self._vector.adapt(adapting, prefix)
 
     def enter(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the residual stream [M,H] entering this layer, x + more, and the input of its

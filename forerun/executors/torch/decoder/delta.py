@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.executors.torch.decoder.adapters import Adapting
 from forerun.executors.torch.decoder.elementwise import Elementwise
 from forerun.executors.torch.decoder.layers import Product
 from forerun.executors.torch.decoder.weights import Weights
@@ -52,7 +53,7 @@ class DeltaProjections:
         arch: Architecture,
         parts: Elementwise,
     ) -> None:
-        self._about, self._arch, self._parts = about, arch, parts
+        self._about, self._arch, self._parts, self._prefix = about, arch, parts, prefix
         self._into = weights.block_linear(*(f"{prefix}.{part}_proj" for part in "qkvz"))
         self._gates = weights.linear(*(f"{prefix}.{part}_proj" for part in "ba"))
         self._out = weights.block_linear(f"{prefix}.out_proj")
@@ -67,6 +68,18 @@ class DeltaProjections:
     def linears(self) -> tuple[Product, ...]:
         """Its matrix products: into the layer, its gates, and out of it."""
         return self._into, self._gates, self._out
+
+    def adapt(self, adapting: Adapting) -> None:
+        """Let adapters add to the products."""
+        about, heads = self._about, self._about.value_heads
+        widths = {"q": about.keys, "k": about.keys, "v": about.values, "z": about.values}
+
+        def named(widths: dict[str, int]) -> list[tuple[str, int]]:
+            return [(f"{self._prefix}.{part}_proj", width) for part, width in widths.items()]
+
+        self._into = adapting(self._into, named(widths))
+        self._gates = adapting(self._gates, named({"b": heads, "a": heads}))
+        self._out = adapting(self._out, named({"out": self._arch.hidden}))
 
     def inputs(self, x: Tensor) -> DeltaInputs:
         """Return the recurrence's inputs of rows [M,H], in float32, before the convolution; and the

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from forerun.errors import ConfigError
+from forerun.executors.torch.decoder.adapters import Adapting, RowAdapters
 from forerun.executors.torch.decoder.elementwise import Elementwise
 from forerun.executors.torch.decoder.grouped import GroupedProduct, Pairs
 from forerun.executors.torch.decoder.kept import feed_forward
@@ -37,6 +39,7 @@ class Mixture:
         group: Group | None = None,
     ) -> None:
         self._about, self._sum = about, group.sum if group else alone
+        self._rows = RowAdapters()
         # DeepSeek's scores are so near each other that 16 bits would choose others.
         wide = about.router.scores == "sigmoid"
         self._router = (weights.wide_linear if wide else weights.linear)(f"{prefix}.gate")
@@ -67,6 +70,24 @@ class Mixture:
         """All matrix products that are one for all rows, or one for each expert."""
         parts = [*self._each, *([self._shared] if self._shared else [])]
         return self._router, *(linear for part in parts for linear in part.linears)
+
+    def adapt(self, adapting: Adapting, prefix: str) -> None:
+        """Let adapters add to the experts' products, whose matrices begin with `prefix`. Raises
+        ConfigError where experts are one product for all.
+        """
+        if self._grouped is not None and adapting.adapts(f"{prefix}.experts."):
+            raise ConfigError(
+                "lora-modules: an adapter changes experts, which this device runs as one product "
+                "for all; use the CPU, or merge it into the weights."
+            )
+        self._rows = adapting.rows
+        self._router = adapting(self._router, [(f"{prefix}.gate", self._router.shape[0])])
+        self._each = [
+            adapting.feed_forward(expert, f"{prefix}.experts.{number}")
+            for number, expert in enumerate(self._each)
+        ]
+        if self._shared is not None:
+            self._shared = adapting.feed_forward(self._shared, f"{prefix}.shared_expert")
 
     def __call__(self, x: Tensor, sizes: tuple[int, ...], routed: Tensor | None = None) -> Tensor:
         """Return [M,H] for x [M,H], summed over the ranks. `sizes`: row counts that products may be
@@ -121,7 +142,9 @@ class Mixture:
                 continue
             rows = x[places // width]
             rows = F.pad(rows, (0, 0, 0, padded_rows(len(rows), sizes) - len(rows)))
+            self._rows.select(places // width, len(rows))
             found[places] = expert(rows, sizes)[: len(places)]
+        self._rows.select_all()
         return found.view(count, width, -1)
 
 

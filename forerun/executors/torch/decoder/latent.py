@@ -5,6 +5,7 @@ their context.
 import torch
 from torch import Tensor
 
+from forerun.executors.torch.decoder.adapters import Adapting
 from forerun.executors.torch.decoder.elementwise import Elementwise, LatentHeads, Rotary
 from forerun.executors.torch.decoder.layers import Linear, Product
 from forerun.executors.torch.decoder.weights import Weights
@@ -26,7 +27,7 @@ class LatentProjections:
         arch: Architecture,
         parts: Elementwise,
     ) -> None:
-        self._arch, self._parts, self._latent = arch, parts, latent
+        self._arch, self._parts, self._latent, self._prefix = arch, parts, latent, prefix
         self._q_norm: Tensor | None = None
         down = f"{prefix}.kv_a_proj_with_mqa"
         if latent.query_rank is None:
@@ -49,6 +50,18 @@ class LatentProjections:
         """Its matrix products."""
         products = self._down, self._queries, self._out
         return *products, *self._into.linears, *self._out_of.linears
+
+    def adapt(self, adapting: Adapting) -> None:
+        """Let adapters add to the products but those of kv_b_proj."""
+        prefix, about = self._prefix, self._latent
+        queries = f"{prefix}.q_proj"
+        down = [(f"{prefix}.kv_a_proj_with_mqa", about.rank + about.rope)]
+        if about.query_rank is not None:
+            queries = f"{prefix}.q_b_proj"
+            down.insert(0, (f"{prefix}.q_a_proj", about.query_rank))
+        self._down = adapting(self._down, down)
+        self._queries = adapting(self._queries, [(queries, self._queries.shape[0])])
+        self._out = adapting(self._out, [(f"{prefix}.o_proj", self._arch.hidden)])
 
     def heads(self, x: Tensor, rotary: Rotary) -> LatentHeads:
         """Return queries and the latent row of rows [M,H] at the positions of `rotary`, not

@@ -75,12 +75,12 @@ class FeedForward:
     """down(gate(x W_gate, x W_up)), from [M,H] to [M,H]; gate_up: both, one above the other."""
 
     def __init__(self, gate_up: Product, down: Product, gate: Gate) -> None:
-        self.linears: tuple[Product, ...] = (gate_up, down)
-        self._gate_up, self._down, self._gate = gate_up, down, gate
+        self.linears: tuple[Product, Product] = (gate_up, down)
+        self._gate_up, self._down, self.gate = gate_up, down, gate
 
     def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return [M,H] for x [M,H]. `sizes`, for experts only: M is already one of them."""
-        return self._down(self._gate(*self._gate_up(x).chunk(2, -1)))
+        return self._down(self.gate(*self._gate_up(x).chunk(2, -1)))
 
 
 def alone(x: Tensor) -> Tensor:
