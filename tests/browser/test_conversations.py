@@ -223,6 +223,25 @@ def test_formulas_coloured_code_and_tasks(page):
     assert findings(page) == []
 
 
+def test_brackets_are_as_high_as_what_they_stand_around(page):
+    """Also where no mathematical font is installed, and in a part that was folded away."""
+    formula = (
+        r"$$\begin{pmatrix} a \\ b \\ c \end{pmatrix} = \left[\frac{\frac{a}{b}}{c}\right] (d)$$"
+    )
+    says(page, f"{formula}\n\n<details><summary>More</summary>\n\n{formula}\n</details>")
+    page.open().ask("Hi")
+    page.answered()
+    page.wait_for_selector(".said > .block > .formula-block math mtable")
+    page.click(".said summary")
+    short = """[...document.querySelectorAll(".said mo[fence=true]")].filter((bracket) =>
+        bracket.getBoundingClientRect().height
+            < .9 * bracket.parentElement.getBoundingClientRect().height).length"""
+    page.until(f"document.querySelectorAll('.said math').length === 2 && !{short}")
+    assert page.locator(".said mo[fence=true]").count() == 8
+    plain = page.locator(".said mo[stretchy=false]").first
+    assert plain.evaluate("mo => mo.style.transform") == ""
+
+
 def test_large_libraries_are_loaded_when_they_are_needed(page):
     says(page, "Plain text.")
     page.open().ask("Be plain")
