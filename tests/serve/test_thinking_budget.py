@@ -6,12 +6,13 @@ from contextlib import contextmanager
 import pytest
 from starlette.testclient import TestClient
 
+from forerun.constrain.grammar import ThinkingBudget
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from forerun.serve.bodies.dialogue import dialogue
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.schema import ChatBody
-from forerun.serve.bodies.thinking import budget_name
+from forerun.serve.bodies.thinking import BudgetWatch, budget_name
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from tests.cli.toys import toy_loaded
 
@@ -178,6 +179,28 @@ def test_streamed_and_whole_are_the_same(client):
         "".join(one.get(name) or "" for one in said) for name in ("reasoning_content", "content")
     ]
     assert tuple(joined) == whole
+    ends = [choice for choices in deltas for choice in choices if choice["finish_reason"]]
+    plain = client.post("/v1/chat/completions", json=body | {"stream": False}).json()
+    assert [one["thinking"] for one in (*ends, *plain["choices"])] == ["budget"] * 2
+    free = client.post("/v1/chat/completions", json=ASKED).json()
+    assert "thinking" not in free["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cut"),
+    [
+        ([7, 7, 7, 1, 2, 8], True),
+        ([7, 7, 7, 9, 9, 1, 2], True),  # A letter of three tokens is finished first.
+        ([7, 7, 1, 2, 8], False),  # By itself.
+        ([7, 7, 7, 1], False),  # Too short for both.
+        ([7] * 8 + [1, 2], False),  # Never due there.
+    ],
+)
+def test_only_a_budget_that_ended_the_thought_is_named(tokens, cut):
+    watch = BudgetWatch(ThinkingBudget(5, 2, (1, 2)))
+    for token in tokens:
+        watch.push((token,))
+    assert watch.cut == cut
 
 
 def test_a_thought_that_the_prompt_began_counts(loaded):

@@ -42,6 +42,10 @@ class Start:
     control: bool = False
 
 
+LETTER = 3
+"""Most tokens that a letter of UTF-8 may still need."""
+
+
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
     """The most tokens that a thought may have before its end is forced.

@@ -11,12 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.constrain.grammar import Start, ThinkingBudget
+from forerun.constrain.grammar import LETTER, Start, ThinkingBudget
 from forerun.constrain.matcher.automaton import Vocabulary
 from forerun.interface.grammars import legal
-
-_LETTER = 3
-"""Most tokens that a letter of UTF-8 may still need."""
 
 
 class MarkerTokens:
@@ -142,7 +139,7 @@ class StartMarker:
         if self._call is not None and place.call == len(self._call):
             return []
         over = place.thought - budget.tokens
-        if not place.forced and (over < 0 or (place.letter and over < _LETTER)):
+        if not place.forced and (over < 0 or (place.letter and over < LETTER)):
             return []
         return list(budget.ending[place.forced :])
 

@@ -1,8 +1,9 @@
 """Thinking budgets: which field has one, whether it can be kept, and what ends the thought."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from forerun.constrain.grammar import ThinkingBudget
+from forerun.constrain.grammar import LETTER, ThinkingBudget
 from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
 from forerun.serve.bodies.schema import ChatBody, thinking_budget
@@ -92,6 +93,28 @@ def kept_budget(
     lowered = min(tokens, limit // 2)
     notice = f"{name if own else 'thinking_budget'} (cut to {lowered})"
     return ThinkingBudget(lowered, 0, ending), (notice,) if lowered < tokens else ()
+
+
+class BudgetWatch:
+    """Finds out from an answer's tokens whether its budget ended the thought."""
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self._due = max(budget.tokens - budget.used, 0)
+        self._ending, self._begun = budget.ending, list[int]()
+
+    def push(self, tokens: Sequence[int]) -> None:
+        """Take the next tokens of the answer; those far behind the end are not kept."""
+        if len(self._begun) < self._due + LETTER + len(self._ending):
+            self._begun += tokens
+
+    @property
+    def cut(self) -> bool:
+        """Whether the ending stands where the budget forces it: behind the N-th token, or the
+        letter that it ends in.
+        """
+        size = len(self._ending)
+        places = range(self._due, self._due + LETTER + 1)
+        return any(tuple(self._begun[at : at + size]) == self._ending for at in places)
 
 
 def thought_tokens(prompt: Ints, opener: str, tokenizer: Tokenizer) -> int:

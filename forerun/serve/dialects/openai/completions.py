@@ -165,8 +165,10 @@ class ChatDialect(OpenAIDialect):
         self._served = service.answering(body.model, body.lora_path, body.lora)
         loaded = self._served.loaded
         generation = chat_generation(body, loaded, service.settings)
+        budget = None if generation.rules is None else generation.rules.grammar.budget
         self._format = ChatFormat(
-            loaded.tokenizer, generation.unseen, generation.parser, self._shown(body)
+            *(loaded.tokenizer, generation.unseen, generation.parser, self._shown(body)),
+            budget=budget,
         )
         return body, generation
 

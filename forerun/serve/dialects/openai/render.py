@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from forerun.constrain.grammar import ThinkingBudget
 from forerun.engine.request import Delta, Finish, SpeculationStats
 from forerun.interface.plan import TokenLogprobs
 from forerun.serve.bodies.output_parser import (
@@ -13,6 +14,7 @@ from forerun.serve.bodies.output_parser import (
     streamed_calls,
     whole_calls,
 )
+from forerun.serve.bodies.thinking import BudgetWatch
 from forerun.serve.observe import trace
 from forerun.text.tokenizer import Tokenizer
 
@@ -62,6 +64,7 @@ class ChatFormat:
 
     unseen  stop tokens that leave no text: they get no log-probabilities either
     parser  makes the reader of one choice's text; None if all of it is content
+    budget  of a thought: a choice says so where it ended one
     """
 
     def __init__(
@@ -70,10 +73,12 @@ class ChatFormat:
         unseen: frozenset[int],
         parser: Callable[[], OutputParser] | None = None,
         shown: Shown | None = None,
+        budget: ThinkingBudget | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._shown = shown or Shown()
         self._unseen = unseen
+        self._budget, self._watches = budget, dict[int, BudgetWatch]()
         self._thoughts: dict[int, str] = {}
         self._new_parser = parser or (lambda: OutputParser(None, None))
         self._speeches: dict[int, OutputParser] = {}
@@ -95,6 +100,7 @@ class ChatFormat:
             "finish_reason": self._finish(index, news),
             "stop_reason": news.stop_reason,
             "matched_stop": matched_stop(news, self._unseen),
+            **self._thinking(index),
         }
         if news.trace:
             choice[trace.FIELD] = trace.traced(news.trace, self._tokenizer)
@@ -123,7 +129,8 @@ class ChatFormat:
         if news.finish is not None:
             ended = _chat_chunk(index, {}, finish=self._finish(index, news))
             matched = matched_stop(news, self._unseen)
-            found.append(ended | {"stop_reason": news.stop_reason, "matched_stop": matched})
+            ended |= {"stop_reason": news.stop_reason, "matched_stop": matched}
+            found.append(ended | self._thinking(index))
         if news.trace or (self._shown.ids and news.tokens):
             found = found or [_chat_chunk(index, {})]
             found[0] |= _token_ids(news, self._shown.ids)
@@ -136,7 +143,14 @@ class ChatFormat:
         parsed = parser.push(news.text, news.finish is not None, news.finish == Finish.LENGTH)
         if parsed.reasoning:
             self._thoughts[index] = self._thoughts.get(index, "") + parsed.reasoning
+        if self._budget is not None:
+            self._watches.setdefault(index, BudgetWatch(self._budget)).push(news.tokens)
         return parsed
+
+    def _thinking(self, index: int) -> dict[str, str]:
+        """Return Forerun's `thinking` of a choice; empty where its budget ended no thought."""
+        watch = self._watches.get(index)
+        return {"thinking": "budget"} if watch is not None and watch.cut else {}
 
     @property
     def reasoning_tokens(self) -> int:
