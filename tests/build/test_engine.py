@@ -165,6 +165,7 @@ def test_the_default_model_is_small_in_memory_and_knows_paris():
     assert "Paris" in text
 
 
+@pytest.mark.slow
 @native
 @pytest.mark.model
 def test_adaptive_speculation_gives_the_same_text(default_model):

@@ -21,7 +21,7 @@ FLAGS = [
     "--context",
     "1024",
 ]
-SMALL = ["--concurrency", "1,2", "--max-tokens", "24", "--repeats", "2"]
+SMALL = ["--concurrency", "1,2", "--max-tokens", "16", "--repeats", "2"]
 
 
 @pytest.fixture(autouse=True)

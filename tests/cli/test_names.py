@@ -401,7 +401,7 @@ _TWICE = [f", &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
         ("[a]: 1", "line 1: a name is one word"),
         ("host: a\n---\nhost: b", "is not YAML"),
         ("api-key: [&a0 [x, x]" + "".join(_TWICE) + "]", "takes one value, not a list"),
-        ("port: " + "[" * 5000, "is nested too deeply"),
+        ("port: " + "[" * 2500, "is nested too deeply"),
     ],
 )
 def test_a_file_that_cannot_be_used(tmp_path, text, problem):
@@ -485,6 +485,7 @@ def test_sglangs_command_line_runs(tmp_path, capsys):
     assert first[0] == first[1]
 
 
+@pytest.mark.slow
 def test_sglangs_entry_starts_a_server():
     line = "--model-path toy --max-total-tokens 4096 --port 0 --served-model-name mine --json"
     line += " --speculative-algorithm NGRAM --speculative-num-draft-tokens 5 --enable-metrics"

@@ -148,7 +148,11 @@ def answered(line, **changes):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if "compile" in n else n for n in LINES]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if "compile" in n or n == "FR-Spec" else n
+        for n in LINES
+    ],
 )
 def test_line(folder, monkeypatch, name):
     monkeypatch.chdir(folder)

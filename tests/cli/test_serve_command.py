@@ -21,7 +21,6 @@ from forerun.errors import ConfigError, EngineError
 from forerun.measure.launch import launched
 from forerun.options.config import EngineConfig
 
-TOY = EngineConfig(model="toy", kv_tokens=8192, max_sequences=16)
 SERVE = [sys.executable, "-m", "forerun.cli", "serve", "--model", "toy", "--kv-tokens", "4096"]
 
 
@@ -153,11 +152,6 @@ def test_key_files(tmp_path):
     for bad in (path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match=bad.name):
             read_keys(bad)
-
-
-def test_the_toy_starts_the_way_bench_starts_it():
-    with launched(TOY) as url:
-        assert httpx.get(f"{url}/models", trust_env=False).json()["data"][0]["id"] == "toy"
 
 
 def test_more_connections_than_a_shell_allows_files():

@@ -73,7 +73,7 @@ def test_choices_are_taken_literally(choices, other):
 CLASSES = st.lists(st.sampled_from(list("ab[&-~]^x\\")), min_size=1, max_size=6).map("".join)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(CLASSES, st.sampled_from(list("ab[&-~]^x\\")))
 def test_character_classes_mean_what_they_mean_in_python(inside, text):
     pattern = f"[{inside}]"

@@ -74,7 +74,7 @@ GRAMMARS |= {
 }
 FAST = ("open", "closed", "regex", "tree", "large bounds", "left recursion")
 NAMES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in GRAMMARS]
-SEEDS = 4
+SEEDS = 2
 """Walks through a grammar: so many find each of ten planted faults twice or more."""
 ENDED = (set[int](), [], True, "")
 

@@ -419,20 +419,26 @@ class ByHeart(Scripted):
     """Knows one text."""
 
 
+@pytest.fixture(scope="module")
+def by_heart():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "ToyExecutor", ByHeart)
+        llm = LLM("toy", kv_tokens=4096, context=4096)
+    with llm:
+        yield llm
+
+
 @pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("case", range(len(REAL)))
-def test_a_model_that_knows_an_answer_by_heart_gives_it(case, speculates, monkeypatch):
+def test_a_model_that_knows_an_answer_by_heart_gives_it(case, speculates, by_heart):
     """Through the server's own parts: prompts, drafts, verification, sampling, streams."""
     schema, value = REAL[case]
     text = json.dumps(value, ensure_ascii=is_free(schema))
-    monkeypatch.setattr(engine_module, "ToyExecutor", ByHeart)
     ByHeart.script = (text,)
-    with LLM("toy", kv_tokens=4096, context=4096) as llm:
-        messages = [{"role": "user", "content": "Say it."}]
-        answer = llm.chat(
-            messages,
-            max_tokens=1500,
-            grammar=Grammar.json_schema(schema),
-            speculation=Speculation(speculates),
-        )
+    answer = by_heart.chat(
+        [{"role": "user", "content": "Say it."}],
+        max_tokens=1500,
+        grammar=Grammar.json_schema(schema),
+        speculation=Speculation(speculates),
+    )
     assert answer.text == text

@@ -121,13 +121,13 @@ PARTS = [
 def test_python_and_rust_take_none_of_what_is_refused():
     """Random patterns, each asked of two other readers (V8: tests/browser/test_regex_faults.py)."""
     rng = random.Random(7)
-    found = ("".join(rng.choices(PARTS, k=rng.randint(1, 8))) for _ in range(6000))
+    found = ("".join(rng.choices(PARTS, k=rng.randint(1, 8))) for _ in range(3000))
     refused = [pattern for pattern in found if regex_fault(pattern)]
-    assert len(refused) > 2000
+    assert len(refused) > 1000
     assert [pattern for pattern in refused if python_takes(pattern)] == []
     vocabulary = llguidance.LLTokenizer(Bytes())
     # llguidance escapes the slash that it puts behind a pattern with a backslash at its end.
-    asked = [pattern for pattern in refused[:1500] if not pattern.endswith("\\")]
+    asked = [pattern for pattern in refused[:750] if not pattern.endswith("\\")]
     assert [pattern for pattern in asked if rust_takes(pattern, vocabulary)] == []
 
 

@@ -39,7 +39,7 @@ def compiler():
     made.close()
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_whatever_the_masks_allow_is_json(compiler, data):
     matcher, text = Matcher(compiler.compile(Grammar.json_schema(LIST))), b""
@@ -62,7 +62,7 @@ def test_whatever_the_masks_allow_is_json(compiler, data):
     assert isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     words=st.lists(
         st.lists(st.sampled_from(["\\/", "/", "\\\\", "\\n", "\\u002f", "x"]), max_size=6)
@@ -76,7 +76,7 @@ def test_every_string_is_written_byte_by_byte(compiler, words):
     assert matcher.complete or allowed(matcher.mask(), 256)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     word=st.lists(st.sampled_from(["\\/", "/", "\\\\", "\\n", "\\u002f", "x"]), max_size=8),
     data=st.data(),

@@ -170,7 +170,11 @@ def split(text: str) -> tuple[str, str]:
     return reasoning + rest[0], content + rest[1]
 
 
-@pytest.mark.parametrize("grammar", [CITY, Grammar.regex("(Paris|A[a-z<>/ ]{9})")], ids=str)
+@pytest.mark.parametrize(
+    "grammar",
+    [pytest.param(CITY, marks=pytest.mark.slow), Grammar.regex("(Paris|A[a-z<>/ ]{9})")],
+    ids=str,
+)
 def test_reader_and_constraint_agree_with_any_drafter_wherever_it_is_followed(grammar):
     """The same text with speculation on and off; what the reader calls the answer is of the
     grammar as a whole.

@@ -144,7 +144,7 @@ def test_habits_change_no_token():
     grammar, known = compiled(Grammar.json_schema(PERSON)), engine("none", "bytes")
     taught = engine("ngram", "bytes", nodes=16, depth=16)
     steps = []
-    for turn in range(4):
+    for turn in range(3):
         for seed in range(2):
             request = ask(
                 f"{turn} {seed}",

@@ -94,7 +94,7 @@ def some_output(grammar: Grammar, random: Random, most: int = 25) -> list[int]:
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_every_node_has_the_mask_of_its_own_path(name):
     grammar, random = GRAMMARS[name], Random(1)
-    for _ in range(60):
+    for _ in range(25):
         output = some_output(grammar, random)
         legal = fresh(grammar, output).mask
         tokens = [*members(legal)[:4], *ids('ab" :P'), 0, 257, 299]
@@ -125,7 +125,7 @@ def in_order(draft: Draft) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_guided_drafts_hold_what_is_legal_and_what_is_forced(name):
     grammar, random = GRAMMARS[name], Random(2)
-    for _ in range(60):
+    for _ in range(25):
         output = some_output(grammar, random)
         tokens = [*members(fresh(grammar, output).mask)[:4], *ids('ab" :P'), 0, 257, 299]
         draft = random_draft(random, tokens, 12, 5)

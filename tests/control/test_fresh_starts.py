@@ -11,8 +11,8 @@ from tests.control.steps import FREE, arrays, chain, report_of
 COUNTS = sorted(NODES)
 TRUTH = StepCosts(tuple(COUNTS), (2.9, 3.05, 3.2, 3.4, 4.6, 4.9, 5.6, 11.5, 22.0, 44.0))
 """What steps of one machine take, of an eight-bit model of 135M on two cores."""
-SERVERS = 11
-BEFORE, AFTER = 800, 4000
+SERVERS = 7
+BEFORE, AFTER = 800, 3200
 """Tokens of the text until servers are compared, and until they were."""
 
 

@@ -18,7 +18,7 @@ from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource
 from tests.control.steps import plan_of, report_of, slots_of
-from tests.covering import thinned, values
+from tests.covering import every, rarely, values
 
 NODES, DEPTH = 3, 3
 
@@ -168,10 +168,11 @@ def ran(costs, rows, ngrams, head):
 @pytest.mark.parametrize(
     ("costs", "rows"),
     [
-        (CORE, 1),
-        pytest.param(CORE, 16, marks=pytest.mark.slow),
-        *((CORE, 64), (DEVICE, 1), (DEVICE, 16)),
-        pytest.param(DEVICE, 64, marks=pytest.mark.slow),
+        *((CORE, 1), (DEVICE, 1)),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in ((CORE, 16), (CORE, 64), (DEVICE, 16), (DEVICE, 64))
+        ),
     ],
 )
 def test_beside_a_head_that_does_not_pay_it_is_as_fast_as_the_ngrams_alone(costs, rows):
@@ -183,7 +184,7 @@ def test_beside_a_head_that_does_not_pay_it_is_as_fast_as_the_ngrams_alone(costs
     assert alone > 1.3 or (costs is CORE and rows > 1), "n-grams pay, but beside many rows"
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_head_that_pays_is_asked_with_the_ngrams(rows):
     alone, _, _ = ran(DEVICE, rows, SOME, None)
     head, _, _ = ran(DEVICE, rows, (0.0, 0.0), GOOD)
@@ -192,15 +193,21 @@ def test_a_head_that_pays_is_asked_with_the_ngrams(rows):
     assert merged > 1.3 * alone and merged > 0.98 * head
 
 
-@pytest.mark.parametrize(("costs", "rows"), [(CORE, 1), (DEVICE, 4), (DEVICE, 16)])
+@pytest.mark.parametrize(
+    ("costs", "rows"),
+    [(CORE, 1), (DEVICE, 4), pytest.param(DEVICE, 16, marks=pytest.mark.slow)],
+)
 def test_a_head_that_pays_beside_ngrams_that_do_not(costs, rows):
     merged, asked, _ = ran(costs, rows, NONE, GOOD)
     assert asked > 0.7 and merged > 1.45
 
 
+CALM = [(CORE, 1), (DEVICE, 16)]
+
+
 @pytest.mark.parametrize(
     ("costs", "rows"),
-    thinned([(CORE, 1), (CORE, 16), (CORE, 64), (DEVICE, 16), (DEVICE, 64)], values),
+    rarely([(CORE, 1), (CORE, 16), (CORE, 64), (DEVICE, 16), (DEVICE, 64)], CALM, values),
 )
 def test_where_neither_pays_it_is_plain(costs, rows):
     merged, asked, verified = ran(costs, rows, NONE, (1.0, 0.05))
@@ -222,13 +229,9 @@ MANY = (0.6, 0.85)
 
 @pytest.mark.parametrize(
     ("costs", "ngrams", "head"),
-    thinned(
-        [
-            (costs, ngrams, head)
-            for costs in (TINY, CORE, DEVICE)
-            for ngrams in (SPARSE, MANY)
-            for head in ((1.0, 0.05), POOR, GOOD)
-        ],
+    rarely(
+        every((TINY, CORE, DEVICE), (SPARSE, MANY), ((1.0, 0.05), POOR, GOOD)),
+        [(TINY, SPARSE, POOR), (DEVICE, MANY, GOOD)],
         values,
     ),
 )

@@ -92,9 +92,7 @@ def raced(device, kind, rows, seed, texts, then=THEN):
     return np.array([speeds(device, texts, then), alone, *found]).T
 
 
-@pytest.mark.parametrize(
-    ("rows", "head"), rarely(every(ROWS, HEADS), [(1, HEADS[0]), (1, HEADS[2])])
-)
+@pytest.mark.parametrize(("rows", "head"), rarely(every(ROWS, HEADS), [(1, HEADS[0])]))
 def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head):
     """Over four seeds: the luck of one is worth 5 % in 400 steps."""
     sums = np.zeros((2, 4))
@@ -107,7 +105,7 @@ def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head
     assert late[0] >= 0.95 * late[1:].max()
 
 
-@pytest.mark.parametrize("rows", [16, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_shape_that_start_up_called_too_dear_is_tried(rows):
     """Levels are hidden behind the host, which start-up cannot see: three cost 5 % of a plain step
     and not 38 %.
@@ -137,9 +135,7 @@ def test_a_head_keeps_the_promise_in_long_answers(rows, texts):
     assert late[0] >= 0.95 * late[1:].max()
 
 
-@pytest.mark.parametrize(
-    ("rows", "texts"), rarely(every(ROWS, CHANGES), [(1, CHANGES[1]), (16, CHANGES[0])])
-)
+@pytest.mark.parametrize(("rows", "texts"), rarely(every(ROWS, CHANGES), [(1, CHANGES[1])]))
 def test_a_head_whose_text_changes_keeps_the_promise(rows, texts):
     """Against plain decoding and against every fixed shape, over all texts."""
     device = HeadDevice(adaptive_head(), rows)
@@ -157,7 +153,7 @@ TEXTS = [0.0], [0.3], [0.6], [0.9], [1.0], [0.0, 0.9], [0.9, 0.3]
     ("rows", "texts", "selects"),
     rarely(
         every(ROWS, TEXTS, [False, True]),
-        [(1, [0.0], False), (1, [0.6], True), (16, [0.0, 0.9], False), (16, [0.9], True)],
+        [(1, [0.0], False), (16, [0.9], True)],
     ),
 )
 def test_ngrams_keep_the_promise(rows, texts, selects):

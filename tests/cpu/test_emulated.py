@@ -42,7 +42,17 @@ def library(tmp_path_factory):
     return ctypes.CDLL(made)
 
 
-@pytest.mark.parametrize("name", ["wide", "tiles", "vnni"])
+NATIVE = {"wide": "avx512-vnni-512", "tiles": "avx512-amx", "vnni": "avx-vnni"}
+"""Where the machine has the instructions, test_products.py runs them as they are."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (native.kernels(there) is not None))
+        for name, there in NATIVE.items()
+    ],
+)
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_an_emulated_product_gives_the_bits_of_plain_code(random, library, name, kind):
     """Numbers of rows that are treated in ways of their own, and a last block that is cut."""

@@ -59,7 +59,7 @@ def texts(executors):
     }
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     family=st.sampled_from((*FAMILIES, *IN_BLOCKS)),
     page_size=st.sampled_from([size for size, _ in PLACES]),

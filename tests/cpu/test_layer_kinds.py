@@ -109,7 +109,15 @@ def test_logits_are_those_of_transformers(executor, checkpoint, random, family, 
     assert np.abs(found - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+KINDS = "Q8_0", "Q4_1", "F16"
+OWN = "deepseek_v3", "qwen2_moe", "gpt_oss", "qwen3_next", "lfm2", "gemma4_text"
+"""Families whose products are not those of the others: a latent, experts, states, embeddings by
+layer."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in OWN)) for f in FAMILIES]
+)
 def test_forty_greedy_tokens_are_torchs(executor, checkpoint, random, family):
     source = checkpoint(family, None)
     prompt = random.integers(0, tiny.VOCAB, 30)
@@ -141,12 +149,6 @@ def test_every_node_of_a_tree_is_a_token_of_its_path(
         text = np.concatenate([prompt, draft.tokens[path]])
         alone = logits_of(executor(source), text)
         assert np.array_equal(found[[7 + node for node in path]], alone[len(prompt) :])
-
-
-KINDS = "Q8_0", "Q4_1", "F16"
-OWN = "deepseek_v3", "qwen2_moe", "gpt_oss", "qwen3_next", "lfm2", "gemma4_text"
-"""Families whose products are not those of the others: a latent, experts, states, embeddings by
-layer."""
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,13 @@ def test_what_the_text_says_counts_beside_a_prediction():
     assert sources[(9,)] == DraftSource.NGRAM
 
 
-@pytest.mark.parametrize(("temperature", "wins"), [(0.4, 0.01), (0.8, 0.05), (1.0, 0.08)])
+@pytest.mark.parametrize(
+    ("temperature", "wins"),
+    [
+        (0.8, 0.05),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.4, 0.01), (1.0, 0.08))),
+    ],
+)
 def test_noise_tells_what_comes(temperature, wins):
     """A text of which the chances are known about: what the target chose, by noise, is likelier
     once the noise is known, and by as much as is said of it.

@@ -57,7 +57,7 @@ SLOW = pytest.mark.slow
         ("cpu", "STANDALONE, first layers", 16, 0.8),
         ("cpu", "NEXTN, mimo", 16, 0.8),
         ("cpu", "NEXTN by depth, deepseek", 4, 0.8),
-        ("torch", "STANDALONE, first layers", 16, 0.0),
+        pytest.param("torch", "STANDALONE, first layers", 16, 0.0, marks=SLOW),
         ("torch", "NEXTN by depth, deepseek", 4, 0.8),
         pytest.param("torch", "EAGLE", 1, 0.8, marks=SLOW),
         pytest.param("torch", "DFLASH, both ways", 8, 0.8, marks=SLOW),

@@ -22,11 +22,15 @@ class Asked(TestClient):
 ENDLESS = ("harmony", "qwen3-coder")
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    with toy_loaded() as loaded:
+        yield loaded
+
+
 @pytest.fixture(scope="module", params=[name for name in FORMATS if name not in ENDLESS])
-def server(request):
-    settings = ServeSettings(tool_parser=request.param)
-    with toy_loaded() as loaded, Asked(create_app(loaded, settings)) as server:
-        yield server
+def server(loaded, request):
+    return Asked(create_app(loaded, ServeSettings(tool_parser=request.param)))
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 3}], ids=str)

@@ -121,7 +121,7 @@ class EngineMachine(RuleBasedStateMachine):
                     assert [entry.token for entry in entries] == request.prompt[1:].tolist()
 
 
-@pytest.mark.parametrize("courses", [25, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("courses", [15, pytest.param(120, marks=pytest.mark.slow)])
 def test_any_course_of_events(courses):
     run_state_machine_as_test(
         EngineMachine,

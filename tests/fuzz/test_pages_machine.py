@@ -127,5 +127,5 @@ class PagesMachine(RuleBasedStateMachine):
             assert self.index.held == 0
 
 
-PagesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, derandomize=True)
+PagesMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, derandomize=True)
 TestPages = PagesMachine.TestCase

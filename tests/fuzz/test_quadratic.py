@@ -35,11 +35,11 @@ from tests.counted import lines
 
 HERE = Path(forerun.__file__).parent
 READ_CLIENTS = ("serve", "text", "constrain")
-SHORT, LONG = 3000, 40_000
+SHORT, LONG = 2000, 40_000
 """Repetitions that are tried at once, and those that decide where the short ones took long."""
-SHORT_SECONDS, LONG_SECONDS = 0.005, 0.5
+SHORT_SECONDS, LONG_SECONDS = 0.003, 0.3
 """Of processor time: several times what a linear expression takes for so many repetitions. One
-that takes quadratic time needs 20 ms and 8 s."""
+that takes quadratic time needs 9 ms and 8 s."""
 
 
 class TooLong(BaseException):

@@ -20,6 +20,7 @@ from forerun.hub.catalog import open_model
 from forerun.networks.arch import FAMILIES
 from forerun.text.chat import ChatTemplate
 from forerun.text.template import Template
+from tests.covering import thinned, values
 from tests.models import tiny
 
 IDS = torch.arange(100)[None]
@@ -41,8 +42,10 @@ def rewrite(folder, change):
     save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("shards", "tied"), [(1, False), (3, True)])
+@pytest.mark.parametrize(
+    ("shards", "tied", "family"),
+    thinned([(*how, family) for how in ((1, False), (3, True)) for family in FAMILIES], values),
+)
 def test_weights_and_logits_are_those_of_transformers(family, shards, tied, tmp_path):
     hf = tiny.model(family, tie_word_embeddings=tied)
     checkpoint: Checkpoint = FolderCheckpoint(tiny.save_folder(hf, tmp_path, shards))

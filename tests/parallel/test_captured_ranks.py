@@ -17,6 +17,7 @@ from forerun.executors.torch import model_runner
 from forerun.executors.torch.parallel import executor, rounds
 from forerun.executors.torch.parallel.processes import Ranks
 from forerun.options.config import EngineConfig
+from tests.covering import every, thinned
 from tests.e2e.drafts import Hinted, make
 from tests.models import tiny
 from tests.parallel.rounds import Recorded
@@ -116,9 +117,10 @@ def texts(target, settings, asked):
     return found, stats
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("algorithm", ["OFF", "NGRAM"])
-@pytest.mark.parametrize("wishes", WISHES)
+@pytest.mark.parametrize(
+    ("wishes", "algorithm", "overlap"),
+    thinned(every(WISHES, ["OFF", "NGRAM"], [True, False])),
+)
 def test_ranks_launch_what_rank_0_does(shared, alone, said, wishes, algorithm, overlap):
     (target, tape), rounds_alone = shared, wishes == "rounds"
     settings = {"speculative_algorithm": algorithm}

@@ -71,6 +71,7 @@ def test_a_rank_that_is_gone_ends_the_server(server, sent):
     assert last.startswith("forerun: rank 1 of the tensor-parallel group was ")
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_leaves_no_rank(server):
     pid = server.http.get("/server_info").json()["executor"]["ranks"][0]["pid"]
     server.process.send_signal(signal.SIGTERM)

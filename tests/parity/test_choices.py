@@ -161,7 +161,9 @@ def test_logits_cross_to_the_host_only_when_asked_for(executor, monkeypatch, ext
 # --- XLA -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocab", [1, 6, 320, 49152])
+@pytest.mark.parametrize(
+    "vocab", [6, 49152, *(pytest.param(vocab, marks=pytest.mark.slow) for vocab in (1, 320))]
+)
 def test_words_are_the_hosts(vocab):
     found = np.asarray(noise.noise_words(halves(SEEDS), POSITIONS, vocab))
     some = np.array([0, vocab // 2, vocab - 1], np.int32)

@@ -265,15 +265,23 @@ def target(folder, learned):
     target.close()
 
 
-def test_the_price_of_a_head_is_measured(folder, target, learned):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"executor": "cpu", "dtype": "auto"}, marks=NATIVE),
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_price_of_a_head_is_measured(target, learned, changes):
     """With the adaptive policy, whatever it decides, the text is the same."""
-    adaptive = open_target(replace(target.config, policy="adaptive"))
+    config = replace(target.config, policy="adaptive", **changes)
+    adaptive = open_target(config)
     try:
         assert adaptive.costs.draft_ms > 0 and adaptive.costs.follow_ms > 0
         prompts = list(learned[1][:4, :12])
         served = serve(adaptive, prompts)
         assert [item.tokens for item in served] == [
-            item.tokens for item in serve(target, prompts, "OFF")
+            item.tokens for item in serve(adaptive, prompts, "OFF")
         ]
     finally:
         adaptive.close()
@@ -281,7 +289,7 @@ def test_the_price_of_a_head_is_measured(folder, target, learned):
 
 def test_lookup_and_head_together(target, learned):
     """The same text, in no more steps than the better of the two takes, but for a few."""
-    prompts = [np.concatenate([text[:40], text[20:40]]) for text in learned[1][:5]]
+    prompts = [np.concatenate([text[:40], text[20:40]]) for text in learned[1][:2]]
     plain = serve(target, prompts, "OFF")
     steps = {}
     for speculation in ("EAGLE", "NGRAM", "EAGLE+NGRAM"):

@@ -90,7 +90,7 @@ class Reading:
         return read
 
 
-@pytest.mark.parametrize("runs_root", [False, True])
+@pytest.mark.parametrize("runs_root", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_level_stands_one_position_below_the_level_above(quickly, runs_root):
     """Of two rows with 20 and 7 cached tokens, of whose chains of three nodes two and one are
     accepted. Each level's tokens say where the nodes above were run.

@@ -58,7 +58,7 @@ CASES = [
         if name != "plain"
     ),
 ]
-FAST = [("llama", "plain"), ("gemma3_text", "plain"), ("deepseek_v3", "yarn")]
+FAST = [("llama", "plain"), ("deepseek_v3", "yarn")]
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,10 @@ def test_every_family_equals_transformers(checkpoint, compiled, random, family, 
     assert (logits - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("layers", "stacked"), [(2, False), (2, True), (1, True)])
+@pytest.mark.parametrize(
+    ("layers", "stacked"),
+    [(2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (1, True)))],
+)
 def test_biases_everywhere_and_layers_in_a_scan(checkpoint, compiled, random, layers, stacked):
     found = checkpoint("llama", attention_bias=True, mlp_bias=True, num_hidden_layers=layers)
     tokens = random.integers(0, tiny.VOCAB, 40)
@@ -129,6 +132,7 @@ def test_gguf(tmp_path, compiled, random):
     assert (forward(opened(found, compiled, small), tokens, [40]) - expected).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_float32(checkpoint, compiled, random):
     found = checkpoint("qwen3")
     tokens = random.integers(0, tiny.VOCAB, 40)

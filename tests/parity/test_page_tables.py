@@ -74,7 +74,7 @@ STEP = st.tuples(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.lists(STEP, min_size=1, max_size=12), st.sampled_from([1, 4, 16]), st.integers(0, 3))
 def test_tables_are_whole_after_any_steps(steps, page_size, lost):
     """Pages come, go and change their places, slots are taken by others, rounds do not begin."""

@@ -127,7 +127,7 @@ SPECS = st.builds(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from([0, 1, 5, 127, 128, 130, 300]), st.integers(1, 20), drafts(12)),
@@ -170,7 +170,7 @@ def test_a_window_along_a_tree_is_counted_by_position():
     assert changed.tolist() == [False, True, True, False, False, False]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from([0, 1, 5, 127, 128, 130, 300]), st.integers(1, 20), drafts(12)),
@@ -194,7 +194,7 @@ def test_a_long_chunk_over_several_blocks():
     np.testing.assert_allclose(pages.ours(), pages.expected(), atol=3e-6)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(drafts(12), st.integers(1, 4), drafts(3))
 def test_chains_are_paths_and_every_node_reads_once(draft, known, other):
     trees = batch([np.zeros(2, np.int32), np.zeros(known, np.int32)], [other, draft])

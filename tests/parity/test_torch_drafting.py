@@ -284,7 +284,7 @@ def test_without_captured_rounds_every_pass_is_asked_for(folder, learned, pair, 
     assert passes == same_passes > 20
 
 
-@pytest.mark.parametrize("changes", spread(SWITCHES[1:], 2))
+@pytest.mark.parametrize("changes", spread(SWITCHES[1:], 1))
 def test_every_kind_of_head(folder, dense, seen, tmp_path, changes):
     """A head without any switch is the learned one."""
     twin = Twin(dense, tmp_path, changes)

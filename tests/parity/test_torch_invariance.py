@@ -252,7 +252,10 @@ def test_journeys_accept_guesses(executors, texts):
     assert journey.accepted > 20
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3_text", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "qwen2_moe"))],
+)
 def test_prefill_in_one_chunk_or_token_by_token(executors, family):
     prompt = np.random.default_rng(2).integers(0, tiny.VOCAB, 140)
     one = plain_text(executors[family, 16], prompt, 1, 0).logits

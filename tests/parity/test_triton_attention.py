@@ -54,7 +54,7 @@ def test_intervals_are_the_ancestor_mask(draft, known):
     assert np.array_equal(mask, verify.ancestor_mask(trees, 1))
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from([0, 1, 63, 64, 65, 130]), st.integers(1, 20), drafts(12)),

@@ -23,6 +23,7 @@ from forerun.executors.torch.decoder.kept import (
 )
 from forerun.executors.torch.decoder.layers import FeedForward
 from tests.covering import covering, every, pairs, thinned
+from tests.parity.driver import first_is_fast
 from tests.parity.grouped import grouped
 from tests.parity.interpreted import load
 from tests.parity.tape import Watch
@@ -120,7 +121,7 @@ def alike_in_company(product, made):
         assert torch.equal(product(x[first:last].clone(), made, None), whole[first:last]), first
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "float8"])
+@pytest.mark.parametrize("kind", first_is_fast(["int4", "int8", "float8"]))
 def test_a_rows_bits_do_not_depend_on_its_company(kind, monkeypatch):
     FixedDot(monkeypatch)
     made, _ = weight(kind, (80, 2048), 128, False)

@@ -178,7 +178,7 @@ KINDS = (*BODIES.values(), AnthropicMessage, InputMessage, OllamaMessage)
 NAMES = sorted({item.name for kind in KINDS for item in fields(kind)} | {"suffix", "x"})
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
 def test_any_json_is_read_or_refused_by_name(kind, value):
     """No other exception, and an error that can be sent."""
@@ -192,7 +192,7 @@ def test_any_json_is_read_or_refused_by_name(kind, value):
         assert isinstance(body, kind)
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     st.binary(max_size=60)
     | st.text(alphabet='{}[]",:0123456789eE+-.truefalsNaIiy \\u').map(str.encode)

@@ -25,6 +25,7 @@ from forerun.serve.app import create_models_app
 from forerun.serve.bodies.wire import parse_json
 from forerun.serve.models import Source
 from forerun.text.json_text import MOST_CONTAINERS
+from tests.covering import spread
 from tests.e2e.processes import alive, wait_for
 
 JSON = {"content-type": "application/json"}
@@ -150,7 +151,11 @@ def test_idle_models_are_let_go_after_their_time():
 
 
 @pytest.mark.parametrize(
-    ("keep", "gone"), [(0, 1.5), ("10s", 11), ("1m", 61), (-1, None), ("-1m", None)]
+    ("keep", "gone"),
+    [
+        *((0, 1.5), ("10s", 11), ("-1m", None)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1m", 61), (-1, None))),
+    ],
 )
 def test_ollamas_keep_alive_is_honoured(keep, gone):
     shelf = Shelf()
@@ -298,7 +303,7 @@ def test_the_end_while_a_model_loads():
         shelf.gate.set()
 
 
-@pytest.mark.parametrize("keep", [10**400, -(10**400), 1e300, "9" * 33, True])
+@pytest.mark.parametrize("keep", spread([10**400, -(10**400), 1e300, "9" * 33, True], 2))
 def test_what_is_refused_as_keep_alive_keeps_nothing(keep):
     shelf = Shelf(unload_after=5)
     with client_of(shelf) as client:

@@ -1,6 +1,5 @@
 """Documents that are true: links lead somewhere, commands exist, symbols are where they say."""
 
-import ast
 import re
 import shlex
 from functools import cache
@@ -11,7 +10,7 @@ from forerun.cli.command_line import build_parser
 from forerun.cli.commands import COMMANDS
 from forerun.cli.verbs import SAME
 from tests import everything
-from tests.shape.tree import PACKAGE, ROOT, parsed, sources
+from tests.shape.tree import PACKAGE, ROOT, nodes, sources
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#\n]+)(?:#[^)]*)?\)")
@@ -190,14 +189,21 @@ def test_retired_words_are_no_identifiers():
     """The glossary's converse: a word that was replaced names nothing any more."""
     found = []
     for path in sources("forerun"):
-        for node in ast.walk(parsed(path)):
+        room = path.relative_to(PACKAGE).parts[0]
+        for node in nodes(path):
             name = getattr(node, "name", None) or getattr(node, "id", None)
             name = name or getattr(node, "attr", None) or getattr(node, "arg", None)
-            for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name if isinstance(name, str) else ""):
-                room = path.relative_to(PACKAGE).parts[0]
-                if RETIRED.fullmatch(word.lower()) and room not in ELSEWHERE.get(word.lower(), ()):
+            for word in retired_in(name) if isinstance(name, str) else ():
+                if room not in ELSEWHERE.get(word, ()):
                     found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}")
     assert not found
+
+
+@cache
+def retired_in(name):
+    """The words of an identifier that are retired."""
+    words = map(str.lower, re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name))
+    return [word for word in words if RETIRED.fullmatch(word)]
 
 
 def test_words_we_decided_against_are_not_names():

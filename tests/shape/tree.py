@@ -23,9 +23,16 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Everything in a file, walked once for all tests."""
+    return [*ast.walk(parsed(path))]
+
+
+@cache
 def functions(path: Path) -> list[Function]:
     """All functions and methods of a file, nested ones included."""
-    return [node for node in ast.walk(parsed(path)) if isinstance(node, Function)]
+    return [node for node in nodes(path) if isinstance(node, Function)]
 
 
 def named(path: Path, node: Function) -> str:

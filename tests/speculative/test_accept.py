@@ -90,7 +90,7 @@ def drafter_of(kind: str, sampling: Sampling):
 
 CASES = [(name, False) for name in SETTINGS]
 CASES += [(name, True) for name in ("plain", "cuts", "min_tokens", "everything")]
-OFTEN = ("plain", False), ("hot", False), ("cuts", True), ("min_tokens", True), ("everything", True)
+OFTEN = ("plain", False), ("min_tokens", True), ("everything", True)
 """What each parameter makes of the logits is test_sampling's."""
 
 
@@ -142,7 +142,7 @@ def test_long_texts_are_the_same(kind, grammar, temperature):
         assert text == decoded(sampling, 24, grammar)
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(drafts(), parameters, st.integers(0, 2**64 - 1), st.booleans())
 def test_any_tree_under_any_parameters(draft, sampling, seed, grammar):
     """Hypothesis looks for a tree that changes the text: duplicates, ties and zero mass too.
@@ -172,7 +172,7 @@ def test_a_drafter_that_sees_the_noise_is_always_right():
     assert all(outcome.n_tokens[0] == 2 for outcome in outcomes)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(drafts(12), st.integers(1, 3), st.integers(0, 2**32))
 def test_the_path_is_the_walk_along_the_choices(draft, known, seed):
     """Only nodes on the accepted path are asked, root first, with their own ancestors."""

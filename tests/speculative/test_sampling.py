@@ -75,7 +75,7 @@ some_logits = st.lists(
 texts = st.lists(st.integers(0, V - 1), max_size=5)
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(some_logits, parameters, texts, texts, texts, st.none() | st.sets(st.integers(0, V - 1)))
 def test_process_is_its_definition(logits, sampling, prompt, output, ancestors, allowed):
     history = History(np.array([*prompt, *output], np.int32), len(prompt))
@@ -88,7 +88,7 @@ def test_process_is_its_definition(logits, sampling, prompt, output, ancestors, 
     assert (logits == before).all()
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(some_logits, parameters, texts, texts, texts)
 def test_ancestors_count_as_output(logits, sampling, prompt, output, ancestors):
     """The same node, met as a draft token or met later as the root."""
@@ -99,7 +99,7 @@ def test_ancestors_count_as_output(logits, sampling, prompt, output, ancestors):
     assert known.tokens.tolist() == prompt + output, "a look must not change the history"
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(some_logits, parameters)
 def test_cut_offs_never_exclude_everything(logits, sampling):
     cuts = replace(sampling, min_tokens=0)

@@ -15,7 +15,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(rows.filter(len))
 def test_every_node_keeps_its_token_parent_and_depth(rows):
     chains = [np.array(chain, np.int32) for chain, _ in rows]

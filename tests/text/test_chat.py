@@ -22,6 +22,7 @@ from forerun.text.conversation import adapted
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE, Apart, BySize, renderer
 from forerun.text.template import Template
 from forerun.text.tokenizer import Tokenizer
+from tests.covering import spread
 from tests.text.corpus import TEXTS, byte_level_vocabulary
 from tests.text.templates import BY_NAME, CONTROLS, UNMARKED
 from tests.text.vocabularies import SMALL, vocabulary
@@ -147,7 +148,7 @@ def count(ids, wanted):
     return sum(int(id) in wanted for id in ids)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data(), name=st.sampled_from(["chatml", "headers", "inst"]))
 def test_users_cannot_write_control_tokens(tokenizers, data, name):
     """Whatever stands in contents, names and arguments: as many controls as without it."""
@@ -333,7 +334,7 @@ DOUBLING = (
 )
 
 
-@pytest.mark.parametrize("source", DOUBLING, ids=range(len(DOUBLING)))
+@pytest.mark.parametrize("source", spread(DOUBLING, 3), ids=range(len(DOUBLING)))
 def test_a_template_cannot_exhaust_memory(source):
     """It fails alone: its process may have half a gigabyte, this one grows little."""
     before = resident()

@@ -251,7 +251,7 @@ VECTORS = [
 @pytest.mark.parametrize(("format", "text", "content", "calls"), VECTORS)
 def test_any_cut_gives_the_same_calls(format, text, content, calls):
     cuts = [(), range(1, len(text)), *((i,) for i in range(1, len(text)))]
-    cuts += list(combinations(range(1, len(text), 3), 2))[:800]
+    cuts += list(combinations(range(1, len(text), 3), 2))[::4][:200]
     for cut in cuts:
         found = listened(ToolReader(format, TOOLS), pieces(text, cut))
         assert found == (content, calls), cut

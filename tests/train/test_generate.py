@@ -19,7 +19,10 @@ from tests.models import tiny
 STOPS = (2, 17, 40)
 
 
-FAMILIES = ["llama", "gemma3_text", "qwen3", "gemma2", "qwen2_moe"]
+FAMILIES = [
+    *("llama", "gemma3_text"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma2", "qwen2_moe")),
+]
 
 
 def of_some(count):

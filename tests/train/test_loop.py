@@ -143,6 +143,7 @@ def test_resumes_to_the_bit(corpus, tmp_path, shards):
         assert torch.equal(value, ends[1][name]), name
 
 
+@pytest.mark.slow
 def test_the_better_of_weights_and_average_is_kept(corpus, tmp_path):
     """At a rate that throws the weights about, their average is far better."""
     run = trial(corpus, tmp_path, epochs=25, rate=3e-2, floor=1.0, ema=0.98)

@@ -169,7 +169,7 @@ def test_both_exported_formats_are_accepted_alike(small, tmp_path, dialect):
     assert served(small, again) == served(small, small.draft)
 
 
-@pytest.mark.parametrize("dialect", ["sglang", "speculators"])
+@pytest.mark.parametrize("dialect", ["speculators", pytest.param("sglang", marks=pytest.mark.slow)])
 def test_training_goes_on_from_another_draft(small, tmp_path, dialect):
     """Whatever wrote it: its quality is where training begins, and what it keeps if worse."""
     draft = exported(small, tmp_path / "draft", dialect, full=dialect == "speculators")
