@@ -7,6 +7,7 @@ from collections import Counter
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 TESTS = Path(__file__).parent
 FIRST = (
     *("acceptance", "drafters", "control", "train", "parity", "parallel"),
-    *("fuzz", "constrain", "cli", "cpu", "e2e", "build"),
+    *("fuzz", "constrain", "cli", "cpu", "build"),
 )
 """Folders whose files take long, in that order: seconds to half a minute, some of one test.
 Files of the others take 4 s at most, but for a few of many tests.
+"""
+
+WAITING = "e2e", "dialects"
+"""Folders whose tests mostly wait, for clients and limits: handed out among the files of FIRST, so
+that the processors have work meanwhile.
 """
 
 if find_spec("hypothesis") is not None:  # Machines that only run tests/gpu have none.
@@ -58,11 +64,21 @@ def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
         say_less(config)
         counts = Counter(item.path for item in items)
-        items.sort(key=lambda item: (_place(item.path), -counts[item.path]))
+        files = sorted(counts, key=lambda path: (_place(path), -counts[path]))
+        waiting = [path for path in files if _folder(path) in WAITING]
+        busy = [path for path in files if _folder(path) not in WAITING]
+        places = dict(zip(busy, count(), strict=False))
+        long = sum(_folder(path) in FIRST for path in busy)
+        places |= {path: long * n / len(waiting) for n, path in enumerate(waiting)}
+        items.sort(key=lambda item: places[item.path])
+
+
+def _folder(path):
+    return path.relative_to(TESTS).parts[0]
 
 
 def _place(path):
-    folder = path.relative_to(TESTS).parts[0]
+    folder = _folder(path)
     return FIRST.index(folder) if folder in FIRST else len(FIRST)
 
 

@@ -386,7 +386,7 @@ def test_damaged_archives_are_one_sentence(tmp_path):
 
 def test_a_program_that_takes_too_much_is_ended(tmp_path, monkeypatch, cache):
     """Memory: tables of 64 bytes, one per byte of the program. Time: its process is killed."""
-    bomb = b"\x80\x02(" + b"}" * (24 << 20) + b"t."
+    bomb = b"\x80\x02(" + b"}" * (16 << 20) + b"t."
     text = refusal(archive(tmp_path / "m", bomb), files_by_tensor)
     assert "memory" in text
     monkeypatch.setattr("forerun.checkpoints.converted._SECONDS", 0.5)

@@ -48,6 +48,7 @@ def stream(server, begun, events):
                 begun.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sent", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )

@@ -63,14 +63,19 @@ class Target:
         return torch.cat(states, -1), output.logits.argmax(-1)
 
     @torch.no_grad()
-    def continued(self, tokens, count, sampling=GREEDY):
-        """Append `count` tokens to texts int64[B,T], chosen as the engine chooses them."""
+    def continued(self, tokens, count, samplings=(GREEDY,)):
+        """Append `count` tokens to texts int64[B,T], chosen as the engine chooses them; samplings:
+        of all of them, or of each.
+        """
         prompt_len = tokens.shape[1]
+        samplings = samplings if len(samplings) > 1 else [*samplings] * len(tokens)
         for n in range(count):
             logits = self._model(tokens).logits[:, -1].float().numpy()
             chosen = [
                 choose(process(row, sampling, History(text, prompt_len)), sampling, n)
-                for row, text in zip(logits, tokens.numpy().astype(np.int32), strict=True)
+                for row, text, sampling in zip(
+                    logits, tokens.numpy().astype(np.int32), samplings, strict=True
+                )
             ]
             tokens = torch.cat([tokens, torch.tensor(chosen)[:, None]], 1)
         return tokens
@@ -352,27 +357,28 @@ def learn(dense, folder, begin=None):
     random = np.random.default_rng(5)
     prompts = torch.from_numpy(random.integers(3, tiny.VOCAB, (12, 12)) if begin is None else begin)
     behind, texts = prompts.shape[1], dense.continued(prompts, 60)
-    answers = [dense.continued(prompts[n : n + 1], 40, Sampling(0.8, seed=n)) for n in SAMPLED]
-    read = [texts[::2], torch.cat(answers)]
-    ids = torch.cat([each.flatten() for each in (texts, *read)]).unique()
+    sampled = [Sampling(0.8, seed=n) for n in SAMPLED]
+    answers = dense.continued(prompts[: len(sampled)], 40, sampled)
+    ids = torch.cat([texts.flatten(), answers.flatten()]).unique()
     twin = Twin(dense, folder, {}, ids.tolist())
-    lessons = []
-    for each in read:
-        features, _ = dense.run(each, twin.head.head.features)
-        lessons.append((each, features, torch.bucketize(each.contiguous(), ids)))
+    # As long as the others; what is behind their ends is not learnt.
+    padding = 0, texts.shape[1] - answers.shape[1]
+    read = torch.cat([texts[::2], F.pad(answers, padding)])
+    features, _ = dense.run(read, twin.head.head.features)
+    wanted = torch.bucketize(read, ids)
+    wanted[-len(answers) :, answers.shape[1] :] = -100
     for parameter in twin.head.parameters():
         if parameter.dim() == 2:
             parameter.data *= 0.4
     twin.head.lm_head.weight.data.copy_(dense.head[ids])
     twin.head.lm_head.weight.requires_grad_(False)
-    optimiser = torch.optim.AdamW([p for p in twin.head.parameters() if p.requires_grad], lr=3e-3)
-    for _ in range(120):
+    optimiser = torch.optim.AdamW([p for p in twin.head.parameters() if p.requires_grad], lr=6e-3)
+    for _ in range(80):
         loss = sum(
             F.cross_entropy(
                 logits[:, behind - step - 2 : -step - 2].flatten(0, 1), wanted[:, behind:].flatten()
             )
-            for each, features, wanted in lessons
-            for step, logits in enumerate(_unrolled(twin, features, each, 3))
+            for step, logits in enumerate(_unrolled(twin, features, read, 3))
         )
         optimiser.zero_grad()
         loss.backward()

@@ -22,6 +22,7 @@ from forerun.executors.torch.triton.record import Size
 from forerun.executors.torch.triton.round_types import RoundShape
 from forerun.networks.cache_layer import CacheLayer
 from forerun.speculative.tree import batch
+from tests.covering import spread
 from tests.models import tiny
 from tests.parity.driver import as_draft, limits
 from tests.parity.interpreted import load
@@ -99,7 +100,7 @@ def test_facts_say_the_same_of_every_node(seed):
     assert (slots[2, 0] < 1000) == (seed % 2 == 0)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", spread(range(12), 6))
 def test_paths_are_kept_as_by_the_rule(seed):
     facts = facts_of(Size(4, 6), trees_of(seed), [True, True, seed % 3 == 0], seed)
     noise = prepare(facts, RoundShape(16, 1000, torch.ones(1, 4), torch.ones(1))).noise
