@@ -22,17 +22,17 @@ class Asked(TestClient):
 ENDLESS = ("harmony", "qwen3-coder")
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    with toy_loaded() as loaded:
-        yield loaded
-
-
 @pytest.fixture(scope="module", params=[name for name in FORMATS if name not in ENDLESS])
-def server(loaded, request):
-    return Asked(create_app(loaded, ServeSettings(tool_parser=request.param)))
+def server(request):
+    settings = ServeSettings(tool_parser=request.param)
+    with toy_loaded() as loaded, Asked(create_app(loaded, settings)) as server:
+        yield server
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 3}], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0}, pytest.param({"temperature": 1.0, "seed": 3}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_one_call_whole_and_streamed(server, sampling):
     assert one_call(server, "required", sampling) in ("weather", "now")
