@@ -275,7 +275,10 @@ void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
         for (const Usual& found : usual_) {
             if (found.token == token) usual = found.chance;
         }
-        const double heard = rules_.sure * above.score * weight / total_;
+        int agree = 0;
+        for (size_t i = (size_t)first; i < voters_.size(); i++) agree = std::max(agree, voters_[i].agree);
+        const double sure = agree > rules_.longest ? rules_.surest : rules_.sure;
+        const double heard = sure * above.score * weight / total_;
         const double expected = above.score * rules_.doubt * usual / total_;
         const int32_t number = (int32_t)offers_.size(), count = (int32_t)voters_.size() - first;
         offers_.push_back({heard + expected, above.level + 1, number, token, parent, first, count, 0,

@@ -25,7 +25,7 @@ struct NgramTable {
 // The layout is shared with forerun/executors/cpu/native.py.
 struct NgramRules {
     int32_t slots, orders[2], places, longest, tail, counted, capacity;
-    double discount, doubt, sure, min_prob, decay, almost;
+    double discount, doubt, sure, surest, min_prob, decay, almost;
     double* trust;
     NgramTable table;
 };

@@ -45,6 +45,7 @@ class NgramIndex:
             discount=ngram_cache.DISCOUNT,
             doubt=ngram.DOUBT,
             sure=ngram.SURE,
+            surest=ngram.SUREST,
             min_prob=min_prob,
             decay=DECAY,
             almost=ALMOST,

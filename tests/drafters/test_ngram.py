@@ -98,6 +98,17 @@ def test_guesses_are_continuations_that_came_before(prompt, output, nodes, depth
         assert any(text[i : i + len(wanted)] == wanted for i in range(len(text)))
 
 
+@pytest.mark.parametrize(("agree", "sure"), [(15, 0.93), (16, 0.97), (30, 0.97)])
+def test_a_copy_is_surer_than_a_phrase(agree, sure):
+    """A copy's draft tokens are worth verifying deep below the root."""
+    draft = propose(begun([*range(100, 160), *range(100, 100 + agree)]), 12, 12)
+    votes = [min(agree, 16) + depth for depth in range(12)]
+    highest = [0.97 if each >= 16 else 0.93 for each in votes]
+    expected = [one * each**2 / (7 + each**2) for one, each in zip(highest, votes, strict=True)]
+    assert draft.score == pytest.approx(np.cumprod(expected), rel=1e-5)
+    assert expected[0] == pytest.approx(sure * votes[0] ** 2 / (7 + votes[0] ** 2))
+
+
 def test_nothing_came_before():
     assert len(propose(begun([1, 2, 3, 4, 5]))) == 0
     assert len(propose(begun([1]))) == 0
@@ -128,7 +139,8 @@ def test_repetition_is_followed_all_the_way():
     for level, found in enumerate(draft.score.tolist()):
         # Two places agree, in 12 tokens and in 6, and in one more at every level.
         votes = (12 + level) ** 2 + (6 + level) ** 2
-        score *= ngram.SURE * votes / (votes + ngram.DOUBT)
+        sure = ngram.SUREST if 12 + level >= ngram.LONGEST else ngram.SURE
+        score *= sure * votes / (votes + ngram.DOUBT)
         assert found == pytest.approx(score, rel=1e-5)
 
 

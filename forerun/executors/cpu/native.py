@@ -22,7 +22,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 44
+ABI = 45
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -155,7 +155,7 @@ class NgramRules(ctypes.Structure):
         *((name, c_int32) for name in ("places", "longest", "tail", "counted", "capacity")),
         *(
             (name, c_double)
-            for name in ("discount", "doubt", "sure", "min_prob", "decay", "almost")
+            for name in ("discount", "doubt", "sure", "surest", "min_prob", "decay", "almost")
         ),
         ("trust", c_void_p),
         ("table", TableArrays),
