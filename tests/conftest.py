@@ -112,7 +112,8 @@ def packed_once():
     if torch is None or not torch.backends.mkldnn.is_available():
         yield
         return
-    pack, packed = torch.ops.mkldnn._reorder_linear_weight, {}
+    layers, packed = import_module("forerun.executors.torch.decoder.layers"), {}
+    pack = layers.for_products
 
     def once(weight):
         if weight.numel() > 1 << 16:
@@ -125,7 +126,8 @@ def packed_once():
         return packed[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", once)
+        # Not torch's own operation: torch.compile reads all operations of torch.
+        patch.setattr(layers, "for_products", once)
         yield
 
 

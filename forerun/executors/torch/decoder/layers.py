@@ -19,6 +19,12 @@ MOST_ROWS = 128
 """Rows of one product on the CPU. Twice as many made prefill some 5 % faster, start-up slower."""
 
 
+def for_products(weight: Tensor) -> Tensor:
+    """Return a float32 weight [N,K] on the CPU in oneDNN's layout."""
+    reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return reordered
+
+
 class Linear:
     """y = x W^T + b for weight [N,K], any number of rows.
 
@@ -33,7 +39,7 @@ class Linear:
         packs = self._on_cpu and weight.dtype == torch.float32
         self._packed = packs and torch.backends.mkldnn.is_available()
         if self._packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+            weight = for_products(weight)
         self._weight: Tensor = weight
 
     def __call__(self, x: Tensor) -> Tensor:
