@@ -1,16 +1,20 @@
-"""Finds Gemma 4's assistant (drafts/assistant.py): named as a draft, or beside the model."""
+"""Finds the draft that lies beside a model or is named: Gemma 4's assistant (drafts/assistant.py),
+or prediction layers in a GGUF file of their own (drafts/gguf_prediction.py).
+"""
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.assistant import holds_assistant, open_assistant
+from forerun.drafts.gguf_prediction import holds_layers_alone, open_layers_alone
 from forerun.errors import ConfigError, ModelError
 from forerun.hub import huggingface
 from forerun.hub.reference import hub_reference
 from forerun.hub.well_known import known_assistant
-from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
 
 ALGORITHM = "FROZEN_KV_MTP"
@@ -20,29 +24,41 @@ _NUMBERS = re.compile(r"[-._](ud-)?(i?q\d\w*|f16|bf16|f32|mxfp4\w*)$")
 """The end of a GGUF file's name that says how its numbers are stored."""
 
 
-def with_assistant(
-    config: EngineConfig, layered: bool = False, target: Architecture | None = None
+def with_beside(
+    config: EngineConfig, layered: bool = False, target: Checkpoint | None = None
 ) -> EngineConfig:
-    """Return the configuration with the assistant that it names, or that lies beside its model if
-    it names no draft and wants one, or AUTO chooses; else as it is.
+    """Return the configuration with the assistant or the file of prediction layers that it names,
+    or that lies beside its model if it names no draft and wants one, or AUTO chooses; else as it
+    is.
 
     layered  the model has prediction layers of its own, which AUTO takes
-    target   AUTO leaves out, with a warning, an assistant that does not open for it: a draft that
+    target   AUTO leaves out, with a warning, a draft that does not open for it: a draft that
              was not named may not cost the ones that would have been taken. None = not opened
 
     Raises ConfigError for an assistant under another algorithm.
     """
     method, named = config.algorithm, config.speculative_draft_model_path
-    if not config.speculates or config.toy:
+    if not config.speculates:
         return config
+    auto = method.name == "AUTO"
     if named is not None:
         path = Path(named)
-        return _chosen(config, path) if holds_assistant(path) else config
-    wanted = method.kind == "assistant" or (method.name == "AUTO" and not layered and _runs(config))
-    found = assistant_beside(config.model) if wanted else None
-    if found is None or (method.name == "AUTO" and not _opens(found, target)):
-        return config
-    return _chosen(config, found)
+        if holds_assistant(path):
+            return _chosen(config, path)
+        alone = auto and holds_layers_alone(path)
+        return replace(config, speculative_algorithm="NEXTN") if alone else config
+    auto = auto and not layered
+    if method.kind == "assistant" or (auto and _runs(config)):
+        found = assistant_beside(config.model)
+        if found is not None and (not auto or _opens(found, target)):
+            return _chosen(config, found)
+    unlayered = method.kind == "layers" and not layered
+    if unlayered or (auto and config.executor in ("cpu", "torch")):
+        found = _beside(config.model, "mtp-{}", holds_layers_alone)
+        if found is not None and (not auto or _opens(found, target)):
+            beside = replace(config, speculative_draft_model_path=str(found))
+            return replace(beside, speculative_algorithm="NEXTN")
+    return config
 
 
 def check_meant(config: EngineConfig, path: Path) -> None:
@@ -54,12 +70,16 @@ def check_meant(config: EngineConfig, path: Path) -> None:
         )
 
 
-def _opens(path: Path, target: Architecture | None) -> bool:
+def _opens(path: Path, target: Checkpoint | None) -> bool:
+    if target is None:
+        return True
     try:
-        if target is not None:
-            open_assistant(path, target)
+        if holds_assistant(path):
+            open_assistant(path, target.architecture)
+        else:
+            open_layers_alone(path, target)
     except ModelError as error:
-        warnings.warn(f"the assistant beside the model is left out: {error}", stacklevel=4)
+        warnings.warn(f"the draft beside the model is left out: {error}", stacklevel=4)
         return False
     return True
 
@@ -82,20 +102,37 @@ def assistant_beside(reference: str) -> Path | None:
     a file also NAME-assistant*.gguf; for a hub id the one published for that model, if it is on
     this machine. None if there is none. Contacts no host.
     """
+    found = _beside(reference, "{}-assistant", holds_assistant)
+    known = known_assistant(reference) if hub_reference(reference) is not None else None
+    if found is not None or known is None or _path(reference) is not None:
+        return found
+    folder = huggingface.here(known)
+    return folder if folder is not None and holds_assistant(folder) else None
+
+
+def _path(reference: str) -> Path | None:
+    """Return a reference as the path of what exists, None if nothing does."""
     try:
         path = Path(reference).expanduser()
         here = path.exists()
     except (OSError, RuntimeError, ValueError):
         return None
     if not here:
-        known = known_assistant(reference) if hub_reference(reference) is not None else None
-        folder = huggingface.here(known) if known is not None else None
-        return folder if folder is not None and holds_assistant(folder) else None
+        return None
     # A link's own name says which model it is; "." and ".." have none.
-    path = path.resolve() if path.name in ("", "..") else path.absolute()
+    return path.resolve() if path.name in ("", "..") else path.absolute()
+
+
+def _beside(reference: str, form: str, holds: Callable[[Path], bool]) -> Path | None:
+    """Return what lies beside a model under its name in `form`, without kinds of numbers, and is
+    the right thing; None if there is none.
+    """
+    path = _path(reference)
+    if path is None:
+        return None
     name = _NUMBERS.sub("", path.stem.lower()) if path.is_file() else path.name.lower()
-    alike = [each for each in _siblings(path) if _named_for(each, name)]
-    return next((each for each in alike if holds_assistant(each)), None)
+    wanted = form.format(name)
+    return next((each for each in _siblings(path) if _named(each) == wanted and holds(each)), None)
 
 
 def _siblings(path: Path) -> list[Path]:
@@ -105,11 +142,7 @@ def _siblings(path: Path) -> list[Path]:
         return []
 
 
-def _named_for(path: Path, name: str) -> bool:
-    """Return whether a folder or file is named as the assistant of the model `name`, which is in
-    small letters.
-    """
+def _named(path: Path) -> str:
+    """Return the name of a folder or file in small letters, without the kind of its numbers."""
     own = path.name.lower()
-    if path.suffix == ".gguf":
-        own = _NUMBERS.sub("", own.removesuffix(".gguf"))
-    return own == f"{name}-assistant"
+    return _NUMBERS.sub("", own.removesuffix(".gguf")) if path.suffix == ".gguf" else own

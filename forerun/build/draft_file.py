@@ -11,6 +11,7 @@ from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.assistant import Assistant, holds_assistant, open_assistant
 from forerun.drafts.block_folder import BlockFile, holds_block, open_block
 from forerun.drafts.eagle_folder import DraftFile, open_draft
+from forerun.drafts.gguf_prediction import holds_layers_alone, open_layers_alone
 from forerun.drafts.prediction_folder import holds_prediction, open_prediction
 from forerun.drafts.prediction_layers import PredictionLayers
 from forerun.drafts.whole_draft import VocabularyMap, WholeDraft, equal_vocabulary
@@ -23,7 +24,7 @@ AnyDraftFile = DraftFile | BlockFile | PredictionLayers | Assistant
 
 
 def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> AnyDraftFile:
-    """Open the network in a draft's folder, or an assistant's file, of the kind that the configured
+    """Open the network in a draft's folder or GGUF file, of the kind that the configured
     algorithm runs; EAGLE takes prediction layers and assistants too, as in SGLang. Weights are
     mapped, not read.
 
@@ -38,14 +39,15 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
             f"speculative-algorithm is {method.name}, but {folder} holds no assistant of Gemma 4; "
             "leave the algorithm out, and the draft decides it."
         )
-    held = holds_block(folder)
-    if holds_prediction(folder):
+    alone = holds_layers_alone(folder)
+    held = not alone and holds_block(folder)
+    if alone or holds_prediction(folder):
         if method.name not in ("NEXTN", "EAGLE", "AUTO"):
             raise ConfigError(
                 f"speculative-algorithm is {method.name}, but {folder} holds prediction layers; "
                 "use NEXTN."
             )
-        return open_prediction(folder, target)
+        return open_layers_alone(folder, target) if alone else open_prediction(folder, target)
     if method.kind == "layers":
         raise ConfigError(
             f"speculative-algorithm is {method.name}, but {folder} holds no prediction layers; "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from forerun.build.beside import with_assistant
+from forerun.build.beside import with_beside
 from forerun.build.draft_file import open_draft_file, open_standalone
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import Needs
@@ -20,7 +20,7 @@ from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafts.assistant import Assistant, holds_assistant
-from forerun.drafts.gguf_prediction import open_in_gguf
+from forerun.drafts.gguf_prediction import holds_layers_alone, open_in_gguf
 from forerun.drafts.ngram_table import FILE as TABLE
 from forerun.drafts.ngram_table import NgramTable, read_ngram_table
 from forerun.drafts.prediction_layers import PredictionLayers, open_prediction_layers
@@ -34,7 +34,6 @@ from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import RING_TOKENS
-from forerun.networks.arch import Architecture
 from forerun.networks.config_json import announced_layers
 from forerun.options.algorithms import DEFAULT_STEPS, NGRAM_STEPS
 from forerun.options.config import EngineConfig
@@ -49,14 +48,14 @@ Result = TypeVar("Result")
 
 
 def with_shipped(
-    config: EngineConfig, layered: bool = False, target: Architecture | None = None
+    config: EngineConfig, layered: bool = False, target: Checkpoint | None = None
 ) -> EngineConfig:
     """Return the configuration with the draft that comes with its model, if it names none and the
     algorithm needs one. Raises ConfigError if there is none.
 
     layered  the model's checkpoint has prediction layers: EAGLE without a draft, or with the model
              itself as its draft, means them
-    target   as in with_assistant
+    target   as in with_beside
 
     AUTO takes the draft's n-gram table, not its head: a table costs no arithmetic, and on the
     machines measured a head's draft tokens cost more than their better acceptance saved
@@ -64,7 +63,7 @@ def with_shipped(
     model, wherever they run, and an assistant (build/beside.py). Another GGUF file is a whole
     model.
     """
-    config = with_assistant(config, layered, target)
+    config = with_beside(config, layered, target)
     if config.speculative_algorithm == AUTO:
         config = replace(config, speculative_algorithm=_automatic(config, layered))
     layers = config.algorithm.kind == "layers" or (layered and config.algorithm.name == "EAGLE")
@@ -250,10 +249,14 @@ def resolved_drafting(
 
 @dataclass(frozen=True, slots=True)
 class DraftParts:
-    """The usable parts of a draft's folder. Empty: only lookup in the text drafts."""
+    """The usable parts of a draft's folder. Empty: only lookup in the text drafts.
+
+    token_map  name of the token map that limits the model, None without one
+    """
 
     model: AnyDraft | None = None
     table: NgramTable | None = None
+    token_map: str | None = None
 
 
 def open_drafts(config: EngineConfig, target: Model) -> DraftParts:
@@ -338,11 +341,11 @@ def _deep_enough(config: EngineConfig, layers: PredictionLayers) -> PredictionLa
 
 
 def _folder(named: str, revision: str | None) -> Path:
-    """Return the draft's folder, or an assistant's file; fetches one named by its hub id. Raises
-    ModelError.
+    """Return the draft's folder, or the file of an assistant or of prediction layers; fetches one
+    named by its hub id. Raises ModelError.
     """
     folder = Path(named)
-    if holds_assistant(folder):
+    if holds_assistant(folder) or holds_layers_alone(folder):
         return folder
     if named and folder.is_dir():
         return _trained(folder)

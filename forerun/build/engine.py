@@ -33,6 +33,7 @@ from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_
 from forerun.build.page_store import Learns, attach_store, learns
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.text_table import TextTable
+from forerun.build.token_map import with_token_map
 from forerun.build.with_cpu import ngram_drafter
 from forerun.checkpoints.adapter import LoraAdapter, read_adapter
 from forerun.checkpoints.pooling import EmbeddingRule, embedding_rule
@@ -43,13 +44,11 @@ from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.none import NoDrafter
 from forerun.drafts.ngram_table import NgramTable
-from forerun.drafts.token_map import read_token_map
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.executors.toy import HIDDEN as TOY_HIDDEN
 from forerun.executors.toy import ToyExecutor
-from forerun.hub import huggingface
 from forerun.hub.catalog import Model, open_model
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter, TableDrafter
@@ -375,7 +374,9 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     device = choose_device(config)
     arch = model.architecture
     layered = bool(getattr(model.checkpoint, "prediction_files", None))
-    config = with_shipped(choose_executor(config, arch, model.checkpoint), layered, arch)
+    config = with_shipped(
+        choose_executor(config, arch, model.checkpoint), layered, model.checkpoint
+    )
     entry = EXECUTORS[config.executor]
     chunk = config.chunked_prefill_size or entry.prefill_chunk(config, None)
     config = replace(config, chunked_prefill_size=chunk)
@@ -384,7 +385,9 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     needs = replace(needs, fixed=needs.fixed + sum(adapter.bytes for adapter in adapters))
     weights = needs.weights
     parts, fault = excused(config, lambda: _drafts(config, model))
-    draft, table = (parts.model, parts.table) if parts else (None, None)
+    parts = parts or DraftParts()
+    draft, table = parts.model, parts.table
+    config = replace(config, speculative_token_map=parts.token_map)
     if draft is not None:
         needs = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     memory = plan_memory(config, needs, entry.free_memory(config), fill=config.device != "cpu")
@@ -442,11 +445,7 @@ def _drafts(config: EngineConfig, target: Model) -> DraftParts:
     if parts.model is None:
         return parts
     check_offered(config, parts.model)
-    if config.speculative_token_map is None:
-        return parts
-    path = huggingface.token_map_fetched(config.speculative_token_map)
-    token_map = read_token_map(path, target.architecture.vocab)
-    return replace(parts, model=parts.model.limited(token_map))
+    return with_token_map(config, target, parts)
 
 
 def _resolved(

@@ -4,7 +4,7 @@ reading weights or allocating anything.
 
 from dataclasses import dataclass, replace
 
-from forerun.build.beside import with_assistant
+from forerun.build.beside import with_beside
 from forerun.build.draft_file import open_draft_file
 from forerun.build.drafting import own_layers, with_draft
 from forerun.build.executor_entry import AnyDraft
@@ -15,6 +15,7 @@ from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
 from forerun.drafts.assistant import holds_assistant
+from forerun.drafts.gguf_prediction import holds_layers_alone
 from forerun.drafts.ngram_table import FILE as TABLE
 from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
 from forerun.errors import ConfigError, MemoryPlanError
@@ -117,12 +118,12 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
     and of a whole model only config.json.
     """
     layered = bool(getattr(target, "prediction_files", None))
-    config = with_assistant(config, layered, target.architecture)
+    config = with_beside(config, layered, target)
     named = config.speculative_draft_model_path
     if named is None or not config.speculates:
         return own_layers(config, target)
     folder = home_path(named)
-    if holds_assistant(folder):
+    if holds_assistant(folder) or holds_layers_alone(folder):
         return open_draft_file(config, folder, target)
     if not (folder / "config.json").is_file():
         if (folder / TABLE).is_file():  # A few megabytes on the host, which no plan counts.

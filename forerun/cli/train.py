@@ -12,6 +12,7 @@ from forerun.build import text_table
 from forerun.build.chat_template import template_source
 from forerun.build.engine import load
 from forerun.build.registry import choose_executor
+from forerun.build.token_map import token_map
 from forerun.cli.console import bars, emit_json, err, plain_warnings, say
 from forerun.drafts.eagle_folder import DraftFile, open_draft
 from forerun.drafts.ngram_counts import write_ngrams
@@ -33,7 +34,6 @@ from forerun.train.progress import Progress
 from forerun.train.prompts import Problems, read_prompts
 from forerun.train.served import ServedAuthor
 from forerun.train.student import check_target
-from forerun.train.token_map import token_map
 
 MAP_FILE = "token_map.json"
 

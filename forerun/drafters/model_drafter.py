@@ -17,6 +17,7 @@ from forerun.draft_shape import DraftShape
 from forerun.drafters.deferred_extend import DeferredDraftExtend
 from forerun.drafters.draft_passes import DraftPasses, Masks
 from forerun.drafters.draft_state import DraftState, not_finite
+from forerun.drafters.map_coverage import MapCoverage
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.executor import ExecutorLimits
@@ -54,6 +55,8 @@ class ModelDrafter:
         self._passes = DraftPasses(model, shape._replace(depth=depth), mask)
         self._states: list[DraftState | None] = [None] * limits.slots
         self._deferred = DeferredDraftExtend(limits.slots, self._passes, traits)
+        part = traits.vocab < limits.vocab
+        self._coverage = MapCoverage(traits.target_ids, limits.vocab) if part else None
         # Plain steps in a row, by slot.
         self._plain_steps = np.zeros(limits.slots, np.int32)
         # The numbers of levels that a device has prepared for.
@@ -72,10 +75,13 @@ class ModelDrafter:
         self._states[slot] = None
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info: `name`, `width` of the trees, the model's own, and how
-        often tokens were right by its confidence, if it says any.
+        """Return facts for /server_info: `name`, `width` of the trees, the model's own, how often
+        tokens were right by its confidence, if it says any, and MapCoverage's for a part of the
+        target's vocabulary.
         """
         facts = {"name": self.traits.name, "width": self._width, **self._model.describe()}
+        if self._coverage is not None:
+            facts["draft_vocabulary"] = self._coverage.describe()
         right = self._passes.confidence.describe()
         return facts | ({"right_by_confidence": right} if right else {})
 
@@ -86,6 +92,8 @@ class ModelDrafter:
         EngineError if the model's logits are not finite.
         """
         states = self._states_of(plan)
+        if self._coverage is not None:
+            self._coverage.count(outcome)
         if any(state.confident for state in states):
             self._passes.learn(states, outcome)
         plain = not plan.max_nodes.any()

@@ -1,18 +1,25 @@
 """Prediction layers in GGUF files, by llama.cpp's names: `blk.N.nextn.*` and a decoder layer's own
-tensors behind the model's, N from its number of layers on (GLM-4.5, DeepSeek V3).
+tensors behind the model's, N from its number of layers on (GLM-4.5, DeepSeek V3); or alone in a
+file beside the model's (mtp-*.gguf).
 """
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.checkpoints.gguf.header import GgufFile
 from forerun.checkpoints.gguf.naming import AnyStored, announced_layers, stored_in_layer
+from forerun.checkpoints.gguf.parts import read_gguf
 from forerun.checkpoints.naming import StoredTensor
 from forerun.checkpoints.prediction_naming import (
     EMBEDDING_NORM,
     FINAL_NORM,
     FUSE,
     HIDDEN_NORM,
+    ZEROED,
     Naming,
     copied,
     own_pieces,
@@ -26,6 +33,8 @@ from forerun.drafts.prediction_layers import (
 from forerun.errors import ModelError
 from forerun.networks.arch import Architecture, layer_tensors
 
+_TARGETS = ("token_embd.weight", "output.weight", "output_norm.weight", "rope_freqs.weight")
+"""Tensors of the whole model that a converter may put into a file of prediction layers."""
 _NAMING = Naming(
     "llama.cpp",
     re.compile(r"blk\.(\d+)\."),
@@ -53,18 +62,57 @@ def open_in_gguf(target: GgufCheckpoint) -> PredictionLayers:
             f"{target.path} {announced}has no prediction layers (no tensors called nextn)"
         )
     (file,) = {id(file): file for file in files.values()}.values()
-    wanted = _wanted(file, target.architecture, count)
+    found = _checked(file, target.architecture, count, there)
+    return layers_of(target, _NAMING, found, count)
+
+
+def holds_layers_alone(path: Path) -> bool:
+    """Return whether a path is that of a GGUF file of prediction layers and no other layer."""
+    if path.suffix != ".gguf" or not path.is_file():
+        return False
+    try:
+        names = read_gguf(path).tensors
+    except ModelError:
+        return False
+    first = any(name.startswith("blk.0.") for name in names)
+    return not first and any(".nextn." in name for name in names)
+
+
+def open_layers_alone(path: Path, target: Checkpoint) -> PredictionLayers:
+    """Open the prediction layers in a file of their own. Embedding, final norm and output head are
+    the target's, even if the file has others.
+
+    Raises ModelError: damaged; for another architecture; missing, unexpected or wrongly shaped
+    tensors, all named.
+    """
+    file, arch = read_gguf(path), target.architecture
+    own = file.metadata["general.architecture"]
+    theirs = target.metadata["general.architecture"] if isinstance(target, GgufCheckpoint) else own
+    if own != theirs:
+        raise ModelError(f"{path} holds prediction layers for {own}; the target is {theirs}")
+    there = {name: one.shape for name, one in file.tensors.items() if name not in _TARGETS}
+    count = announced_layers(file.metadata)
+    found = _checked(file, arch, count, there)
+    return replace(layers_of(target, _NAMING, found, count, path), zeroed=arch.family in ZEROED)
+
+
+def _checked(
+    file: GgufFile, target: Architecture, count: int, there: Mapping[str, tuple[int, ...]]
+) -> dict[str, AnyStored]:
+    """Return canonical name -> stored tensor of the layers; `there`: the file's names and shapes.
+    Raises ModelError.
+    """
+    wanted = _wanted(file, target, count)
     parts = [(name, part) for name, item in wanted.items() for part in item.parts]
     check_stored(
         _NAMING.title,
-        target.path,
+        file.path,
         {part.name: part.piece.whole for _, part in parts},
         there,
         {part.name for name, part in parts if copied(name)},
     )
     absent = {name for name, part in parts if part.name not in there}
-    present = {name: item for name, item in wanted.items() if name not in absent}
-    return layers_of(target, _NAMING, present, count)
+    return {name: item for name, item in wanted.items() if name not in absent}
 
 
 def _wanted(file: GgufFile, target: Architecture, count: int) -> dict[str, AnyStored]:

@@ -50,8 +50,8 @@ ALGORITHMS = (
         "AUTO",
         "by the draft that is named: a head is EAGLE+NGRAM, a block drafter DFLASH, prediction "
         "layers NEXTN, an assistant FROZEN_KV_MTP, another GGUF file STANDALONE; with none named "
-        "NEXTN if the target has prediction layers, FROZEN_KV_MTP if its assistant lies beside it "
-        "(executors cpu and torch), else NGRAM",
+        "NEXTN if the target has prediction layers or mtp-NAME.gguf beside it, FROZEN_KV_MTP if "
+        "its assistant is (executors cpu and torch), else NGRAM",
         model=True,
         lookup=True,
     ),

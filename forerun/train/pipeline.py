@@ -16,6 +16,7 @@ from time import monotonic
 import numpy as np
 import torch
 
+from forerun.build.token_map import forced_ids
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError, ModelError
@@ -129,20 +130,6 @@ def _dense(source: TrainingTarget, name: str) -> DenseTarget:
     return DenseTarget(
         source.checkpoint, name, torch.float32 if device.type == "cpu" else torch.bfloat16
     )
-
-
-def forced_ids(tokenizer: Tokenizer) -> Ints:
-    """Return int32[.] ascending ids that every draft vocabulary has: special tokens, single bytes,
-    pure punctuation.
-
-    Answer text never shows the specials, and constrained text leans on bytes and punctuation.
-    """
-    ids = set(tokenizer.special_ids)
-    for token in range(tokenizer.vocab_size):
-        text = tokenizer.token_bytes(token)
-        if len(text) == 1 or (text and not any(c > 127 or chr(c).isalnum() for c in text)):
-            ids.add(token)
-    return np.array(sorted(ids), np.int32)
 
 
 def make_draft(

@@ -5,6 +5,7 @@ whole text, from transformers' own layer.
 import json
 from functools import lru_cache
 
+import gguf
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -105,6 +106,31 @@ def in_gguf(hf, layers, path, kind="F32", extra=None, **metadata):
     behind |= extra or {}
     behind = {stored: array for stored, array in behind.items() if array is not None}
     return tiny.write_gguf(whole, path, kind, metadata=said, extra=behind)
+
+
+def alone(whole, path, kept=(), arch="llama"):
+    """The file of a model with layers, without what is not theirs (mtp-*.gguf).
+
+    kept  names of other tensors that stay
+    arch  the architecture that it says
+    """
+    reader = gguf.GGUFReader(whole)
+    named = [tensor.name for tensor in reader.tensors]
+    own = {name.partition("nextn.")[0] for name in named if ".nextn." in name}
+    writer = gguf.GGUFWriter(path, arch)
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            kind = field.types[0]
+            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), kind, sub_type=sub)
+    for tensor in reader.tensors:
+        if tensor.name in kept or tensor.name.startswith(tuple(own)):
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def rms(x, weight, eps):

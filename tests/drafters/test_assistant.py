@@ -4,13 +4,14 @@ import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from forerun.build import beside
-from forerun.build.beside import assistant_beside, with_assistant
+from forerun.build.beside import assistant_beside, with_beside
 from forerun.build.drafting import drafting_sentence, open_drafts, with_shipped
 from forerun.build.engine import load, open_target
 from forerun.build.sizing import described, sizing
@@ -270,7 +271,7 @@ def test_names_of_other_servers_mean_it(kinds, algorithm):
     assert with_shipped(asked).speculative_algorithm == "FROZEN_KV_MTP"
     for other in ("EAGLE3", "DFLASH", "EAGLE+NGRAM"):
         with pytest.raises(ConfigError, match="holds an assistant; use FROZEN_KV_MTP"):
-            with_assistant(EngineConfig(
+            with_beside(EngineConfig(
                 speculative_algorithm=other, speculative_draft_model_path=draft
             ))  # fmt: skip
 
@@ -333,7 +334,7 @@ def test_auto_drafts_as_without_one_that_does_not_open(kinds, tmp_path, config, 
                      speculative_draft_model_path=None, speculative_num_steps=None)  # fmt: skip
     arch = architecture_at(model)
     with pytest.warns(UserWarning, match=f"is left out: .*{says}") if says else nullcontext():
-        chosen = with_assistant(asked, target=arch)
+        chosen = with_beside(asked, target=SimpleNamespace(architecture=arch))
     assert chosen == asked
     if says == "model.safetensors":
         with pytest.warns(UserWarning, match="is left out"):

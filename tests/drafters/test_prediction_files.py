@@ -11,11 +11,12 @@ from forerun.build.engine import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.checkpoints.prediction_naming import FUSE
-from forerun.drafts.gguf_prediction import open_in_gguf
+from forerun.client.llm import LLM
+from forerun.drafts.gguf_prediction import open_in_gguf, open_layers_alone
 from forerun.drafts.prediction_layers import open_prediction_layers
 from forerun.errors import ConfigError, ModelError
 from tests.drafters.kinds import Kind
-from tests.drafters.prediction import NAMINGS, in_gguf, prefix_of, random_layer, with_layers
+from tests.drafters.prediction import NAMINGS, alone, in_gguf, prefix_of, random_layer, with_layers
 from tests.drafters.served import settings
 from tests.models import tiny
 
@@ -133,6 +134,45 @@ def test_layers_in_gguf_are_read_strictly(tmp_path):
     other = shared | {"blk.3.nextn.shared_head_head.weight": np.ones((320, 64), np.float32)}
     with pytest.raises(ModelError, match=r"blk\.3\.nextn\.shared_head_head\.weight is another"):
         open_in_gguf(GgufCheckpoint(in_gguf(hf, layers, tmp_path / "other.gguf", extra=other)))
+
+
+def counted(target, method, draft=None, executor="cpu"):
+    """The ids of an answer, its accepted draft tokens, and what the start says."""
+    options = {} if draft is None else {"speculative_draft_model_path": str(draft)}
+    with LLM(
+        str(target), executor=executor, speculative_algorithm=method, policy="fixed", context=64,
+        max_sequences=1, threads=1, speculative_num_steps=1, **options,
+    ) as llm:  # fmt: skip
+        (answer,) = llm.generate("the quick brown", max_tokens=16, temperature=0, ignore_eos=True)
+        return answer.tokens, llm.loaded.engine.stats().accepted, llm.loaded.info["drafting"]
+
+
+@pytest.mark.parametrize("executor", ["cpu", "torch"])
+def test_layers_in_a_gguf_file_of_their_own_draft_as_within_the_models(tmp_path, executor):
+    """mtp-*.gguf beside the model or named, whatever else of the model a converter left in it."""
+    hf = tiny.model("llama")
+    whole = in_gguf(hf, [random_layer(hf, 5)], tmp_path / "whole.gguf")
+    target = tiny.write_gguf(hf, tmp_path / "small-Q8_0.gguf")
+    kept = ("token_embd.weight", "output_norm.weight")
+    beside = alone(whole, tmp_path / "mtp-small-F32.gguf", kept)
+    expected = counted(whole, "AUTO", executor=executor)
+    assert "NEXTN" in expected[2]
+    for draft in (None, beside):
+        found = counted(target, "AUTO", draft, executor)
+        assert found[:2] == expected[:2]
+        assert "NEXTN" in found[2] and f"AUTO: {beside} holds prediction layers" in found[2]
+    assert counted(target, "NEXTN", executor=executor)[:2] == expected[:2]
+
+
+def test_layers_of_another_model_are_named_or_left_out(tmp_path):
+    hf = tiny.model("llama")
+    target = tiny.write_gguf(hf, tmp_path / "small.gguf")
+    whole = in_gguf(hf, [random_layer(hf, 5)], tmp_path / "whole.gguf")
+    beside = alone(whole, tmp_path / "mtp-small.gguf", arch="qwen2")
+    with pytest.raises(ModelError, match="holds prediction layers for qwen2; the target is llama"):
+        open_layers_alone(beside, GgufCheckpoint(target))
+    with pytest.warns(UserWarning, match="the draft beside the model is left out: .*qwen2"):
+        assert "NGRAM" in counted(target, "AUTO")[2]
 
 
 def test_layers_that_a_gguf_file_announces_and_lacks_leave_a_plain_model(tmp_path):

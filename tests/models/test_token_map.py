@@ -3,17 +3,25 @@
 import json
 import pickle
 import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
 
+from forerun.build import token_map as counted
+from forerun.build.drafting import DraftParts
+from forerun.build.token_map import forced_ids, token_map
+from forerun.client.llm import LLM
 from forerun.drafts.token_map import read_token_map, write_token_map
 from forerun.errors import ConfigError, ModelError
+from forerun.executors import cpu
+from forerun.options.config import EngineConfig
 from forerun.text.tokenizer import Tokenizer
-from forerun.train.pipeline import forced_ids
-from forerun.train.token_map import token_map
+from tests.drafters.prediction import random_layer, with_layers
 from tests.models import tiny
 
 IDS = [*range(0, 3000, 2), 255, 256, 65535, 65536, 70001]
@@ -112,3 +120,82 @@ def test_a_map_is_counted_from_text(tmp_path):
     assert {*np.argsort(-free, kind="stable")[:4].tolist()} <= {*ids.tolist()}
     with pytest.raises(ConfigError, match="draft-vocab is 3"):
         token_map(text, tokenizer, tiny.VOCAB, 3)
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory):
+    hf = tiny.model("llama")
+    return str(
+        with_layers(hf, [random_layer(hf, 1)], tmp_path_factory.mktemp("layered"), "deepseek")
+    )
+
+
+@pytest.fixture
+def counting(tmp_path, monkeypatch):
+    """Every vocabulary is large, and the counting process runs here; the runs so far."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(counted, "MIN_VOCAB", 1)
+    monkeypatch.setattr(counted, "SIZE", tiny.VOCAB - 20)
+    monkeypatch.setattr(counted.text_table, "pieces_of", lambda: ["the quick brown fox"])
+    runs = []
+
+    def run(command, **_):
+        runs.append(command)
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.argv", command[2:])
+            counted.main()
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(counted.subprocess, "run", run)
+    return runs
+
+
+def answered(model, **options):
+    """The ids of an answer, and what the start says of the engine."""
+    options = {"context": 64, "max_sequences": 1, "policy": "fixed", "threads": 1} | options
+    with LLM(model, executor="cpu", speculative_algorithm="NEXTN", **options) as llm:
+        (answer,) = llm.generate("the quick brown", max_tokens=12, temperature=0, ignore_eos=True)
+        drafter = llm.loaded.engine.describe()["drafter"]
+        return answer.tokens, llm.loaded, drafter
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+def test_a_large_vocabulary_is_drafted_from_a_counted_map(layered, counting):
+    whole, loaded, drafter = answered(layered, speculative_token_map="none")
+    assert not counting and loaded.config.speculative_token_map is None
+    assert "draft_vocabulary" not in drafter and "of the tokens in" not in loaded.info["drafting"]
+    for _ in range(2):  # The second start reads what the first has counted.
+        limited, loaded, drafter = answered(layered)
+        assert limited == whole and len(counting) == 1
+        named = loaded.config.speculative_token_map
+        assert f"of the tokens in {named}" in loaded.info["drafting"]
+        held = read_token_map(Path(named), tiny.VOCAB)
+        left_out = np.mean([id not in held for id in whole])
+        share = {"size": tiny.VOCAB - 20, "left_out": round(float(left_out), 4)}
+        assert drafter["draft_vocabulary"] == share
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+def test_a_map_that_cannot_be_counted_costs_nothing(layered, counting, monkeypatch, caplog):
+    failed = SimpleNamespace(returncode=1, stderr="Traceback\nOSError: the disk is full\n")
+    monkeypatch.setattr(counted.subprocess, "run", lambda *_, **__: failed)
+    _, loaded, _ = answered(layered)
+    assert loaded.config.speculative_token_map is None and "NEXTN" in loaded.info["drafting"]
+    assert "drafts score all" in caplog.text and "OSError: the disk is full" in caplog.text
+
+
+def test_no_map_is_counted_for_drafts_that_take_none(counting):
+    """Small vocabularies, other devices, drafts with a vocabulary of their own."""
+
+    def limited(_):
+        raise ModelError("it brings its own")
+
+    config, target = EngineConfig(model="m", device="cpu"), SimpleNamespace(
+        tokenizer=None, architecture=SimpleNamespace(vocab=tiny.VOCAB)
+    )  # fmt: skip
+    own = DraftParts(SimpleNamespace(vocab=200_000, limited=limited))
+    assert counted.with_token_map(config, target, own) is own
+    other = replace(config, device="cuda")
+    assert counted.with_token_map(other, target, own) is own
+    small = DraftParts(SimpleNamespace(vocab=0))
+    assert counted.with_token_map(config, target, small) is small and not counting

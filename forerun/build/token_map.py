@@ -1,0 +1,162 @@
+"""The token map of a draft model: the named one, or one counted in ordinary text.
+
+Over 150,000 and more tokens a draft's output head takes most of its time on a CPU, and ordinary
+text uses few of them. A map that is not named is counted in the text that ships (text_table.py),
+once for every tokenizer, in a process of its own, and stored in the cache. drafts/token_map.py
+reads and writes maps.
+
+    python -m forerun.build.token_map MODEL REVISION FILE
+
+counts it with a model's tokenizer into FILE.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from forerun.build import text_table
+from forerun.build.drafting import NO_DRAFT, DraftParts
+from forerun.drafts.token_map import read_token_map, write_token_map
+from forerun.errors import ConfigError, ModelError, reason_of
+from forerun.hub import huggingface
+from forerun.hub.catalog import Model, open_model
+from forerun.options.config import EngineConfig
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import AnyArray, Ints
+
+log = logging.getLogger("forerun.build")
+
+MIN_VOCAB = 150_000
+"""Draft models that score fewer tokens get no map of their own."""
+SIZE = 32_768
+"""Tokens of a counted map. (Gemma 3's tokenizer of 262,144, a map of three quarters of the text on
+the fourth, shares of its tokens: 4,096 .852, 8,192 .904, 16,384 .939, 32,768 .964, 65,536 .981.)
+"""
+_PIECE = 1 << 20
+"""Characters of a user's text that are encoded at a time."""
+
+
+def with_token_map(config: EngineConfig, target: Model, parts: DraftParts) -> DraftParts:
+    """Return the parts with the draft model limited to the named token map; to a counted one if
+    none is named, the draft runs on a CPU and scores MIN_VOCAB tokens or more.
+
+    Raises ModelError for a named map that does not fit, DownloadError.
+    """
+    named, draft, vocab = config.speculative_token_map, parts.model, target.architecture.vocab
+    if draft is None or named == NO_DRAFT:
+        return parts
+    if named is not None:
+        ids = read_token_map(huggingface.token_map_fetched(named), vocab)
+        return replace(parts, model=draft.limited(ids), token_map=named)
+    if config.device != "cpu" or draft.vocab < MIN_VOCAB:
+        return parts
+    try:
+        draft.limited(np.arange(1, dtype=np.int32))
+    except ModelError:  # It brings its own, or scores few tokens by other means.
+        return parts
+    path = _provided(config, target.tokenizer, vocab)
+    if path is None:
+        return parts
+    ids = read_token_map(path, vocab)
+    return replace(parts, model=draft.limited(ids), token_map=str(path))
+
+
+def _provided(config: EngineConfig, tokenizer: Tokenizer, vocab: int) -> Path | None:
+    """Return the file of a tokenizer's counted map, counting it if the cache has none; None, with a
+    warning, if that fails.
+    """
+    path = text_table.file_of(tokenizer, vocab).with_suffix(".tokens.json")
+    if path.is_file():
+        return path
+    log.info("counting which tokens of %s ordinary text uses, once", config.model)
+    command = [sys.executable, "-m", "forerun.build.token_map"]
+    command += [config.model, config.revision or "", str(path)]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode == 0:
+        return path
+    lines = done.stderr.strip().splitlines()
+    log.warning(
+        "no token map was counted, so drafts score all %d tokens: %s",
+        vocab,
+        lines[-1] if lines else f"code {done.returncode}",
+    )
+    return None
+
+
+def token_map(text: Path, tokenizer: Tokenizer, vocab: int, size: int) -> Ints:
+    """Return most_frequent of a file of UTF-8 text. Raises ConfigError if it cannot be read, or as
+    most_frequent.
+    """
+    try:
+        with text.open(encoding="utf-8", errors="replace") as lines:
+            counts = _counts(tokenizer, vocab, _pieces(lines))
+    except OSError as error:
+        raise ConfigError(f"--token-map {text} cannot be read: {reason_of(error)}") from error
+    return most_frequent(counts, tokenizer, size)
+
+
+def _pieces(lines: IO[str]) -> Iterator[str]:
+    while piece := "".join(lines.readlines(_PIECE)):
+        yield piece
+
+
+def _counts(tokenizer: Tokenizer, vocab: int, pieces: Iterable[str]) -> AnyArray:
+    counts = np.zeros(vocab, np.int64)
+    for piece in pieces:
+        counts += np.bincount(tokenizer.encode(piece), minlength=vocab)
+    return counts
+
+
+def most_frequent(counts: AnyArray, tokenizer: Tokenizer, size: int) -> Ints:
+    """Return int32[size] ascending target ids for a token map: special tokens, single bytes and
+    punctuation, then those of the highest counts [V], then the lowest.
+
+    Raises ConfigError if `size` leaves no room beyond what every map has, or exceeds V.
+    """
+    forced, vocab = forced_ids(tokenizer), len(counts)
+    if not len(forced) < size <= vocab:
+        raise ConfigError(
+            f"draft-vocab is {size}; a token map of this model has more than {len(forced)} "
+            f"(specials, bytes, punctuation) and at most {vocab}."
+        )
+    # Ties, unseen ids included, to the lowest id.
+    order = counts - np.arange(vocab) / (2 * vocab)
+    order[forced] = np.inf
+    return np.sort(np.argpartition(-order, size - 1)[:size]).astype(np.int32)
+
+
+def forced_ids(tokenizer: Tokenizer) -> Ints:
+    """Return int32[.] ascending ids that every draft vocabulary has: special tokens, single bytes,
+    pure punctuation.
+
+    Answer text never shows the specials, and constrained text leans on bytes and punctuation.
+    """
+    ids = set(tokenizer.special_ids)
+    for token in range(tokenizer.vocab_size):
+        text = tokenizer.token_bytes(token)
+        if len(text) == 1 or (text and not any(c > 127 or chr(c).isalnum() for c in text)):
+            ids.add(token)
+    return np.array(sorted(ids), np.int32)
+
+
+def main() -> None:
+    """Count the shipped text with a model's tokenizer in this process (see the module)."""
+    reference, revision, name = sys.argv[1:]
+    model, path = open_model(reference, revision=revision or None), Path(name)
+    counts = _counts(model.tokenizer, model.architecture.vocab, text_table.pieces_of())
+    scratch = path.with_suffix(f".{os.getpid()}")
+    write_token_map(most_frequent(counts, model.tokenizer, SIZE), scratch)
+    scratch.replace(path)
+
+
+if __name__ == "__main__":
+    main()
