@@ -2,7 +2,6 @@
 or prediction layers in a GGUF file of their own (drafts/gguf_prediction.py).
 """
 
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,15 +12,13 @@ from forerun.drafts.assistant import holds_assistant, open_assistant
 from forerun.drafts.gguf_prediction import holds_layers_alone, open_layers_alone
 from forerun.errors import ConfigError, ModelError
 from forerun.hub import huggingface
-from forerun.hub.reference import hub_reference
+from forerun.hub.reference import hub_reference, plain_name
 from forerun.hub.well_known import known_assistant
 from forerun.options.config import EngineConfig
 
 ALGORITHM = "FROZEN_KV_MTP"
 MEANS_IT = ("AUTO", "EAGLE", "NEXTN", "STANDALONE", ALGORITHM)
 """Algorithms that mean an assistant if the draft is one: what users of other servers write."""
-_NUMBERS = re.compile(r"[-._](ud-)?(i?q\d\w*|f16|bf16|f32|mxfp4\w*)$")
-"""The end of a GGUF file's name that says how its numbers are stored."""
 
 
 def with_beside(
@@ -54,7 +51,9 @@ def with_beside(
             return _chosen(config, found)
     unlayered = method.kind == "layers" and not layered
     if unlayered or (auto and config.executor in ("cpu", "torch")):
-        found = _beside(config.model, "mtp-{}", holds_layers_alone)
+        # A file of the hub lies among those fetched with it.
+        here = config.model if target is None or _path(config.model) else str(target.path)
+        found = _beside(here, "mtp-{}", holds_layers_alone)
         if found is not None and (not auto or _opens(found, target)):
             beside = replace(config, speculative_draft_model_path=str(found))
             return replace(beside, speculative_algorithm="NEXTN")
@@ -130,8 +129,7 @@ def _beside(reference: str, form: str, holds: Callable[[Path], bool]) -> Path | 
     path = _path(reference)
     if path is None:
         return None
-    name = _NUMBERS.sub("", path.stem.lower()) if path.is_file() else path.name.lower()
-    wanted = form.format(name)
+    wanted = form.format(_named(path))
     return next((each for each in _siblings(path) if _named(each) == wanted and holds(each)), None)
 
 
@@ -144,5 +142,4 @@ def _siblings(path: Path) -> list[Path]:
 
 def _named(path: Path) -> str:
     """Return the name of a folder or file in small letters, without the kind of its numbers."""
-    own = path.name.lower()
-    return _NUMBERS.sub("", own.removesuffix(".gguf")) if path.suffix == ".gguf" else own
+    return plain_name(path.name) if path.suffix == ".gguf" else path.name.lower()

@@ -12,7 +12,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from forerun.checkpoints.gguf.parts import part_names
 from forerun.errors import DownloadError
-from forerun.hub.reference import HubReference, choose_gguf
+from forerun.hub.reference import HubReference, choose_gguf, layers_for
 
 
 class CachedModel(NamedTuple):
@@ -113,9 +113,9 @@ def token_map_fetched(named: str) -> Path:
 def gguf_fetched(
     reference: HubReference, cache: Path | None = None, revision: str | None = None
 ) -> Path:
-    """Return the path of one GGUF file of a hub model; downloads it with its further parts if it is
-    not in the cache. cache, revision: as in `fetched`. If the hub does not answer within ASKING
-    seconds, the files in the cache count.
+    """Return the path of one GGUF file of a hub model; downloads it with its further parts, and the
+    prediction layers beside it, if they are not in the cache. cache, revision: as in `fetched`. If
+    the hub does not answer within ASKING seconds, the files in the cache count.
 
     Raises DownloadError, and ModelError if there is no such file.
     """
@@ -130,7 +130,9 @@ def gguf_fetched(
         names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
         return folder / choose_gguf(names, reference)
     name = choose_gguf(names, reference)
-    return _snapshot(repository, part_names(name), cache, revision) / name
+    layers = layers_for(names, name)
+    wanted = [*part_names(name), *([layers] if layers else [])]
+    return _snapshot(repository, wanted, cache, revision) / name
 
 
 def check(repository: str, revision: str | None = None) -> None:

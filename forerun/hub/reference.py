@@ -16,6 +16,10 @@ _REPOSITORY = re.compile(
 )
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "BF16", "F16")
 """Kinds of numbers in a GGUF file, in the order of preference."""
+_NUMBERS = re.compile(r"[-._](ud-)?(i?q\d\w*|f16|bf16|f32|mxfp4\w*)$")
+"""The end of a GGUF file's name that says how its numbers are stored."""
+_BESIDE = ("mmproj", "mtp-")
+"""Beginnings of names of files that are no model: towers, prediction layers alone."""
 
 
 class NoGgufError(ModelError):
@@ -63,7 +67,7 @@ def _without_host(text: str) -> str:
 def choose_gguf(names: list[str], reference: HubReference) -> str:
     """Return the GGUF file that `reference` means among a repository's `names`: the one it names,
     by file or quantisation, else the first quantisation of PREFERRED. Of one in several parts, the
-    first part.
+    first part. Files beside a model (towers, prediction layers) are none.
 
     Raises NoGgufError if there is none, ModelError that lists what there is where the named one
     is absent.
@@ -73,7 +77,7 @@ def choose_gguf(names: list[str], reference: HubReference) -> str:
         for name in names
         if name.endswith(".gguf")
         and part_names(name)[0] == name
-        and "mmproj" not in name.rsplit("/", 1)[-1].lower()
+        and not any(word in name.rsplit("/", 1)[-1].lower() for word in _BESIDE)
     )
     if not whole:
         raise NoGgufError(f"{reference.repository} has no GGUF file")
@@ -88,6 +92,25 @@ def choose_gguf(names: list[str], reference: HubReference) -> str:
     raise ModelError(
         f"{reference.repository} has no GGUF file {reference.file!r}; it has {', '.join(whole)}"
     )
+
+
+def layers_for(names: list[str], model: str) -> str | None:
+    """Return the file of prediction layers (mtp-*.gguf) beside the file `model` among a
+    repository's `names`: of the same kind of numbers, else by PREFERRED; None if there is none.
+    """
+    folder, wanted = model.rpartition("/")[0], f"mtp-{plain_name(model)}"
+    beside = (n for n in names if n.endswith(".gguf") and n.rpartition("/")[0] == folder)
+    found = sorted(name for name in beside if plain_name(name) == wanted)
+    kinds = [_kind(model), *(kind.lower() for kind in PREFERRED)]
+    ranked = [name for kind in kinds for name in found if _kind(name) == kind]
+    return next(iter(ranked or found), None)
+
+
+def plain_name(name: str) -> str:
+    """Return a GGUF file's name in small letters, without folders, ending, part number and kind of
+    numbers.
+    """
+    return _NUMBERS.sub("", _whole_name(name.rsplit("/", 1)[-1]).lower())
 
 
 def _kind(name: str) -> str:

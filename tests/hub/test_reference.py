@@ -1,6 +1,7 @@
 """Hub models as people write them."""
 
 import json
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -8,10 +9,12 @@ from huggingface_hub import constants
 
 from forerun.cli import models
 from forerun.cli.main import main
+from forerun.client.llm import LLM
 from forerun.errors import ModelError
 from forerun.hub import huggingface
 from forerun.hub.catalog import is_reference, open_model
-from forerun.hub.reference import HubReference, choose_gguf, hub_reference
+from forerun.hub.reference import HubReference, choose_gguf, hub_reference, layers_for
+from tests.drafters.prediction import alone, in_gguf, random_layer
 from tests.models import tiny
 
 HOST = constants.ENDPOINT.split("//")[1]
@@ -39,6 +42,8 @@ def test_what_is_meant(text, meant):
 
 
 NAMES = ["README.md", "a-Q8_0.gguf", "sub/a.Q4_K_M.gguf", "a-f16.gguf", "mmproj-a-F16.gguf",
+         "sub/mtp-A-Q6_K.gguf", "mtp-A-Q4_K_M.gguf", "mtp-A-Q6_K.gguf", "mtp-A-Q8_0.gguf",
+         "mtp-c.gguf",
          "b-Q2_K-00003-of-00003.gguf", "b-Q2_K-00001-of-00003.gguf"]  # fmt: skip
 
 
@@ -64,6 +69,44 @@ def test_no_such_file_lists_what_there_is():
         choose_gguf(NAMES, HubReference("org/repo", "Q3_K"))
     with pytest.raises(ModelError, match="org/repo has no GGUF file"):
         choose_gguf(["a.bin"], HubReference("org/repo"))
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [
+        ("a-Q8_0.gguf", "mtp-A-Q8_0.gguf"),
+        ("sub/a.Q4_K_M.gguf", "sub/mtp-A-Q6_K.gguf"),
+        ("a-UD-Q5_K_XL-00001-of-00002.gguf", "mtp-A-Q4_K_M.gguf"),
+        ("c-Q8_0.gguf", "mtp-c.gguf"),
+        ("b-Q2_K-00001-of-00003.gguf", None),
+    ],
+)
+def test_prediction_layers_beside_a_file(model, layers):
+    assert layers_for(NAMES, model) == layers
+
+
+def test_prediction_layers_of_a_hub_model_draft(hub, monkeypatch):
+    """Fetched with the file, though the model is named by its hub id."""
+    folder = hub / "hub/models--org--tiny-GGUF/snapshots" / ("0" * 40)
+    hf = tiny.model("llama")
+    beside = alone(
+        in_gguf(hf, [random_layer(hf, 5)], hub / "whole.gguf"), folder / "mtp-tiny-Q4_0.gguf"
+    )
+    names = [SimpleNamespace(rfilename=path.name) for path in folder.iterdir()]
+    asked = []
+
+    def fetched(repository, wanted, *_):
+        asked.extend(wanted)
+        return folder
+
+    monkeypatch.setattr(huggingface, "_snapshot", fetched)
+    monkeypatch.setattr(
+        huggingface_hub, "HfApi",
+        lambda: SimpleNamespace(model_info=lambda *_, **__: SimpleNamespace(siblings=names)),
+    )  # fmt: skip
+    with LLM("org/tiny-GGUF:Q8_0", context=64, max_sequences=1) as llm:
+        assert f"AUTO: {beside} holds prediction layers" in llm.loaded.info["drafting"]
+    assert {*asked} == {"tiny-Q8_0.gguf", "mtp-tiny-Q4_0.gguf"}
 
 
 @pytest.fixture

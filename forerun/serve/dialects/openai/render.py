@@ -93,7 +93,7 @@ class ChatFormat:
             message |= {"reasoning_content": parsed.reasoning, "reasoning": parsed.reasoning}
         if parsed.calls:
             message |= {"content": parsed.content or None, "tool_calls": whole_calls(parsed.calls)}
-        choice = {
+        choice: Choice = {
             "index": index,
             "message": message,
             "logprobs": self._logprobs(news),
