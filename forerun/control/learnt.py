@@ -17,6 +17,9 @@ from forerun.control.costs import LiveCosts, Mean
 from forerun.control.shapes import Shapes, _Bucket
 from forerun.control.step_costs import StepCosts
 
+LEAST_STEPS = 64
+"""Steps after which what was learnt is believed more than what a new start measures."""
+
 State = TypeVar("State")
 
 
@@ -133,11 +136,13 @@ def _finite(value: object) -> bool:
 
 
 def _fits(policy: AdaptivePolicy, state: _Policy) -> bool:
-    """Return whether a state is of such a policy: of as many counts, levels and parts."""
+    """Return whether a state is of such a policy, and of enough steps."""
     account, shapes, costs = policy.account, policy.shapes, state.costs
     measured, now = costs.measured, account.costs.measured
     alike = (measured.drafts_in_step, measured.padded) == (now.drafts_in_step, now.padded)
     alike = alike and 2 <= len(measured.nodes) == len(measured.verify_ms)
+    drafted = sum(each.steps for each in state.shapes.buckets.values()) if state.shapes else 0
+    alike = alike and costs.steps + drafted >= LEAST_STEPS
     if not alike or len(costs.corrections) != len(LiveCosts(measured)._counts):
         return False
     if (state.model is None) != (account.model is account.main):
