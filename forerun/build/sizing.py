@@ -10,7 +10,7 @@ from forerun.build.drafting import own_layers, with_draft
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor
-from forerun.build.shapes import PlannedCheckpoint, RandomCheckpoint, shape_named
+from forerun.build.shapes import SHAPES, PlannedCheckpoint, RandomCheckpoint, shape_named
 from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
@@ -70,13 +70,16 @@ class Sizing:
 
 def described(config: EngineConfig, shape: str | None) -> Described:
     """Open the named model, or a shape (build/shapes.py) in its place, as far as planning needs it.
-    Of a hub id that is not on this machine only config.json is fetched.
+    A model may be named like a shape, too. Of a hub id that is not on this machine only config.json
+    is fetched.
 
     Raises ModelError, DownloadError if it cannot be fetched, ConfigError for an unknown shape.
     """
+    path = home_path(config.model)
+    if shape is None and config.model in SHAPES.keys() - BUILT_IN.keys() and not path.exists():
+        shape = config.model
     if shape is not None:
         return Described(shape, RandomCheckpoint(shape_named(shape)), False)
-    path = home_path(config.model)
     hub = None if path.exists() or config.model in BUILT_IN else hub_reference(config.model)
     if hub is not None and hub.file is None:
         path = huggingface.config_fetched(hub.repository, revision=config.revision)

@@ -24,6 +24,14 @@ def planned(capsys, *words, code=0):
 CARD = ("--device", "cuda", "--device-memory", "96")
 
 
+def test_a_model_may_be_named_like_a_shape(capsys):
+    """llama-2-70b is the base of published EAGLE heads, and has no file here."""
+    words = ("--device-memory", "400", "--json")
+    assert planned(capsys, "llama-2-70b", *words) == planned(
+        capsys, "--model-shape", "llama-2-70b", *words
+    )
+
+
 def test_a_shape_on_two_devices(capsys):
     """No device is there, and torch is not asked for one."""
     found = planned(capsys, "--model-shape", "llama-3-70b", "--tp-size", "2", *CARD)

@@ -330,6 +330,15 @@ def test_the_served_model_is_pulled_at_once(server, client, name):
         ("/a/b.q8_0.gguf", "", 8_030_261_248, ("gguf", "8.0B", "Q8_0")),
         ("org/name", "bfloat16", 0, ("safetensors", "", "BF16")),
         ("/a/folder", "", 1500, ("safetensors", "1.5K", "")),
+        *(
+            ("org/name", f"weights {words}, activations 8 bits in groups of 32", 1, found)
+            for words, found in [
+                ("Q4_1 as in the file", ("safetensors", "1", "Q4_1")),
+                ("Q4_K, Q6_K as in the file, IQ2_S made q8_0", ("safetensors", "1", "Q4_K")),
+                ("bfloat16, float32 made q8_0", ("safetensors", "1", "Q8_0")),
+                ("float16 as in the file", ("safetensors", "1", "F16")),
+            ]
+        ),
     ],
 )
 def test_details_of_a_model(model, number, weights, found):

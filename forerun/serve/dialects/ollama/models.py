@@ -88,7 +88,8 @@ def _details(served: Served) -> dict[str, Any]:
     loaded, model = served.loaded, str(served.loaded.config.model)
     family = str(loaded.info.get("family") or loaded.name)
     level = _LEVEL.search(model)
-    number = str(loaded.info["executor"].get("dtype") or "")
+    words = str(loaded.info["executor"].get("dtype") or "")
+    number = _STORED.sub(r"\1", words)
     return {
         "parent_model": "",
         "format": "gguf" if model.endswith(".gguf") or level else "safetensors",
@@ -101,6 +102,8 @@ def _details(served: Served) -> dict[str, Any]:
 
 _LEVEL = re.compile(r"[:._-](I?Q\d_\w+|BF16|F16|F32)(?:\.gguf)?$", flags=re.IGNORECASE)
 """What the name of a GGUF file says of its numbers."""
+_STORED = re.compile(r"weights (?:\w+(?:, \w+)* made )?(\w+).*")
+"""What an executor says of them: weights Q4_1 as in the file, ..."""
 _NUMBERS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
