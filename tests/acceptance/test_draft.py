@@ -22,8 +22,9 @@ def test_the_smoke_preset_trains_a_draft(tmp_path, capsys):
     assert main(["train", "--preset", "smoke", "--out", str(tmp_path)]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     losses = [row["loss"] for row in metrics["history"]]
-    assert losses[0] <= np.log(metrics["config"]["draft_vocab"])
-    assert losses[-1] < losses[0] - 0.1
+    # A head that knows nothing begins at log V, and a little above it by its small random logits.
+    unknowing = np.log(metrics["config"]["draft_vocab"])
+    assert losses[0] < unknowing + 0.05 and losses[-1] < unknowing - 2
     capsys.readouterr()
     line = [
         "run",
