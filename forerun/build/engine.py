@@ -238,8 +238,13 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     engine, learning = _engine_on(target, target.config, lookup)
     table = _text_table(config, target, engine, lookup)
     store = attach_store(
-        *(target.config, target.executor, engine, learning),
-        *(target.network, target.files, progress),
+        target.config,
+        target.executor,
+        engine,
+        learning,
+        target.network,
+        target.files,
+        progress,
     )
     engine.start()
     counted = target.table is not None and target.table.answers

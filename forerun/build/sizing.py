@@ -11,6 +11,7 @@ from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor
 from forerun.build.shapes import SHAPES, PlannedCheckpoint, RandomCheckpoint, shape_named
+from forerun.build.token_map import sized
 from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
@@ -110,6 +111,7 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
     whole = needs
     if draft is not None:
         check_offered(config, draft)
+        draft = sized(config, draft)
         whole = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     free = memory if memory is not None else entry.free_memory(config)
     plan, refusal = _planned(config, whole, free)

@@ -23,6 +23,7 @@ import numpy as np
 
 from forerun.build import text_table
 from forerun.build.drafting import NO_DRAFT, DraftParts
+from forerun.build.executor_entry import AnyDraft
 from forerun.drafts.token_map import read_token_map, write_token_map
 from forerun.errors import ConfigError, ModelError, reason_of
 from forerun.hub import huggingface
@@ -55,17 +56,35 @@ def with_token_map(config: EngineConfig, target: Model, parts: DraftParts) -> Dr
     if named is not None:
         ids = read_token_map(huggingface.token_map_fetched(named), vocab)
         return replace(parts, model=draft.limited(ids), token_map=named)
-    if config.device != "cpu" or draft.vocab < MIN_VOCAB:
-        return parts
-    try:
-        draft.limited(np.arange(1, dtype=np.int32))
-    except ModelError:  # It brings its own, or scores few tokens by other means.
-        return parts
-    path = _provided(config, target.tokenizer, vocab)
+    path = _provided(config, target.tokenizer, vocab) if _wants_map(config, draft) else None
     if path is None:
         return parts
     ids = read_token_map(path, vocab)
     return replace(parts, model=draft.limited(ids), token_map=str(path))
+
+
+def sized(config: EngineConfig, draft: AnyDraft) -> AnyDraft:
+    """Return a draft as large as with_token_map makes it, but for its ids; fetches and counts
+    nothing.
+    """
+    named = config.speculative_token_map
+    if named == NO_DRAFT:
+        return draft
+    if named is not None and Path(named).is_file():
+        return draft.limited(read_token_map(Path(named), draft.vocab))
+    if named is None and not _wants_map(config, draft):
+        return draft
+    return draft.limited(np.arange(min(SIZE, draft.vocab), dtype=np.int32))
+
+
+def _wants_map(config: EngineConfig, draft: AnyDraft) -> bool:
+    if config.device != "cpu" or draft.vocab < MIN_VOCAB:
+        return False
+    try:
+        draft.limited(np.arange(1, dtype=np.int32))
+    except ModelError:  # It brings its own, or scores few tokens by other means.
+        return False
+    return True
 
 
 def _provided(config: EngineConfig, tokenizer: Tokenizer, vocab: int) -> Path | None:

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from forerun.build import token_map as counted
 from forerun.build.drafting import DraftParts
+from forerun.build.sizing import described, sizing
 from forerun.build.token_map import forced_ids, token_map
 from forerun.client.llm import LLM
 from forerun.drafts.token_map import read_token_map, write_token_map
@@ -182,6 +183,24 @@ def test_a_map_that_cannot_be_counted_costs_nothing(layered, counting, monkeypat
     _, loaded, _ = answered(layered)
     assert loaded.config.speculative_token_map is None and "NEXTN" in loaded.info["drafting"]
     assert "drafts score all" in caplog.text and "OSError: the disk is full" in caplog.text
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+def test_a_plan_counts_the_map_that_loading_would_make(layered, counting, tmp_path):
+    """The rows of its tokens are a copy; planning counts no text."""
+
+    def weights(**options):
+        asked = EngineConfig(
+            model=layered, executor="cpu", speculative_algorithm="NEXTN", context=64, **options
+        )
+        return sizing(asked, described(asked, None), 1 << 33).draft
+
+    named = tmp_path / "map.json"
+    write_token_map(np.arange(100, dtype=np.int32), named)
+    whole, rows = weights(speculative_token_map="none"), tiny.VOCAB - 20
+    row = 64 * 34 // 32
+    assert weights() - whole == rows * row and not counting
+    assert weights(speculative_token_map=str(named)) - whole == 100 * row
 
 
 def test_no_map_is_counted_for_drafts_that_take_none(counting):
