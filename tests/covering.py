@@ -85,6 +85,12 @@ def rarely(
     return [*often, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in rest)]
 
 
+def some_of(cells: Iterable[tuple], features: Callable[[tuple], set[Feature]] = pairs) -> list:
+    """The `covering` of the cells as parameters of a test; all others run with the slow tests."""
+    cells = list(cells)
+    return rarely(cells, covering(cells, features), None)
+
+
 def every(*values: Iterable) -> list[tuple]:
     """The cells of a whole matrix, by the values of each of its parameters."""
     return list(product(*values))

@@ -43,9 +43,11 @@ def test_the_toy_is_proved():
     "changes",
     [
         {"page_size": 1},
-        {"page_size": 256},
-        {"speculative_num_draft_tokens": 2},
         {"speculative_num_draft_tokens": 65, "speculative_num_steps": 3},
+        *(
+            pytest.param(changes, marks=pytest.mark.slow)
+            for changes in ({"page_size": 256}, {"speculative_num_draft_tokens": 2})
+        ),
     ],
 )
 def test_pages_and_trees_of_any_shape_are_proved(changes):

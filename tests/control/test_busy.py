@@ -11,7 +11,7 @@ from forerun.control.constants import MIN_REPEATS
 from forerun.control.step_costs import StepCosts
 from tests.control.steps import FREE, arrays, chain, report_of
 from tests.control.test_fresh_starts import COUNTS, TRUTH
-from tests.covering import every, thinned, values
+from tests.covering import every, some_of, values
 
 STEPS = 160
 """One answer."""
@@ -66,7 +66,7 @@ def tokens_per_step(told, busy, seed=0):
     return tokens / STEPS
 
 
-@pytest.mark.parametrize(("place", "factor"), thinned(every(range(12), [3.0, 10.0]), values))
+@pytest.mark.parametrize(("place", "factor"), some_of(every(range(12), [3.0, 10.0]), values))
 def test_one_slow_step_does_not_outlive_a_few(place, factor):
     """Where draft tokens were measured once, an interrupted step disabled them for 128 steps."""
     slow = tokens_per_step(TRUTH, lambda step: factor if step == place else 1.0)

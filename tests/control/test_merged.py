@@ -231,7 +231,7 @@ MANY = (0.6, 0.85)
     ("costs", "ngrams", "head"),
     rarely(
         every((TINY, CORE, DEVICE), (SPARSE, MANY), ((1.0, 0.05), POOR, GOOD)),
-        [(TINY, SPARSE, POOR), (DEVICE, MANY, GOOD)],
+        [(TINY, SPARSE, POOR)],
         values,
     ),
 )

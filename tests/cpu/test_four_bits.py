@@ -7,7 +7,7 @@ from forerun.build.engine import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.cpu.few_bits import TILE
 from forerun.options.config import EngineConfig
-from tests.covering import every, thinned, values
+from tests.covering import every, some_of, values
 from tests.cpu.test_logits import SAME, distance, logits_of
 from tests.cpu.twin import forward
 from tests.models import packers, tiny
@@ -31,7 +31,7 @@ def saved(path, name, group, family="llama", **changes):
     return FolderCheckpoint(folder)
 
 
-@pytest.mark.parametrize(("group", "name"), thinned(every([128, 32], FORMATS), values))
+@pytest.mark.parametrize(("group", "name"), some_of(every([128, 32], FORMATS), values))
 def test_logits_are_those_of_the_files_numbers(executor, random, tmp_path, name, group):
     source = saved(tmp_path, name, group)
     made = executor(source, 2)

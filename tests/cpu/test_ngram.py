@@ -23,7 +23,7 @@ from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, DraftSource, batch
 from tests.cli.toys import toy_loaded
 from tests.counted import lines
-from tests.covering import every, thinned, values
+from tests.covering import every, some_of, values
 from tests.engine.toys import GREEDY
 
 SLOTS = 4
@@ -221,7 +221,7 @@ def texts(random, kind, length):
 
 @pytest.mark.parametrize(
     ("kind", "tabled", "each"),
-    thinned(
+    some_of(
         every(["noise", "language", "repeated"], [False, True], [None, 0.02, 0.2, -0.2]), values
     ),
 )

@@ -8,7 +8,7 @@ from gguf.quants import dequantize, quantize
 from forerun.checkpoints.mapped import FourBits
 from forerun.executors.cpu import native
 from forerun.executors.cpu.few_bits import rows_of_bytes, rows_of_tiles
-from tests.covering import every, thinned
+from tests.covering import every, some_of
 from tests.cpu.twin import quantised
 
 SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5}
@@ -360,7 +360,7 @@ def test_kernels_are_chosen_by_name():
 
 @pytest.mark.parametrize(
     ("kernels", "kind", "shape"),
-    thinned(
+    some_of(
         every(
             INSTRUCTION_SETS,
             [*SOURCES, *K_QUANTS, *FOUR_BITS],

@@ -370,7 +370,7 @@ TEXTS = [
 ]
 SELDOM_TEXTS = [
     *on("torch", "DFLASH, DSpark", "DFLASH, DFlash2", "DFLASH, a map, the target's rows"),
-    *on("torch", "counting, swapped", "ASSISTANT, half", "DFLASH, both ways"),
+    *on("torch", "counting, swapped", "ASSISTANT, half", "STANDALONE, poorer"),
     *on("rounds", "DFLASH, DSpark"),
 ]
 OFTEN = "STANDALONE, first layers", "STANDALONE, poorer"

@@ -17,7 +17,7 @@ from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureN
 from forerun.interface.features import HostFeatures
 from forerun.interface.grammars import NoGrammars
 from forerun.networks.cache_layer import CacheLayer
-from tests.covering import every, thinned, values
+from tests.covering import every, some_of, values
 from tests.engine.toys import TOKENIZER, VOCAB, ask, finish, following, limits, run
 
 
@@ -160,7 +160,7 @@ SHARED = "A page and then"
 FORKS = [f"{SHARED[: 4 * count]}{letter} it goes" for count in (1, 2, 3) for letter in "abba"]
 
 
-@pytest.mark.parametrize(("page_size", "pages"), thinned(every([1, 2, 4], [16, 200]), values))
+@pytest.mark.parametrize(("page_size", "pages"), some_of(every([1, 2, 4], [16, 200]), values))
 def test_entries_fit_the_text_that_finds_them(page_size, pages):
     """Texts that part right after a page, at the same time and one after the other."""
     made, device = engine_with_head(page_size=page_size, pages=pages * 4 // page_size)

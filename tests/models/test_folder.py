@@ -20,7 +20,7 @@ from forerun.hub.catalog import open_model
 from forerun.networks.arch import FAMILIES
 from forerun.text.chat import ChatTemplate
 from forerun.text.template import Template
-from tests.covering import thinned, values
+from tests.covering import some_of, values
 from tests.models import tiny
 
 IDS = torch.arange(100)[None]
@@ -44,7 +44,7 @@ def rewrite(folder, change):
 
 @pytest.mark.parametrize(
     ("shards", "tied", "family"),
-    thinned([(*how, family) for how in ((1, False), (3, True)) for family in FAMILIES], values),
+    some_of([(*how, family) for how in ((1, False), (3, True)) for family in FAMILIES], values),
 )
 def test_weights_and_logits_are_those_of_transformers(family, shards, tied, tmp_path):
     hf = tiny.model(family, tie_word_embeddings=tied)

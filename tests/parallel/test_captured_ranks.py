@@ -17,7 +17,7 @@ from forerun.executors.torch import model_runner
 from forerun.executors.torch.parallel import executor, rounds
 from forerun.executors.torch.parallel.processes import Ranks
 from forerun.options.config import EngineConfig
-from tests.covering import every, thinned, values
+from tests.covering import every, some_of, values
 from tests.e2e.drafts import Hinted, make
 from tests.models import tiny
 from tests.parallel.rounds import Recorded
@@ -119,7 +119,7 @@ def texts(target, settings, asked):
 
 @pytest.mark.parametrize(
     ("wishes", "algorithm", "overlap"),
-    thinned(every(WISHES, ["OFF", "NGRAM"], [True, False]), values),
+    some_of(every(WISHES, ["OFF", "NGRAM"], [True, False]), values),
 )
 def test_ranks_launch_what_rank_0_does(shared, alone, said, wishes, algorithm, overlap):
     (target, tape), rounds_alone = shared, wishes == "rounds"

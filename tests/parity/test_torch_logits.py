@@ -11,7 +11,7 @@ from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.speculative.sampling import Sampling
-from tests.covering import every, thinned, values
+from tests.covering import every, some_of, thinned, values
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.parity.test_torch_invariance import half_true_draft
@@ -250,7 +250,7 @@ NEW_CASES = [
 
 @pytest.mark.parametrize(
     ("family", "name", "changes"),
-    thinned(own(NEW_CASES), lambda cell: values(cell[:2])),
+    some_of(own(NEW_CASES), lambda cell: values(cell[:2])),
 )
 def test_experts_and_gemma_equal_transformers(checkpoint, random, family, name, changes):
     equals_transformers(checkpoint(family, **changes), random)
@@ -259,7 +259,7 @@ def test_experts_and_gemma_equal_transformers(checkpoint, random, family, name, 
 WINDOWS = [(family, n) for family in tiny.LLAMAS[1:] for n in (1, 16, 100, 128, 256)]
 
 
-@pytest.mark.parametrize(("family", "window"), thinned(own(WINDOWS), values))
+@pytest.mark.parametrize(("family", "window"), some_of(own(WINDOWS), values))
 def test_contexts_longer_than_the_window(checkpoint, random, family, window):
     changes = {"sliding_window": window}
     if family != "mistral":

@@ -10,7 +10,7 @@ from forerun.executors.torch.decoder.elementwise import PLAIN, rotation
 from forerun.executors.torch.triton.round_types import Accepted, Extended, Levels, Prepared
 from forerun.speculative.noise import gumbel_of
 from forerun.speculative.tree import full_size
-from tests.covering import every, thinned
+from tests.covering import every, some_of
 from tests.parity.interpreted import load
 from tests.parity.test_choices import SEEDS
 from tests.parity.test_triton_choice import noise_of
@@ -138,7 +138,7 @@ def test_the_rows_ends_are_followed(width):
 
 @pytest.mark.parametrize(
     ("shape", "roots", "passed"),
-    thinned(
+    some_of(
         every([(1, 2, 2), (3, 5, 4), (2, 4, 3), (2, 3, 8)], [False, True], [0, 40, 1100]),
     ),
 )

@@ -61,6 +61,6 @@ def untrained(tmp_path_factory):
 @pytest.fixture(scope="session")
 def small(untrained):
     made = untrained
-    learning = "--epochs 60 --rate 1.4e-2 --draft-vocab 300 --ema 0.97 --check-every 60"
+    learning = "--epochs 40 --rate 2e-2 --draft-vocab 300 --ema 0.96 --check-every 60"
     made.train(made.out, *learning.split())
     return made
