@@ -87,6 +87,16 @@ class Said:
         return {}
 
 
+class Shallow(Said):
+    """Right at the first depth alone."""
+
+    def propose(self, plan):
+        return [
+            replace(draft, tokens=draft.tokens + 5000 * (np.arange(len(draft)) > 0))
+            for draft in super().propose(plan)
+        ]
+
+
 def replayed(drafter, sources, steps=600, nodes=3):
     """Accepted draft tokens a step, and of the last half how many nodes each source got."""
     drafter.begin(SlotInit(0, TokenText([0]), 1, Sampling()))
@@ -119,6 +129,17 @@ def replayed(drafter, sources, steps=600, nodes=3):
             for source in draft.sources():
                 got[source] = got.get(source, 0) + 1
     return accepted / steps, got
+
+
+def test_every_depth_is_learnt_by_itself():
+    found = (
+        Shallow("lookup", 1.0, 0.9, DraftSource.NGRAM),
+        Said("head", 0.0, 0.1, DraftSource.DRAFT_MODEL),
+    )
+    drafter = CombinedDrafter(*found)
+    replayed(drafter, found, 60)
+    first, second = (drafter.calibration.calibrated_prob(1, depth, 0.9) for depth in (1, 2))
+    assert first > 0.9 and second < 0.3
 
 
 GOOD, BAD = DraftSource.DRAFT_MODEL, DraftSource.NGRAM
