@@ -117,6 +117,7 @@ def test_tables_belong_to_tokenizers(cache):
     assert text_table.file_of(tokenizer, 300) != text_table.file_of(tokenizer, 301)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_table_of_ordinary_text_drafts_for_a_model_without_one(target):
     """Acceptance: of the default model without the table of its own answers, on a text that does

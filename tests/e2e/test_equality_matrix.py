@@ -20,7 +20,7 @@ from forerun.measure import prove as proving
 from forerun.measure.prove import Trial, answers, prove
 from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
-from tests.covering import covering, every, rarely
+from tests.covering import covering, every
 from tests.e2e.drafts import METHODS, Hinted, make
 from tests.models import tiny
 from tests.parity import test_rounds_that_draft as rounds
@@ -145,8 +145,6 @@ def note(record_property):
 
 CHAINS = ("NAIVE", "NGRAM")
 """Methods that shape their drafts themselves."""
-FEW = ("DFLASH", 16, False)
-"""Method, page and overlap of captured rounds that always run."""
 
 
 @NATIVE
@@ -250,17 +248,15 @@ def weak(tmp_path_factory):
     return rounds.make(tmp_path_factory.mktemp("weak"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "page", "overlap"),
-    rarely(every(rounds.METHODS, [1, 16, 64], [False, True]), [FEW], with_overlap),
+    covering(every(rounds.METHODS, [1, 16, 64], [False, True]), with_overlap),
 )
 def test_captured_rounds_of_every_draft_model(weak, emulated, note, method, page, overlap):
     config = replace(
         rounds.configured(weak, method, page), chunked_prefill_size=320, overlap=overlap
     )
-    if (method, page, overlap) == FEW:  # What the whole suite always runs.
-        proved(config, replace(SHORT, prompts=PROMPTS[:5]), None, note, ("tree",))
-        return
     plain = replace(SHORT, tokens=16, grammar=None, mixed=False)
     proved(config, replace(plain, temperatures=(1.0 if overlap else 0.8,)), None, note)
     proved(config, SHORT, None, lambda shape, runs: note(f"{shape}, grammar", runs), ("tree",))

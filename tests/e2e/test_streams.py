@@ -14,7 +14,13 @@ LONG = {"prompt": "Hi", "temperature": 0, "max_tokens": 4000, "ignore_eos": True
 PLAIN = {**LONG, "speculative": {"enabled": False}}
 
 
-@pytest.fixture(scope="module", params=[None, ["toy", "other"]], ids=["one", "two"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(None, id="one"),
+        pytest.param(["toy", "other"], id="two", marks=pytest.mark.slow),
+    ],
+)
 def server(request, tmp_path_factory):
     """A toy that takes 5 ms per step, so 4,000 tokens take 20 s; alone, or one of two models."""
     given = {"settings": {"keep_alive_seconds": 0.2}, "models": request.param}

@@ -57,11 +57,8 @@ def asked(server, question, **body):
     return answer.json()
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [pytest.param({"temperature": 0}, marks=pytest.mark.slow), {"temperature": 0.8, "seed": 5}],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}], ids=str)
 def test_answers_under_a_schema_are_valid_and_need_fewer_steps(server, sampling):
     wrapped = {"name": "person", "strict": True, "schema": PERSON}
     bound = {"response_format": {"type": "json_schema", "json_schema": wrapped}, **sampling}

@@ -13,6 +13,7 @@ from forerun.checkpoints.mapped import release
 from forerun.errors import ModelError
 from forerun.executors.torch import TorchExecutor
 from forerun.networks.rope import Divided, LinearScaling, Yarn
+from tests.covering import spread
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
 
@@ -329,7 +330,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("family", BLOCKS)
+@pytest.mark.parametrize("family", spread(BLOCKS, 9))
 def test_other_blocks_are_those_of_transformers(family, tmp_path):
     hf = tiny.model(family, **BLOCKS[family])
     checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf"))

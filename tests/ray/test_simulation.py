@@ -14,14 +14,14 @@ from bench.simulated_fleet import (
     conversations,
     simulated,
 )
+from tests.covering import every, some_of, values
 from tests.e2e.processes import ROOT
 
 KINDS = ("round robin", "least load", "prefix")
 CASE = Case(replicas=6, load=2.0, seconds=12.0, seed=3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize(("trouble", "kind"), some_of(every(TROUBLES, KINDS), values))
 def test_every_request_is_answered_in_the_end(kind, trouble):
     case = replace(CASE, trouble=TROUBLES[trouble])
     found, turns = simulated(case, [Router(kind), Router(kind)])

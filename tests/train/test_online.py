@@ -66,6 +66,7 @@ def trial(checkpoint, corpus, folder, dtype, **schedule):
     return made
 
 
+@pytest.mark.slow
 def test_bfloat16_products_learn_as_float32_does(checkpoint, corpus, tmp_path):
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):

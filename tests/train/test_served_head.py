@@ -185,6 +185,7 @@ def test_training_goes_on_from_another_draft(small, tmp_path, dialect):
     assert new.head == old.head and np.array_equal(new.target_ids, old.target_ids)
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_goes_on_where_it_stopped(small, tmp_path, monkeypatch, capsys):
     """Ctrl-C in the middle of training: a message, a checkpoint, and to the bit the same end."""
     flags = ("--epochs", "2", "--draft-vocab", "300", "--check-every", "4", "--ema", "0.9")
