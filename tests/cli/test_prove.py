@@ -144,6 +144,7 @@ MIXED = replace(
 )
 
 
+@pytest.mark.slow
 def test_everything_that_can_be_asked_for_is_proved_while_sequences_are_preempted():
     with toy_target(replace(CONFIG, max_sequences=16, kv_tokens=1024)) as target:
         proof = prove(target, target.config, replace(MIXED, group=16))

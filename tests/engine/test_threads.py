@@ -55,6 +55,7 @@ def wait_for(condition, seconds=300.0):
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_200_requests_with_aborts_leave_nothing(started):
     engine = started("ngram", slots=16, pages=120, max_nodes=64)
     ear, pick = Ear(), Random(1)

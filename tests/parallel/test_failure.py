@@ -125,6 +125,7 @@ def test_a_stream_hears_which_rank_is_gone(served, fault):
         engine.submit(make_request(np.arange(3, dtype=np.int32), max_tokens=1), news.put)
 
 
+@pytest.mark.slow
 def test_also_while_nothing_runs(served):
     """The engine sleeps; it is woken, and gives up. `/health` says what `alive` says."""
     _, engine, pid = served

@@ -287,6 +287,7 @@ def test_the_price_of_a_head_is_measured(target, learned, changes):
         adaptive.close()
 
 
+@pytest.mark.slow
 def test_lookup_and_head_together(target, learned):
     """The same text, in no more steps than the better of the two takes, but for a few."""
     prompts = [np.concatenate([text[:40], text[20:40]]) for text in learned[1][:2]]
