@@ -140,6 +140,13 @@ def test_a_model_without_marks_refuses_and_anthropics_target_is_left_out():
         assert "thinking.budget_tokens" in answer.headers["x-forerun-ignored"]
 
 
+def test_a_servers_budget_that_changes_nothing_is_said_at_the_start(caplog):
+    with client_of(thinking_budget=3):
+        assert "--thinking-budget" not in caplog.text
+    with client_of(thinking_budget=3, reasoning_end="off"):
+        assert "--thinking-budget changes nothing: no marks" in caplog.text
+
+
 def test_other_dialects_keep_it(client):
     thinking = {"type": "enabled", "budget_tokens": 6}
     content = client.post("/v1/messages", json=MESSAGES | {"thinking": thinking}).json()["content"]

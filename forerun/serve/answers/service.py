@@ -20,6 +20,7 @@ from forerun.errors import RequestError
 from forerun.hub.catalog import is_here
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.answers.events import EventQueue
+from forerun.serve.bodies.dialogue import keeps_budgets
 from forerun.serve.bodies.wire import Bodies
 from forerun.serve.http.errors import stuck, unavailable, unknown_model
 from forerun.serve.http.in_flight import InFlight
@@ -264,6 +265,12 @@ class Service(InFlight):
         self._tasks.append(begun(self._watch(engine), "the watch over the engine"))
         self.arrived.set()
         log.info("serving %s", name)
+        if self.settings.thinking_budget >= 0 and not keeps_budgets(loaded, self.settings):
+            log.warning(
+                "--thinking-budget changes nothing: no marks around thoughts are known of %s; "
+                "--reasoning-end names the closing one",
+                name,
+            )
         if self.settings.decode_log_interval:
             decode_log = DecodeLog(self.settings.decode_log_interval, engine.last_stats)
             self._tasks.append(begun(decode_log.run(engine.stats), "the decode log"))

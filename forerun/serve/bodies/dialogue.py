@@ -290,6 +290,14 @@ def _tool_rules(
     return tool_rules(format, signatures, calling, answer)
 
 
+def keeps_budgets(loaded: Frontend, settings: ServeSettings) -> bool:
+    """Return whether thoughts of the model can have a budget: the marks around them are known."""
+    if loaded.chat is None:
+        return False
+    format = FORMATS.get(settings.tool_parser) or format_of(loaded.chat.source)
+    return format is HARMONY or _marks(settings, loaded.chat) is not None
+
+
 def _marks(settings: ServeSettings, template: ChatTemplate) -> Marks | None:
     end = settings.reasoning_end.strip()
     if end in ("", "off"):
