@@ -17,7 +17,7 @@ from forerun.hub.well_known import known_assistant
 from forerun.options.config import EngineConfig
 
 ALGORITHM = "FROZEN_KV_MTP"
-MEANS_IT = ("AUTO", "EAGLE", "NEXTN", "STANDALONE", ALGORITHM)
+MEANS_IT = ("AUTO", "EAGLE", "NEXTN", "NEXTN+NGRAM", "STANDALONE", ALGORITHM)
 """Algorithms that mean an assistant if the draft is one: what users of other servers write."""
 
 
@@ -43,7 +43,7 @@ def with_beside(
         if holds_assistant(path):
             return _chosen(config, path)
         alone = auto and holds_layers_alone(path)
-        return replace(config, speculative_algorithm="NEXTN") if alone else config
+        return replace(config, speculative_algorithm=meant(config, "NEXTN")) if alone else config
     auto = auto and not layered
     if method.kind == "assistant" or (auto and _runs(config)):
         found = assistant_beside(config.model)
@@ -56,13 +56,22 @@ def with_beside(
         found = _beside(here, "mtp-{}", holds_layers_alone)
         if found is not None and (not auto or _opens(found, target)):
             beside = replace(config, speculative_draft_model_path=str(found))
-            return replace(beside, speculative_algorithm="NEXTN")
+            return replace(beside, speculative_algorithm=meant(config, "NEXTN"))
     return config
+
+
+def meant(config: EngineConfig, name: str) -> str:
+    """Return the algorithm `name` of a draft's kind, with n-grams if the configured one has them:
+    AUTO on a CPU, since n-grams leave the rounds that a GPU captures.
+    """
+    method = config.algorithm
+    lookup = method.lookup and (method.name != "AUTO" or config.device == "cpu")
+    return f"{name}+NGRAM" if lookup else name
 
 
 def check_meant(config: EngineConfig, path: Path) -> None:
     """Raise ConfigError if the algorithm means another kind of draft than the assistant there."""
-    if config.algorithm.name not in MEANS_IT:
+    if config.algorithm.name not in MEANS_IT and config.algorithm.kind != "assistant":
         raise ConfigError(
             f"speculative-algorithm is {config.algorithm.name}, but {path} holds an assistant; use "
             f"{ALGORITHM}."
@@ -85,7 +94,8 @@ def _opens(path: Path, target: Checkpoint | None) -> bool:
 
 def _chosen(config: EngineConfig, path: Path) -> EngineConfig:
     check_meant(config, path)
-    return replace(config, speculative_algorithm=ALGORITHM, speculative_draft_model_path=str(path))
+    chosen = replace(config, speculative_draft_model_path=str(path))
+    return replace(chosen, speculative_algorithm=meant(config, ALGORITHM))
 
 
 def _runs(config: EngineConfig) -> bool:

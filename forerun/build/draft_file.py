@@ -42,7 +42,7 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
     alone = holds_layers_alone(folder)
     held = not alone and holds_block(folder)
     if alone or holds_prediction(folder):
-        if method.name not in ("NEXTN", "EAGLE", "AUTO"):
+        if method.kind != "layers" and method.name not in ("EAGLE", "AUTO"):
             raise ConfigError(
                 f"speculative-algorithm is {method.name}, but {folder} holds prediction layers; "
                 "use NEXTN."

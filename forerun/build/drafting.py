@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from forerun.build.beside import with_beside
+from forerun.build.beside import meant, with_beside
 from forerun.build.draft_file import open_draft_file, open_standalone
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import Needs
@@ -68,7 +68,8 @@ def with_shipped(
         config = replace(config, speculative_algorithm=_automatic(config, layered))
     layers = config.algorithm.kind == "layers" or (layered and config.algorithm.name == "EAGLE")
     if layers and config.speculative_draft_model_path in (None, NO_DRAFT, config.model):
-        return replace(config, speculative_algorithm="NEXTN", speculative_draft_model_path=None)
+        own = replace(config, speculative_draft_model_path=None)
+        return replace(own, speculative_algorithm=meant(config, "NEXTN"))
     named = config.speculative_draft_model_path
     if not config.speculates or named not in (None, NO_DRAFT):
         if named and Path(named).is_dir():
@@ -109,7 +110,7 @@ def _automatic(config: EngineConfig, layered: bool) -> str:
     if named is not None and named.endswith(".gguf"):
         return "STANDALONE"
     own = layered and named is None and config.executor in ("cpu", "torch")
-    return "NEXTN" if own else AUTO
+    return meant(config, "NEXTN") if own else AUTO
 
 
 def drafting_sentence(
@@ -135,9 +136,9 @@ def drafting_sentence(
         source = f"{named} beside the model" if method.kind == "assistant" else source
         why = f"as requested, by {asked.speculative_draft_model_path or source}" * method.model
         why = (why or "as requested") + _unlike_sglang(asked) * (method.kind == "head")
-    elif method.name == "NEXTN" and named is not None:
+    elif method.kind == "layers" and named is not None:
         why = f"AUTO: {named} holds prediction layers"
-    elif method.name == "NEXTN":
+    elif method.kind == "layers":
         why = "AUTO: the target has prediction layers of its own"
     elif method.kind == "assistant":
         lies = " and lies beside it" * (asked.speculative_draft_model_path is None)
@@ -228,7 +229,7 @@ def resolved_drafting(
     if fault is not None:
         chosen = "OFF"
     elif head and draft is not None and draft.kind in _MEANS:
-        chosen = _MEANS[draft.kind]
+        chosen = meant(config, _MEANS[draft.kind])
     elif chosen == AUTO:
         chosen = "EAGLE+NGRAM" if head else "NGRAM"
         chosen = "DFLASH" if block else chosen
@@ -315,10 +316,10 @@ def own_layers(config: EngineConfig, target: Checkpoint) -> PredictionLayers | N
     layered = bool(getattr(target, "prediction_files", None))
     if not layered or not config.speculates:
         return None
-    meant = with_shipped(config, layered)
-    unnamed = meant.speculative_draft_model_path is None
-    own = meant.speculative_algorithm == "NEXTN" and unnamed
-    return _prediction_layers(meant, target) if own else None
+    shipped = with_shipped(config, layered)
+    unnamed = shipped.speculative_draft_model_path is None
+    own = shipped.algorithm.kind == "layers" and unnamed
+    return _prediction_layers(shipped, target) if own else None
 
 
 def _prediction_layers(config: EngineConfig, target: Checkpoint) -> PredictionLayers:

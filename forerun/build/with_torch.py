@@ -138,7 +138,11 @@ def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint
     matrix = item_bytes(config) * arch.vocab * arch.hidden
     weights = needs.weights - copies * (matrix - matrix // config.tp_size)
     named = config.speculative_draft_model_path not in (None, "none")
-    if config.speculates and config.algorithm.model and (named or config.algorithm.name == "NEXTN"):
+    if (
+        config.speculates
+        and config.algorithm.model
+        and (named or config.algorithm.kind == "layers")
+    ):
         weights += ends * matrix
     # Rows of logits of its own tokens, and whole ones of rows that are decided on the host.
     needs = replace(

@@ -51,7 +51,7 @@ ALGORITHMS = (
         "by the draft that is named: a head is EAGLE+NGRAM, a block drafter DFLASH, prediction "
         "layers NEXTN, an assistant FROZEN_KV_MTP, another GGUF file STANDALONE; with none named "
         "NEXTN if the target has prediction layers or mtp-NAME.gguf beside it, FROZEN_KV_MTP if "
-        "its assistant is (executors cpu and torch), else NGRAM",
+        "its assistant is (executors cpu and torch; on a CPU with +NGRAM), else NGRAM",
         model=True,
         lookup=True,
     ),
@@ -86,11 +86,27 @@ ALGORITHMS = (
         kind="layers",
     ),
     Algorithm(
+        "NEXTN+NGRAM",
+        "n-grams and prediction layers in one tree",
+        aliases=("NGRAM+NEXTN", "MTP+NGRAM", "NGRAM+MTP"),
+        model=True,
+        kind="layers",
+        lookup=True,
+    ),
+    Algorithm(
         "FROZEN_KV_MTP",
         "Gemma 4's assistant, which reads the target's cache",
         aliases=("GEMMA4_MTP", "ASSISTANT"),
         model=True,
         kind="assistant",
+    ),
+    Algorithm(
+        "FROZEN_KV_MTP+NGRAM",
+        "n-grams and Gemma 4's assistant in one tree",
+        aliases=("NGRAM+FROZEN_KV_MTP",),
+        model=True,
+        kind="assistant",
+        lookup=True,
     ),
     Algorithm(
         "STANDALONE",

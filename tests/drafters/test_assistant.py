@@ -301,11 +301,11 @@ def test_auto_takes_the_one_beside_the_model(kinds, tmp_path, draft):
                       speculative_draft_model_path=None)  # fmt: skip
     loaded = load(config)
     try:
-        assert loaded.config.speculative_algorithm == "FROZEN_KV_MTP"
+        assert loaded.config.speculative_algorithm == "FROZEN_KV_MTP+NGRAM"
         assert (
             f"(AUTO: {found} is the model's assistant and lies beside it" in loaded.info["drafting"]
         )
-        assert loaded.engine.describe()["drafter"]["algorithm"] == "frozen_kv_mtp"
+        assert "frozen_kv_mtp" in str(loaded.engine.describe()["drafter"])
     finally:
         loaded.close()
     planned = sizing(config, described(config, None), 10**10)

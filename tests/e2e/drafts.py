@@ -23,6 +23,7 @@ METHODS = {
     "NAIVE": {"speculative_algorithm": "NAIVE", "draft": "eagle3"},
     "NGRAM": {"speculative_algorithm": "NGRAM"},
     "NEXTN": {"speculative_algorithm": "NEXTN", "model": "layered"},
+    "NEXTN+NGRAM": {"speculative_algorithm": "NEXTN+NGRAM", "model": "layered"},
     "NEXTN, map": {"speculative_algorithm": "NEXTN", "model": "layered", "map": "map"},
     "STANDALONE, itself": {"speculative_algorithm": "STANDALONE", "draft": "target"},
     "STANDALONE, smaller": {"speculative_algorithm": "STANDALONE", "draft": "small"},

@@ -177,7 +177,7 @@ def test_its_prediction_layer_drafts_unless_something_else_is_named(layered):
     target = open_target(configured(layered["qwen3_5_text"], 4, **unnamed))
     try:
         found = target.config
-        assert (found.executor, found.speculative_algorithm) == ("cpu", "NEXTN")
+        assert (found.executor, found.speculative_algorithm) == ("cpu", "NEXTN+NGRAM")
     finally:
         target.close()
 

@@ -97,11 +97,12 @@ def config(target, folder, method, executor="torch", **changes):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["AUTO", "EAGLE", "NEXTN"])
+@pytest.mark.parametrize("method", ["AUTO", "EAGLE", "NEXTN", "NEXTN+NGRAM"])
 def test_who_asks_for_it_gets_nextn(target, folder, method):
     opened = open_target(config(target, folder, method))
     try:
-        assert opened.config.speculative_algorithm == "NEXTN"
+        lookup = method in ("AUTO", "NEXTN+NGRAM")
+        assert opened.config.speculative_algorithm == "NEXTN" + "+NGRAM" * lookup
         assert opened.draft_model.traits.name == "nextn" and opened.draft_model.traits.vocab == 150
     finally:
         opened.close()
