@@ -131,7 +131,6 @@ def test_cached_prefixes_are_apart_by_adapter(world):
 
 
 FAMILIES = {
-    "qwen3_5_text": {"linear_value_head_dim": 16},
     "qwen3_5_moe_text": {"linear_value_head_dim": 16},
     "lfm2": {},
     "deepseek_v3": {"qk_nope_head_dim": 32, "v_head_dim": 32},
@@ -139,7 +138,7 @@ FAMILIES = {
     "gemma4_text": {},
 }
 """Gated attention, delta nets, experts, short convolutions, latent attention, vectors of tokens."""
-LEFT_OUT = r".*(kv_b_proj|shared_expert_gate|per_layer_model_projection|router|mlp\.gate)"
+LEFT_OUT = r".*(kv_b_proj|shared_expert_gate|per_layer_model_projection)"
 
 
 def by_peft(family, folder):
@@ -175,8 +174,8 @@ def test_layers_of_every_kind_run_what_peft_runs(of_family, kind):
     checkpoint, adapted, adapter = of_family
     executor = kind(checkpoint, replace(LIMITS, checkpoints=8))
     executor.adapt((adapter,))
-    text = np.random.default_rng(3).integers(8, 250, 30).astype(np.int32)
-    asked = [replace(ask(f"{a}", text, 12, stop_tokens=()), adapter=a) for a in (-1, 0)]
+    text = np.random.default_rng(3).integers(8, 250, 20).astype(np.int32)
+    asked = [replace(ask(f"{a}", text, 8, stop_tokens=()), adapter=a) for a in (-1, 0)]
     together = run(engine_on(executor, (adapter,), 0), *asked, check=False)
     drafted = run(engine_on(executor, (adapter,), 4), *asked, check=False)
     for one in asked:
@@ -189,6 +188,6 @@ def test_layers_of_every_kind_run_what_peft_runs(of_family, kind):
         ):
             logits = adapted(ids).logits[0, len(text) - 1 :]
         best = logits.max(-1).values
-        assert (best - logits[torch.arange(12), tokens] < 1e-3).all()
+        assert (best - logits[torch.arange(8), tokens] < 1e-3).all()
     assert together.tokens("-1") != together.tokens("0")
     executor.shutdown()
