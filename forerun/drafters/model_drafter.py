@@ -8,6 +8,7 @@ and drafts by itself (`OnDeviceDraftSpec`), and leaves nothing to do; else defer
 extends the model, at once or later.
 """
 
+import logging
 from itertools import compress
 from typing import Any
 
@@ -17,7 +18,6 @@ from forerun.draft_shape import DraftShape
 from forerun.drafters.deferred_extend import DeferredDraftExtend
 from forerun.drafters.draft_passes import DraftPasses, Masks
 from forerun.drafters.draft_state import DraftState, not_finite
-from forerun.drafters.map_coverage import MapCoverage
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.executor import ExecutorLimits
@@ -25,12 +25,57 @@ from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, full_size
-from forerun.types import Bools
+from forerun.types import Bools, Ints
+
+log = logging.getLogger("forerun.drafters")
 
 PATIENCE = 1
 """Plain steps in a row in which the model is still extended: the last step of an answer is one, and
 pages that later requests reuse should hold its entries.
 """
+
+ENOUGH, MUCH = 1_000, 0.2
+"""Emitted tokens after which a share of left out ones is logged once, and that share."""
+
+
+class MapCoverage:
+    """Counts emitted tokens, and those among them that a draft vocabulary leaves out.
+
+    target_ids  int32[Vd] ascending: the draft vocabulary
+    vocab       V of the target
+    """
+
+    def __init__(self, target_ids: Ints, vocab: int) -> None:
+        self._held = np.zeros(vocab, np.bool_)
+        self._held[target_ids] = True
+        self._emitted = self._left_out = 0
+        self._warned = False
+
+    def count(self, outcome: Outcome) -> None:
+        """Count the tokens that a step emitted. Logs a warning once if many are left out."""
+        tokens = outcome.tokens[outcome.tokens >= 0]
+        self._emitted += len(tokens)
+        self._left_out += len(tokens) - int(self._held[tokens].sum())
+        if not self._warned and self._emitted >= ENOUGH and self._left_out > MUCH * self._emitted:
+            self._warn()
+
+    def _warn(self) -> None:
+        self._warned = True
+        log.warning(
+            "%d of %d tokens written are outside the draft's vocabulary of %d, and cost it "
+            "acceptance: give a map of your own texts (`forerun train --token-map`), or "
+            "--speculative-token-map none if the draft takes one",
+            self._left_out,
+            self._emitted,
+            self._held.sum(),
+        )
+
+    def describe(self) -> dict[str, float]:
+        """Return the draft vocabulary's size and the share of emitted tokens that it leaves out, by
+        which acceptance is lower at most: 0 before the first.
+        """
+        share = self._left_out / self._emitted if self._emitted else 0.0
+        return {"size": int(self._held.sum()), "left_out": round(share, 4)}
 
 
 class ModelDrafter:
