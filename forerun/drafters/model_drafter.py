@@ -100,7 +100,8 @@ class ModelDrafter:
         self._passes = DraftPasses(model, shape._replace(depth=depth), mask)
         self._states: list[DraftState | None] = [None] * limits.slots
         self._deferred = DeferredDraftExtend(limits.slots, self._passes, traits)
-        part = traits.vocab < limits.vocab
+        # Beside steps that draft on a device the host does as little as it can.
+        part = traits.vocab < limits.vocab and not self.traits.drafts_on_device
         self._coverage = MapCoverage(traits.target_ids, limits.vocab) if part else None
         # Plain steps in a row, by slot.
         self._plain_steps = np.zeros(limits.slots, np.int32)
