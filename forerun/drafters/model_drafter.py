@@ -8,7 +8,6 @@ and drafts by itself (`OnDeviceDraftSpec`), and leaves nothing to do; else defer
 extends the model, at once or later.
 """
 
-import logging
 from itertools import compress
 from typing import Any
 
@@ -18,6 +17,7 @@ from forerun.draft_shape import DraftShape
 from forerun.drafters.deferred_extend import DeferredDraftExtend
 from forerun.drafters.draft_passes import DraftPasses, Masks
 from forerun.drafters.draft_state import DraftState, not_finite
+from forerun.drafters.map_coverage import MapCoverage
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.executor import ExecutorLimits
@@ -25,57 +25,12 @@ from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, full_size
-from forerun.types import Bools, Ints
-
-log = logging.getLogger("forerun.drafters")
+from forerun.types import Bools
 
 PATIENCE = 1
 """Plain steps in a row in which the model is still extended: the last step of an answer is one, and
 pages that later requests reuse should hold its entries.
 """
-
-ENOUGH, MUCH = 1_000, 0.2
-"""Emitted tokens after which a share of left out ones is logged once, and that share."""
-
-
-class MapCoverage:
-    """Counts emitted tokens, and those among them that a draft vocabulary leaves out.
-
-    target_ids  int32[Vd] ascending: the draft vocabulary
-    vocab       V of the target
-    """
-
-    def __init__(self, target_ids: Ints, vocab: int) -> None:
-        self._held = np.zeros(vocab, np.bool_)
-        self._held[target_ids] = True
-        self._emitted = self._left_out = 0
-        self._warned = False
-
-    def count(self, outcome: Outcome) -> None:
-        """Count the tokens that a step emitted. Logs a warning once if many are left out."""
-        tokens = outcome.tokens[outcome.tokens >= 0]
-        self._emitted += len(tokens)
-        self._left_out += len(tokens) - int(self._held[tokens].sum())
-        if not self._warned and self._emitted >= ENOUGH and self._left_out > MUCH * self._emitted:
-            self._warn()
-
-    def _warn(self) -> None:
-        self._warned = True
-        log.warning(
-            "%d of %d tokens written are outside the draft's vocabulary of %d, and cost it "
-            "acceptance: give a map of your own texts (`forerun train --token-map`), or "
-            "--speculative-token-map none if the draft takes one",
-            self._left_out,
-            self._emitted,
-            self._held.sum(),
-        )
-
-    def describe(self) -> dict[str, float]:
-        """Return the draft vocabulary's size and the share of emitted tokens that it leaves out, by
-        which acceptance is lower at most: 0 before the first.
-        """
-        share = self._left_out / self._emitted if self._emitted else 0.0
-        return {"size": int(self._held.sum()), "left_out": round(share, 4)}
 
 
 class ModelDrafter:
@@ -100,8 +55,7 @@ class ModelDrafter:
         self._passes = DraftPasses(model, shape._replace(depth=depth), mask)
         self._states: list[DraftState | None] = [None] * limits.slots
         self._deferred = DeferredDraftExtend(limits.slots, self._passes, traits)
-        # Beside steps that draft on a device the host does as little as it can.
-        part = traits.vocab < limits.vocab and not self.traits.drafts_on_device
+        part = traits.vocab < limits.vocab
         self._coverage = MapCoverage(traits.target_ids, limits.vocab) if part else None
         # Plain steps in a row, by slot.
         self._plain_steps = np.zeros(limits.slots, np.int32)
@@ -138,7 +92,7 @@ class ModelDrafter:
         EngineError if the model's logits are not finite.
         """
         states = self._states_of(plan)
-        if self._coverage is not None:
+        if self._coverage is not None and outcome.drafts is None:
             self._coverage.count(outcome)
         if any(state.confident for state in states):
             self._passes.learn(states, outcome)

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from forerun.drafters.model_drafter import ENOUGH, MapCoverage
+from forerun.drafters.map_coverage import ENOUGH, MapCoverage
 
 
 def step(*rows):
