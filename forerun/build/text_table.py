@@ -163,6 +163,17 @@ def _watch_parent() -> None:
     os._exit(0)
 
 
+def _stand_back() -> None:
+    """Run only while no other process wants the processor, where the system can do that; else at
+    the lowest priority.
+    """
+    if hasattr(os, "nice"):
+        os.nice(19)
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 def _parts(pieces: list[str]) -> Iterator[list[str]]:
     yield pieces[: int(FIRST * len(pieces))]
     yield pieces
@@ -171,8 +182,7 @@ def _parts(pieces: list[str]) -> Iterator[list[str]]:
 def main() -> None:
     """Count the text with a model's tokenizer in this process (see the module)."""
     threading.Thread(target=_watch_parent, daemon=True).start()
-    if hasattr(os, "nice"):
-        os.nice(19)
+    _stand_back()
     reference, revision, path = sys.argv[1:]
     model, whole, pieces = open_model(reference, revision=revision or None), Path(path), pieces_of()
     first = whole.with_suffix(FIRST_PART)
