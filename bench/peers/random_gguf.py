@@ -6,13 +6,13 @@
 tinyllama (the default): 1.1 billion weights, 667 MB of Q4_K, and Q6_K for the output head and for
 half of the value and down projections. lfm2.5-1.2b: 1.2 billion, short convolutions in ten of
 sixteen layers, a tied head. qwen3.5-0.8b: gated delta nets in 18 of 24, a tied head over 248,320
-tokens. Tokenizer and chat template are those of words.gguf (the default
-model), its vocabulary cut short or filled up, so that prompts have as many tokens as usual. Its
-text means nothing; the time it takes is a real model's.
+tokens; with -mtp a prediction layer more. Tokenizer and chat template are those of words.gguf (the
+default model), its vocabulary cut short or filled up, so that prompts have as many tokens as usual.
+Its text means nothing; the time it takes is a real model's.
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Shape:
              tokens, or qwen35's delta nets of NET_HEADS heads of NET_SIZE numbers
     rotated  numbers of a head that are rotated; 0 = all
     tied     the output head is the embedding
+    predicts how many of the layers are prediction layers, behind the others
     """
 
     arch: str
@@ -47,6 +48,7 @@ class Shape:
     attends: tuple[int, ...] = ()
     rotated: int = 0
     tied: bool = False
+    predicts: int = 0
 
     def recurrent(self, layer: int) -> bool:
         """Whether a convolution or a delta net stands in attention's place."""
@@ -55,6 +57,12 @@ class Shape:
 
 WINDOW = 3
 NET_HEADS, NET_SIZE, NET_WINDOW = 16, 128, 4
+QWEN = Shape(
+    *("qwen35", 24, 1024, 8, 2, 256, 3584, 248320, 262144, 1e7),
+    attends=(3, 7, 11, 15, 19, 23),
+    rotated=64,
+    tied=True,
+)
 SHAPES = {
     "tinyllama": Shape("llama", 22, 2048, 32, 4, 64, 5632, 32000, 16384, 1e4),
     "lfm2.5-1.2b": Shape(
@@ -62,12 +70,8 @@ SHAPES = {
         attends=(2, 5, 8, 10, 12, 14),
         tied=True,
     ),
-    "qwen3.5-0.8b": Shape(
-        *("qwen35", 24, 1024, 8, 2, 256, 3584, 248320, 262144, 1e7),
-        attends=(3, 7, 11, 15, 19, 23),
-        rotated=64,
-        tied=True,
-    ),
+    "qwen3.5-0.8b": QWEN,
+    "qwen3.5-0.8b-mtp": replace(QWEN, layers=25, attends=(*QWEN.attends, 24), predicts=1),
 }
 
 
@@ -99,6 +103,8 @@ def matrices(shape: Shape) -> dict[str, tuple[Any, int, int]]:
             f"blk.{layer}.ffn_up": (few, shape.ffn, hidden),
             f"blk.{layer}.ffn_down": (kind, hidden, shape.ffn),
         }
+        if layer >= layers - shape.predicts:
+            found[f"blk.{layer}.nextn.eh_proj"] = few, hidden, 2 * hidden
     return found
 
 
@@ -137,6 +143,8 @@ def vectors(shape: Shape, random: np.random.Generator) -> dict[str, np.ndarray]:
     second = "post_attention_norm" if shape.arch == "qwen35" else "ffn_norm"
     for layer in range(shape.layers):
         own = {f"{name}.weight": ones for name in ("attn_norm", second)}
+        if layer >= shape.layers - shape.predicts:
+            own |= {f"nextn.{part}.weight": ones for part in ("enorm", "hnorm", "shared_head_norm")}
         if not shape.recurrent(layer) and shape.attends:
             own |= {f"attn_{part}_norm.weight": ones[: shape.head_size] for part in "qk"}
         elif lfm and shape.recurrent(layer):
@@ -181,6 +189,8 @@ def write(path: Path, words: Path, shape: Shape) -> None:
     """Make the file."""
     random, writer = np.random.default_rng(0), gguf.GGUFWriter(path, shape.arch)
     writer.add_block_count(shape.layers)
+    if shape.predicts:
+        writer.add_uint32(f"{shape.arch}.nextn_predict_layers", shape.predicts)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.ffn)

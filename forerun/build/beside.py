@@ -53,7 +53,7 @@ def with_beside(
     if unlayered or (auto and config.executor in ("cpu", "torch")):
         # A file of the hub lies among those fetched with it.
         here = config.model if target is None or _path(config.model) else str(target.path)
-        found = _beside(here, "mtp-{}", holds_layers_alone)
+        found = _beside(here, "mtp-{}", _is_gguf)
         if found is not None and (not auto or _opens(found, target)):
             beside = replace(config, speculative_draft_model_path=str(found))
             return replace(beside, speculative_algorithm=meant(config, "NEXTN"))
@@ -141,6 +141,10 @@ def _beside(reference: str, form: str, holds: Callable[[Path], bool]) -> Path | 
         return None
     wanted = form.format(_named(path))
     return next((each for each in _siblings(path) if _named(each) == wanted and holds(each)), None)
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
 
 
 def _siblings(path: Path) -> list[Path]:

@@ -150,7 +150,7 @@ def drafting_sentence(
         why += "; --speculative-algorithm OFF is plain decoding"
     else:
         why = f"AUTO: {named} holds no draft model"
-    if resolved.speculative_token_map is not None:
+    if method.model and resolved.speculative_token_map is not None:
         why += f"; of the tokens in {resolved.speculative_token_map}"
     meaning = method.meaning
     if method.name == "NGRAM":

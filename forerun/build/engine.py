@@ -392,7 +392,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     parts, fault = excused(config, lambda: _drafts(config, model))
     parts = parts or DraftParts()
     draft, table = parts.model, parts.table
-    config = replace(config, speculative_token_map=parts.token_map)
+    if draft is not None:
+        config = replace(config, speculative_token_map=parts.token_map)
     if draft is not None:
         needs = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     memory = plan_memory(config, needs, entry.free_memory(config), fill=config.device != "cpu")

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -56,11 +57,13 @@ def with_token_map(config: EngineConfig, target: Model, parts: DraftParts) -> Dr
     if named is not None:
         ids = read_token_map(huggingface.token_map_fetched(named), vocab)
         return replace(parts, model=draft.limited(ids), token_map=named)
-    path = _provided(config, target.tokenizer, vocab) if _wants_map(config, draft) else None
-    if path is None:
+    if not _wants_map(config, draft):
         return parts
-    ids = read_token_map(path, vocab)
-    return replace(parts, model=draft.limited(ids), token_map=str(path))
+    path = text_table.file_of(target.tokenizer, vocab).with_suffix(f".{SIZE}.tokens.json")
+    counted = _provided(config, path, vocab)
+    if counted is None:
+        return parts
+    return replace(parts, model=draft.limited(counted), token_map=str(path))
 
 
 def sized(config: EngineConfig, draft: AnyDraft) -> AnyDraft:
@@ -87,13 +90,12 @@ def _wants_map(config: EngineConfig, draft: AnyDraft) -> bool:
     return True
 
 
-def _provided(config: EngineConfig, tokenizer: Tokenizer, vocab: int) -> Path | None:
-    """Return the file of a tokenizer's counted map, counting it if the cache has none; None, with a
-    warning, if that fails.
+def _provided(config: EngineConfig, path: Path, vocab: int) -> Ints | None:
+    """Return the counted map whose file in the cache is `path`, counting it if there is none, or a
+    damaged one; None, with a warning, if that fails.
     """
-    path = text_table.file_of(tokenizer, vocab).with_suffix(".tokens.json")
-    if path.is_file():
-        return path
+    with suppress(ModelError):
+        return read_token_map(path, vocab)
     log.info("counting which tokens of %s ordinary text uses, once", config.model)
     command = [sys.executable, "-m", "forerun.build.token_map"]
     command += [config.model, config.revision or "", str(path)]
@@ -101,7 +103,7 @@ def _provided(config: EngineConfig, tokenizer: Tokenizer, vocab: int) -> Path | 
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     if done.returncode == 0:
-        return path
+        return read_token_map(path, vocab)
     lines = done.stderr.strip().splitlines()
     log.warning(
         "no token map was counted, so drafts score all %d tokens: %s",

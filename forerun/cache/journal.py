@@ -17,7 +17,7 @@ from forerun.cache.folder import StoreFolder, owned, usable, write_at
 FILES = 4
 """Files among which the records of a kind are divided: a quarter of them is forgotten at once."""
 SHARE = 8
-"""At most one part in so many of the folder's limit is for the records of a kind."""
+"""The records of a kind take at most this fraction of the folder's limit: one eighth."""
 _LENGTH, _CHECKSUM = 4, 16
 
 

@@ -86,12 +86,14 @@ def open_layers_alone(path: Path, target: Checkpoint) -> PredictionLayers:
     tensors, all named.
     """
     file, arch = read_gguf(path), target.architecture
-    own = file.metadata["general.architecture"]
+    own = file.metadata.get("general.architecture")
     theirs = target.metadata["general.architecture"] if isinstance(target, GgufCheckpoint) else own
     if own != theirs:
         raise ModelError(f"{path} holds prediction layers for {own}; the target is {theirs}")
     there = {name: one.shape for name, one in file.tensors.items() if name not in _TARGETS}
-    count = announced_layers(file.metadata)
+    count = announced_layers(file.metadata) if own is not None else 0
+    if count < 1:
+        raise ModelError(f"{path} announces no prediction layers ({own}.nextn_predict_layers)")
     found = _checked(file, arch, count, there)
     return replace(layers_of(target, _NAMING, found, count, path), zeroed=arch.family in ZEROED)
 

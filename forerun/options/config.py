@@ -362,7 +362,8 @@ class EngineConfig:
     def _check_speculation(self) -> None:
         asked = (self.speculative_num_steps, self.speculative_eagle_topk)
         check_shape(self.algorithm, *asked, self.speculative_num_draft_tokens)
-        if self.speculative_token_map and self.speculates and not self.algorithm.model:
+        named = self.speculative_token_map not in (None, "", "none")
+        if named and self.speculates and not self.algorithm.model:
             raise ConfigError(
                 f"speculative-token-map limits what a draft model proposes, but "
                 f"{self.algorithm.name} has none; leave it out."

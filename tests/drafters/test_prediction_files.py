@@ -164,6 +164,16 @@ def test_layers_in_a_gguf_file_of_their_own_draft_as_within_the_models(tmp_path,
     assert counted(target, "NEXTN", executor=executor)[:2] == expected[:2]
 
 
+@pytest.mark.parametrize("executor", ["cpu", "torch"])
+def test_a_right_layer_is_accepted_beside_n_grams_as_alone(kinds, executor):
+    """A draft token in every step, each right: 16 tokens in 8 steps."""
+    model = kinds["right, NEXTN"].model
+    plain, _, _ = counted(model, "OFF", executor=executor)
+    for method in ("NEXTN", "NEXTN+NGRAM"):
+        answer, accepted, _ = counted(model, method, executor=executor)
+        assert answer == plain and accepted >= 7
+
+
 def test_layers_of_another_model_are_named_or_left_out(tmp_path):
     hf = tiny.model("llama")
     target = tiny.write_gguf(hf, tmp_path / "small.gguf")
@@ -172,6 +182,16 @@ def test_layers_of_another_model_are_named_or_left_out(tmp_path):
     with pytest.raises(ModelError, match="holds prediction layers for qwen2; the target is llama"):
         open_layers_alone(beside, GgufCheckpoint(target))
     with pytest.warns(UserWarning, match="the draft beside the model is left out: .*qwen2"):
+        assert "NGRAM" in counted(target, "AUTO")[2]
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model at all" * 9, "model"])
+def test_a_file_beside_the_model_that_holds_no_layers_is_left_out_with_a_word(tmp_path, content):
+    """Empty, cut, something else, a whole model of that name."""
+    target = tiny.write_gguf(tiny.model("llama"), tmp_path / "small.gguf")
+    beside = tmp_path / "mtp-small.gguf"
+    beside.write_bytes(target.read_bytes() if content == "model" else content)
+    with pytest.warns(UserWarning, match="the draft beside the model is left out: .*mtp-small"):
         assert "NGRAM" in counted(target, "AUTO")[2]
 
 

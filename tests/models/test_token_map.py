@@ -218,3 +218,27 @@ def test_no_map_is_counted_for_drafts_that_take_none(counting):
     assert counted.with_token_map(other, target, own) is own
     small = DraftParts(SimpleNamespace(vocab=0))
     assert counted.with_token_map(config, target, small) is small and not counting
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+@pytest.mark.parametrize("damage", ["", "[1, 2", "[]", "[999999]"])
+def test_a_damaged_map_in_the_cache_is_counted_again(layered, counting, damage):
+    """It once turned speculation off, at every start."""
+    _, loaded, _ = answered(layered)
+    path = Path(loaded.config.speculative_token_map)
+    sound = path.read_text()
+    path.write_text(damage)
+    _, loaded, _ = answered(layered)
+    assert "NEXTN" in loaded.info["drafting"]
+    assert len(counting) == 2 and path.read_text() == sound
+
+
+def test_a_named_map_that_nothing_uses_is_an_error_and_none_is_not(tmp_path):
+    folder = tiny.save_folder(tiny.model("llama"), tmp_path / "plain")
+    named = tmp_path / "map.json"
+    write_token_map(np.arange(100, dtype=np.int32), named)
+    how = {"context": 64, "max_sequences": 1, "executor": "cpu"}
+    with pytest.raises(ConfigError, match="NGRAM has none; leave it out"):
+        LLM(str(folder), speculative_token_map=str(named), **how)
+    with LLM(str(folder), speculative_token_map="none", **how) as llm:
+        assert "NGRAM" in llm.loaded.info["drafting"] and "none" not in llm.loaded.info["drafting"]

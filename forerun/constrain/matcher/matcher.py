@@ -131,8 +131,12 @@ class Matcher:
         self._vocab = compiled.vocab
         self._free = compiled.free
         self._start = StartMarker(
-            *(compiled.start, compiled.ends, compiled.vocab),
-            *(compiled.budget, compiled.free, compiled.call),
+            compiled.start,
+            compiled.ends,
+            compiled.vocab,
+            compiled.budget,
+            compiled.free,
+            compiled.call,
         )
         # The constraint's first mask; needed while its start is ahead.
         self._first = self._automaton.mask() if self.waiting else b""

@@ -20,7 +20,7 @@ class RemoteState:
         self._compiled = compiled
         self._matcher = compiled.remote(answered)
         self._start = StartMarker(
-            *(compiled.start, compiled.ends, compiled.vocab, compiled.budget), call=compiled.call
+            compiled.start, compiled.ends, compiled.vocab, compiled.budget, call=compiled.call
         )
         self._matcher.take(self._constrained(output))
 

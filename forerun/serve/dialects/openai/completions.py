@@ -167,7 +167,10 @@ class ChatDialect(OpenAIDialect):
         generation = chat_generation(body, loaded, service.settings)
         budget = None if generation.rules is None else generation.rules.grammar.budget
         self._format = ChatFormat(
-            *(loaded.tokenizer, generation.unseen, generation.parser, self._shown(body)),
+            loaded.tokenizer,
+            generation.unseen,
+            generation.parser,
+            self._shown(body),
             budget=budget,
         )
         return body, generation
