@@ -5,7 +5,6 @@ What it says about loading goes to the server's standard error, in the server's 
 
 import logging
 import sys
-from time import monotonic
 
 from forerun.build.engine import Loaded, load
 from forerun.build.executor_entry import Progress
@@ -39,12 +38,12 @@ def load_started(start: Start, progress: Progress) -> tuple[Loaded, dict[str, st
     """Load what the server's first message names, and report the progress to it. Raises what
     `load_served` raises.
     """
-    options, began = start.options, monotonic()
+    options = start.options
     configure_logs(options["level"], options["format"])
     quiet = logging.getLogger().level > logging.INFO
     loaded = load_served(start.config, quiet or options["format"] == "json", progress)
     trim_memory()
-    return loaded, model_facts(loaded, began)
+    return loaded, model_facts(loaded)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from time import monotonic
 from types import FrameType
 
 from forerun.errors import (
@@ -47,6 +48,9 @@ EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
     (EngineError, 5),
 )
 INTERRUPTED, NO_OUTPUT = 130, 141
+
+STARTED = monotonic()
+"""When this process began, but for Python itself, in seconds on the monotonic clock."""
 
 _DENIED = ("failed to map segment", "cannot allocate memory", "can't start new thread")
 """What the loader of libraries and Python say where there is no memory."""

@@ -100,7 +100,7 @@ def _source(
 def _load(start: StartLog, config: EngineConfig) -> Loaded:
     began = monotonic()
     loaded = load_served(config, start.as_log)
-    start.loaded(model_facts(loaded, began))
+    start.loaded(model_facts(loaded), monotonic() - began)
     return loaded
 
 

@@ -5,6 +5,7 @@ load theirs at the same time. Nothing heavy is imported before that.
 import argparse
 import sys
 
+from forerun.cli.main import STARTED
 from forerun.client.engine_start import EngineProgram, EngineStart
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.options.flags import configured_both
@@ -20,7 +21,7 @@ def main(arguments: argparse.Namespace) -> int:
     config, settings = configured_both(EngineConfig, ServeSettings, arguments)
     several = arguments.more_models or arguments.models_dir or arguments.models_file
     program = _program(settings)
-    begun = None if several or program is None else EngineStart(program.command)
+    begun = None if several or program is None else EngineStart(program.command, STARTED)
     try:
         if begun is not None and program is not None:
             from forerun.client import messages

@@ -1,7 +1,6 @@
 """A server's output at its start: one screen, before its log."""
 
 import logging
-from time import monotonic
 
 from forerun import __version__
 from forerun.build.engine import Loaded
@@ -45,9 +44,9 @@ class StartLog:
             if self._ui:
                 say(f"web UI at {url.removesuffix('v1')}")
 
-    def loaded(self, facts: dict[str, str]) -> None:
-        """Say that a model is ready. facts: see model_facts."""
-        facts = facts | {"ready": f"{facts['ready']}, at {self._url}"}
+    def loaded(self, facts: dict[str, str], seconds: float) -> None:
+        """Say that a model is ready, `seconds` after it was wanted. facts: see model_facts."""
+        facts = facts | {"ready": f"after {seconds:.1f} s, at {self._url}"}
         if self.as_log:
             name = facts["model"].partition(",")[0]
             log.info("ready: %s", name, extra={FIELDS: facts})
@@ -57,12 +56,9 @@ class StartLog:
             say(f"  {name:<{width}}{value}", indent=width + 2)
 
 
-def model_facts(loaded: Loaded, began: float) -> dict[str, str]:
+def model_facts(loaded: Loaded) -> dict[str, str]:
     """Return a server's start lines, a sentence each by `model`, `executor`, `draft`, `memory`,
-    `context`, `ready` in this order; before the last `profile`, `lossy` and
-    `kv-store`, if any.
-
-    began  when loading began, in seconds on the monotonic clock
+    `context` in this order, then `profile`, `lossy` and `kv-store`, if any.
     """
     target, config = loaded.target, loaded.config
     about, memory = target.executor.describe(), target.memory
@@ -83,5 +79,4 @@ def model_facts(loaded: Loaded, began: float) -> dict[str, str]:
     for name in ("profile", "lossy", "kv_store"):
         if loaded.info[name]:
             facts[name.replace("_", "-")] = loaded.info[name]
-    facts["ready"] = f"after {monotonic() - began:.1f} s"
     return facts

@@ -48,13 +48,14 @@ log = logging.getLogger("forerun.serve")
 class EngineCommand:
     """How the process of an engine is started.
 
-    arrived  called with what was loaded, as sentences for users, once it is
+    arrived  called once the model can answer, with what was loaded, as sentences for users, and the
+             seconds that it took
     begun    a process that runs already and has received its Start, for the first call of `open`
     """
 
     program: EngineProgram
     config: EngineConfig
-    arrived: Callable[[dict[str, str]], None] = lambda _: None
+    arrived: Callable[[dict[str, str], float], None] = lambda *_: None
     begun: EngineStart | None = None
 
 

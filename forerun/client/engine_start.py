@@ -6,6 +6,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
+from time import monotonic
 from typing import Any, NamedTuple
 
 from forerun.errors import EngineError
@@ -26,12 +27,14 @@ class EngineStart:
     """The process of an engine, running from now on, and the server's end of the connection.
 
     command  what starts it; the number of its end of the connection is added as an argument
+    began    when the model was wanted, in seconds on the monotonic clock; None = now
 
     In a session of its own: a terminal's interrupt is for the server, which ends the engine.
     Raises EngineError if the system starts no process.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], began: float | None = None) -> None:
+        self.began = monotonic() if began is None else began
         self.connection, theirs = socket.socketpair()
         self.taken = False
         fd, null = theirs.fileno(), subprocess.DEVNULL

@@ -1,7 +1,7 @@
 """Encoders of a `tokenizer.json` that know no control strings, for each place in a text."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
@@ -77,14 +77,15 @@ def without_controls(spec: Spec, controls: set[str]) -> Spec:
     """
     model = dict(spec["model"])
     kept = [token for token in spec.get("added_tokens") or [] if token["content"] not in controls]
-    absent = controls - {model.get("unk_token")}
-    vocab = {text: id for text, id in model["vocab"].items() if text not in absent}
-    model["vocab"] = vocab | {token["content"]: token["id"] for token in kept}
+    model["vocab"] = dict(model["vocab"])
+    for text in controls - {model.get("unk_token")}:
+        model["vocab"].pop(text, None)
+    model["vocab"] |= {token["content"]: token["id"] for token in kept}
     ends = {control[at:] for control in controls for at in range(1, len(control))}
     model["merges"] = [
-        merge
-        for merge in model["merges"]
-        if _end(merge) not in ends or _joined(merge) not in controls
+        (left, right)
+        for left, right in _pairs(model["merges"])
+        if right not in ends or left + right not in controls
     ]
     return spec | {"model": model, "added_tokens": kept, "post_processor": None}
 
@@ -109,11 +110,8 @@ def _for_places(spec: Spec) -> dict[TextPlace, tokenizers.Tokenizer]:
 
 def _bpe(model: Spec) -> models.BPE:
     """Make the model without a document in between, which would take three times as long."""
-    merges = [
-        tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]
-    ]
     rest = {name: model[name] for name in _OF_BPE if model.get(name) is not None}
-    return models.BPE(model["vocab"], merges, **rest)
+    return models.BPE(model["vocab"], model["merges"], **rest)
 
 
 _OF_BPE = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
@@ -199,9 +197,8 @@ def _of_rust(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def _end(merge: str | list[str]) -> str:
-    return merge.split(" ", 1)[-1] if isinstance(merge, str) else merge[-1]
-
-
-def _joined(merge: str | list[str]) -> str:
-    return merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
+def _pairs(merges: list[Any]) -> Iterable[Sequence[str]]:
+    """Return the two parts of each merge, which are a pair or one string with a space between."""
+    if str not in set(map(type, merges)):
+        return merges
+    return (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)

@@ -96,9 +96,8 @@ def tokenizer_json(metadata: Mapping[str, Any], merges: bool = True) -> GgufToke
             "'llama' and 'gemma4' (SentencePiece BPE)"
         )
     spec["added_tokens"] = [
-        _added(index, token, types[index] == CONTROL)
-        for index, token in enumerate(tokens)
-        if types[index] in (CONTROL, USER_DEFINED)
+        _added(index, tokens[index], types[index] == CONTROL)
+        for index in np.flatnonzero(np.isin(types, (CONTROL, USER_DEFINED))).tolist()
     ]
     bos, eos = (_id(metadata, name, len(tokens)) for name in ("bos", "eos"))
     before = bos if metadata.get("tokenizer.ggml.add_bos_token", begin) else None
@@ -115,6 +114,8 @@ def _without_twins(
     which those ids are UNUSED. Of several ids the last one is spelled, as in llama.cpp, unless that
     is UNUSED itself. Control tokens among them have no text.
     """
+    if len(set(tokens)) == len(tokens) and all(tokens):
+        return {}, types
     spelled = {token: id for id, token in enumerate(tokens) if types[id] == UNUSED}
     spelled |= {token: id for id, token in enumerate(tokens) if types[id] != UNUSED}
     twins = {id: token for id, token in enumerate(tokens) if not token or spelled[token] != id}
@@ -245,7 +246,8 @@ def derived_merges(
 
 def _vocab(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
     """Return the vocabulary without the entries that only pad the table."""
-    return {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
+    kept = np.flatnonzero(np.asarray(types) != UNUSED).tolist()
+    return dict(zip(map(tokens.__getitem__, kept), kept, strict=True))
 
 
 def _added(index: int, text: str, special: bool) -> dict[str, Any]:
@@ -278,11 +280,8 @@ def _ends(
     their well-known names.
     """
     declared = [_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
-    controls = {
-        token: index
-        for index, token in enumerate(tokens)
-        if types[index] in (CONTROL, USER_DEFINED)
-    }
+    added = np.flatnonzero(np.isin(types, (CONTROL, USER_DEFINED))).tolist()
+    controls = {tokens[index]: index for index in added}
     several = any(pair <= controls.keys() for pair in _SEVERAL_MESSAGES)
     ends = [name for name in _ENDS if not (several and name == _END_OF_MESSAGE)]
     named = sorted(controls[name] for name in ends if name in controls)

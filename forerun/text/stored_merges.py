@@ -2,8 +2,8 @@
 seconds.
 
 A file is found by a hash of the vocabulary and holds a checksum, then pairs of ids in their order.
-It is believed only if all of it is as it was written and its pairs are of this vocabulary: any
-doubt is a miss, and they are derived again. Where the directory cannot be written, nothing is kept.
+It is believed only if all of it is as it was written and its ids are of this vocabulary: any doubt
+is a miss, and they are derived again. Where the directory cannot be written, nothing is kept.
 """
 
 import os
@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
-from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -75,9 +74,6 @@ def _read(path: Path, tokens: Sequence[str]) -> Merges | None:
     if pairs.size and not 0 <= pairs.min() <= pairs.max() < len(tokens):
         return None
     left, right = ([tokens[id] for id in side.tolist()] for side in pairs.T)
-    known = frozenset(tokens)
-    if not all(map(known.__contains__, map(add, left, right))):
-        return None
     return [*zip(left, right, strict=True)]
 
 

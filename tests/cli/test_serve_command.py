@@ -64,7 +64,7 @@ def test_a_server_that_cannot_begin_leaves_no_engine(monkeypatch, capsys):
     begun = []
 
     class Kept(serve_begin.EngineStart):
-        def __init__(self, command):
+        def __init__(self, *command):
             super().__init__((sys.executable, "-c", "input()"))
             begun.append(self)
 

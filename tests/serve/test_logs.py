@@ -88,7 +88,7 @@ def test_a_good_start_is_silent_where_only_warnings_are_wanted(capsys, logged, l
     lines = logged(level, kind)
     start = StartLog(as_log(ServeSettings(log_level=level, log_format=kind)), False, True)
     start.listening("http://here/v1")
-    start.loaded({"model": "toy", "ready": "after 1 s"})
+    start.loaded({"model": "toy"}, 1.0)
     told = capsys.readouterr()
     assert not lines() and not told.out and bool(told.err) == shown
 

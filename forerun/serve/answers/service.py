@@ -197,6 +197,8 @@ class Service(InFlight):
         """Have the model loaded in another process. What this one needs of it, the tokenizer, it
         opens meanwhile where the model is here, and else when the other has fetched it.
         """
+        begun = command.begun
+        began = time.monotonic() if begun is None or begun.taken else begun.began
         text = partial(open_text, command.config)
         here = is_here(command.config.model)
         loading_text = asyncio.create_task(asyncio.to_thread(text)) if here else None
@@ -219,7 +221,7 @@ class Service(InFlight):
             self._fail(error)
             return
         facts = (ready.name, ready.context, ready.config, ready.info, ready.sampling)
-        command.arrived(ready.facts)
+        command.arrived(ready.facts, time.monotonic() - began)
         self._arrived(Frontend(tokenizer, chat, *facts), engine)
 
     def _at(self, loading: str) -> None:
