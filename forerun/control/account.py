@@ -60,16 +60,17 @@ class Balance:
     credit  plain steps that it may lose
     saved   plain steps saved so far; negative: lost
     empty   the credit is used up: no draft tokens until it is back at CREDIT
+    returns  means over steps, by powers of two of rows
     """
 
     def __init__(self, credit: float = CREDIT) -> None:
         self.limit, self.credit, self.saved = 4.0 * CREDIT, credit, 0.0
         self.empty, self.times_empty = False, 0
-        self._returns: dict[int, Returns] = {}  # By powers of two of rows.
+        self.returns: dict[int, Returns] = {}
 
     def of(self, rows: int) -> Returns:
         """Return the means for about so many rows: what pays beside 1 row may not beside 16."""
-        return self._returns.setdefault((rows - 1).bit_length(), Returns())
+        return self.returns.setdefault((rows - 1).bit_length(), Returns())
 
     def covers(self, loss: float) -> bool:
         """Return whether the credit covers a loss of so many plain steps."""
@@ -106,6 +107,7 @@ class Account:
             drafts
     model   that of steps in which a draft model drafts, against steps without it
     steady  the last step was of the same kind as the one before it, so its time is typical
+    last_with_model  whether a draft model had a part in the last draft
     """
 
     def __init__(self, measured: StepCosts, merged: bool = False) -> None:
@@ -113,10 +115,9 @@ class Account:
         # On a device a search for draft tokens delays the next step, so learning takes more credit.
         self.main = Balance(4.0 * CREDIT if measured.padded else CREDIT)
         self.model = Balance(self.main.credit) if merged else self.main
-        # The last step: whether it had a prompt, its rows, most draft tokens allowed to a row, and
-        # whether a draft model had a part in it.
+        self.last_with_model = False
+        # The last step: whether it had a prompt, its rows, and most draft tokens allowed to a row.
         self._last_prefill, self._last_rows, self._last_allowed, self.steady = False, 1, 0, False
-        self._last_with_model = False
         # Slow steps that wait for the next, and whether nodes can take that long; the last step's
         # time over the expected one.
         self._slow: list[tuple[StepReport, float, bool]] = []
@@ -186,8 +187,8 @@ class Account:
         can_carry = costs.seen(rows, True) > 0.0 and not report.constrained
         plain, late = costs.plain(rows, cached, can_carry), can_carry and not report.carried
         total, search = _unmasked(report) / plain, report.ms["draft"] / plain
-        with_draft_model = report.used_draft_model if allowed else self._last_with_model
-        self._last_with_model = with_draft_model
+        with_draft_model = report.used_draft_model if allowed else self.last_with_model
+        self.last_with_model = with_draft_model
         balance = self.balance(with_draft_model)
         returns, found_none = balance.of(rows), allowed > 0 and not any(report.draft_tokens)
         if report.prompt_tokens or (late and (prompt or drafts_in_step)):
@@ -241,7 +242,7 @@ class Account:
             "step_time_over_startup": round(self.costs.pace, 2),
             "plain_steps_saved": round(self.main.saved, 1),
             "speed_over_plain": round(
-                self.balance(self._last_with_model).of(self._last_rows).speed, 3
+                self.balance(self.last_with_model).of(self._last_rows).speed, 3
             ),
             "credit": round(self.main.credit, 1),
             "disabled": self.main.empty,

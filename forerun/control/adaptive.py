@@ -36,6 +36,10 @@ class AdaptivePolicy:
                           them (one, for chains). Raises ValueError if that is none
     traits     of the drafter
     lookahead  of grammars; None without structured output
+
+    since_allowed  steps since draft tokens were last allowed
+    in_a_row       consecutive steps that verified some
+    pause          steps until a trial of draft tokens that are believed too dear
     """
 
     def __init__(
@@ -59,9 +63,7 @@ class AdaptivePolicy:
         self._drafts_in_step, self._lookahead = costs.drafts_in_step, lookahead
         self._selects_by_cost = traits.selects_by_cost
         self._fault: str | None = None
-        # Steps since draft tokens were last allowed; consecutive steps that verified some; steps
-        # until a trial of draft tokens that are believed too dear.
-        self._since_allowed, self._in_a_row, self._pause = 0, 0, int(RETRY)
+        self.since_allowed, self.in_a_row, self.pause = 0, 0, int(RETRY)
 
     def disable(self, reason: str) -> None:
         """Implement Policy.disable."""
@@ -99,12 +101,12 @@ class AdaptivePolicy:
         # A new engine learns what plain steps take from plain steps: they are never too slow.
         can_carry = account.costs.seen(rows, True) > 0.0 and not constrained
         known = account.costs.seen(rows, can_carry) >= MIN_REPEATS
-        if can_carry and not self._since_allowed and not self._drafts_in_step:
+        if can_carry and not self.since_allowed and not self._drafts_in_step:
             # Plain steps after a search for draft tokens are not carried: they time such steps.
             known = known and account.costs.seen(rows, False) > 0.0
         empty = account.main.empty and account.model.empty
         off_reason = self._fault or (reasons.DISABLED if empty else None)
-        plain_is_due = not known or account.in_doubt or self._in_a_row >= PLAIN_EVERY
+        plain_is_due = not known or account.in_doubt or self.in_a_row >= PLAIN_EVERY
         if off_reason or plain_is_due:
             return Budget(0, 0, off_reason or reasons.PLAIN)
         if self.shapes is not None and not account.model.empty:
@@ -121,7 +123,7 @@ class AdaptivePolicy:
         less and less often.
         """
         curve = self.account.costs.curve(rows, rows * (1 + self._nodes), cached)
-        if self._since_allowed >= (self._pause if curve.min_mean_cost >= 1.0 else PLAIN_EVERY):
+        if self.since_allowed >= (self.pause if curve.min_mean_cost >= 1.0 else PLAIN_EVERY):
             return Budget(1, 1, reasons.PROBING)
         returns = self.account.main.of(rows)
         if returns.speed < 1.0 and not self._search_is_due(returns.search.value):
@@ -136,7 +138,7 @@ class AdaptivePolicy:
         """Return whether to search for draft tokens although searches lost time lately. cost: of
         one, in plain steps; they are so rare that they take a third of the allowed loss.
         """
-        return self._since_allowed + 1 >= 3.0 * cost / LOSS_SHARE and self.account.main.covers(cost)
+        return self.since_allowed + 1 >= 3.0 * cost / LOSS_SHARE and self.account.main.covers(cost)
 
     def _node_costs(self, rows: int, cached: int) -> NodeCosts:
         """Return how many tokens 1, 2, ... draft tokens must bring for their time, for as many of
@@ -155,10 +157,10 @@ class AdaptivePolicy:
         if allowed and not self._drafts_in_step:
             self.reasons[reasons.VERIFIED if verified else reasons.NOTHING_VERIFIED] += report.rows
         ratio = self.account.observe(report, self.shapes.baseline_speed if self.shapes else 1.0)
-        self._in_a_row = self._in_a_row + 1 if verified else 0
+        self.in_a_row = self.in_a_row + 1 if verified else 0
         if report.reason == reasons.PROBING and verified:
-            self._pause = min(2 * self._pause, PLAIN_EVERY)
-        self._since_allowed = 0 if allowed else self._since_allowed + 1
+            self.pause = min(2 * self.pause, PLAIN_EVERY)
+        self.since_allowed = 0 if allowed else self.since_allowed + 1
         if self.shapes is not None:
             self.shapes.learn(report, ratio)
         elif allowed and not (self._selects_by_cost and not report.constrained):

@@ -88,31 +88,36 @@ class LiveCosts:
     estimated extra cost and loss shrink step by step: otherwise a count that was once overestimated
     would never be tried again, and the estimate never corrected.
 
-    steps  number of steps observed
+    steps         number of steps observed
+    log_pace      natural logarithm of `pace`
+    counts        numbers of nodes that have a correction, ascending
+    corrections   of each of `counts`: mean error of the measured ratio, as a natural logarithm
+    largest_seen  most nodes of an observed step
+    plain_means   mean error of plain steps, as a natural logarithm, by powers of two of rows and of
+                  cached tokens per row, and whether they are carried; the context None has the
+                  newest entry of so many rows
     """
 
     def __init__(self, measured: StepCosts) -> None:
-        self.measured, self.steps, self._pace = measured, 0, 0.0
+        self.measured, self.steps, self.log_pace = measured, 0, 0.0
         powers = (1 << power for power in range(LARGEST))
-        self._counts = tuple(sorted({*measured.nodes, *powers}))
-        self._neighbours = _Neighbours(self._counts)
-        self._verify_ms: list[float] = measured.verify(np.array(self._counts)).tolist()
-        self._corrections, self._largest_seen = [Mean() for _ in self._counts], 0
+        self.counts = tuple(sorted({*measured.nodes, *powers}))
+        self._neighbours = _Neighbours(self.counts)
+        self._verify_ms: list[float] = measured.verify(np.array(self.counts)).tolist()
+        self.corrections, self.largest_seen = [Mean() for _ in self.counts], 0
         # Kinds of plain steps whose last one was slow.
         self._slow: set[tuple[int, int | None, bool]] = set()
-        # By powers of two of rows and of cached tokens per row, and whether they are carried; the
-        # context None has the newest entry of so many rows.
-        self._plain: dict[tuple[int, int | None, bool], Mean] = {}
+        self.plain_means: dict[tuple[int, int | None, bool], Mean] = {}
         self._curves: dict[tuple[int, int], Curve] = {}  # By rows and nodes.
 
     def plain(self, rows: int, cached: int, carried: bool) -> float:
         """Return the milliseconds of a plain step, carried or not."""
-        mean = self._plain.get(_kind(rows, cached, carried)) or self._last(rows, carried)
-        error = self._pace + mean.value + (0.0 if carried else self._error(rows))
+        mean = self.plain_means.get(_kind(rows, cached, carried)) or self._last(rows, carried)
+        error = self.log_pace + mean.value + (0.0 if carried else self._error(rows))
         return exp(error) * self._measured_ms(rows, cached)
 
     def _last(self, rows: int, carried: bool) -> Mean:
-        return self._plain.get(((rows - 1).bit_length(), None, carried), _UNSEEN)
+        return self.plain_means.get(((rows - 1).bit_length(), None, carried), _UNSEEN)
 
     def seen(self, rows: int, carried: bool) -> float:
         """Return how many plain steps of about so many rows were observed, carried or not."""
@@ -143,7 +148,7 @@ class LiveCosts:
         if not optimistic:
             return ratio
         below, above, fraction = self._neighbours[nodes]
-        one, two = (self._confidence(self._corrections[place]) for place in (below, above))
+        one, two = (self._confidence(self.corrections[place]) for place in (below, above))
         return 1.0 + (ratio - 1.0) * (one + fraction * (two - one))
 
     def upper_bound(self, rows: int, nodes: int) -> float:
@@ -165,8 +170,8 @@ class LiveCosts:
         beyond the largest observed step at least in proportion to it.
         """
         ratio = self.relative_cost(rows, nodes, cached, optimistic=True)
-        seen = max(self._largest_seen, rows)
-        if not self._largest_seen or nodes <= seen:
+        seen = max(self.largest_seen, rows)
+        if not self.largest_seen or nodes <= seen:
             return ratio
         return max(ratio, self.relative_cost(rows, seen, cached) * nodes / seen)
 
@@ -226,11 +231,11 @@ class LiveCosts:
     def learn_plain(self, rows: int, cached: int, carried: bool, ms: float) -> None:
         """Update the estimates with a plain step that took `ms` milliseconds."""
         kind, last = _kind(rows, cached, carried), self._last(rows, carried)
-        known = kind in self._plain
+        known = kind in self.plain_means
         if not known:
             # Start from the newest mean of another context, with a small weight.
-            self._plain[kind] = Mean(last.value, min(last.seen, MIN_REPEATS))
-        mean = self._plain[kind[0], None, carried] = self._plain[kind]
+            self.plain_means[kind] = Mean(last.value, min(last.seen, MIN_REPEATS))
+        mean = self.plain_means[kind[0], None, carried] = self.plain_means[kind]
         ratio = ms / self.plain(rows, cached, carried)
         slow, again = ratio > OUTLIER, kind in self._slow
         self._slow = self._slow | {kind} if slow else self._slow - {kind}
@@ -250,7 +255,7 @@ class LiveCosts:
         """Update the estimates with a step with draft tokens that took `ratio` plain steps."""
         ratio = min(ratio, self.upper_bound(rows, nodes))
         below, above, fraction = self._neighbours[nodes]
-        seen = (1.0 - fraction) * self._corrections[below].seen + fraction * self._corrections[
+        seen = (1.0 - fraction) * self.corrections[below].seen + fraction * self.corrections[
             above
         ].seen
         self._learn_at(
@@ -260,17 +265,17 @@ class LiveCosts:
     def _error(self, nodes: int) -> float:
         """Return the correction of so many nodes, as a natural logarithm."""
         below, above, fraction = self._neighbours[nodes]
-        one, two = self._corrections[below].value, self._corrections[above].value
+        one, two = self.corrections[below].value, self.corrections[above].value
         return one + fraction * (two - one)
 
     def _learn_at(self, nodes: int, error: float) -> None:
         """Correct the nearer count more: a lucky step of 65 nodes would make 128 look cheap."""
-        self._largest_seen = max(self._largest_seen, nodes)
+        self.largest_seen = max(self.largest_seen, nodes)
         below, above, fraction = self._neighbours[nodes]
         for place, weight in ((above, fraction), (below, 1.0 - fraction)):
-            self._corrections[place].learn(error, weight)
+            self.corrections[place].learn(error, weight)
             if weight >= 0.5:
-                self._corrections[place].last = self.steps
+                self.corrections[place].last = self.steps
 
     def update_pace(self, ratio: float, seen: float = MIN_REPEATS) -> float:
         """Attribute a part of a step's error to the machine's pace and return the rest, a natural
@@ -284,14 +289,14 @@ class LiveCosts:
         if self.steps > 1:
             error = min(error, log(OUTLIER if is_known else 2.0 * OUTLIER))
         pace = max(FOLLOW, 1.0 / self.steps) * error if is_known or self.steps == 1 else 0.0
-        self._pace += pace
+        self.log_pace += pace
         return error - pace
 
     def scale_pace(self, ratio: float) -> None:
         """Multiply the time expected of every step by `ratio` (above 0): the machine's pace has
         changed, not the cost of draft tokens.
         """
-        self._pace += log(ratio)
+        self.log_pace += log(ratio)
 
     def describe(self) -> dict[str, float]:
         """Return milliseconds of one row by number of nodes, as estimated now, with little
@@ -303,7 +308,7 @@ class LiveCosts:
     @property
     def pace(self) -> float:
         """How much slower steps are now than at start-up; 1 = equal."""
-        return exp(self._pace)
+        return exp(self.log_pace)
 
 
 def _kind(rows: int, cached: int, carried: bool) -> tuple[int, int | None, bool]:

@@ -36,17 +36,18 @@ class ScoreCalibration:
     """Calibrates a drafter's scores by the draft tokens that were right, verified or not, over the
     number that the scores predicted.
 
-    calibrated  leave scores as they are: the drafter calibrates them itself
+    calibrated       leave scores as they are: the drafter calibrates them itself
+    expected, right  draft tokens that were expected to be right, and that were; decayed
     """
 
     def __init__(self, calibrated: bool = False) -> None:
         self._calibrated = calibrated
-        self._expected = self._right = 1.0
+        self.expected = self.right = 1.0
 
     @property
     def share(self) -> float:
         """Factor of scores per level, 0 to 1."""
-        return 1.0 if self._calibrated else min(1.0, self._right / self._expected)
+        return 1.0 if self._calibrated else min(1.0, self.right / self.expected)
 
     def calibrate(self, draft: Draft) -> Draft:
         """Return the draft with the drafter's scores times share**depth, grammars' unchanged."""
@@ -68,8 +69,8 @@ class ScoreCalibration:
         expected, tried, right = compare(draft, tokens)
         if not tried:
             return None
-        self._expected = DECAY * self._expected + expected
-        self._right = DECAY * self._right + right
+        self.expected = DECAY * self.expected + expected
+        self.right = DECAY * self.right + right
         return LevelCounts(tried, right)
 
 

@@ -1,7 +1,5 @@
 """What an adaptive policy learnt while serving, as bytes to keep on disk: costs of steps, gains and
 losses, how often draft tokens were right. A policy that learns them again decides as this one.
-
-Reads and writes the private numbers of the policy's parts, which know nothing of it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ import numpy as np
 from forerun.control.account import Balance, Returns
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.costs import LiveCosts, Mean
-from forerun.control.shapes import Shapes, _Bucket
+from forerun.control.shapes import Shapes, ShapeStats
 from forerun.control.step_costs import StepCosts
 
 LEAST_STEPS = 64
@@ -53,7 +51,7 @@ class _Shapes:
     """Of Shapes."""
 
     baseline_speed: float
-    buckets: dict[int, _Bucket]
+    buckets: dict[int, ShapeStats]
     tries: list[float]
     right: list[float]
 
@@ -88,10 +86,10 @@ class PolicyLearner:
             costs=_costs_of(account.costs),
             main=_balance_of(account.main),
             model=_balance_of(account.model) if own else None,
-            calibration=(calibration._expected, calibration._right),
+            calibration=(calibration.expected, calibration.right),
             shapes=_shapes_of(policy.shapes) if policy.shapes is not None else None,
-            counters=(policy._since_allowed, policy._in_a_row, policy._pause),
-            with_model=account._last_with_model,
+            counters=(policy.since_allowed, policy.in_a_row, policy.pause),
+            with_model=account.last_with_model,
         )
         return msgspec.msgpack.encode(state)
 
@@ -105,14 +103,14 @@ class PolicyLearner:
         if state.model is not None:
             _restore_balance(account.model, state.model)
         calibration = policy.drafts.calibration
-        calibration._expected, calibration._right = state.calibration
+        calibration.expected, calibration.right = state.calibration
         if policy.shapes is not None and state.shapes is not None:
             policy.shapes.baseline_speed = state.shapes.baseline_speed
-            policy.shapes._buckets = state.shapes.buckets
-            policy.shapes._tries = np.array(state.shapes.tries)
-            policy.shapes._right = np.array(state.shapes.right)
-        policy._since_allowed, policy._in_a_row, policy._pause = state.counters
-        account._last_with_model = state.with_model
+            policy.shapes.buckets = state.shapes.buckets
+            policy.shapes.tries = np.array(state.shapes.tries)
+            policy.shapes.right = np.array(state.shapes.right)
+        policy.since_allowed, policy.in_a_row, policy.pause = state.counters
+        account.last_with_model = state.with_model
         return True
 
 
@@ -143,7 +141,7 @@ def _fits(policy: AdaptivePolicy, state: _Policy) -> bool:
     alike = alike and 2 <= len(measured.nodes) == len(measured.verify_ms)
     drafted = sum(each.steps for each in state.shapes.buckets.values()) if state.shapes else 0
     alike = alike and costs.steps + drafted >= LEAST_STEPS
-    if not alike or len(costs.corrections) != len(LiveCosts(measured)._counts):
+    if not alike or len(costs.corrections) != len(LiveCosts(measured).counts):
         return False
     if (state.model is None) != (account.model is account.main):
         return False
@@ -151,43 +149,43 @@ def _fits(policy: AdaptivePolicy, state: _Policy) -> bool:
         return shapes is None and state.shapes is None
     counts = {len(state.shapes.tries), len(state.shapes.right)}
     known = {shape for bucket in state.shapes.buckets.values() for shape in bucket.relative_cost}
-    return counts == {len(shapes._tries)} and known <= set(shapes.shapes)
+    return counts == {len(shapes.tries)} and known <= set(shapes.shapes)
 
 
 def _costs_of(costs: LiveCosts) -> _Costs:
-    newest = [costs._plain[key] for key in costs._plain if key[1] is None]
-    plain = [(*key, mean) for key, mean in costs._plain.items()]
+    newest = [costs.plain_means[key] for key in costs.plain_means if key[1] is None]
+    plain = [(*key, mean) for key, mean in costs.plain_means.items()]
     plain.sort(key=lambda each: any(each[3] is mean for mean in newest))
     return _Costs(
         measured=costs.measured,
         steps=costs.steps,
-        pace=costs._pace,
-        corrections=costs._corrections,
-        largest_seen=costs._largest_seen,
+        pace=costs.log_pace,
+        corrections=costs.corrections,
+        largest_seen=costs.largest_seen,
         plain=[(rows, at, carried, mean) for rows, at, carried, mean in plain if at is not None],
     )
 
 
 def _live_costs(state: _Costs) -> LiveCosts:
     costs = LiveCosts(state.measured)
-    costs.steps, costs._pace = state.steps, state.pace
-    costs._corrections, costs._largest_seen = state.corrections, state.largest_seen
+    costs.steps, costs.log_pace = state.steps, state.pace
+    costs.corrections, costs.largest_seen = state.corrections, state.largest_seen
     for rows, context, carried, mean in state.plain:
-        costs._plain[rows, context, carried] = costs._plain[rows, None, carried] = mean
+        costs.plain_means[rows, context, carried] = costs.plain_means[rows, None, carried] = mean
     return costs
 
 
 def _balance_of(balance: Balance) -> _Balance:
     about = balance.credit, balance.saved, balance.empty, balance.times_empty
-    return _Balance(*about, balance._returns)
+    return _Balance(*about, balance.returns)
 
 
 def _restore_balance(balance: Balance, state: _Balance) -> None:
     balance.credit, balance.saved = min(state.credit, balance.limit), state.saved
     balance.empty, balance.times_empty = state.empty, state.times_empty
-    balance._returns = state.returns
+    balance.returns = state.returns
 
 
 def _shapes_of(shapes: Shapes) -> _Shapes:
-    tries, right = shapes._tries.tolist(), shapes._right.tolist()
-    return _Shapes(shapes.baseline_speed, shapes._buckets, tries, right)
+    tries, right = shapes.tries.tolist(), shapes.right.tolist()
+    return _Shapes(shapes.baseline_speed, shapes.buckets, tries, right)

@@ -29,7 +29,7 @@ from forerun.draft_shape import DraftShape
 
 
 @dataclass(slots=True)
-class _Bucket:
+class ShapeStats:
     """Measurements of steps of about so many rows.
 
     relative_cost  by shape: plain steps that a step of it takes
@@ -53,6 +53,9 @@ class Shapes:
     depth   longest path; each level has `width` draft tokens
     merged  drafters without a draft model propose into the same trees
     baseline_speed  speed without this drafter, relative to plain decoding
+    buckets       measurements of steps, by powers of two of rows
+    tries, right  float64[1 + depth], how often each level was tried below one that was right, and
+                  right; decayed. Index 0 is a draft token alone
     """
 
     def __init__(
@@ -61,17 +64,15 @@ class Shapes:
         self._account, self._drafts, self._merged = account, drafts, merged
         self.baseline_speed, self._width, self._wide = 1.0, width, width > 1
         self.shapes = DraftShape(width * depth, width, depth).declared()
-        self._buckets: dict[int, _Bucket] = {}
-        # How often each level was tried below one that was right, and right; decayed. Index 0 is a
-        # draft token alone.
-        self._tries, self._right = np.zeros(1 + depth), np.zeros(1 + depth)
+        self.buckets: dict[int, ShapeStats] = {}
+        self.tries, self.right = np.zeros(1 + depth), np.zeros(1 + depth)
 
     def rates(self) -> list[float]:
         """Return 1 + depth chances: entry 0, that a draft token alone is right; entry n, that some
         token of level n is right if one of the level above is. A level without observations has the
         chance of the one above; entry 0 that of entry 1.
         """
-        tries, right = self._tries.tolist(), self._right.tolist()
+        tries, right = self.tries.tolist(), self.right.tolist()
 
         def rate(believed: float, level: int) -> float:
             return (PRIOR * believed + right[level]) / (PRIOR + tries[level])
@@ -139,7 +140,7 @@ class Shapes:
             loss = (ratio - 1.0) * self.baseline_speed
             if not balance.covers(loss) or ratio * self.baseline_speed >= 1.0 + shape.depth:
                 continue
-            new = self._tries[:2].max() < MIN_REPEATS
+            new = self.tries[:2].max() < MIN_REPEATS
             on = bucket.enabled and (new or max(speeds) > self.baseline_speed * (1.0 - LOSS_SHARE))
             due = bucket.steps_since >= bucket.cooldown and balance.covers(loss * TRIAL / rows)
             return shape if on or due else None
@@ -189,13 +190,13 @@ class Shapes:
         if not bucket.enabled:
             bucket.enabled = True
             # Observations from before a pause count for PRIOR: the text has changed.
-            share = PRIOR / max(float(self._tries.max()), PRIOR)
-            self._tries, self._right = share * self._tries, share * self._right
+            share = PRIOR / max(float(self.tries.max()), PRIOR)
+            self.tries, self.right = share * self.tries, share * self.right
         if self._account.steady:
             mean = bucket.relative_cost.setdefault(shape, Mean())
             mean.learn(ratio - mean.value)
         self._learn(self._alone(shape), counts)
-        if self._tries[:2].max() < TRIAL:
+        if self.tries[:2].max() < TRIAL:
             return
         over = max(self.speeds(rows)) / self.baseline_speed
         if over < 1.0 - LOSS_SHARE:
@@ -207,19 +208,19 @@ class Shapes:
     def _learn(self, alone: bool, counts: list[LevelCounts]) -> None:
         # Levels that were not tried decay half as fast, or they would be tried again too soon.
         first = 0 if alone else 1
-        decay = np.full(len(self._tries), DECAY**0.5)
+        decay = np.full(len(self.tries), DECAY**0.5)
         decay[first : first + max((each.tried for each in counts), default=0)] = DECAY
-        self._tries *= decay
-        self._right *= decay
+        self.tries *= decay
+        self.right *= decay
         for tried, right in counts:
-            self._tries[first : first + tried] += 1.0
-            self._right[first : first + right] += 1.0
+            self.tries[first : first + tried] += 1.0
+            self.right[first : first + right] += 1.0
 
     def _alone(self, shape: DraftShape) -> bool:
         return self._wide and shape.nodes == 1
 
-    def _bucket(self, rows: int) -> _Bucket:
-        return self._buckets.setdefault((rows - 1).bit_length(), _Bucket())
+    def _bucket(self, rows: int) -> ShapeStats:
+        return self.buckets.setdefault((rows - 1).bit_length(), ShapeStats())
 
     def describe(self) -> dict[str, object]:
         """Return facts for /server_info."""
@@ -227,7 +228,7 @@ class Shapes:
             "right_by_level": [round(rate, 3) for rate in self.rates()[1:]],
             "plain_steps_by_rows": {
                 f"{1 << power} rows, {shape.nodes} draft tokens": round(mean.value, 2)
-                for power, bucket in sorted(self._buckets.items())
+                for power, bucket in sorted(self.buckets.items())
                 for shape, mean in bucket.relative_cost.items()
             },
         }

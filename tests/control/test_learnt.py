@@ -103,7 +103,7 @@ def test_bytes_that_say_nothing(learnt):
 def test_numbers_that_are_none(wrong):
     policy = seen(opened("ngram"))
     assert PolicyLearner(opened("ngram")).relearn(PolicyLearner(policy).learnt())
-    policy.account.costs._corrections[2].value = wrong
+    policy.account.costs.corrections[2].value = wrong
     learnt = PolicyLearner(policy).learnt()
     assert not PolicyLearner(opened("ngram")).relearn(learnt)
 
