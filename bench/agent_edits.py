@@ -30,7 +30,7 @@ import numpy as np
 from bench.ngram_cache import play
 from bench.records import ended, keep
 from bench.replay import Answer
-from forerun.build.engine import open_text
+from forerun.build.target import open_text
 from forerun.build.with_cpu import ngram_drafter
 from forerun.cache.folder import StoreFolder
 from forerun.cache.journal import Journal

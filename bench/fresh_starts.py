@@ -12,7 +12,8 @@ from itertools import cycle, islice
 from statistics import fmean
 
 from bench.records import ended
-from forerun.build.engine import encode_chat, make_engine, open_target
+from forerun.build.engine import encode_chat, make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import complete, make_request
 from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig

@@ -28,7 +28,7 @@ import torch
 
 from bench.gpu import Report, turns
 from bench.records import ended
-from forerun.build import engine as built
+from forerun.build import target as built
 from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.client.completion import complete, make_request
 from forerun.client.llm import LLM

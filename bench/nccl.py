@@ -32,7 +32,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 from bench.records import ended
-from forerun.build.engine import encode_chat, make_engine, open_target
+from forerun.build.engine import encode_chat, make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import make_request
 from forerun.engine.request import Delta, Request
 from forerun.measure.prove import answers

@@ -28,8 +28,8 @@ from rich.table import Table
 
 from bench.records import ended, keep
 from forerun.build import engine
-from forerun.build.engine import Target, open_target
 from forerun.build.registry import EXECUTORS
+from forerun.build.target import Target, open_target
 from forerun.client.completion import acceptance_length, make_request
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafts.ngram_table import NgramTable

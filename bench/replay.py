@@ -33,7 +33,8 @@ import numpy as np
 
 from bench.records import ended
 from forerun.build.calibration import NODES, REPEATS, SECONDS, estimated_ms
-from forerun.build.engine import encode_chat, make_engine, open_target
+from forerun.build.engine import encode_chat, make_engine
+from forerun.build.target import open_target
 from forerun.build.with_cpu import ngram_drafter
 from forerun.client.completion import complete, make_request
 from forerun.control import account, adaptive, costs, host_drafts

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import ended, keep
-from forerun.build.engine import Target, encode_chat, make_engine, open_target
+from forerun.build.engine import encode_chat, make_engine
+from forerun.build.target import Target, open_target
 from forerun.client.completion import complete, make_request
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler

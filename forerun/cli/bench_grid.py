@@ -8,7 +8,7 @@ from time import strftime
 
 from rich.table import Table
 
-from forerun.build.engine import Target
+from forerun.build.target import Target
 from forerun.build.tuned import save
 from forerun.cli.argument_types import refuse_load
 from forerun.cli.console import bars, emit_json, open_shown, out, say

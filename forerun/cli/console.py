@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from forerun.build.engine import Loaded, Target, load, open_target
+from forerun.build.engine import Loaded, load
 from forerun.build.executor_entry import Progress as Report
 from forerun.build.memory import human
+from forerun.build.target import Target, open_target
 from forerun.cli.wrap import wrapped
 from forerun.options.config import EngineConfig
 

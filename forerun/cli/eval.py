@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from forerun.build.engine import Target
+from forerun.build.target import Target
 from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forerun.build.engine import Target
+from forerun.build.target import Target
 from forerun.client.completion import Completion, make_request
 from forerun.draft_shape import DraftShape
 from forerun.measure.prove import answers, encode

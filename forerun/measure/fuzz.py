@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from forerun.build.engine import Target, make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import Target, open_target
 from forerun.client.completion import Completion, make_request
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.grammar.calls import Calling, Signature, tool_rules

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from forerun.build.engine import Target, encode_chat, make_engine
+from forerun.build.engine import encode_chat, make_engine
+from forerun.build.target import Target
 from forerun.client.completion import Completion, acceptance_length, complete, make_request
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher.matcher import CompiledGrammar

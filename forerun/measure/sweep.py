@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.build.engine import Target
+from forerun.build.target import Target
 from forerun.build.tuned import Setting
 from forerun.client.completion import acceptance_length, make_request
 from forerun.engine.request import Request

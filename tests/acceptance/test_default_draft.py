@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.errors import ConfigError, ModelError
 from forerun.executors import cpu
 from forerun.hub.catalog import shipped_draft

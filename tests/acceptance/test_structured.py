@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.build.engine import encode_chat, make_engine, open_target
+from forerun.build.engine import encode_chat, make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import acceptance_length, complete, make_request
 from forerun.constrain.grammar import Grammar
 from forerun.control.account import Account

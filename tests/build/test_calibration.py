@@ -13,7 +13,8 @@ from forerun.build.calibration import (
     smoothed,
     with_draft_model,
 )
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import complete, make_request
 from forerun.errors import ConfigError
 from forerun.executors.toy import ToyExecutor

@@ -6,8 +6,8 @@ import pytest
 
 from forerun.build import device, registry
 from forerun.build.device import choose_device
-from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
+from forerun.build.target import open_target
 from forerun.cli import console
 from forerun.errors import ConfigError
 from forerun.hub.catalog import open_model

@@ -7,8 +7,9 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from forerun.build.engine import encode_chat, load, make_engine, open_target
+from forerun.build.engine import encode_chat, load, make_engine
 from forerun.build.registry import EXECUTORS
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import complete, make_request
 from forerun.client.llm import LLM

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.build.engine import open_target
 from forerun.build.memory import Needs, human, needs_of, plan_memory
 from forerun.build.shapes import RandomCheckpoint
+from forerun.build.target import open_target
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.executors import cpu
 from forerun.networks.arch import Architecture, plain_layers

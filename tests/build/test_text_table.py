@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from forerun.build import text_table
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import complete, make_request
 from forerun.drafts.ngram_counts import write_table
 from forerun.options.config import EngineConfig

@@ -7,8 +7,8 @@ import pytest
 
 from forerun.build import device, with_jax
 from forerun.build.device import DeviceChoice
-from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor, draft_model
+from forerun.build.target import open_target
 from forerun.build.tuned import Setting
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.constrain.grammar import Grammar

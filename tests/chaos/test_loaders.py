@@ -12,7 +12,8 @@ import shutil
 import numpy as np
 import pytest
 
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.checkpoints.gguf.header import read_header
 from forerun.drafts.eagle_folder import open_draft
 from forerun.drafts.ngram_counts import write_ngrams

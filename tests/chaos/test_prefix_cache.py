@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.measure.workload import read_prompts as prompts
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling

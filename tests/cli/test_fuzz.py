@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.cli.main import main
 from forerun.errors import ConfigError
 from forerun.executors import host_choice

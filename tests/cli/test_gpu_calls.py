@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench import gpu, large_engine
-from forerun.build import engine as built
+from forerun.build import target as built
 from forerun.cli.commands import COMMANDS
 from tests.parity.tape import on_tape
 from tests.shape.tree import ROOT

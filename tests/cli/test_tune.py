@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 
 from forerun.build import tuned
-from forerun.build.engine import load, open_target
+from forerun.build.engine import load
+from forerun.build.target import open_target
 from forerun.build.tuned import Setting
 from forerun.cli.main import main
 from forerun.executors.toy import ToyExecutor

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from forerun.build.engine import Loaded, Target, load, open_target
+from forerun.build.engine import Loaded, load
+from forerun.build.target import Target, open_target
 from forerun.executors.toy import ToyExecutor
 from forerun.options.config import EngineConfig
 

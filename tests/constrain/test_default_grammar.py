@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import complete, make_request
 from forerun.constrain.grammar import Grammar
 from forerun.executors import cpu

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.build import engine as engine_module
+from forerun.build import target as target_module
 from forerun.client.llm import LLM
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.grammar.calls import Calling, Signature, tool_rules
@@ -422,7 +422,7 @@ class ByHeart(Scripted):
 @pytest.fixture(scope="module")
 def by_heart():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "ToyExecutor", ByHeart)
+        patch.setattr(target_module, "ToyExecutor", ByHeart)
         llm = LLM("toy", kv_tokens=4096, context=4096)
     with llm:
         yield llm

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.mapped import Packed
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError

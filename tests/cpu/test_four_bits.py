@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.cpu.few_bits import TILE
 from forerun.options.config import EngineConfig

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from forerun.build import with_jax
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import complete, make_request
 from forerun.executors.jax.rounds.batches import Buckets
 from forerun.options.config import EngineConfig

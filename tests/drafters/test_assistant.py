@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from forerun.build import beside
 from forerun.build.beside import assistant_beside, with_beside
 from forerun.build.drafting import drafting_sentence, open_drafts, with_shipped
-from forerun.build.engine import load, open_target
+from forerun.build.engine import load
 from forerun.build.sizing import described, sizing
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.drafts.assistant import holds_assistant, open_assistant

@@ -18,8 +18,9 @@ import torch
 
 from forerun.build import drafting, with_jax
 from forerun.build.drafting import open_drafts, with_draft
-from forerun.build.engine import load, open_target
+from forerun.build.engine import load
 from forerun.build.memory import Needs, plan_memory
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import complete
 from forerun.control.policy import Budget, Decision, FixedPolicy

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.measure.acceptance import agreement, drafting
 from tests.drafters.kinds import Kind
 from tests.drafters.prediction import random_layer, rms, with_layers

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.drafts.eagle_config import head_for
 from forerun.errors import ModelError

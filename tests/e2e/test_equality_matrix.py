@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.constrain.grammar import Grammar
 from forerun.executors import cpu

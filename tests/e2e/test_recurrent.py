@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import ConfigError, ModelError
 from forerun.executors import cpu

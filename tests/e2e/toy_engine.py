@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from forerun.build import engine as engine_module
+from forerun.build import target as target_module
 from forerun.client.engine_worker import run
 from forerun.errors import ModelError
 from forerun.executors.toy import ToyExecutor
@@ -51,7 +52,7 @@ def load_toy(options):
     if "load_error" in options:
         raise ModelError(options["load_error"])
     if "script" in options:
-        engine_module.TOY_CONTEXT = LONG  # Programs begin with prompts of 80 kB.
+        target_module.TOY_CONTEXT = LONG  # Programs begin with prompts of 80 kB.
     loaded = engine_module.load(config_of(options))
     if not loaded.config.toy:
         return loaded

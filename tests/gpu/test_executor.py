@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.accept import choices, gumbel
 from forerun.measure.prove import Trial, prove

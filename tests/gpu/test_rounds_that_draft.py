@@ -4,7 +4,7 @@ models and block drafters draft there as they do when asked pass by pass.
 
 import pytest
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.executors.torch import CapturedExecutor
 from tests.parity.test_rounds_that_draft import (
     BLIND,

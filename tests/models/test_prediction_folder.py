@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.build.draft_file import open_draft_file
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.drafts.prediction_folder import holds_prediction, open_prediction
 from forerun.errors import ConfigError, ModelError

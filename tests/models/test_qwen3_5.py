@@ -10,7 +10,7 @@ import transformers
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint, eos_ids
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.errors import ModelError

@@ -11,7 +11,8 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import make_request
 from forerun.executors.torch import model_runner
 from forerun.executors.torch.parallel import executor, rounds

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from forerun import child
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.client.completion import make_request
@@ -312,7 +313,7 @@ def test_what_is_closed_leaves_nothing(folder):
 
 ALONE = """
 import sys, time
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.options.config import EngineConfig
 target = open_target(EngineConfig(model=sys.argv[1], executor="torch", device="cpu", tp_size=2,
                                   threads=1, policy="fixed", kv_tokens=1024, context=256))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.measure.prove import _requests as requests_of
 from forerun.measure.prove import answers, encode
 from tests.covering import covering, every, values

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import complete, make_request
 from forerun.drafts.eagle_config import head_for
 from forerun.drafts.eagle_folder import open_draft

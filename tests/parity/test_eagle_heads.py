@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from forerun.build.engine import load, open_target
+from forerun.build.engine import load
+from forerun.build.target import open_target
 from forerun.client.completion import complete, make_request
 from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter

@@ -14,7 +14,8 @@ import pytest
 
 from forerun.build import drafting as build_drafting
 from forerun.build import engine
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import make_request
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy

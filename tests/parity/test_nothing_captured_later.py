@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from forerun.build import engine as build
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
 from forerun.control.policy import Budget, Decision, with_known

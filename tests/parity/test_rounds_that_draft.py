@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import make_request
 from forerun.drafters.model_drafter import ModelDrafter

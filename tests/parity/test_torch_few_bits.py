@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.build.sizing import Described, described, sizing
+from forerun.build.target import open_target
 from forerun.checkpoints.counted import counted
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint

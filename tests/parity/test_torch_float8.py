@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
 from forerun.build.shapes import shape_named
+from forerun.build.target import open_target
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.decoder.elementwise import PLAIN, compiled

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from forerun.build import drafting
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
 from forerun.control.policy import Budget, Decision, FixedPolicy

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.client.completion import make_request
 from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.attention.kv import KvShape, PagedCache

@@ -188,7 +188,7 @@ def test_only_the_composition_root_names_executors():
     }
     # An entry of the registry each, and the toy; sized.py measures the torch executor alone.
     allowed = {f"forerun/build/with_{name}.py" for name in ("cpu", "torch", "jax")}
-    allowed |= {"forerun/build/engine.py", "forerun/cli/doctor.py", "forerun/measure/sized.py"}
+    allowed |= {"forerun/build/target.py", "forerun/cli/doctor.py", "forerun/measure/sized.py"}
     allowed |= {"forerun/drafters/ngram_index.py"}  # It calls the compiled core, no executor.
     assert naming <= allowed | {
         # Training needs the torch decoder itself, not an executor behind a contract.

@@ -7,7 +7,8 @@ tests/parity/test_torch_overlap.py, where the device is emulated.
 
 import pytest
 
-from forerun.build.engine import encode_chat, make_engine, open_target
+from forerun.build.engine import encode_chat, make_engine
+from forerun.build.target import open_target
 from forerun.client.completion import make_request
 from forerun.options.config import EngineConfig
 from tests.shape.walk import Walk

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import make_request
 from forerun.drafts.block_folder import open_block

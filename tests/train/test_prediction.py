@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forerun.build.engine import open_target
+from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.cli.main import main
 from forerun.client.completion import make_request

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from forerun.build.engine import Frontend, Loaded, open_text
+from forerun.build.engine import Frontend, Loaded
+from forerun.build.target import open_text
 from forerun.client.adapters import adapter_names, adapter_number
 from forerun.client.engine_client import Constraint, EngineClient, LocalEngine, call_soon
 from forerun.client.engine_process import EngineCommand, EngineProcess
