@@ -129,7 +129,7 @@ def _start(config: TrainConfig, target: Architecture) -> DraftFile | None:
     if config.start_from is None:
         return None
     draft = open_draft(Path(config.start_from), target)
-    check_trainable(draft)
+    check_trainable(draft, config.method)
     for warning in draft.warnings:
         say(f"forerun: draft {config.start_from}: {warning}")
     return draft

@@ -104,19 +104,19 @@ def default_features(layers: int) -> tuple[int, int, int]:
     return 2, layers // 2, layers - 3
 
 
-def head_for(target: Architecture, vocab: int) -> DraftHead:
-    """Return the EAGLE-3 head our trainer makes for `target`: its layer's shape, Vd = `vocab`.
+def head_for(target: Architecture, vocab: int, algorithm: Algorithm = "eagle3") -> DraftHead:
+    """Return the head our trainer makes for `target`: its layer's shape, Vd = `vocab`.
 
-    Raises ModelError if the target has too few layers to read features from.
+    Raises ModelError if the target has too few layers to read an EAGLE-3 head's features from.
     """
-    features = default_features(target.layers)
-    if not 0 < features[0] < features[1] <= features[2]:
+    first, middle, last = default_features(target.layers)
+    if algorithm == "eagle3" and not 0 < first < middle <= last:
         raise ModelError(
             f"a draft head reads the target near its start, middle and end; this target has "
             f"{target.layers} layers, at least 6 are needed"
         )
     return DraftHead(
-        algorithm="eagle3",
+        algorithm=algorithm,
         target_hidden=target.hidden,
         hidden=target.hidden,
         heads=target.heads,
@@ -128,7 +128,7 @@ def head_for(target: Architecture, vocab: int) -> DraftHead:
         norm_eps=target.norm_eps,
         rope=replace(target.rope),
         context=target.context,
-        features=features,
+        features=(target.layers,) if algorithm == "eagle1" else (first, middle, last),
         trained_head=False,
     )
 

@@ -26,19 +26,23 @@ Dialect = Literal["sglang", "speculators"]
 def export_head(
     head: EagleHead, target_ids: Ints, folder: Path, dialect: Dialect = "sglang", full: bool = False
 ) -> None:
-    """Write a trained EAGLE-3 head as config.json and model.safetensors (bfloat16) into `folder`.
+    """Write a trained head as config.json and model.safetensors (bfloat16) into `folder`.
 
     target_ids  int32[Vd] ascending; stored as offsets d2t and membership t2d
-    dialect     whose keys and names: SGLang's or speculators'
-    full        with the output head, for servers that do not take the target's rows
+    dialect     of an EAGLE-3 head, whose keys and names: SGLang's or speculators'
+    full        an EAGLE-3 head with the output head, for servers that do not take the target's rows
 
-    Raises OSError if the folder cannot be written.
+    An EAGLE-1 head has the names of EAGLE's repository. Raises OSError if the folder cannot be
+    written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     about = head.head
     tensors = {name: p.detach().cpu() for name, p in head.named_parameters()}
-    if not (full or about.trained_head):
+    first = about.algorithm == "eagle1"
+    if first or not (full or about.trained_head):
         del tensors["lm_head.weight"]
+    if first:  # SGLang's class has a bias in any case, and leaves random what a file lacks.
+        tensors.setdefault("fc.bias", torch.zeros(about.hidden))
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     if about.vocab != about.target_vocab:
         offsets = target_ids.astype(np.int64) - np.arange(about.vocab)
@@ -46,9 +50,11 @@ def export_head(
         member[target_ids] = True
         tensors["d2t"] = torch.from_numpy(offsets)
         tensors["t2d"] = torch.from_numpy(member)
-    if dialect == "sglang":
+    if not first and dialect == "sglang":
         tensors = {name.replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
-    config = _sglang(about) if dialect == "sglang" else _speculators(about)
+    config = _eagle1(about) if first else _sglang(about)
+    if not first and dialect == "speculators":
+        config = _speculators(about)
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -96,6 +102,18 @@ def rope_keys(rope: Rope) -> dict[str, Any]:
                 "beta_slow": rope.scaling.slow,
             }
     return {"rope_theta": rope.theta} | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _eagle1(about: DraftHead) -> dict[str, Any]:
+    """Return flat keys. SGLang takes the first of the two names that it knows, vLLM Eagle and the
+    second one.
+    """
+    return {
+        "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
+        **_layer(about),
+        "bias": True,
+        "tie_word_embeddings": False,
+    }
 
 
 def _sglang(about: DraftHead) -> dict[str, Any]:

@@ -72,16 +72,14 @@ def start_from_target(
     head.lm_head.weight.requires_grad_(False)
 
 
-def check_trainable(draft: DraftFile) -> None:
-    """Raise ModelError if a draft that can be served cannot be trained here: it is EAGLE-1, or
-    of another width than the target.
+def check_trainable(draft: DraftFile, method: str | None = None) -> None:
+    """Raise ModelError if a draft that can be served cannot be trained by `method` (None: by the
+    one for it), or at all: it is of another width than the target.
     """
     head = draft.head
-    if head.algorithm != "eagle3":
-        raise ModelError(
-            f"{draft.path} is an EAGLE-1 head; training goes on from EAGLE-3 heads only. Leave "
-            "--start-from out to begin a new one."
-        )
+    name, own = {"eagle1": ("EAGLE-1", "eagle"), "eagle3": ("EAGLE-3", "eagle3")}[head.algorithm]
+    if method not in (None, own):
+        raise ModelError(f"{draft.path} is an {name} head; use --method {own} to go on from it")
     if head.hidden != head.target_hidden:
         raise ModelError(
             f"{draft.path} is {head.hidden} wide beside a target of {head.target_hidden}; training "

@@ -58,6 +58,12 @@ class TrainingSchedule:
     look_every: int = 1
     ema: float = 0.0
 
+    def unrolling(self, judging: bool) -> Unrolling:
+        """Return how far to unroll: all rows, and no decay, where it only evaluates."""
+        if judging:
+            return Unrolling(self.steps)
+        return Unrolling(self.steps, self.decay, self.thin)
+
     def rate_at(self, step: float, total: int) -> float:
         """Return the learning rate at update `step` of `total`: linear warm-up, then a cosine down
         to floor * rate.
@@ -72,13 +78,8 @@ class TrainingSchedule:
 def unrolled_loss(
     trial: "TrainingRun", batch: TrainingBatch, seed: int, judging: bool
 ) -> tuple[Tensor, list[StepScore]]:
-    """Return the loss of a network that reads its own outputs, as LossOf: `ttt_loss`, with all rows
-    and no decay if it only evaluates.
-    """
-    schedule = trial.schedule
-    plan = Unrolling(schedule.steps)
-    if not judging:
-        plan = Unrolling(schedule.steps, schedule.decay, schedule.thin)
+    """Return the loss of a network that reads its own outputs, as LossOf: `ttt_loss`."""
+    plan = trial.schedule.unrolling(judging)
     head = cast(Unrollable, trial.head)
     return ttt_loss(head, batch, trial.embed, trial.vocabulary, plan, seed)
 

@@ -189,27 +189,49 @@ def ttt_loss(
     total = torch.zeros((), dtype=torch.float32, device=device)
     scores = []
     steps = turns(batch.wanted, plan, seed, device)
-    reads = unrolled(head, batch.tokens, batch.features, embed, steps)
+    hidden = head.fuse(batch.features.flatten(0, 1))
+    reads = unrolled(head, batch.tokens, hidden, embed, steps)
     for step, (read, turn) in enumerate(zip(reads, steps, strict=True)):
         # Row q predicts the token at q + step + 2, whose teacher is the target at q + step + 1.
-        rows, count = turn.scored, len(turn.scored)
-        teachers = turn.rows[rows] + step + 1
-        choice = vocabulary.draft_ids[batch.choice.flatten()[teachers]]
-        reachable = choice >= 0
-        if device.type == "cpu":  # Elsewhere to leave rows out would wait for the device.
-            rows, teachers, choice = (x[reachable] for x in (rows, teachers, choice))
-            reachable = reachable[reachable]
-        loss, hits = summed_loss(
-            read.index_select(0, rows),
-            head.lm_head.weight,
-            batch.teacher,
-            teachers,
-            torch.where(reachable, choice, -1),
-        )
-        loss = loss / reachable.sum().clamp_min(1)
-        scores.append(StepScore(loss.detach(), hits, count))
+        teachers = turn.rows[turn.scored] + step + 1
+        weight = head.lm_head.weight
+        loss, score = step_loss(read, turn.scored, teachers, weight, batch, vocabulary)
+        scores.append(score)
         total = total + plan.decay**step * loss
     return total, scores
+
+
+def step_loss(
+    read: Tensor,
+    rows: Tensor,
+    teachers: Tensor,
+    weight: Tensor,
+    batch: TrainingBatch,
+    vocabulary: DraftVocabulary,
+) -> tuple[Tensor, StepScore]:
+    """Return the mean soft cross-entropy in nats of one unrolled step, with a gradient, and its
+    score.
+
+    read      [R,H] the output head's input
+    rows      int64[n] those of it that predict a wanted token
+    teachers  int64[n] flat positions of the target's distributions for these tokens
+    weight    [Vd,H] the output head
+    """
+    count = len(rows)
+    choice = vocabulary.draft_ids[batch.choice.flatten()[teachers]]
+    reachable = choice >= 0
+    if read.device.type == "cpu":  # Elsewhere to leave rows out would wait for the device.
+        rows, teachers, choice = (x[reachable] for x in (rows, teachers, choice))
+        reachable = reachable[reachable]
+    loss, hits = summed_loss(
+        read.index_select(0, rows),
+        weight,
+        batch.teacher,
+        teachers,
+        torch.where(reachable, choice, -1),
+    )
+    loss = loss / reachable.sum().clamp_min(1)
+    return loss, StepScore(loss.detach(), hits, count)
 
 
 def simulated_length(accuracies: list[float]) -> float:

@@ -39,7 +39,13 @@ from forerun.train.prompts import Problems, read_prompts
 from forerun.train.report import write_report
 from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot
-from forerun.train.student import Student, block_student, eagle_student, prediction_student
+from forerun.train.student import (
+    Student,
+    block_student,
+    eagle1_student,
+    eagle_student,
+    prediction_student,
+)
 from forerun.train.target import DenseTarget, embeddings
 from forerun.train.teacher import Teacher, core_teacher, dense_teacher
 from forerun.types import Ints
@@ -142,7 +148,7 @@ def make_draft(
 ) -> Progress:
     """Run stages 2 to 5: vocabulary, features, start, training, export to `out`/draft.
 
-    start   an EAGLE-3 draft to go on from; None = a new one
+    start   a head to go on from; None = a new one
     report  called with (what, done, total)
 
     Goes on where an earlier run stopped. Returns the final progress. Raises TrainingError if
@@ -214,7 +220,8 @@ def _student(
         return block_student(source.checkpoint, ids, config)
     if config.method == "mtp":
         return prediction_student(source.checkpoint, ids, config)
-    return eagle_student(source.checkpoint, ids, config, start)
+    made = eagle1_student if config.method == "eagle" else eagle_student
+    return made(source.checkpoint, ids, config, start)
 
 
 def _vocabulary(
@@ -224,7 +231,8 @@ def _vocabulary(
     if start is not None:
         return start.target_ids
     vocab = source.checkpoint.architecture.vocab
-    return choose_vocabulary(corpus, config.draft_vocab, vocab, forced_ids(source.tokenizer))
+    size = vocab if config.method == "eagle" else config.draft_vocab
+    return choose_vocabulary(corpus, size, vocab, forced_ids(source.tokenizer))
 
 
 def _teacher(

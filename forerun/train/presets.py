@@ -26,8 +26,8 @@ class TrainConfig:
     answer_minutes: float = option(0.0, "begin no answer after this long (0 = no limit)", low=0)
     start_from: str | None = option(
         None,
-        "go on from this draft head (EAGLE-3, any dialect) with a fresh schedule; shape and "
-        "vocabulary are its own, --draft-reading says how it is meant",
+        "go on from this draft head (EAGLE-1 or EAGLE-3, any dialect) with a fresh schedule; "
+        "shape and vocabulary are its own",
     )
     held_out: int = option(64, "chats kept aside to choose the best checkpoint", low=1)
     draft_vocab: int = option(16384, "size of the draft vocabulary", low=16)
@@ -58,9 +58,17 @@ class TrainConfig:
     width: int = option(32, "answers written at once", low=1, high=4096)
     method: str = option(
         "eagle3",
-        "what is made: an EAGLE-3 head, a prediction layer (mtp, for NEXTN) or a block drafter, "
-        "each with an n-gram table, or the table alone",
-        choices=("eagle3", "mtp", "block", "table"),
+        "what is made: an EAGLE-3 head, an EAGLE-1 head (eagle; EAGLE-2 is the same one), a "
+        "prediction layer (mtp, for NEXTN) or a block drafter, each with an n-gram table, or the "
+        "table alone",
+        choices=("eagle3", "eagle", "mtp", "block", "table"),
+    )
+    feature_noise: float = option(
+        0.2,
+        "width of the uniform noise on the hidden states that an EAGLE-1 head reads, in a text of "
+        "512 tokens; inversely in shorter and longer ones",
+        low=0,
+        high=10,
     )
     block_layers: int = option(1, "decoder layers of a block drafter", low=1, high=64)
     block_features: int = option(3, "hidden states that a block drafter reads", low=1, high=64)
@@ -88,12 +96,15 @@ class TrainConfig:
             )
 
 
-TRAINED, UNROLLED = ("eagle3", "mtp", "block"), ("eagle3", "mtp")
+MAPPED, UNROLLED = ("eagle3", "mtp", "block"), ("eagle3", "eagle", "mtp")
+TRAINED = (*UNROLLED, "block")
 METHODS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("draft_vocab", "epochs", "batch_tokens", "steps", "decay", "ema"), TRAINED),
+    "draft_vocab": MAPPED,
+    **dict.fromkeys(("epochs", "batch_tokens", "steps", "decay", "ema"), TRAINED),
     **dict.fromkeys(("rate", "train_minutes", "check_every", "train_bfloat16"), TRAINED),
     "thin": UNROLLED,
-    "start_from": ("eagle3",),
+    "start_from": ("eagle3", "eagle"),
+    "feature_noise": ("eagle",),
     **dict.fromkeys(
         ("block_layers", "block_features", "block_anchors", "block_causal"), ("block",)
     ),

@@ -13,6 +13,7 @@ import torch
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.executors.torch.drafts.eagle import EagleHead
+from forerun.train.eagle1 import Eagle1Head
 from forerun.train.init import check_trainable, start_from_draft
 from forerun.train.loss import (
     DraftVocabulary,
@@ -28,7 +29,8 @@ from forerun.types import Floats, Ints
 
 
 class Simulation:
-    """The trainer's view of one draft, on the CPU. Raises ModelError: EAGLE-1.
+    """The trainer's view of one draft, on the CPU. Raises ModelError for one that is not trained
+    here.
 
     core, threads  features are the compiled core's, which serves; else those of dense float32
     """
@@ -41,7 +43,8 @@ class Simulation:
         self._embed, rows = embeddings(checkpoint)
         ids = torch.from_numpy(draft.target_ids).long()
         self._vocabulary = DraftVocabulary.of(ids, rows)
-        self._head = EagleHead(draft.head)
+        first = draft.head.algorithm == "eagle1"
+        self._head = Eagle1Head(draft.head, checkpoint) if first else EagleHead(draft.head)
         start_from_draft(self._head, draft, self._vocabulary)
 
     def length(self, chats: Sequence[tuple[Ints, Ints]], steps: int) -> float:

@@ -1,4 +1,4 @@
-"""What `forerun train` trains, by method: an EAGLE-3 head, a block drafter, a prediction layer."""
+"""What `forerun train` trains, by method: a head of EAGLE, a block drafter, a prediction layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.networks.arch import Architecture
 from forerun.train.corpus import ReadsFeatures
+from forerun.train.eagle1 import Eagle1Head, regression_loss, start_regression, unserved
 from forerun.train.export import export_block, export_head
 from forerun.train.init import calibrate, start_block, start_from_draft, start_from_target
 from forerun.train.loop import LossOf, TrainingRun, unrolled_loss
@@ -55,6 +56,8 @@ def check_target(target: Architecture, config: TrainConfig, start: DraftFile | N
         PredictionSpec(target, config.draft_vocab)
     elif config.method == "block":
         block_for(target, config.draft_vocab, config).check_against(target, "train")
+    elif config.method == "eagle":
+        unserved(target)
     elif config.method == "eagle3" and start is None:
         head_for(target, config.draft_vocab)
 
@@ -77,6 +80,30 @@ def eagle_student(
             calibrate(head, head.norm.weight, first, trial.embed, trial.vocabulary)
 
     return Student(about, head, begin, lambda to: export_head(head, ids, to), unrolled_loss)
+
+
+def eagle1_student(
+    checkpoint: Checkpoint, ids: Ints, config: TrainConfig, start: DraftFile | None
+) -> Student:
+    """Return a new EAGLE-1 head, which chooses among all tokens ids int32[V], or one that begins as
+    `start` is.
+    """
+    about = head_for(checkpoint.architecture, len(ids), "eagle1") if start is None else start.head
+    head = Eagle1Head(about, checkpoint)
+
+    def begin(trial: TrainingRun, first: TrainingBatch) -> None:
+        if start is None:
+            start_regression(head, trial.vocabulary, config.seed)
+        else:
+            start_from_draft(head, start, trial.vocabulary)
+
+    def loss_of(
+        trial: TrainingRun, batch: TrainingBatch, seed: int, judging: bool
+    ) -> tuple[Tensor, list[StepScore]]:
+        plan, noise = trial.schedule.unrolling(judging), 0.0 if judging else config.feature_noise
+        return regression_loss(head, batch, trial.embed, trial.vocabulary, plan, noise, seed)
+
+    return Student(about, head, begin, lambda to: export_head(head, ids, to), loss_of)
 
 
 def prediction_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Student:

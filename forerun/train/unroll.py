@@ -134,14 +134,14 @@ def _ahead(wanted: Tensor, ahead: int) -> Tensor:
 
 
 def unrolled(
-    head: Unrollable, tokens: Tensor, features: Tensor, embed: Tensor, steps: list[Turn]
+    head: Unrollable, tokens: Tensor, hidden: Tensor, embed: Tensor, steps: list[Turn]
 ) -> list[Tensor]:
     """Return the output head's input for each step's rows: one tensor [R,H] per step, with
     gradients.
 
-    tokens    int64[B,T]
-    features  [B,T,F*H]
-    embed     [V,H] the target's embedding
+    tokens  int64[B,T]
+    hidden  [B*T,H] what step 0 reads: `head.fuse` of the target's features
+    embed   [V,H] the target's embedding
 
     Rows whose token lies beyond the sequence read the last token again; they are never wanted.
     """
@@ -149,7 +149,6 @@ def unrolled(
     frequencies = torch.from_numpy(head.head.rope.frequencies(head.head.head_size))
     frequencies = frequencies.to(tokens.device)
     history = _History(batch)
-    hidden = head.fuse(features.flatten(0, 1))
     reads = []
     for step, turn in enumerate(steps):
         rows = turn.rows if step else torch.arange(batch * length, device=tokens.device)

@@ -188,7 +188,7 @@ def test_seeds_and_stops_reach_the_sampler(capsys):
         (
             ["train", "--out", "/o", "--preset", "table", "--start-from", "/d"],
             2,
-            "--start-from belongs to --method eagle3, not to table",
+            "--start-from belongs to --method eagle3 or eagle, not to table",
         ),
     ],
 )

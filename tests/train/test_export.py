@@ -82,16 +82,24 @@ def test_community_head_named_like_a_plain_model_loads(tmp_path):
     assert draft.head.algorithm == "eagle3"
 
 
-def test_eagle1_is_known_by_its_tensors(tmp_path):
-    head = trained(algorithm="eagle1", features=(8,), vocab=30, trained_head=False)
+@pytest.mark.parametrize("bias", [False, True])
+def test_eagle1_is_known_by_its_tensors(tmp_path, bias):
+    """They are those of EAGLE's repository; a bias that says nothing is there in any case."""
+    head = trained(algorithm="eagle1", features=(8,), vocab=30, fc_bias=bias)
     export_head(head, np.arange(30, dtype=np.int32), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config.pop("eagle_config")
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    draft = open_draft(tmp_path, TARGET)
-    assert draft.head.algorithm == "eagle1"
-    assert draft.head.features == (8,)
-    assert not draft.head.trained_head
+    assert config["architectures"] == ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
+    assert config["num_hidden_layers"] == 1 and config["bias"] and "eagle_config" not in config
+    stored = load_file(tmp_path / "model.safetensors")
+    layer = [f"self_attn.{each}_proj" for each in "qkvo"]
+    layer += [f"mlp.{each}_proj" for each in ("gate", "up", "down")]
+    layer = [f"layers.0.{each}.weight" for each in (*layer, "post_attention_layernorm")]
+    assert sorted(stored) == sorted(["fc.weight", "fc.bias", *layer])
+    draft, own = open_draft(tmp_path, TARGET), dict(head.named_parameters())
+    assert draft.head == replace(head.head, fc_bias=True, trained_head=False)
+    for name in stored:
+        wanted = own[name].detach().numpy() if name in own else np.zeros(16)
+        assert np.array_equal(draft.tensor(name), wanted), name
 
 
 @pytest.fixture
@@ -256,4 +264,5 @@ def test_a_target_of_too_few_layers_is_refused_before_answers_are_written():
     with pytest.raises(ModelError, match="3 layers, at least 6"):
         check_target(small, TrainConfig(), None)
     check_target(TARGET, TrainConfig(), None)
-    check_target(small, TrainConfig(method="table"), None)
+    for method in ("table", "eagle"):
+        check_target(small, TrainConfig(method=method), None)

@@ -57,7 +57,7 @@ def test_unrolled_it_is_the_published_layer(tmp_path):
     batch = TrainingBatch(text, wanted, stream[0], text, LikeliestTargets(nothing.long(), nothing))
     steps = turns(batch.wanted, Unrolling(3))
     embed = hf.get_input_embeddings().weight
-    reads = unrolled(layer, batch.tokens, batch.features, embed, steps)
+    reads = unrolled(layer, batch.tokens, layer.fuse(batch.features[0]), embed, steps)
     rows = [turn.rows.tolist() for turn in steps]
     for row in (0, 3, 6):
         tokens = text[0].tolist()
@@ -76,7 +76,7 @@ def test_what_cannot_be_trained_is_refused_before_the_work(untrained, tmp_path, 
     assert main(line) == 3
     assert "use --method eagle3" in capsys.readouterr().err and not out.exists()
     assert main([*line, "--start-from", str(out)]) == 2
-    assert "--start-from belongs to --method eagle3, not to mtp" in capsys.readouterr().err
+    assert "--start-from belongs to --method eagle3 or eagle, not to mtp" in capsys.readouterr().err
 
 
 @pytest.mark.slow

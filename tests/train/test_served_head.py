@@ -221,8 +221,10 @@ def test_a_draft_that_does_not_fit_is_refused_before_the_work(small, tmp_path, c
     assert main([*line, str(small.draft), "--draft-vocab", "64"]) == 2
     assert "leave --draft-vocab out" in capsys.readouterr().err
     arch = FolderCheckpoint(small.model).architecture
-    about = replace(head_for(arch, arch.vocab), algorithm="eagle1", features=(arch.layers,))
-    export_head(EagleHead(about), np.arange(arch.vocab, dtype=np.int32), tmp_path / "first")
+    first = EagleHead(head_for(arch, arch.vocab, "eagle1"))
+    export_head(first, np.arange(arch.vocab, dtype=np.int32), tmp_path / "first")
     assert main([*line, str(tmp_path / "first")]) == 3
-    assert "EAGLE-1" in capsys.readouterr().err
+    assert "is an EAGLE-1 head; use --method eagle to go on" in capsys.readouterr().err
+    assert main([*line, str(small.draft), "--method", "eagle"]) == 3
+    assert "is an EAGLE-3 head; use --method eagle3" in capsys.readouterr().err
     assert not out.exists()

@@ -1,0 +1,119 @@
+"""Training an EAGLE-1 head (arXiv 2401.15077). EAGLE-2 (arXiv 2406.16858) is the same head, whose
+trees are dynamic.
+
+The head predicts the target's next hidden state after the final norm, and the target's own output
+rows make a token of it. So it is trained by regression: smooth L1 between the two states, and a
+tenth of the cross-entropy between the tokens that follow from them. The states that it reads have
+uniform noise, as its own will have errors.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import smooth_l1_loss
+
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.eagle_config import DraftHead
+from forerun.errors import ModelError
+from forerun.executors.torch.decoder.elementwise import rms_norm
+from forerun.executors.torch.drafts.eagle import EagleHead
+from forerun.networks.arch import Architecture
+from forerun.train.loss import DraftVocabulary, StepScore, TrainingBatch, step_loss
+from forerun.train.unroll import Unrolling, turns, unrolled
+
+CLASSIFICATION = 0.1
+"""Weight of the cross-entropy beside the regression."""
+
+NOISE_TOKENS = 512
+"""Tokens of a text whose noise is as wide as the option says; in a shorter one it is wider."""
+
+
+class Eagle1Head(EagleHead):
+    """An EAGLE-1 head whose feature is the target's last stream, before the final norm."""
+
+    target_norm: Tensor
+
+    def __init__(self, head: DraftHead, checkpoint: Checkpoint) -> None:
+        super().__init__(head)
+        target = checkpoint.architecture
+        norm = torch.from_numpy(checkpoint.tensor("model.norm.weight") + target.norm_offset)
+        self._eps = target.norm_eps
+        self.register_buffer("target_norm", norm, persistent=False)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return the target's hidden states [...,H] after its final norm, from its last stream."""
+        return rms_norm(features, self.target_norm, self._eps)
+
+
+def unserved(target: Architecture) -> None:
+    """Raise ModelError for a target whose logits are not its output rows' alone."""
+    if target.logit_scale != 1.0 or target.final_softcap is not None:
+        raise ModelError(
+            "an EAGLE-1 head is trained through the target's output rows, and this target scales "
+            "or caps its logits; use --method eagle3"
+        )
+
+
+def start_regression(head: EagleHead, vocabulary: DraftVocabulary, seed: int) -> None:
+    """Fill `head` in place with small noise drawn by `seed`; its output rows are those of the
+    vocabulary and stay frozen.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if name == "lm_head.weight":
+                parameter.copy_(vocabulary.rows)
+            elif parameter.dim() == 2:
+                spread = parameter.shape[1] ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+    head.lm_head.weight.requires_grad_(False)
+
+
+def regression_loss(
+    head: EagleHead,
+    batch: TrainingBatch,
+    embed: Tensor,
+    vocabulary: DraftVocabulary,
+    plan: Unrolling,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> tuple[Tensor, list[StepScore]]:
+    """Return the sum over unrolled steps of decay**s times EAGLE's loss, a scalar with a gradient,
+    and each step's score, whose loss is the cross-entropy. One step is EAGLE's own training; more
+    read the head's own states, as HASS (arXiv 2408.15766) has it.
+
+    embed  [V,H] the target's embedding
+    plan   steps, decay, and the share of rows that goes on
+    noise  see `noisy`
+    seed   draws noise and the rows that go on
+    """
+    true = head.fuse(batch.features.flatten(0, 1))
+    read = noisy(true, batch.wanted, noise, seed) if noise else true
+    steps = turns(batch.wanted, plan, seed, true.device)
+    total = torch.zeros((), dtype=torch.float32, device=true.device)
+    scores = []
+    for step, (made, turn) in enumerate(
+        zip(unrolled(head, batch.tokens, read, embed, steps), steps, strict=True)
+    ):
+        # Row q predicts the state at q + step + 1, from which the token after that follows.
+        rows, teachers = turn.scored, turn.rows[turn.scored] + step + 1
+        entropy, score = step_loss(made, rows, teachers, head.lm_head.weight, batch, vocabulary)
+        predicted, wanted = made.index_select(0, rows).float(), true.index_select(0, teachers)
+        numbers = max(predicted.numel(), 1)
+        regression = smooth_l1_loss(predicted, wanted.float(), reduction="sum") / numbers
+        scores.append(score)
+        total = total + plan.decay**step * (regression + CLASSIFICATION * entropy)
+    return total, scores
+
+
+def noisy(hidden: Tensor, wanted: Tensor, noise: float, seed: int) -> Tensor:
+    """Return hidden states [B*T,H] with uniform noise drawn by `seed`, `noise` wide in a text of
+    NOISE_TOKENS tokens and inversely so in others, as EAGLE's trainer has it.
+
+    wanted  bool[B,T] tokens of answers, which end a text; on the CPU
+    """
+    places = torch.arange(1, wanted.shape[1] + 1)
+    lengths = (wanted * places).amax(1).clamp_min(1)
+    width = (noise * NOISE_TOKENS / lengths).to(hidden.device)
+    generator = torch.Generator(hidden.device).manual_seed(seed)
+    drawn = torch.rand(hidden.shape, generator=generator, device=hidden.device) - 0.5
+    return hidden + drawn * width.repeat_interleave(wanted.shape[1])[:, None]
