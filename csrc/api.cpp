@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 45; }
+int forerun_abi() { return 46; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -140,6 +140,9 @@ Model* forerun_open(const Sizes* sizes, const Ropes* ropes, int64_t weight_bytes
 
 void forerun_close(Model* model) { delete model; }
 
+// See Model::set_window_pages.
+void forerun_set_window_pages(Model* model, const int32_t* pages) { model->set_window_pages(pages); }
+
 // See Model::set_layer and Model::set_scales.
 int forerun_set_layer(Model* model, int layer, const LayerKind* kind) {
     return guarded([&] { return model->set_layer(layer, *kind); });
@@ -235,6 +238,7 @@ int forerun_accept(Model* model, const Step* step, const Walk* walk) {
 
 int forerun_commit(Model* model, const int32_t* nodes, const int32_t* slots, int count) {
     return guarded([&]() -> std::string {
+        if (model->sizes.window_pages) return "layers with a window have pages of their own";
         model->commit(nodes, slots, count);
         return "";
     });

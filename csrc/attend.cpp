@@ -123,7 +123,8 @@ Attend Model::job(int layer, const Unit& unit, int node, int thread) {
     job.item = sizes.cache_item;
     job.sight = seen(at, node);
     // There may be none to point at.
-    job.trunk = trunks_.data() + trunk_at_[unit.row] + (sights_[node].trunk - job.sight.trunk);
+    const int32_t* trunks = source_of(at).windowed ? window_trunks_.data() : trunks_.data();
+    job.trunk = trunks + trunk_at_[unit.row] + (sights_[node].trunk - job.sight.trunk);
     if (at.sinks) job.sinks = at.sinks + unit.head * shared;
     job.cap = at.kind.softcap;
     job.heads = shared;

@@ -49,6 +49,9 @@ std::string Draft::check(const DraftStep& step) {
                 return "a page that does not exist";
             }
         }
+        if (!keeps_window(step.pages + (int64_t)b * step.page_width, (int)kv_len, kv_len)) {
+            return "a page of a window that was given back";
+        }
         for (int n = step.start[b]; n < end; n++) {
             if (!sound(step, step.sources[n])) return "a source that does not exist";
             if (!step.extend && (step.parents[n] < -1 || step.parents[n] >= step.first)) {
@@ -82,6 +85,7 @@ void Draft::prepare(const DraftStep& step) {
     plan_logits(nodes_, nullptr);
     last_nodes_ = step.nodes;
     trunks_.clear();
+    window_trunks_.clear();
     trunk_at_.clear();
     size_t steps = 0;  // paths_ must not move while in use
     for (int n = 0; n < step.nodes; n++) {
@@ -103,6 +107,7 @@ void Draft::list_cached(const DraftStep& step, int row, int begin) {
     for (int p = begin; p < step.kv_len[row]; p++) {
         trunks_.push_back(pages[p / sizes.page_size] * sizes.page_size + p % sizes.page_size);
     }
+    list_window(pages, step.kv_len[row], step.kv_len[row]);
 }
 
 // A node before `begin_` sees itself alone; the others, from there on, what is on their way.

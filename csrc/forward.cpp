@@ -340,7 +340,7 @@ void Model::rotate_and_store(int layer, int node) {
     const float *cosine = &cosine_[angles(at, node)], *sine = &sine_[angles(at, node)];
     const float *query_norm = wide ? nullptr : at.query_norm, *key_norm = wide ? nullptr : at.key_norm;
     float* x = &qkv_[(size_t)node * qkv_width(at)];
-    const int64_t place = place_of_[node];
+    const int64_t place = (at.windowed ? window_place_of_ : place_of_)[node];
     if (at.kind.keyed_values) {
         const int keys = at.kind.kv_heads * size;
         memcpy(x + mixed_width(at) + keys, x + mixed_width(at), sizeof(float) * keys);

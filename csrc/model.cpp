@@ -65,8 +65,9 @@ Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const 
       frequencies_(ropes.frequencies, ropes.frequencies + (size_t)ropes.count * ropes.pairs),
       factors_(ropes.factors, ropes.factors + ropes.count),
       weights_(weight_bytes, true),
-      cache_((size_t)given.cache_bytes * ((size_t)given.pages * given.page_size + given.max_nodes)),
       places_((int64_t)given.pages * given.page_size + given.max_nodes),
+      cache_((size_t)given.cache_bytes * places_ -
+             (size_t)given.window_bytes * (given.pages - given.window_pages) * given.page_size),
       states_(sizeof(float) * (size_t)given.recurrent * given.states * given.net_values() *
               given.key_size),
       windows_(sizeof(float) * (size_t)given.recurrent * given.states * given.channels *
@@ -78,6 +79,7 @@ Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const 
     position_.resize(nodes);
     row_of_.resize(nodes);
     place_of_.resize(nodes);
+    window_place_of_.resize(given.window_pages ? nodes : 0);
     stream_.resize(nodes * given.hidden);
     gate_.resize(nodes * std::max(given.ffn, given.vectors));
     up_.resize(nodes * given.ffn);
@@ -130,8 +132,12 @@ std::string Model::set_layer(int layer, const LayerKind& kind) {
         if (const std::string fault = lends(at.kind); !fault.empty()) return fault;
     }
     if (sizes.heads % at.kind.kv_heads || at.kind.head_size % 8) return "heads that cannot be";
-    if (at.source == layer && !kind.recurrent && at.cached + own_bytes(at) > sizes.cache_bytes) {
+    const int64_t end = at.begin + own_bytes(at) * places_of(at);
+    if (at.source == layer && !kind.recurrent && end > (int64_t)cache_.bytes()) {
         return "keys and values too many";
+    }
+    if (source_of(at).windowed && (!kind.window || kind.window > lender_->sizes.window)) {
+        return "keys and values that are given back";
     }
     at.experts.resize(kind.experts);
     if (kind.experts) reserve_for(kind);
@@ -165,8 +171,9 @@ void Model::shape_layer(Layer& at) {
     if (!at.kind.head_size) at.kind.head_size = sizes.head_size;
     const int number = (int)(&at - layers_.data());
     at.source = at.kind.reads ? at.kind.reads - 1 : number;
-    at.cached = 0;
-    for (int i = 0; i < number; i++) at.cached += own_bytes(layers_[i]);
+    at.windowed = sizes.window_pages && at.kind.window && own_bytes(at);
+    at.begin = 0;
+    for (int i = 0; i < number; i++) at.begin += own_bytes(layers_[i]) * places_of(layers_[i]);
     const auto same = [&](const Division& division) {
         return division.kv_heads == at.kind.kv_heads && division.head_size == at.kind.head_size;
     };
@@ -285,9 +292,10 @@ uint64_t Model::read_weights() {
 
 uint8_t* Model::plane(int layer, int kind, int head) const {
     const Model& holder = layers_[layer].kind.reads ? *lender_ : *this;
-    const Layer& at = holder.layers_[layers_[layer].source];
-    const int64_t before = at.cached + (kind * at.kind.kv_heads + head) * holder.head_bytes(at);
-    return holder.cache_.data() + before * holder.places_;
+    const Layer& at = source_of(layers_[layer]);
+    const int64_t places = holder.places_of(at), first = holder.places_ - places;
+    const int64_t before = (kind * at.kind.kv_heads + head) * places - first;
+    return holder.cache_.data() + at.begin + before * holder.head_bytes(at);
 }
 
 int64_t Model::qkv_width(const Layer& at) const {
@@ -302,20 +310,22 @@ std::vector<Plane> Model::planes() const {
         const Layer& at = layers_[layer];
         const size_t bytes = head_bytes(at), count = own_bytes(at) / bytes;
         for (size_t i = 0; i < count; i++) {
-            found.push_back({plane(layer, 0, 0) + i * places_ * bytes, bytes});
+            found.push_back({plane(layer, 0, 0) + i * places_of(at) * bytes, bytes, at.windowed});
         }
     }
     return found;
 }
 
-void Model::commit(const int32_t* nodes, const int32_t* slots, int count) {
+void Model::commit(const int32_t* nodes, const int32_t* slots, int count,
+                   const int32_t* window_slots) {
     const std::vector<Plane> all = planes();
     const auto copy = [&](int begin, int end) {
         for (int index = begin; index < end; index++) {
-            const auto [at, bytes] = all[index];
+            const auto [at, bytes, windowed] = all[index];
+            const int32_t* places = windowed ? window_place_of_.data() : place_of_.data();
             for (int i = 0; i < count; i++) {
-                const int64_t from = place_of_[nodes[i]];
-                if (from != slots[i]) memcpy(at + slots[i] * bytes, at + from * bytes, bytes);
+                const int64_t from = places[nodes[i]], to = (windowed ? window_slots : slots)[i];
+                if (from != to) memcpy(at + to * bytes, at + from * bytes, bytes);
             }
         }
     };
@@ -328,7 +338,8 @@ void Model::commit(const int32_t* nodes, const int32_t* slots, int count) {
 
 std::string Model::copy_page(int page, uint8_t* outside, bool out) {
     if (page < 0 || page >= sizes.pages) return "no such page";
-    for (const auto& [plane, position] : planes()) {
+    if (sizes.window_pages) return "layers with a window have pages of their own";
+    for (const auto& [plane, position, windowed] : planes()) {
         const size_t bytes = sizes.page_size * position;
         uint8_t* at = plane + page * bytes;
         memcpy(out ? outside : at, out ? at : outside, bytes);

@@ -30,6 +30,10 @@ struct Sizes {
     int32_t key_heads, value_heads, key_size, value_size, tiled;
     int32_t gated;  // attention's context is multiplied by the sigmoid of a gate
     int32_t vectors;  // numbers that each token has for each layer (per_layer.cpp); 0: none
+    // Layers with a window may have fewer pages (forerun/executors/window_pages.py): `window_pages`
+    // hold their `window_bytes` of a position's cache_bytes, from `window` positions before a row's
+    // next one on. 0 pages: they have the others' pages.
+    int32_t window, window_pages, window_bytes;
     float norm_eps;
     float latent_eps;  // of the norms of the latent and of what makes queries
 
@@ -128,7 +132,8 @@ struct Layer {
     LayerKind kind = {};
     int32_t place = 0;  // its number among the layers with states
     int32_t source = 0, division = 0;  // the layer whose keys and values it reads; of divisions_
-    int64_t cached = 0;  // bytes of a position before its own in the cache
+    bool windowed = false;  // its keys and values are in window pages
+    int64_t begin = 0;   // where they begin in the cache, in bytes
     Matrix query, key, value, output;  // key, in latent attention: the latent and its rotated key;
                                        // query, of a convolution: all that its first product makes
     Matrix gate;         // of attention's context, or of what a delta net read
@@ -196,10 +201,11 @@ struct Unit {
     Alike alike;  // the longest: counted from `first`
 };
 
-// Where a layer's keys or values of one head are: the first byte, and the bytes of each place.
+// Where a layer's keys or values of one head are: the byte of place 0, and the bytes of each place.
 struct Plane {
     uint8_t* at;
     size_t bytes;
+    bool windowed;  // places are those of window pages
 };
 
 // How a step's attention is divided among threads in the layers of one shape (attend.cpp).
@@ -258,13 +264,18 @@ public:
     // there yet. Empty, or what was wrong.
     std::string logits_row_of(const Step& step, int node, int& row);
 
-    // Copies the keys and values of the last step's nodes to slots of the pool.
-    void commit(const int32_t* nodes, const int32_t* slots, int count);
+    // Copies the keys and values of the last step's nodes to slots of the pool; in layers with window
+    // pages to `window_slots`.
+    void commit(const int32_t* nodes, const int32_t* slots, int count,
+                const int32_t* window_slots = nullptr);
 
     // The same for accepted draft tokens, by the step's page table; known nodes are in their pages
     // already. Empty, or what was wrong.
     std::string commit_paths(const int32_t* pages, int page_width, const int32_t* nodes,
                              int count);
+
+    // From now on page p has window page pages[p], or none where that is -1. Read while it changes.
+    void set_window_pages(const int32_t* pages) { window_pages_ = pages; }
 
     // Bytes of a page: its keys and values in all layers. copy_page copies one of them to `outside`, or
     // from there. Empty, or what was wrong.
@@ -334,6 +345,10 @@ protected:
     const float* floats_of(const Matrix& w, Inputs x, int first, int last, int thread);
     void raise(const Matrix& w, int place, Inputs x, int rows, int first, int last, Target out) const;
     void list_places(const Step& step, int row);
+    int first_kept(int kv_len) const;
+    bool keeps_window(const int32_t* pages, int kv_len, int64_t end) const;
+    int32_t window_place(const int32_t* pages, int position) const;
+    void list_window(const int32_t* pages, int kv_len, int end);
     void plan_attention(const Step& step);
     int64_t plan_division(const Step& step, Division& division);
 
@@ -429,6 +444,16 @@ protected:
     int mixed_width(const Layer& at) const { return sizes.heads * at.kind.head_size; }
     void shape_layer(Layer& at);
     int64_t own_bytes(const Layer& at) const;
+    // The layer whose keys and values one attends to, and the places that a layer's own have.
+    const Layer& source_of(const Layer& at) const {
+        return (at.kind.reads ? *lender_ : *this).layers_[at.source];
+    }
+    int64_t places_of(const Layer& at) const {
+        return places_ - (at.windowed ? missing_pages() * sizes.page_size : 0);
+    }
+    // Places of window pages are numbered as if they were the last of all pages, so that those of a
+    // step's nodes have one number in all layers.
+    int64_t missing_pages() const { return (int64_t)sizes.pages - sizes.window_pages; }
     // Bytes of one head's key or value.
     int64_t head_bytes(const Layer& at) const { return row_bytes(sizes.cache_item, at.kind.head_size); }
     std::vector<Plane> planes() const;
@@ -456,9 +481,10 @@ protected:
 
     Region weights_;
     size_t used_ = 0;
-    Region cache_;          // [layers][kinds()][kv_heads][places][head_bytes()]: layers with keys and
-                            // values of their own, in these sizes of theirs
     int64_t places_ = 0;    // slots of the pool, then one per node of a step
+    Region cache_;          // [layers][kinds()][kv_heads][places_of()][head_bytes()]: layers with keys
+                            // and values of their own, in these sizes of theirs
+    const int32_t* window_pages_ = nullptr;  // [pages] or -1
 
     std::vector<int32_t> aux_layers_;
     std::vector<float> aux_hidden_states_;
@@ -475,6 +501,7 @@ protected:
     // Of the current step.
     std::vector<int32_t> trunks_;    // places of every row's positions, row after row
     std::vector<int64_t> trunk_at_;  // where a row's begin
+    std::vector<int32_t> window_trunks_, window_place_of_;  // trunks_ and place_of_ in window pages
     std::vector<int32_t> paths_;     // places of the draft tokens on the way to each draft token
     std::vector<Sight> sights_;      // [nodes]
     std::vector<int32_t> position_, row_of_;  // [nodes]

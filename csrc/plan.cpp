@@ -35,6 +35,9 @@ std::string Model::check(const Step& step) const {
                 return say("a page that does not exist, row", b);
             }
         }
+        if (!keeps_window(step.pages + (int64_t)b * step.page_width, kv_len, trunk)) {
+            return say("a page of a window that was given back, row", b);
+        }
         for (int n = first; n < end; n++) {
             if (!within(step.tokens[n], 0, sizes.vocab)) return say("a token out of range", n);
             if (!within((int64_t)kv_len + step.depth[n], 0, sizes.context)) {
@@ -64,6 +67,7 @@ std::string Model::check(const Step& step) const {
 
 void Model::prepare(const Step& step) {
     trunks_.clear();
+    window_trunks_.clear();
     trunk_at_.clear();
     size_t draft_tokens = 0;  // an upper bound of what paths_ will hold: it must not move while in
                               // use
@@ -84,7 +88,7 @@ void Model::prepare(const Step& step) {
 
 std::string Model::commit_paths(const int32_t* pages, int page_width, const int32_t* nodes,
                                 int count) {
-    std::vector<int32_t> slots(count);
+    std::vector<int32_t> slots(count), window_slots(sizes.window_pages ? count : 0);
     for (int i = 0; i < count; i++) {
         if (!within(nodes[i], 0, last_nodes_)) return "a node that is not of the last step";
         const int position = position_[nodes[i]], line = position / sizes.page_size;
@@ -93,9 +97,45 @@ std::string Model::commit_paths(const int32_t* pages, int page_width, const int3
             return "a page that does not exist";
         }
         slots[i] = pages[at] * sizes.page_size + position % sizes.page_size;
+        if (!sizes.window_pages) continue;
+        const int32_t* row = pages + (int64_t)row_of_[nodes[i]] * page_width;
+        if (!keeps_window(row, position, position + 1)) return "a page of a window that was given back";
+        window_slots[i] = window_place(row, position);
     }
-    commit(nodes, slots.data(), count);
+    commit(nodes, slots.data(), count, window_slots.data());
     return "";
+}
+
+// The first position that layers with a window still keep of a row with so many.
+int Model::first_kept(int kv_len) const {
+    return kv_len > lender_->sizes.window ? kv_len - lender_->sizes.window : 0;
+}
+
+// Whether all positions of a row from there up to `end` have window pages, if layers have any.
+bool Model::keeps_window(const int32_t* pages, int kv_len, int64_t end) const {
+    const Model& keeper = *lender_;
+    if (!keeper.sizes.window_pages) return true;
+    if (!keeper.window_pages_) return false;
+    const int size = sizes.page_size;
+    for (int64_t p = first_kept(kv_len) / size; p * size < end; p++) {
+        if (!within(keeper.window_pages_[pages[p]], 0, keeper.sizes.window_pages)) return false;
+    }
+    return true;
+}
+
+int32_t Model::window_place(const int32_t* pages, int position) const {
+    const int size = sizes.page_size;
+    const int32_t page = lender_->window_pages_[pages[position / size]];
+    return (int32_t)((lender_->missing_pages() + page) * size + position % size);
+}
+
+// The places in window pages of the row that trunks_ ends with.
+void Model::list_window(const int32_t* pages, int kv_len, int end) {
+    if (!lender_->sizes.window_pages) return;
+    window_trunks_.resize(trunk_at_.back() + end);
+    for (int p = first_kept(kv_len); p < end; p++) {
+        window_trunks_[trunk_at_.back() + p] = window_place(pages, p);
+    }
 }
 
 // Known nodes become permanent whatever happens: their keys and values go to their pages at once.
@@ -111,9 +151,13 @@ void Model::list_places(const Step& step, int row) {
     for (int p = 0; p < kv_len + step.known[row]; p++) {
         trunks_.push_back(pages[p / sizes.page_size] * sizes.page_size + p % sizes.page_size);
     }
+    list_window(pages, kv_len, kv_len + step.known[row]);
     for (int n = first; n < step.start[row + 1]; n++) {
         position_[n] = kv_len + step.depth[n];
         row_of_[n] = row;
+        if (sizes.window_pages) {
+            window_place_of_[n] = n <= root ? window_place(pages, position_[n]) : scratch + n;
+        }
         if (n <= root) {
             place_of_[n] = trunks_[trunk_at_.back() + position_[n]];
             sights_[n] = {position_[n] + 1, 0, nullptr};

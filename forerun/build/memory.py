@@ -6,7 +6,7 @@ from pathlib import Path
 
 from forerun.checkpoints.gguf.parts import parts_of
 from forerun.errors import ConfigError, MemoryPlanError
-from forerun.interface.executor import ExecutorLimits
+from forerun.interface.executor import ExecutorLimits, window_pages_of
 from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
 
@@ -23,6 +23,11 @@ def item_bytes(config: EngineConfig) -> int:
 
 TOKENS_PER_SEQUENCE = 256
 """Tokens of the cache planned by default for each of `max_sequences`; all share them on demand."""
+
+WINDOWS, FEWEST_WINDOWS = 16, 4
+"""Sequences that have whole windows at once where layers with a window have pages of their own, and
+how many if memory is short; fewer only if max_sequences is less.
+"""
 
 HOST_SHARE = 0.6
 """Share of the free memory to use on a host, where other programs run too, and prompts' scratch is
@@ -55,6 +60,8 @@ class Needs:
     vocab      V
     weights    all weights, in the executor's own format
     per_token  keys and values of one token, all layers
+    windowed   the part of it in layers that see a window, if the executor gives back what lies
+               behind; `window`: tokens that it keeps of a sequence
     per_node   scratch of one node in a step: activations
     per_scored the same of one that chooses a token: its row of logits
     fixed      scratch that does not depend on nodes, such as features for a draft model
@@ -72,6 +79,8 @@ class Needs:
     fixed: int = 0
     captured: bool = False
     state: int = 0
+    windowed: int = 0
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,7 @@ class MemoryPlan:
     graphs  intermediate results of captured rounds; the driver's own memory for the programs is not
             counted
     states  recurrent states of all sequences and checkpoints
+    windows the part of `cache` in layers that see a window, if they have pages of their own
     """
 
     limits: ExecutorLimits
@@ -89,6 +99,7 @@ class MemoryPlan:
     scratch: int
     graphs: int = 0
     states: int = 0
+    windows: int = 0
 
     def describe(self) -> dict[str, int]:
         """Return the bytes by purpose, for /server_info and `doctor`."""
@@ -98,6 +109,7 @@ class MemoryPlan:
             "scratch": self.scratch,
             "graphs": self.graphs,
             "states": self.states,
+            "windows": self.windows,
         }
 
     def sentence(self) -> str:
@@ -105,9 +117,18 @@ class MemoryPlan:
         limits = self.limits
         return (
             f"room for {limits.pages * limits.page_size:,} tokens in the key/value cache "
-            f"({human(self.cache)}, filled as it is used), sequences up to {limits.context:,} "
-            f"tokens, {limits.slots} at once; weights {human(self.weights)}"
+            f"({human(self.cache)}, filled as it is used{self.windows_clause()}), sequences up to "
+            f"{limits.context:,} tokens, {limits.slots} at once; weights {human(self.weights)}"
         )
+
+    def windows_clause(self) -> str:
+        """Return what layers that see a window have of the cache, as the end of a sentence; "" if
+        they keep all.
+        """
+        if not self.windows:
+            return ""
+        last = f"{self.limits.window:,} tokens of each sequence"
+        return f"; {human(self.windows)} for the last {last}"
 
 
 def plan_memory(
@@ -141,9 +162,12 @@ def plan_memory(
     graphs = scored * (needs.per_node + needs.per_scored) if needs.captured else 0
     checkpoints = CHECKPOINTS * config.max_sequences if needs.state else 0
     states = needs.state * (config.max_sequences + checkpoints)
-    room = max(0, budget - needs.weights - scratch - graphs - states) // max(1, needs.per_token)
+    left = max(0, budget - needs.weights - scratch - graphs - states)
     wanted = config.kv_tokens or max(context, config.max_sequences * TOKENS_PER_SEQUENCE)
     minimum = config.kv_tokens or config.context or min(context, 4 * page, 1024)
+    room, windows = left // max(1, needs.per_token), 0
+    if needs.windowed:
+        room, windows = _with_windows(config, needs, left, nodes, wanted) or (room, 0)
     if room < minimum:
         raise MemoryPlanError(_refusal(needs, (scratch + graphs, states), minimum, budget, share))
     tokens = room if fill and not config.kv_tokens else min(wanted, room)
@@ -157,9 +181,34 @@ def plan_memory(
         vocab=needs.vocab,
         max_scored=scored,
         checkpoints=checkpoints,
+        window=needs.window if windows else 0,
+        window_pages=windows,
     )
-    cache = pages * page * needs.per_token
-    return MemoryPlan(limits, needs.weights, cache, scratch, graphs, states)
+    near = windows * page * needs.windowed
+    cache = pages * page * (needs.per_token - bool(windows) * needs.windowed) + near
+    return MemoryPlan(limits, needs.weights, cache, scratch, graphs, states, near)
+
+
+def _with_windows(
+    config: EngineConfig, needs: Needs, left: int, nodes: int, wanted: int
+) -> tuple[int, int] | None:
+    """Return the tokens that `left` bytes have room for if layers that see a window give back what
+    lies behind it, and the pages of these layers; None if these would not be fewer than without,
+    for `wanted` tokens or as many as fit.
+
+    They have pages for a step, and for TOKENS_PER_SEQUENCE tokens of each of max_sequences, or for
+    WINDOWS whole windows; for fewer, down to FEWEST_WINDOWS, if `wanted` tokens do not fit else.
+    """
+    page, sequences = config.page_size, config.max_sequences
+    whole = needs.per_token - needs.windowed
+    each, step = window_pages_of(needs.context, needs.window, page), ceil(nodes / page)
+    some = max(ceil(sequences * TOKENS_PER_SEQUENCE / page), WINDOWS * each)
+    fitting = (left - wanted * whole) // (needs.windowed * page)
+    most, least = min(sequences * each, some), min(sequences, FEWEST_WINDOWS) * each
+    windows = max(min(most, fitting - step), least) + step
+    if windows * page >= min(wanted, left // needs.per_token):
+        return None
+    return (left - windows * page * needs.windowed) // max(1, whole), windows
 
 
 def _refusal(needs: Needs, scratch: tuple[int, int], tokens: int, budget: int, share: float) -> str:

@@ -66,8 +66,12 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
         weights = max(weights, arch.parameters * 9 // 8)
     scratch, stored = cpu.node_numbers(arch)
     needs = needs_of(arch, weights, per_token)
+    # Pages that go to disk hold all layers.
+    window = 0 if config.kv_store else arch.widest_window
     return replace(
         needs,
+        windowed=cpu.cache_bytes_per_token(arch.windowed_caches, item) if window else 0,
+        window=window + 1 if window else 0,
         per_node=needs.per_node + 4 * scratch,
         per_scored=needs.per_scored + 4 * stored,
     )
@@ -76,9 +80,9 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
 def _build(
     config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, progress: Progress
 ) -> Executor:
-    from forerun.executors.cpu import AdaptedCpuExecutor, CpuExecutor
+    from forerun.executors import cpu
 
-    kind = AdaptedCpuExecutor if config.lora_modules else CpuExecutor
+    kind = cpu.kind_of(limits, adapted=bool(config.lora_modules))
     return kind(
         checkpoint,
         limits,

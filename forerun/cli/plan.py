@@ -56,6 +56,7 @@ def _leaves_open(config: EngineConfig) -> bool:
 def facts(size: Sizing) -> dict[str, Any]:
     """Return the plan as JSON values: bytes of each device, tokens, and the model."""
     arch, config, plan = size.model.architecture, size.config, size.plan
+    given_back = size.needs.windowed if plan and plan.windows else 0
     return {
         "model": size.model.name,
         "parameters": arch.parameters,
@@ -68,13 +69,14 @@ def facts(size: Sizing) -> dict[str, Any]:
         "weights_from_files": size.model.stored,
         "weights_bytes": size.needs.weights - size.draft,
         "draft_bytes": size.draft,
-        "cache_bytes_per_1k_tokens": 1000 * size.needs.per_token,
+        "cache_bytes_per_1k_tokens": 1000 * (size.needs.per_token - given_back),
         "memory_bytes": size.memory,
         "fits": plan is not None,
         "scratch_bytes": plan.scratch if plan else None,
         "graph_bytes": plan.graphs if plan else None,
         "state_bytes": plan.states if plan else None,
         "cache_bytes": plan.cache if plan else None,
+        "window_bytes": plan.windows if plan else None,
         "cache_tokens": plan.limits.pages * plan.limits.page_size if plan else None,
         "sequences": plan.limits.slots if plan else None,
         "checkpoints": plan.limits.checkpoints if plan else None,
@@ -102,6 +104,12 @@ def sentences(size: Sizing) -> dict[str, str]:
     if not values["fits"]:
         return lines
     tokens, cache = f"{values['cache_tokens']:,} tokens", human(values["cache_bytes"])
+    if size.plan is not None and size.plan.windows:
+        limits = size.plan.limits
+        lines["windows"] = (
+            f"{human(size.plan.windows)}{each} of the cache, for the last {limits.window:,} tokens "
+            f"of each sequence, {limits.window_pages * limits.page_size:,} in all"
+        )
     if values["state_bytes"]:
         lines["recurrent states"] = (
             f"{human(values['state_bytes'])}{each}: {human(size.needs.state)} for each of "

@@ -71,7 +71,7 @@ def model_facts(loaded: Loaded) -> dict[str, str]:
         "executor": f"{executor} on {device.device}: {device.why}" if device else executor,
         "draft": loaded.info["drafting"].removeprefix("drafting: "),
         "memory": f"weights {human(memory.weights)}, cache {human(memory.cache)}{kind} "
-        f"(filled as it is used), scratch {human(memory.scratch)}"
+        f"(filled as it is used{memory.windows_clause()}), scratch {human(memory.scratch)}"
         + (f", captured rounds {human(memory.graphs)}" if memory.graphs else ""),
         "context": f"{limits.context:,} tokens; {limits.slots} sequences at once, together "
         f"{limits.pages * limits.page_size:,} tokens",

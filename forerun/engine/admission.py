@@ -27,7 +27,7 @@ class Admission:
     disk     pages on disk; None without a page store
     pools    whether a request ever wanted an embedding
     ready    whether a sequence with a slot can take part in the next step
-    reusable_prefix_len  (cached tokens, salt) -> how many of them a sequence can skip, as
+    reusable_prefix_len  (cached tokens, salt, pages) -> how many tokens a sequence can skip, as
                          Executor.reusable_prefix_len
     """
 
@@ -36,7 +36,7 @@ class Admission:
         limits: ExecutorLimits,
         features: bool,
         ready: Callable[[Sequence], bool],
-        reusable_prefix_len: Callable[[Ints, bytes], int],
+        reusable_prefix_len: Callable[[Ints, bytes, Ints], int],
     ) -> None:
         self.limits, self.num_logits_rows = limits, limits.scored_nodes
         self._ready, self._reusable_prefix_len = ready, reusable_prefix_len
@@ -102,7 +102,7 @@ class Admission:
 
     def _open(self, sequence: Sequence) -> bool:
         """Move a waiting sequence to a free slot. False, and nothing changed, without the pages."""
-        if not self._reserve_prompt(sequence):
+        if not self._windows_fit(sequence) or not self._reserve_prompt(sequence):
             return False
         self.waiting.remove(sequence)
         sequence.slot = self.free_slots.pop()
@@ -136,7 +136,8 @@ class Admission:
             # At least one token must run, or there are no logits to sample from.
             table.start(sequence.tokens[: sequence.total - 1 + index.lookahead])
             sequence.shared = table.length
-            table.shorten(self._reusable_prefix_len(sequence.tokens[: table.length], table.salt))
+            cached, pages = sequence.tokens[: table.length], np.array(table.pages, np.int32)
+            table.shorten(self._reusable_prefix_len(cached, table.salt, pages))
         missing = -(-(sequence.total - table.reserved) // index.page_size)
         if missing + len(self.running) > index.available:
             table.release()
@@ -144,6 +145,10 @@ class Admission:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = table.length
         return table.reserve(sequence.pending)
+
+    def _windows_fit(self, *more: Sequence) -> bool:
+        """Return whether running sequences, and these, have window pages enough now."""
+        return self.limits.windows_fit(each.total for each in (*self.running, *more))
 
     def wait(self, seconds: float, otherwise: Callable[[float], None]) -> None:
         """Block while no sequence is ready: until pages were read, or as `otherwise` does if no

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
+import numpy as np
+
 from forerun.engine.parts import Parts
 from forerun.engine.row_output import Ending, failed
 from forerun.engine.scheduler import Schedule
@@ -46,6 +48,7 @@ def open_slot(sequence: Sequence, parts: Parts) -> None:
         sampling=sequence.sampling,
         prediction=sequence.request.prediction,
         cached=sequence.table.length,
+        pages=np.array(sequence.table.pages, np.int32),
         shared=sequence.shared,
         salt=sequence.table.salt,
         tenant=sequence.request.tenant_key,

@@ -73,7 +73,7 @@ class Scheduler(Admission):
         policy: Policy,
         features: bool = False,
         ready: Callable[[Sequence], bool] = lambda sequence: True,
-        reusable_prefix_len: Callable[[Ints, bytes], int] = lambda tokens, salt: len(tokens),
+        reusable_prefix_len: Callable[[Ints, bytes, Ints], int] = lambda tokens, *_: len(tokens),
     ) -> None:
         super().__init__(limits, features, ready, reusable_prefix_len)
         self.policy = policy
@@ -121,6 +121,8 @@ class Scheduler(Admission):
         sequences.
         """
         closed: list[int] = []
+        while self.limits.window_pages and not self._windows_fit():
+            closed.append(self.preempt(self.running[-1]))
         for sequence in tuple(self.running):
             while sequence.slot is not None and not sequence.table.reserve(1):
                 closed.append(self.preempt(self.running[-1]))
@@ -130,10 +132,9 @@ class Scheduler(Admission):
         """Take slot and pages from a sequence that is no longer in `running`. Returns the slot, now
         to be closed.
         """
-        slot = sequence.slot
+        slot, sequence.slot = sequence.slot, None
         assert slot is not None
         sequence.table.release()
-        sequence.slot = None
         self.free_slots.append(slot)
         return slot
 

@@ -1,7 +1,8 @@
 """The executor contract. The engine owns time, the executor owns arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import ceil
 from typing import Protocol
 
 from forerun.checkpoints.adapter import LoraAdapter
@@ -11,6 +12,17 @@ from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Ints
+
+MOST_PATH = 64
+"""Most draft tokens on one path."""
+
+
+def window_pages_of(length: int, window: int, page_size: int) -> int:
+    """Return the most window pages that a sequence of `length` tokens holds, beside those of a
+    step's nodes.
+    """
+    whole = ceil((window + MOST_PATH) / page_size) + 3
+    return min(ceil((length + MOST_PATH) / page_size) + 1, whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,8 @@ class ExecutorLimits:
                   () = no limit but the room
     checkpoints   recurrent states stored at ends of pages, beside one per slot, for a model with
                   such layers; see `Executor.reusable_prefix_len`
+    window_pages  pages of the layers that see a window, which give back what lies more than
+                  `window` positions before a sequence's next one; 0 = they keep all, as others do
     """
 
     page_size: int
@@ -40,6 +54,14 @@ class ExecutorLimits:
     max_scored: int | None = None
     row_nodes: tuple[int, ...] = ()
     checkpoints: int = 0
+    window: int = 0
+    window_pages: int = 0
+
+    def windows_fit(self, lengths: Iterable[int]) -> bool:
+        """Return whether there are window pages enough for sequences of these lengths."""
+        held = (window_pages_of(length, self.window, self.page_size) for length in lengths)
+        step = ceil(self.max_nodes / self.page_size)
+        return not self.window_pages or sum(held) + step <= self.window_pages
 
     @property
     def scored_nodes(self) -> int:
@@ -118,13 +140,15 @@ class Executor(Protocol):
         """
         ...
 
-    def reusable_prefix_len(self, tokens: Ints, salt: bytes = b"") -> int:
-        """Return how many of `tokens` int32[T], which fill cached pages of this salt, a new
-        sequence can skip.
+    def reusable_prefix_len(
+        self, tokens: Ints, salt: bytes = b"", pages: Ints | None = None
+    ) -> int:
+        """Return how many of `tokens` int32[T], which fill the cached `pages` int32[n] of this
+        salt, a new sequence can skip.
 
-        All of them if every layer caches keys and values. Recurrent states exist for some prefixes
-        only: then the length of the longest such prefix, a multiple of the page size. Valid until
-        the next `begin` or `finish`.
+        All of them if every layer keeps keys and values. Recurrent states, and what layers with a
+        window read, exist for some prefixes only: then the length of the longest such prefix, a
+        multiple of the page size. Valid until the next `begin` or `finish`.
         """
         return len(tokens)
 

@@ -54,6 +54,7 @@ class SlotInit:
     prompt_len  how many of them are the prompt: output position n = index - prompt_len
     prediction  int32[.] the text that the client expects as output, for drafters; often empty
     cached      how many of them are in pages already, from Executor.reusable_prefix_len
+    pages       int32[.] numbers of its pages, `cached` tokens in the first of them
     shared      how many of them fill cached pages; more than `cached` if recurrent states are
                 missing for some
     salt        cached text is shared only among sequences of the same salt
@@ -67,6 +68,7 @@ class SlotInit:
     sampling: Sampling
     prediction: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     cached: int = 0
+    pages: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     shared: int = 0
     salt: bytes = b""
     tenant: int = 0

@@ -223,6 +223,25 @@ class Architecture:
         return tuple(self.cache_of(spec) for spec in owners)
 
     @property
+    def widest_window(self) -> int:
+        """The most tokens that a layer with a window sees, if what lies behind can be given back: 0
+        without such a layer, with recurrent ones, or if a layer without a window reads its keys.
+        """
+        if self.recurrent is not None or self.latent is not None or self.borrows:
+            return 0
+        windows = [spec.attention.window or 0 for spec in self.layer_specs]
+        for spec, window in zip(self.layer_specs, windows, strict=True):
+            if spec.reads is not None and windows[spec.reads] and not window:
+                return 0
+        return max(windows)
+
+    @property
+    def windowed_caches(self) -> tuple[CacheLayer, ...]:
+        """The caches of the layers with a window, and keys and values of their own."""
+        owners = (s for s in self.layer_specs if s.attention.window and s.reads is None)
+        return tuple(self.cache_of(spec) for spec in owners)
+
+    @property
     def cache_places(self) -> tuple[int, ...]:
         """The place in `caches` of what each layer that attends reads, in their order."""
         owners: dict[int, int] = {}

@@ -98,6 +98,40 @@ def test_recurrent_states_are_counted(capsys, tmp_path):
     )
 
 
+GEMMA = {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "head_dim": 256}
+GEMMA |= {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144}
+GEMMA |= {"sliding_window": 512, "max_position_embeddings": 32768, "layer_types": None}
+"""Gemma 3 270M: three layers of 18 see everything."""
+
+
+def test_windows_take_what_they_see(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config("gemma3_text", **GEMMA).to_dict()))
+    words = ["--model", str(tmp_path), "--dtype", "q8_0", "--device-memory", "16"]
+    whole, near = 3 * 2 * 256 * 2, 15 * 2 * 256 * 2
+    kept = planned(capsys, *words, "--kv-store", str(tmp_path / "kv"))
+    assert kept["cache_tokens"] == 32768 and kept["window_bytes"] == 0
+    assert kept["cache_bytes"] == 32768 * (whole + near) == 603_979_776
+    each = -(-(513 + 64) // 16) + 3
+    for sequences, windows in ((1, each), (4, 4 * each), (64, 1024)):
+        found = planned(capsys, *words, "--max-sequences", str(sequences))
+        assert found["cache_tokens"] == 32768 and found["context"] == 32768
+        assert found["window_bytes"] == (windows + 32) * 16 * near
+        assert found["cache_bytes"] == 32768 * whole + found["window_bytes"]
+        assert found["cache_bytes_per_1k_tokens"] == 1000 * whole
+    assert main(["plan", *words, "--max-sequences", "1"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "17.7 MB of the cache, for the last 513 tokens of each sequence" in said
+
+
+def test_windows_leave_memory_for_longer_contexts(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config("gemma3_text", **GEMMA).to_dict()))
+    words = ["--model", str(tmp_path), "--dtype", "q8_0", "--device-memory", "1.3"]
+    kept = planned(capsys, *words, "--kv-store", str(tmp_path / "kv"))
+    found = planned(capsys, *words)
+    assert found["cache_tokens"] == 32768 > 2 * kept["cache_tokens"]
+    assert found["cache_bytes"] < 1.001 * kept["cache_bytes"]
+
+
 def test_the_targets_own_layers_are_counted(capsys, tmp_path):
     folder = layered_folder("qwen3_5_text", tmp_path)
     words = ["--model", str(folder), "--executor", "cpu"]

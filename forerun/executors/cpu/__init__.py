@@ -12,6 +12,7 @@ from forerun.executors.cpu.native import available
 from forerun.executors.cpu.prediction_model import CpuPredictionModel
 from forerun.executors.cpu.states import node_numbers
 from forerun.executors.cpu.weights import bits_made, cache_bytes_per_token, cache_item, widens
+from forerun.executors.cpu.windowed import WindowedCpuExecutor, kind_of
 
 __all__ = [
     "AdaptedCpuExecutor",
@@ -22,11 +23,13 @@ __all__ = [
     "CpuExecutor",
     "CpuPredictionModel",
     "HiddenStates",
+    "WindowedCpuExecutor",
     "available",
     "bits_made",
     "cache_bytes_per_token",
     "cache_item",
     "check_runs",
+    "kind_of",
     "node_numbers",
     "refusal",
     "widens",

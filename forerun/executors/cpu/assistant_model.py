@@ -15,6 +15,7 @@ from forerun.executors.cpu.hidden_state_model import CpuHiddenStateModel, pass_o
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.places import Place, RopeTable, layer_kind, matrices, vectors
 from forerun.executors.cpu.weights import Packer, set_layer
+from forerun.executors.cpu.windowed import WindowedCpuExecutor
 from forerun.executors.draft_checks import roots_of
 from forerun.interface.draft_model import (
     Candidates,
@@ -138,6 +139,10 @@ class CpuAssistantModel(CpuHiddenStateModel):
     def _run(self, work: CpuDraftPass, candidates: int) -> Candidates:
         if not (work.kv_len > 0).all():
             raise EngineError("a draft step was refused: an assistant needs a token in the cache")
+        if isinstance(self._executor, WindowedCpuExecutor):
+            rows = zip(work.slots.tolist(), work.pages, work.kv_len.tolist(), strict=True)
+            for slot, pages, length in rows:
+                self._executor.windows.read(slot, pages, length)
         scored, clusters = len(work.scored), self._draft.clusters
         logits = self._logits_buffer(scored)
         if clusters is None:

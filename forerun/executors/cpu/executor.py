@@ -88,7 +88,9 @@ class CpuExecutor(Executor):
             self.states.open(slot_init)
         self._sampler.open(slot_init)
 
-    def reusable_prefix_len(self, tokens: Ints, salt: bytes = b"") -> int:
+    def reusable_prefix_len(
+        self, tokens: Ints, salt: bytes = b"", pages: Ints | None = None
+    ) -> int:
         """Return how many of the cached tokens int32[n] a sequence may continue behind: all, or if
         layers are recurrent, those up to the last checkpoint of a text of this salt.
         """

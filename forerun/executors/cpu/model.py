@@ -106,6 +106,9 @@ class CpuModel:
             threads=self.threads,
             cache_item=self.cache_item,
             cache_bytes=cache_bytes_per_token(arch.caches, self.cache_item),
+            window=limits.window,
+            window_pages=limits.window_pages,
+            window_bytes=self._window_bytes,
             vectors=arch.token_vector,
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),
@@ -128,8 +131,16 @@ class CpuModel:
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values, in pages and in the step's scratch."""
-        places = self._limits.pages * self._limits.page_size + self._limits.max_nodes
-        return cache_bytes_per_token(self._arch.caches, self.cache_item) * places
+        limits, all_of_it = self._limits, cache_bytes_per_token(self._arch.caches, self.cache_item)
+        places = limits.pages * limits.page_size + limits.max_nodes
+        fewer = (limits.pages - limits.window_pages) * limits.page_size
+        return all_of_it * places - self._window_bytes * fewer
+
+    @property
+    def _window_bytes(self) -> int:
+        """Bytes of a position's keys and values in layers with window pages."""
+        caches = self._arch.windowed_caches if self._limits.window_pages else ()
+        return cache_bytes_per_token(caches, self.cache_item)
 
     def adopt(self, draft: int | None, features_width: int) -> None:
         """Take over a native draft model, to close it with the target whose threads it uses, and

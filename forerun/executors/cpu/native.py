@@ -22,7 +22,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 45
+ABI = 46
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -40,6 +40,7 @@ class Sizes(ctypes.Structure):
         *((name, c_int32) for name in ("key_heads", "value_heads", "key_size", "value_size")),
         *((name, c_int32) for name in ("tiled", "gated")),
         ("vectors", c_int32),
+        *((name, c_int32) for name in ("window", "window_pages", "window_bytes")),
         *((name, c_float) for name in ("norm_eps", "latent_eps")),
     )
 
@@ -183,6 +184,7 @@ _CALLS = {
     "forerun_packed_bytes": (c_int64, [c_int, c_int, c_int]),
     "forerun_open": (c_void_p, [POINTER(Sizes), POINTER(Ropes), c_int64, c_char_p]),
     "forerun_close": (None, [c_void_p]),
+    "forerun_set_window_pages": (None, [c_void_p, c_void_p]),
     "forerun_set_layer": (c_int, [c_void_p, c_int, POINTER(LayerKind)]),
     "forerun_set_scales": (None, [c_void_p, c_float, c_float, c_float]),
     "forerun_set_matrix": (

@@ -1,0 +1,188 @@
+"""Pages of the layers that see a window: fewer than other layers have, because what lies behind
+every window is given back.
+
+A layer with a window of w tokens reads the last w positions of a sequence and never those before
+them. So its keys and values are in window pages: a page of the engine has at most one, which
+executors find in one table. Other layers keep every page. A text that begins with cached pages can
+continue behind any of them whose window still has its pages.
+"""
+
+from collections import OrderedDict, defaultdict
+
+import numpy as np
+
+from forerun.errors import EngineError
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Plan
+from forerun.interface.slot_init import SlotInit
+from forerun.speculative.tree import TreeBatch
+from forerun.types import Ints
+
+
+class WindowPages:
+    """Which window page each page has. A window page is in one of three states:
+
+        free  of no page
+        held  by the sequences of one or several slots: they may still read it
+        idle  by none, but a text may continue behind it; the longest idle one is taken first
+
+    A sequence holds those that its next step may read, and those that its last step wrote. An
+    executor calls `begin` before every step, so that all that it reads and writes is there.
+
+    of  int32[P] the window page of every page, -1 = none. Executors read it while it changes
+    """
+
+    def __init__(self, limits: ExecutorLimits) -> None:
+        self.of: Ints = np.full(limits.pages, -1, np.int32)
+        self._size, self._window = limits.page_size, limits.window
+        self._free = list(range(limits.window_pages - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._page = [-1] * limits.window_pages  # Of which page each is.
+        self._holders = [0] * limits.window_pages
+        # By slot: window pages by their number in the sequence, ascending.
+        self._held: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        # By slot: positions that the last step made permanent at least.
+        self._lengths: dict[int, int] = {}
+
+    def reusable_prefix_len(self, pages: Ints) -> int:
+        """Return how many tokens of a text whose first pages int32[n] are cached a sequence may
+        continue behind: the most whose window still has its pages.
+        """
+        gone = np.concatenate([[0], np.cumsum(self.of[pages] < 0)])
+        ends = np.arange(len(pages) + 1)
+        first = np.maximum(ends * self._size - self._window, 0) // self._size
+        return int(np.flatnonzero(gone[first] == gone)[-1]) * self._size
+
+    def open(self, slot_init: SlotInit) -> None:
+        """Hold what a sequence that takes a slot reads of its cached pages. Raises EngineError if a
+        page was given back.
+        """
+        self.close(slot_init.slot)
+        if len(slot_init.pages):
+            self.read(slot_init.slot, slot_init.pages, slot_init.cached)
+
+    def close(self, slot: int) -> None:
+        """Give back what a slot's sequence holds."""
+        self._lengths.pop(slot, None)
+        for page in self._held.pop(slot, {}).values():
+            self._drop(page)
+
+    def begin(self, plan: Plan, trees: TreeBatch) -> None:
+        """Hold what the rows of a step read, and take pages for what they write. Raises EngineError
+        if a page that is read was given back, or more sequences run than ExecutorLimits allows for.
+        """
+        slots, lengths = plan.slots.tolist(), plan.kv_len.tolist()
+        for slot in self._lengths.keys() - {*slots}:
+            self._leave(slot, self._lengths[slot])
+        ends = plan.kv_len + np.maximum.reduceat(trees.depth, trees.start[:-1]) + 1
+        for slot, pages, length in zip(slots, plan.page_table, lengths, strict=True):
+            self.read(slot, pages, length)
+        for slot, pages, length, end in zip(
+            slots, plan.page_table, lengths, ends.tolist(), strict=True
+        ):
+            self._write(slot, pages, length, end)
+        known = zip(slots, lengths, plan.known_counts, strict=True)
+        self._lengths = {slot: length + count for slot, length, count in known}
+
+    def read(self, slot: int, pages: Ints, length: int) -> None:
+        """Hold what a slot's sequence reads behind its first `length` positions, in pages int32[.],
+        and give back what lies before. Raises EngineError if a page was given back.
+        """
+        held, first = self._held[slot], self._first(length)
+        first = min(first, next(iter(held), first))
+        for number, page in enumerate(pages[first : -(-length // self._size)].tolist(), first):
+            own = held.get(number)
+            if own is None or self._page[own] != page:
+                held[number] = self._known(page, own)
+        self._leave(slot, length)
+
+    def _first(self, length: int) -> int:
+        """Return the number of the first page that is read behind `length` positions."""
+        return max(length - self._window, 0) // self._size
+
+    def _leave(self, slot: int, length: int) -> None:
+        """Give back what a slot's sequence no longer reads behind `length` positions."""
+        held, first = self._held[slot], self._first(length)
+        while held and (number := next(iter(held))) < first:
+            self._drop(held.pop(number))
+
+    def _known(self, page: int, own: int | None) -> int:
+        """Return the held window page of a page whose content is read. own: the sequence's, if the
+        engine replaced another page of the same tokens by this one.
+        """
+        found = int(self.of[page])
+        if found < 0:
+            if own is None:
+                raise EngineError(f"page {page} of a window was given back")
+            self._link(page, own)
+            return own
+        self._holders[found] += 1
+        self._idle.pop(found, None)
+        if own is not None:
+            self._unlink(own)
+            self._drop(own)
+        return found
+
+    def _write(self, slot: int, pages: Ints, length: int, end: int) -> None:
+        """Have window pages for positions of whole pages behind `length`, up to `end`."""
+        held, first, last = self._held[slot], -(-length // self._size), -(-end // self._size)
+        for number, page in enumerate(pages[first:last].tolist(), first):
+            if page < 0:  # Draft tokens behind the sequence's last page are never accepted.
+                break
+            if number not in held:
+                held[number] = self._take()
+            self._link(page, held[number])
+
+    def _take(self) -> int:
+        if self._free:
+            taken = self._free.pop()
+        elif self._idle:
+            taken, _ = self._idle.popitem(last=False)
+            self._unlink(taken)
+        else:
+            raise EngineError("no window page is free: more sequences run than were planned for")
+        self._holders[taken] = 1
+        return taken
+
+    def _drop(self, held: int) -> None:
+        """Hold a window page once less."""
+        self._holders[held] -= 1
+        if self._holders[held]:
+            return
+        if self._page[held] < 0:
+            self._free.append(held)
+        else:
+            self._idle[held] = None
+
+    def _link(self, page: int, held: int) -> None:
+        """Make `held` the window page of a page, and of no other."""
+        before = int(self.of[page])
+        if before == held:
+            return
+        self._unlink(held)
+        if before >= 0:  # Of the same page in an earlier life.
+            self._unlink(before)
+            if before in self._idle:
+                del self._idle[before]
+                self._free.append(before)
+        self.of[page], self._page[held] = held, page
+
+    def _unlink(self, found: int) -> None:
+        if (page := self._page[found]) >= 0:
+            self.of[page] = self._page[found] = -1
+
+    def check(self) -> None:
+        """Prove that every window page is free, held or idle, and that the table agrees. Raises
+        AssertionError.
+        """
+        held = [page for one in self._held.values() for page in one.values()]
+        everything = range(len(self._page))
+        assert [held.count(page) for page in everything] == self._holders, "holders are miscounted"
+        assert sorted({*held, *self._free, *self._idle}) == [*everything], "a window page is lost"
+        assert len({*held}) + len(self._free) + len(self._idle) == len(everything)
+        of = {page: int(found) for page, found in enumerate(self.of) if found >= 0}
+        assert of == {page: found for found, page in enumerate(self._page) if page >= 0}
+        assert all(self._page[page] < 0 for page in self._free), "a free window page is of a page"
+        assert all(self._page[page] >= 0 for page in self._idle), "an idle one is of no page"
+        for numbers in self._held.values():
+            assert list(numbers) == sorted(numbers), "numbers are out of order"
