@@ -27,7 +27,7 @@ FAST    := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadsco
 # package anew, which was half of the processor time of the tests that start some.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup tools demo serve test suite test-slow everything test-slower test-arm test-browser chaos chaos-nightly sanitize vocabularies reachability soak fuzz-loaders mutants check prove bench \
+.PHONY: setup tools demo serve test suite test-slow stand-ins everything test-slower test-arm test-browser chaos chaos-nightly sanitize vocabularies reachability soak fuzz-loaders mutants check prove bench \
 	bench-peers test-ray gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
@@ -92,12 +92,18 @@ suite: tools
 # verb of their own are not run again.
 SLOW    := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=30 \
 	--ignore tests/constrain/test_reachability.py --ignore tests/constrain/test_vocabularies.py \
-	--ignore tests/ray --ignore tests/clients --ignore tests/gpu --ignore tests/browser --ignore tests/chaos
+	--ignore tests/ray --ignore tests/clients --ignore tests/gpu --ignore tests/browser --ignore tests/chaos \
+	--ignore tests/stand_ins
 
 test-slow: tools
 	$(SLOW) -m slow
 	$(BIN)/python -m bench.compile_kernels --check
 	$(BIN)/python -m bench.roofline --table bench/results/gpu-roofline.md --check
+
+# Small models are trained with what drafts for them, half an hour of one core the first time, and kept
+# in build/stand-ins: what is accepted at each depth (docs/results/speculation.md).
+stand-ins: tools
+	nice $(BIN)/python -m pytest -q -s tests/stand_ins
 
 # Every suite that a CPU can run, one after the other, with a table of which ran when (hours).
 SUITES ?=

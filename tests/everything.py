@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "everything"
 SUITES = (
-    "test", "test-slow", "vocabularies", "reachability", "test-browser", "test-ray", "chaos",
-    "test-clients", "sanitize", "docs",
+    "test", "test-slow", "stand-ins", "vocabularies", "reachability", "test-browser", "test-ray",
+    "chaos", "test-clients", "sanitize", "docs",
 )  # fmt: skip
 """In the order in which they run: what fails most often first."""
 NAMED_ONLY = (

@@ -1,0 +1,195 @@
+"""Training a stand-in: a small model by transformers, and prediction layers or an assistant beside
+it, on the made chats.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.drafts.block_folder import open_block
+from forerun.executors.torch.drafts.block import BlockDrafter
+from forerun.train import loss
+from forerun.train.batches import stored_reader
+from forerun.train.corpus import batches as pieces
+from forerun.train.corpus import open_corpus
+from forerun.train.target import embeddings
+from tests.drafters.prediction import rms
+from tests.stand_ins.chats import EOS, split, tokens
+
+ROWS, DEPTHS = 16, 3
+
+
+def batches(seed, steps):
+    """So many batches of chats of about one length: ids int64[B,T], wanted bool[B,T]; filled up
+    behind their ends.
+    """
+    random, found = np.random.default_rng(seed), [tokens(chat) for chat in split(seed)[0]]
+    found.sort(key=lambda pair: len(pair[0]))
+    for _ in range(steps):
+        first = int(random.integers(0, len(found) - ROWS // 4))
+        near = found[max(first - 2 * ROWS, 0) : first + 2 * ROWS]
+        rows = [near[n] for n in random.integers(0, len(near), ROWS)]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.full((ROWS, width), EOS)
+        wanted = torch.zeros(ROWS, width, dtype=torch.bool)
+        for n, (row, answer) in enumerate(rows):
+            ids[n, : len(row)] = torch.from_numpy(row)
+            wanted[n, : len(row)] = torch.from_numpy(answer)
+        yield ids, wanted
+
+
+def said(head, states, ids, wanted, ahead):
+    """Mean cross-entropy of the wanted tokens `ahead` of rows [B,T,H]."""
+    rows = min(states.shape[1], ids.shape[1] - ahead)
+    asks, tokens = (each[:, ahead : ahead + rows] for each in (wanted, ids))
+    return cross_entropy(head(states[:, :rows][asks]), tokens[asks])
+
+
+def learn(weights, loss_of, seed, steps, rate=3e-3):
+    """Train `weights` on batches by loss_of(ids, wanted), with a warm-up and a cosine."""
+    weights = list(weights)
+    optimiser = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    for step, (ids, wanted) in enumerate(batches(seed, steps)):
+        done = step / steps
+        for group in optimiser.param_groups:
+            group["lr"] = rate * min(1, step / 30) * (0.05 + 0.95 * math.cos(math.pi / 2 * done))
+        loss = loss_of(ids, wanted)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimiser.step()
+        if step % 100 == 0:
+            print(f"step {step} of {steps}: loss {float(loss.detach()):.2f}", flush=True)
+
+
+def whole_model(hf, seed, steps):
+    """Train a model alone."""
+    hf.train()
+    learn(
+        hf.parameters(),
+        lambda ids, wanted: said(hf.lm_head, hf.model(ids).last_hidden_state, ids, wanted, 1),
+        seed,
+        steps,
+    )
+    return hf.eval()
+
+
+def with_prediction_layer(hf, seed, steps, centred, zeroed):
+    """Train a model and a prediction layer beside it, which counts half. Returns the layer as
+    tests/drafters/prediction.py has them: its decoder layer, its norms without their 1 where
+    `centred`, its fuse.
+
+    zeroed  its first row reads no token
+    """
+    width, eps = hf.config.hidden_size, hf.config.rms_norm_eps
+    made = type(hf.model.layers[-1])(hf.config, hf.config.num_hidden_layers - 1)
+    made.load_state_dict(hf.model.layers[-1].state_dict())
+    norms = [torch.ones(width, requires_grad=True) for _ in range(3)]
+    fuse = (torch.randn(width, 2 * width) / (2 * width) ** 0.5).requires_grad_()
+
+    def loss_of(ids, wanted):
+        states = hf.model(ids).last_hidden_state
+        read = hf.model.embed_tokens(ids[:, 1:])
+        if zeroed:
+            read = torch.cat([torch.zeros_like(read[:, :1]), read[:, 1:]], 1)
+        parts = rms(read, norms[0], eps), rms(states[:, :-1], norms[1], eps)
+        x = torch.cat(parts, -1) @ fuse.T
+        position = torch.arange(x.shape[1])[None]
+        mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+        rotary = hf.model.rotary_emb(x, position)
+        y = made(x, attention_mask=mask, position_ids=position, position_embeddings=rotary)
+        y = rms(y[0] if isinstance(y, tuple) else y, norms[2], eps)
+        first = said(hf.lm_head, states, ids, wanted, 1)
+        return first + 0.5 * said(hf.lm_head, y, ids, wanted, 2)
+
+    hf.train()
+    learn([*hf.parameters(), *made.parameters(), *norms, fuse], loss_of, seed, steps)
+    hf.eval()
+    made.eval()
+    stored = [norm.detach() - float(centred) for norm in norms]
+    return made, *stored, fuse.detach()
+
+
+def assistant(hf, made, seed, steps):
+    """Train an assistant beside a Gemma 4 that is not changed, DEPTHS draft tokens deep: a row
+    stands at the position P of a token, reads it beside the target's state before it and the keys
+    before P, says the token after it, and reads that one beside its own state, still at P.
+    """
+    window = made.config.text_config.sliding_window
+
+    def loss_of(ids, wanted):
+        with torch.no_grad():
+            found = hf.model(ids, use_cache=False, return_shared_kv_states=True)
+            embedded = hf.model.embed_tokens(ids)
+        rows = ids.shape[1] - DEPTHS
+        row, key = torch.arange(1, 1 + rows)[:, None], torch.arange(ids.shape[1])
+        hidden = {
+            "full_attention": key >= row,
+            "sliding_attention": (key >= row) | (key < row - 1 - window),
+        }
+        masks = {
+            name: torch.zeros(each.shape).masked_fill(each, -torch.inf)[None, None]
+            for name, each in hidden.items()
+        }
+        state, loss = found.last_hidden_state[:, :rows], 0.0
+        for depth in range(1, DEPTHS + 1):
+            read = torch.cat([embedded[:, depth : depth + rows], state], -1)
+            y = made.model(
+                inputs_embeds=made.pre_projection(read),
+                attention_mask=masks,
+                position_ids=row.T,
+                shared_kv_states=dict(found.shared_kv_states),
+                use_cache=False,
+            ).last_hidden_state
+            state = made.post_projection(y)
+            loss = loss + said(made.lm_head, y, ids, wanted, depth + 1)
+        return loss
+
+    made.train()
+    learn(made.parameters(), loss_of, seed, steps)
+    return made.eval()
+
+
+def pair_tables(model, folder, rank, steps=300):
+    """Train DSpark's tables (vanilla) and its confidence beside the block drafter in folder/draft,
+    which is not changed, on the answers that it was trained on. Returns them by name.
+    """
+    checkpoint = FolderCheckpoint(model)
+    draft = open_block(folder / "draft", checkpoint.architecture)
+    drafter, (embed, rows) = BlockDrafter(draft.head), embeddings(checkpoint)
+    drafter.load_state_dict(
+        {n: torch.from_numpy(draft.tensor(n)) for n, _ in drafter.named_parameters()}
+    )
+    width, corpus = draft.head.hidden, open_corpus(folder / "corpus")
+    read, rows = stored_reader(corpus), rows[torch.from_numpy(draft.target_ids).long()]
+    draft_ids = loss.DraftVocabulary.of(torch.from_numpy(draft.target_ids).long(), embed).draft_ids
+    tables = {
+        "markov_head.markov_w1.weight": torch.randn(draft.head.target_vocab, rank) * 0.1,
+        "markov_head.markov_w2.weight": torch.zeros(draft.head.vocab, rank),
+        "confidence_head.proj.weight": torch.zeros(1, width + rank),
+        "confidence_head.proj.bias": torch.zeros(1),
+    }
+    before, after, weight, bias = (each.requires_grad_() for each in tables.values())
+    optimiser = torch.optim.Adam([before, after, weight, bias], lr=1e-2)
+    for step in range(steps):
+        batch = read(next(pieces(corpus, corpus.training, 512, 1200, step)))
+        anchors = loss.Anchors.drawn(batch.wanted, 16, step)
+        with torch.no_grad():
+            states = loss._read(drafter, batch, embed, anchors)
+        place = anchors.places[:, :, None] + torch.arange(draft.head.depth)
+        flat = batch.tokens.shape[1] - 1
+        ids = batch.tokens.gather(1, (place + 1).clamp(max=flat).flatten(1)).view_as(place)
+        above = batch.tokens.gather(1, place.clamp(max=flat).flatten(1)).view_as(place)
+        real = (place < flat) & anchors.kept[:, :, None] & (draft_ids[ids] >= 0)
+        h, v, wanted = states[real], before[above[real]], draft_ids[ids[real]]
+        logits = h @ rows.T + v @ after.T
+        sure = torch.cat([h, v.detach()], -1) @ weight.T + bias
+        right = (logits.argmax(-1) == wanted).float()[:, None]
+        total = cross_entropy(logits, wanted) + binary_cross_entropy_with_logits(sure, right)
+        optimiser.zero_grad()
+        total.backward()
+        optimiser.step()
+    return {name: each.detach() for name, each in tables.items()}
