@@ -25,8 +25,8 @@ TOKENS_PER_SEQUENCE = 256
 """Tokens of the cache planned by default for each of `max_sequences`; all share them on demand."""
 
 WINDOWS, FEWEST_WINDOWS = 16, 4
-"""Sequences that have whole windows at once where layers with a window have pages of their own, and
-how many if memory is short; fewer only if max_sequences is less.
+"""Whole windows that layers with a window have pages for, if these are their own, and how many if
+memory is short; fewer only if max_sequences is less. Texts continue where theirs is still there.
 """
 
 HOST_SHARE = 0.6
@@ -204,7 +204,8 @@ def _with_windows(
     each, step = window_pages_of(needs.context, needs.window, page), ceil(nodes / page)
     some = max(ceil(sequences * TOKENS_PER_SEQUENCE / page), WINDOWS * each)
     fitting = (left - wanted * whole) // (needs.windowed * page)
-    most, least = min(sequences * each, some), min(sequences, FEWEST_WINDOWS) * each
+    most = min(max(sequences, FEWEST_WINDOWS) * each, some)
+    least = min(sequences, FEWEST_WINDOWS) * each
     windows = max(min(most, fitting - step), least) + step
     if windows * page >= min(wanted, left // needs.per_token):
         return None

@@ -41,6 +41,8 @@ class WindowPages:
         self._holders = [0] * limits.window_pages
         # By slot: window pages by their number in the sequence, ascending.
         self._held: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        # By slot: number and pages of what was read last.
+        self._seen: dict[int, tuple[int, bytes]] = {}
         # By slot: positions that the last step made permanent at least.
         self._lengths: dict[int, int] = {}
 
@@ -64,6 +66,7 @@ class WindowPages:
     def close(self, slot: int) -> None:
         """Give back what a slot's sequence holds."""
         self._lengths.pop(slot, None)
+        self._seen.pop(slot, None)
         for page in self._held.pop(slot, {}).values():
             self._drop(page)
 
@@ -90,10 +93,14 @@ class WindowPages:
         """
         held, first = self._held[slot], self._first(length)
         first = min(first, next(iter(held), first))
-        for number, page in enumerate(pages[first : -(-length // self._size)].tolist(), first):
-            own = held.get(number)
-            if own is None or self._page[own] != page:
-                held[number] = self._known(page, own)
+        seen = pages[first : -(-length // self._size)]
+        now = first, seen.tobytes()
+        if now != self._seen.get(slot):  # A page was added or replaced.
+            self._seen[slot] = now
+            for number, page in enumerate(seen.tolist(), first):
+                own = held.get(number)
+                if own is None or self._page[own] != page:
+                    held[number] = self._known(page, own)
         self._leave(slot, length)
 
     def _first(self, length: int) -> int:

@@ -112,7 +112,7 @@ def test_windows_take_what_they_see(capsys, tmp_path):
     assert kept["cache_tokens"] == 32768 and kept["window_bytes"] == 0
     assert kept["cache_bytes"] == 32768 * (whole + near) == 603_979_776
     each = -(-(513 + 64) // 16) + 3
-    for sequences, windows in ((1, each), (4, 4 * each), (64, 1024)):
+    for sequences, windows in ((1, 4 * each), (5, 5 * each), (64, 1024)):
         found = planned(capsys, *words, "--max-sequences", str(sequences))
         assert found["cache_tokens"] == 32768 and found["context"] == 32768
         assert found["window_bytes"] == (windows + 32) * 16 * near
@@ -120,7 +120,7 @@ def test_windows_take_what_they_see(capsys, tmp_path):
         assert found["cache_bytes_per_1k_tokens"] == 1000 * whole
     assert main(["plan", *words, "--max-sequences", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "17.7 MB of the cache, for the last 513 tokens of each sequence" in said
+    assert "47.2 MB of the cache, for the last 513 tokens of each sequence" in said
 
 
 def test_windows_leave_memory_for_longer_contexts(capsys, tmp_path):

@@ -23,12 +23,12 @@ NODES, CONTEXT, SLOTS = 24, 120, 4
 class Pool:
     """Sequences whose texts often agree. Each window page holds, by place, the text up to there."""
 
-    def __init__(self, seed, size, window, windows):
+    def __init__(self, seed, size, window, windows, nodes=NODES):
         self.pick, self.size, self.window = Random(seed), size, window
         each = window_pages_of(CONTEXT, window, size)
-        count = windows * each + -(-NODES // size)
+        count = windows * each + -(-nodes // size)
         self.limits = ExecutorLimits(
-            size, 2 * CONTEXT // size + 8, SLOTS, NODES, CONTEXT, 9, window=window,
+            size, 2 * CONTEXT // size + 8, SLOTS, nodes, CONTEXT, 9, window=window,
             window_pages=count,
         )  # fmt: skip
         self.windows = WindowPages(self.limits)
@@ -51,6 +51,14 @@ class Pool:
         found = self.windows.of[table.pages[position // self.size]]
         assert found >= 0, "a position that is needed was given back"
         return self.content[found], position % self.size
+
+    def check(self):
+        self.windows.check()
+        self.index.check()
+        for slot, (_, table) in self.running.items():
+            first = max(table.length - self.window, 0) // self.size
+            needed = range(first, -(-table.length // self.size))
+            assert {*needed} <= self.windows._held[slot].keys(), "another may take what is needed"
 
     def fits(self, *more):
         return self.limits.windows_fit([*(len(text) for text, _ in self.running.values()), *more])
@@ -152,13 +160,26 @@ def test_steps_read_what_was_written(seed, size):
             pool.end(pool.pick.choice(sorted(pool.running)))
         else:
             pool.step()
-        pool.windows.check()
-        pool.index.check()
+        pool.check()
     assert pool.steps > 100 and pool.hits > 3
     for slot in sorted(pool.running):
         pool.end(slot)
     pool.windows.check()
     assert pool.index.held == 0
+
+
+def test_what_waits_for_its_next_step_holds_its_window_alone():
+    pool = Pool(0, 4, window=10, windows=SLOTS, nodes=100)
+    pool.pick.random = lambda: 1.0
+    for slot in range(SLOTS):
+        table = PageTable(pool.index)
+        assert table.reserve(60)
+        pool.running[slot] = [slot] * 110, table
+    for slot in range(SLOTS):
+        pool.run([(slot, 60, 0)])
+        pool.check()
+    held = [len(pages) for pages in pool.windows._held.values()]
+    assert held[:-1] == [3] * (SLOTS - 1)
 
 
 def test_more_than_was_planned_for_is_an_error():
