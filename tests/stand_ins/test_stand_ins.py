@@ -31,6 +31,8 @@ LEAST = {
     "EAGLE": (0.8, 0.8, 0.75),
     "FR-Spec": (0.75, 0.8, 0.75),
     "STANDALONE": (0.9, 0.8, 0.85),
+    "NEXTN of qwen3_5_text": (0.9, 0.65, 0.55),
+    "NEXTN of glm4_moe": (0.9, 0.8, 0.8),
 }
 """Share of a chain's draft tokens that are accepted at each depth, once the one above was."""
 
