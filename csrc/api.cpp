@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 46; }
+int forerun_abi() { return 47; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -261,6 +261,13 @@ int forerun_copy_page(Model* model, int page, uint8_t* outside, int out) {
 
 int forerun_copy_state(Model* model, int64_t from, int64_t to) {
     return guarded([&] { return model->copy_state(from, to); });
+}
+
+int64_t forerun_state_bytes(Model* model) { return model->state_bytes(); }
+
+// See Model::copy_state_outside.
+int forerun_copy_state_outside(Model* model, int64_t row, uint8_t* outside, int out) {
+    return guarded([&] { return model->copy_state_outside(row, outside, out != 0); });
 }
 
 int forerun_follow(Model* model, const int64_t* rows, const int32_t* nodes, int count) {

@@ -286,6 +286,10 @@ public:
 
     // Of recurrent layers. The state of row `from`, or zeros for -1, becomes that of row `to`.
     std::string copy_state(int64_t from, int64_t to);
+    // Bytes of a state, in all layers. copy_state_outside copies that of a row to `outside`, or from
+    // there. Empty, or what was wrong.
+    int64_t state_bytes() const;
+    std::string copy_state_outside(int64_t row, uint8_t* outside, bool out);
     // Each of these rows' states goes on by one draft token of the last step. Rows differ. Both:
     // empty, or what was wrong.
     std::string follow(const int64_t* rows, const int32_t* nodes, int count);

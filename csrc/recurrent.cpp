@@ -307,6 +307,32 @@ std::string Model::copy_state(int64_t from, int64_t to) {
     return "";
 }
 
+int64_t Model::state_bytes() const {
+    const int64_t numbers = (int64_t)sizes.net_values() * sizes.key_size;
+    const int64_t inputs = (int64_t)(sizes.convolved - 1) * sizes.channels;
+    int64_t layers = 0;
+    for (const Layer& at : layers_) layers += at.kind.recurrent;
+    return layers * (numbers + inputs) * (int64_t)sizeof(float);
+}
+
+std::string Model::copy_state_outside(int64_t row, uint8_t* outside, bool out) {
+    if (row < 0 || row >= sizes.states) return "no such state";
+    const size_t numbers = (size_t)sizes.net_values() * sizes.key_size;
+    const size_t inputs = (size_t)(sizes.convolved - 1) * sizes.channels;
+    const auto copy = [&](float* inside, size_t count) {
+        if (count == 0) return;
+        void* to = out ? (void*)outside : (void*)inside;
+        memcpy(to, out ? (const void*)inside : (const void*)outside, sizeof(float) * count);
+        outside += sizeof(float) * count;
+    };
+    for (const Layer& at : layers_) {
+        if (!at.kind.recurrent) continue;
+        copy(numbers ? state(at, row) : nullptr, numbers);
+        copy(window(at, row), inputs);
+    }
+    return "";
+}
+
 std::string Model::follow(const int64_t* rows, const int32_t* nodes, int count) {
     for (int i = 0; i < count; i++) {
         if (rows[i] < 0 || rows[i] >= sizes.states) return "no such state";

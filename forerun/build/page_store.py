@@ -105,13 +105,14 @@ def attach_store(
     paths = [one for path in files for one in _files(path)]
     facts += _hashes(paths, progress or (lambda *_: None))
     fingerprint = _digest(facts).hex()
-    about = [
-        f"no pages: the {config.executor} executor cannot copy those of this model (recurrent "
-        "layers, jax, or several devices)"
-    ]
+    about = [f"no pages: the {config.executor} executor cannot copy them (jax, or several devices)"]
     if executor.pages is not None:
         store = PageStore(folder, fingerprint, tokens, content)
-        engine.attach_store(store)
+        states = None
+        if executor.state_contents is not None:
+            size = executor.state_contents.state_bytes
+            states = PageStore(folder, fingerprint, tokens, size, "states")
+        engine.attach_store(store, states=states)
         about = [f"{len(store) * config.page_size:,} tokens of this model"]
     learnt = Learnt(
         answers=Journal(folder, fingerprint, "ngrams", ANSWER_BYTES),

@@ -183,8 +183,7 @@ def _build(
         kv_dtype=config.kv_dtype,
         prompts=config.prefill_attention_backend,
     )
-    if eager.states is None:
-        eager.pages = TorchPages(eager)
+    eager.pages, eager.state_contents = TorchPages(eager), eager.states
     if config.disable_cuda_graph:
         return eager
     if eager.states is not None and config.device != "cpu":
@@ -192,7 +191,7 @@ def _build(
     # With captured rounds steps overlap by default (decision 0022).
     cuda = config.device.startswith("cuda")
     executor = with_captures(eager, cuda if config.overlap is None else config.overlap)
-    executor.pages = eager.pages
+    executor.pages, executor.state_contents = eager.pages, eager.state_contents
     return executor
 
 

@@ -3,7 +3,7 @@
     PATH/store.json        format and secret of the folder
     PATH/lock              held while a file is made or deleted
     PATH/<fingerprint>/    what only an engine with the same fingerprint can read
-        <name>.pages       keys and values (store.py)
+        <name>.pages       keys and values, <name>.states recurrent states (store.py)
         <name>.ngrams      tokens of answers that were counted, <name>.prices what steps cost
                            (journal.py)
 
@@ -32,7 +32,7 @@ log = logging.getLogger("forerun.cache")
 FORMAT = 1
 DEFAULT_BYTES = 10 * 10**9
 LOCK_SECONDS = 10.0
-KINDS = ("pages", "ngrams", "prices")
+KINDS = ("pages", "states", "ngrams", "prices")
 
 
 class StoreFolder:

@@ -1,10 +1,11 @@
 """Pages on disk: what full pages of the key/value cache hold, found again by their tokens after a
-restart. No arrays and no threads; engine/disk_pages.py reads and writes beside serving.
+restart. No arrays and no threads; engine/disk_pages.py reads and writes beside serving. Recurrent
+states after such pages are stored in the same way, each as the content of its last page.
 
-A segment (`<name>.pages`, folder.py) is a header, a table of entries, as many records. Entries have
-one size, and so have records (a page's tokens, then its content). A record is written before its
-entry, so what a killed process leaves is an entry of zeros: a table is read up to its first entry
-that is not whole. No entry that was read is ever changed.
+A segment (`<name>.pages` or `<name>.states`, folder.py) is a header, a table of entries, as many
+records. Entries have one size, and so have records (a page's tokens, then its content). A record is
+written before its entry, so what a killed process leaves is an entry of zeros: a table is read up
+to its first entry that is not whole. No entry that was read is ever changed.
 
 A page's digest covers its tokens, its salt and all pages before it, under the folder's secret. It
 only finds a record: checksum and tokens decide. Any doubt is a miss.
@@ -30,6 +31,7 @@ ENTRY = struct.Struct("<16s16s16s")
 """A record's digest, its checksum, a checksum of these two."""
 MAGIC = b"FRPAGES1"
 SEGMENT_BYTES = 256 << 20
+_WHAT = {"pages": "a page", "states": "a recurrent state"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +50,22 @@ class PageStore:
     fingerprint  a file name, of all that decides a page's content beside its tokens
     tokens       of a record, in bytes
     content      of a record, in bytes
+    kind         of its files, as in folder.KINDS
     corrupt      damaged records that were met
 
     For one thread. Raises ConfigError if the folder cannot be used or its limit is too small;
     methods raise OSError if the disk fails.
     """
 
-    def __init__(self, folder: StoreFolder, fingerprint: str, tokens: int, content: int) -> None:
-        self.folder, self._fingerprint = folder, fingerprint
+    def __init__(
+        self,
+        folder: StoreFolder,
+        fingerprint: str,
+        tokens: int,
+        content: int,
+        kind: str = "pages",
+    ) -> None:
+        self.folder, self._fingerprint, self._kind = folder, fingerprint, kind
         self._tokens, self._record = tokens, tokens + content
         self._places: dict[bytes, RecordPlace] = {}
         self._file: IO[bytes] | None = None
@@ -65,14 +75,14 @@ class PageStore:
         self._segment = HEADER.size + self._capacity * slot
         if 4 * (HEADER.size + slot) > folder.limit:
             raise ConfigError(
-                f"kv-store-size is {folder.limit:,} bytes, but a page of this model takes "
+                f"kv-store-size is {folder.limit:,} bytes, but {_WHAT[kind]} of this model takes "
                 f"{slot:,}; make it {8 * slot:,} at least."
             )
         with usable(folder.root):
             with folder.locked():
                 folder.make_room(0)
             self._own.mkdir(mode=0o700, exist_ok=True)
-            for path in sorted(self._own.glob("*.pages")):
+            for path in sorted(self._own.glob(f"*.{kind}")):
                 self._read_table(path)
 
     def __len__(self) -> int:
@@ -181,7 +191,7 @@ class PageStore:
         with self.folder.locked():
             file, used = self._with_room()
             if file is None:
-                file = self.folder.new(self._fingerprint, "pages", self._segment)
+                file = self.folder.new(self._fingerprint, self._kind, self._segment)
                 write_at(file, 0, self._header(self._capacity))
             file.truncate(self._segment)
             self._file, self._used = file, used
@@ -193,7 +203,7 @@ class PageStore:
         """Return a segment of this capacity that has room and no writer, locked, and how many
         records it has; None if there is none. Raises OSError.
         """
-        for path in self._own.glob("*.pages"):
+        for path in self._own.glob(f"*.{self._kind}"):
             capacity, used = self._read_table(path)
             if capacity == self._capacity > used and (file := owned(path)) is not None:
                 self.folder.make_room(self._segment, path)

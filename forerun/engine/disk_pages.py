@@ -3,10 +3,13 @@ read, by one thread.
 
     engine's thread                           the store's thread
     awaits    finds a prompt's pages      ->  _read    reads and checks their records
-    _insert   puts them into the index    <-           in parts
+    _insert   puts them into the index    <-           in parts, then the state after the last
     save      an ended sequence's pages   ->  _write   selects those that are not on disk
-    _contents_of  copies them             <-           in parts
+    _contents_of  copies them             <-           in parts, then the states after some
                                           ->           appends them to a segment
+
+Where layers are recurrent, a text can continue only behind a page whose state is there too: pages
+beyond the last stored state are not read.
 
 Those with an arrow to the left run on the engine's thread before a step (Engine.run_in_engine), a
 bounded part in each. Pages that were read are like those of any other request: the sequence waits
@@ -24,11 +27,15 @@ from functools import partial
 from time import monotonic
 from typing import TypeVar
 
+import numpy as np
+
 from forerun.cache.prefix import CachedPage, PrefixIndex
 from forerun.cache.store import PageStore
+from forerun.engine.disk_states import DiskStates
 from forerun.engine.prompt_pace import PromptPace
 from forerun.engine.sequence import Sequence
 from forerun.interface.executor import PageContents
+from forerun.types import Ints
 
 log = logging.getLogger("forerun.engine")
 
@@ -61,6 +68,7 @@ class _Reading:
     digests, keys  of its first pages, all of which are on disk; keys without the salt
     chain          entries of those that are in memory, held until it ends
     first          how many were in memory when it began
+    usable         of these, those behind which the text could continue
     """
 
     sequence: Sequence
@@ -70,6 +78,7 @@ class _Reading:
     began: float = field(default_factory=monotonic)
     chain: list[CachedPage] = field(default_factory=list)
     first: int = 0
+    usable: int = 0
     over: bool = False
 
 
@@ -104,6 +113,7 @@ class DiskPages:
     running  sequences that have a slot; each may need another page
     post   calls a function on the engine's thread before its next step; from any thread
     least  as LEAST_TOKENS
+    states  None if no layer is recurrent
     """
 
     def __init__(
@@ -116,8 +126,9 @@ class DiskPages:
         post: Callable[[Callable[[], None]], None],
         *,
         least: int = LEAST_TOKENS,
+        states: DiskStates | None = None,
     ) -> None:
-        self.store = store
+        self.store, self._states = store, states
         self._contents, self._index, self._pace = contents, index, pace
         self._running, self._post, self._least = running, post, least
         self._current: _Reading | None = None
@@ -236,7 +247,7 @@ class DiskPages:
         known = index.acquire(tokens, salt)
         for entry in reversed(known):
             index.release(entry.page)
-        least = len(known) + max(-(-LEAST_READ // size), 2)
+        least = self._usable(tokens, known, salt) + max(-(-LEAST_READ // size), 2)
         if most < least:
             return None
         data, digest = tokens.tobytes(), b""
@@ -248,6 +259,8 @@ class DiskPages:
                 break
             digests.append(digest)
             keys.append(key)
+        while self._states is not None and digests and digests[-1] not in self._states.store:
+            del digests[-1], keys[-1]
         if len(keys) < least:
             self._misses["absent"] += 1
             return None
@@ -262,6 +275,7 @@ class DiskPages:
             known = len(reading.keys) * self._index.page_size + lookahead
             reading.chain = self._index.acquire(sequence.tokens[:known], sequence.table.salt)
             reading.first = len(reading.chain)
+            reading.usable = self._usable(sequence.tokens, reading.chain, sequence.table.salt)
         return len(reading.chain)
 
     def _insert(self, reading: _Reading, contents: list[bytes]) -> bool:
@@ -285,13 +299,30 @@ class DiskPages:
             chain.append(index.insert(parent, tokens, taken[0], reading.sequence.table.salt))
         return not reading.over
 
+    def _usable(self, tokens: Ints, known: list[CachedPage], salt: bytes) -> int:
+        """Return behind how many pages that are in memory a text can continue."""
+        if self._states is None:
+            return len(known)
+        size = self._index.page_size
+        return max(self._states.places(tokens[: len(known) * size], size, salt), default=0)
+
+    def _insert_state(self, reading: _Reading, content: bytes) -> None:
+        """Put the state after the last page of a reading where its text can continue from it."""
+        assert self._states is not None
+        tokens = reading.sequence.tokens[: len(reading.keys) * self._index.page_size]
+        salt = reading.sequence.table.salt
+        if not reading.over and not self._states.contents.write_state(tokens, content, salt):
+            self._end(reading, "full")
+
     def _end(self, reading: _Reading, miss: str = "") -> None:
         """Release the pages of a reading; they stay in the index. Idempotent."""
         if reading.over:
             return
         reading.over = True
         del self._readings[reading.sequence.order]
-        taken = len(reading.chain) - reading.first
+        taken = len(reading.chain) - reading.usable
+        if self._states is not None and miss:  # Pages without their state are of no use.
+            taken = 0
         for entry in reversed(reading.chain):
             self._index.release(entry.page)
         reading.chain = []
@@ -348,10 +379,11 @@ class DiskPages:
         finally:
             with self._changed:
                 self._working = False
-            try:
-                self.store.close()
-            except OSError as error:
-                log.warning("kv-store: a segment could not be closed: %s", error)
+            for store in [self.store] + ([self._states.store] if self._states else []):
+                try:
+                    store.close()
+                except OSError as error:
+                    log.warning("kv-store: a segment could not be closed: %s", error)
 
     def _next(self) -> Callable[[], None] | None:
         """Wait for the next job: readings first, then the newest writing. Returns None once the
@@ -370,7 +402,7 @@ class DiskPages:
     def _read(self, reading: _Reading) -> None:
         """Read the pages of a sequence that are not in memory, in order, up to a damaged one."""
         self._current = reading
-        first, miss = self._on_engine(partial(self._begin, reading)), ""
+        first, miss, state = self._on_engine(partial(self._begin, reading)), "", None
         most = max(READ_BYTES // self._contents.page_bytes, 1)
         part, damaged = list[bytes](), self.store.corrupt
         try:
@@ -386,18 +418,24 @@ class DiskPages:
                         return
                     part = []
             self.store.touch(reading.digests[first:])
+            if self._states is not None and not (reading.over or miss):
+                state = self._states.store.read(reading.digests[-1], reading.keys[-1])
+                miss = "" if state is not None else "absent"
         except OSError as error:
             miss = "failed"
             log.warning("kv-store: a page could not be read: %s", error)
-        self._on_engine(partial(self._insert, reading, part))
+        if self._on_engine(partial(self._insert, reading, part)) and state is not None and not miss:
+            self._on_engine(partial(self._insert_state, reading, state))
         self._on_engine(partial(self._end, reading, miss))
 
     def _write(self, salt: bytes, chain: list[CachedPage]) -> None:
         """Write the pages of a text that are not on disk, in order."""
         own, digest = 4 * (self._index.page_size + self._index.lookahead), b""
+        digests: list[bytes] = []
         missing: list[tuple[CachedPage, bytes]] = []
         for entry in chain:
             digest = self.store.digest(digest, entry.key)
+            digests.append(digest)
             if digest not in self.store:
                 missing.append((entry, digest))
         most = max(WRITE_BYTES // self._contents.page_bytes, 1)
@@ -405,7 +443,7 @@ class DiskPages:
             part = missing[begin : begin + most]
             contents = self._on_engine(partial(self._contents_of, [entry for entry, _ in part]))
             for (entry, digest), content in zip(part, contents, strict=False):
-                if not self._append(digest, entry.key[-own:], content):
+                if not self._append(self.store, digest, entry.key[-own:], content):
                     self._dropped += len(missing) - begin
                     return
             if len(contents) < len(part):
@@ -413,10 +451,28 @@ class DiskPages:
                 return
             while self._reads and not self._closing:
                 self._read(self._reads.popleft())
+        self._write_states(salt, chain, digests)
 
-    def _append(self, digest: bytes, tokens: bytes, content: bytes) -> bool:
+    def _write_states(self, salt: bytes, chain: list[CachedPage], digests: list[bytes]) -> None:
+        """Write the states after pages of a text that are not on disk; digests: of its pages."""
+        states, size = self._states, self._index.page_size
+        if states is None:
+            return
+        own = 4 * (size + self._index.lookahead)
+        data = b"".join(entry.key[-own:][: 4 * size] for entry in chain)
+        tokens = np.frombuffer(data, np.int32)
+        for place in self._on_engine(partial(states.places, tokens, size, salt)):
+            digest, record = digests[place - 1], chain[place - 1].key[-own:]
+            if digest in states.store:
+                continue
+            read = partial(states.contents.read_state, tokens[: place * size], salt)
+            state = self._on_engine(read)
+            if state is not None and not self._append(states.store, digest, record, state):
+                return
+
+    def _append(self, store: PageStore, digest: bytes, tokens: bytes, content: bytes) -> bool:
         try:
-            self.store.write(digest, tokens, content)
+            store.write(digest, tokens, content)
         except OSError as error:
             log.warning("kv-store: writing ends, reading goes on: %s", error)
             self._refused = True

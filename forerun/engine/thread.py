@@ -12,6 +12,7 @@ from forerun.control.policy import Policy
 from forerun.engine.adapter_counts import AdapterCounters
 from forerun.engine.core import EngineCore
 from forerun.engine.disk_pages import LEAST_TOKENS, DiskPages
+from forerun.engine.disk_states import DiskStates
 from forerun.engine.learning import Learning, Learnt
 from forerun.engine.loop import EngineLoop
 from forerun.engine.options import EngineOptions
@@ -121,20 +122,29 @@ class Engine(EngineLoop):
             self._inbox.append(partial(self._enter, sequences))
             self._changed.notify_all()
 
-    def attach_store(self, store: PageStore, least: int = LEAST_TOKENS) -> None:
-        """Read and write full pages in `store`, which the engine closes. Call it before `start`,
-        and only with an executor that has `pages` (AssertionError). least: see DiskPages.
+    def attach_store(
+        self, store: PageStore, least: int = LEAST_TOKENS, states: PageStore | None = None
+    ) -> None:
+        """Read and write full pages in `store`, and recurrent states in `states`, which the engine
+        closes. Call it before `start`, and only with an executor that has `pages`, and
+        `state_contents` if there is a store for them (AssertionError). least: see DiskPages.
         """
-        scheduler = self._core.scheduler
-        assert self._parts.executor.pages is not None
+        scheduler, executor = self._core.scheduler, self._parts.executor
+        assert executor.pages is not None
+        assert (states is None) == (executor.state_contents is None)
         scheduler.disk = DiskPages(
             store,
-            self._parts.executor.pages,
+            executor.pages,
             scheduler.index,
             scheduler.pace,
             scheduler.running,
             lambda order: self.run_in_engine(lambda core: order()),
             least=least,
+            states=(
+                DiskStates(states, executor.state_contents)
+                if states is not None and executor.state_contents is not None
+                else None
+            ),
         )
 
     def attach_learning(self, learnt: Learnt, secret: bytes) -> None:

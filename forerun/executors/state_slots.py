@@ -102,6 +102,35 @@ class StateSlots:
         checkpoint = self._longest(tokens, salt)
         return 0 if checkpoint is None else checkpoint.length
 
+    def lengths(self, tokens: Ints, salt: bytes = b"") -> list[int]:
+        """Return the lengths, ascending, of the prefixes of `tokens` int32[T] of this salt that
+        have a checkpoint.
+        """
+        data = np.ascontiguousarray(tokens, np.int32).tobytes()
+        lengths = [each for each in sorted(self._lengths) if 4 * each <= len(data)]
+        return [each for each in lengths if (salt, data[: 4 * each]) in self._checkpoints]
+
+    def row(self, tokens: Ints, salt: bytes = b"") -> int | None:
+        """Return the row of the checkpoint of `tokens` int32[T] of this salt; None if it has
+        none.
+        """
+        key = salt, np.ascontiguousarray(tokens, np.int32).tobytes()
+        checkpoint = self._checkpoints.get(key)
+        return None if checkpoint is None else checkpoint.row
+
+    def insert(self, tokens: Ints, salt: bytes = b"") -> int | None:
+        """Make a checkpoint of `tokens` int32[T] of this salt, which has none. Returns its row, for
+        the caller to write the state to; None if there is no room for any. Between steps only.
+        """
+        if not self._free and self._checkpoints:
+            self._evict(next(iter(self._checkpoints.values())))
+        if not self._free:
+            return None
+        key = salt, np.ascontiguousarray(tokens, np.int32).tobytes()
+        checkpoint = self._checkpoints[key] = StateCheckpoint(self._free.pop(), key)
+        self._lengths[checkpoint.length] += 1
+        return checkpoint.row
+
     def open(self, slot_init: SlotInit) -> int | None:
         """Bind a sequence to a slot. Returns the row to copy its state from; None: it begins with
         zeros. Raises EngineError if its cached tokens have no checkpoint.

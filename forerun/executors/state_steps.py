@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forerun.errors import EngineError
 from forerun.executors.state_slots import Claim, StateSlots
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Outcome, Plan
@@ -30,7 +31,9 @@ class StateStep:
 
 
 class StateSteps(ABC):
-    """The bookkeeping of one pool (`book`), step by step. A subclass owns the states."""
+    """The bookkeeping of one pool (`book`), step by step; StateContents of its executor. A subclass
+    owns the states.
+    """
 
     def __init__(self, limits: ExecutorLimits) -> None:
         self.book = StateSlots(limits)
@@ -44,6 +47,39 @@ class StateSteps(ABC):
         """Advance the states of slots int32[n], which differ, by a draft token each: flat nodes
         int32[n] of the step.
         """
+
+    @property
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Bytes of a state, in all layers."""
+
+    @abstractmethod
+    def content(self, row: int) -> bytes:
+        """Return the state of a row, in all layers."""
+
+    @abstractmethod
+    def put(self, row: int, content: bytes) -> None:
+        """Make the state of a row what `content` returned, of state_bytes."""
+
+    def state_lengths(self, tokens: Ints, salt: bytes = b"") -> list[int]:
+        """Implement StateContents.state_lengths."""
+        return self.book.lengths(tokens, salt)
+
+    def read_state(self, tokens: Ints, salt: bytes = b"") -> bytes | None:
+        """Implement StateContents.read_state."""
+        row = self.book.row(tokens, salt)
+        return None if row is None else self.content(row)
+
+    def write_state(self, tokens: Ints, content: bytes, salt: bytes = b"") -> bool:
+        """Implement StateContents.write_state."""
+        if len(content) != self.state_bytes:
+            raise EngineError(f"{len(content)} bytes are not a state of {self.state_bytes}")
+        if self.book.row(tokens, salt) is not None:
+            return True
+        row = self.book.insert(tokens, salt)
+        if row is not None:
+            self.put(row, content)
+        return row is not None
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot and copy the state of its cached tokens there. Raises

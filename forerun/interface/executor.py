@@ -113,6 +113,34 @@ class PageContents(Protocol):
         ...
 
 
+class StateContents(Protocol):
+    """Recurrent states at ends of pages (`Executor.reusable_prefix_len`), to be copied between
+    steps.
+    """
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state, in all layers."""
+        ...
+
+    def state_lengths(self, tokens: Ints, salt: bytes = b"") -> list[int]:
+        """Return the lengths, ascending, of the prefixes of `tokens` int32[T] of this salt whose
+        states are here.
+        """
+        ...
+
+    def read_state(self, tokens: Ints, salt: bytes = b"") -> bytes | None:
+        """Return the state after `tokens` int32[T] of this salt; None if it is not here."""
+        ...
+
+    def write_state(self, tokens: Ints, content: bytes, salt: bytes = b"") -> bool:
+        """Put what `read_state` returned, here or of an executor of the same weights, in place of
+        the least recently used state. Returns False if there is no room for any. Raises EngineError
+        if it cannot.
+        """
+        ...
+
+
 class Executor(Protocol):
     """Runs a target model. One thread calls it: `open`, then `begin` and `finish` for every step of
     the sequence, then `close`.
@@ -120,7 +148,9 @@ class Executor(Protocol):
     Same sequence, same bits: a row's result must not depend on the other rows, on the
     draft tokens beside its path, or on how its known tokens were cut into chunks.
 
-    pages  copies what pages hold; None if it cannot, or pages do not suffice to continue a text
+    pages           copies what pages hold; None if it cannot
+    state_contents  copies recurrent states, without which pages do not suffice to continue a text;
+                    None if no layer has any
 
     Rounds finish in the order in which they began, and at most two are begun and unfinished. A
     round that begins from a running one advances the same sequences, or some of them, and the slots
@@ -131,6 +161,7 @@ class Executor(Protocol):
     name: str
     capabilities: Capabilities
     pages: PageContents | None = None
+    state_contents: StateContents | None = None
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to slot `slot_init.slot`: sampling parameters and token history.

@@ -126,16 +126,6 @@ def test_other_weights_of_the_same_name_share_nothing(tmp_path):
     assert len(list((tmp_path / "kv").glob("*/"))) == 4
 
 
-@native
-def test_a_model_with_recurrent_layers_says_that_it_keeps_none(tmp_path):
-    folder = tiny.save_folder(tiny.model("qwen3_5_text"), tmp_path / "model")
-    config = EngineConfig(
-        model=str(folder), executor="cpu", kv_store=str(tmp_path / "kv"), threads=1, context=128,
-        kv_tokens=512, max_sequences=2, policy="fixed",
-    )  # fmt: skip
-    assert "no pages: the cpu executor cannot copy" in served(config, PROMPT[:30])[2]
-
-
 def test_what_cannot_be_kept(tmp_path):
     with pytest.raises(
         ConfigError, match="kv-store-size limits the size of the kv-store folder, but"

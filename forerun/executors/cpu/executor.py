@@ -75,7 +75,7 @@ class CpuExecutor(Executor):
         self._logits = np.empty((0, limits.vocab), np.float32)
         recurrent = checkpoint.architecture.recurrent is not None
         self.states = CpuStates(self.native_model, limits) if recurrent else None
-        self.pages = None if recurrent else self.model  # States belong to no page.
+        self.pages, self.state_contents = self.model, self.states
         if recurrent:  # No state stands for what was never written.
             self.capabilities = replace(self.capabilities, unwritten=False)
 

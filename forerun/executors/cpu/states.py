@@ -59,6 +59,26 @@ class CpuStates(StateSteps):
             self._library.forerun_copy_state(self._handle(), -1 if row is None else row, to)
         )
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state, in all layers."""
+        return int(self._library.forerun_state_bytes(self._handle()))
+
+    def content(self, row: int) -> bytes:
+        """Implement StateSteps.content."""
+        content = np.empty(self.state_bytes, np.uint8)
+        self._check(
+            self._library.forerun_copy_state_outside(self._handle(), row, content.ctypes.data, 1)
+        )
+        return content.tobytes()
+
+    def put(self, row: int, content: bytes) -> None:
+        """Implement StateSteps.put."""
+        state = np.frombuffer(content, np.uint8)
+        self._check(
+            self._library.forerun_copy_state_outside(self._handle(), row, state.ctypes.data, 0)
+        )
+
     def follow(self, step: StateStep, slots: Ints, nodes: Ints) -> None:
         """Implement StateSteps.follow; the step must be the model's last one. Raises EngineError if
         the core refuses.

@@ -128,7 +128,7 @@ class ModelRunner:
         self._bytes = planned_bytes(arch, limits, self.device, options.dtype, stored)
         self._bytes["cache"] = kv_shape(arch).bytes(limits, pages)
         if arch.recurrent is not None:
-            self._bytes["states"] = States.bytes(arch, limits)
+            self._bytes["states"] = States.table_bytes(arch, limits)
         check_fits(self._bytes, self.device)
         self._aux_layers: tuple[int, ...] = ()
         self.ring = TorchFeatureRing(0, 0, self.dtype, self.device)

@@ -102,7 +102,7 @@ class States(StateSteps):
             self.matrices = torch.zeros(layers, rows, *matrix, device=device)
 
     @staticmethod
-    def bytes(arch: Architecture, limits: ExecutorLimits) -> int:
+    def table_bytes(arch: Architecture, limits: ExecutorLimits) -> int:
         """Return the bytes of the tables of states; 0 for a model without recurrent layers."""
         return rows_of(limits) * arch.state_bytes
 
@@ -111,6 +111,29 @@ class States(StateSteps):
         for table in (self.windows, self.matrices):
             if table is not None:
                 table[:, to] = 0.0 if row is None else table[:, row]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state, in all layers."""
+        return sum(part.numel() * part.element_size() for part in self._of_row(0))
+
+    @torch.inference_mode()
+    def content(self, row: int) -> bytes:
+        """Implement StateSteps.content."""
+        parts = [part.contiguous().view(torch.uint8).flatten() for part in self._of_row(row)]
+        return bytes(torch.cat(parts).cpu().numpy().tobytes())
+
+    @torch.inference_mode()
+    def put(self, row: int, content: bytes) -> None:
+        """Implement StateSteps.put."""
+        left = torch.from_numpy(np.frombuffer(content, np.float32).copy()).to(self._device)
+        for part in self._of_row(row):
+            own, left = left.tensor_split([part.numel()])
+            part.copy_(own.view(part.shape))
+
+    def _of_row(self, row: int) -> list[Tensor]:
+        """Return views of a row's state."""
+        return [table[:, row] for table in (self.windows, self.matrices) if table is not None]
 
     def begin(self, plan: Plan, trees: TreeBatch) -> TorchStateStep:
         """Begin a step; return it with the paths of its nodes. Raises EngineError as `prepare`."""

@@ -1,0 +1,112 @@
+"""Recurrent states on disk: a restart continues behind what was read before, with the same text."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forerun.build import page_store
+from forerun.build.engine import load
+from forerun.client.completion import complete, make_request
+from forerun.engine import disk_pages
+from forerun.engine.thread import Engine
+from forerun.errors import EngineError
+from forerun.executors import cpu
+from forerun.executors.state_slots import StateSlots
+from forerun.interface.executor import ExecutorLimits
+from tests.e2e.test_recurrent import configured, layered_folder, on
+from tests.models import tiny
+
+pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+PROMPT = np.random.default_rng(5).integers(5, 60, 60).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {name: tmp_path_factory.mktemp(name) for name in ("qwen3_5_text", "lfm2")}
+    return {
+        "qwen3_5_text": layered_folder("qwen3_5_text", made["qwen3_5_text"]),
+        "lfm2": tiny.save_folder(tiny.model("lfm2"), made["lfm2"]),
+    }
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_store, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 10.0)
+    monkeypatch.setattr(disk_pages, "LEAST_READ", 1)
+    attach = Engine.attach_store
+
+    def short_prompts_too(engine, store, states=None):
+        attach(engine, store, least=16, states=states)
+
+    monkeypatch.setattr(Engine, "attach_store", short_prompts_too)
+
+
+def served(config, *prompts, salt=""):
+    """(cached tokens, tokens) of each prompt, asked in turn, and what the store did."""
+    loaded = load(config)
+    try:
+        found = []
+        for prompt in prompts:
+            request = make_request(prompt, max_tokens=9, temperature=0.8, seed=3)
+            ((done,),) = complete(loaded.engine, [replace(request, cache_salt=salt)])
+            found.append((done.cached_tokens, done.tokens))
+        return found, loaded.engine.stats().store
+    finally:
+        loaded.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "executor", "algorithm", "page"),
+    [
+        ("qwen3_5_text", "cpu", "NEXTN", 4),
+        ("lfm2", "cpu", "NGRAM", 1),
+        ("lfm2", "torch", "OFF", 16),
+        pytest.param("qwen3_5_text", "torch", "NEXTN", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_restart_continues_behind_a_state(folders, tmp_path, family, executor, algorithm, page):
+    config = configured(folders[family], page, speculative_algorithm=algorithm, **on(executor))
+    (plain,), _ = served(config, PROMPT)
+    config = replace(config, kv_store=str(tmp_path / "kv"), kv_store_size=1 << 24)
+    long = np.append(PROMPT, PROMPT[:5])
+    (first,), _ = served(config, PROMPT)
+    (again, longer), read = served(config, PROMPT, long)
+    assert first == plain == (0, again[1])
+    assert again[0] >= 59 // page * page - page and read.hits == 1
+    assert longer[1] == served(replace(config, kv_store=None, kv_store_size=None), long)[0][0][1]
+    other, missed = served(config, PROMPT, salt="another")
+    assert other[0][0] == 0 and missed.hits == 0
+
+
+def test_a_damaged_state_is_a_miss(folders, tmp_path):
+    config = configured(folders["lfm2"], 4, **on("cpu"))
+    config = replace(config, kv_store=str(tmp_path / "kv"), kv_store_size=1 << 24)
+    (first,), _ = served(config, PROMPT)
+    (file,) = (tmp_path / "kv").glob("*/*.states")
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+    (again,), store = served(config, PROMPT)
+    assert again == first and store.hits == store.tokens == 0 and sum(store.misses.values()) == 1
+    (third,), store = served(config, PROMPT)  # It was written anew.
+    assert third[0] > 0 and third[1] == first[1] and store.hits == 1
+
+
+def test_states_that_do_not_fit(folders):
+    executor = load(configured(folders["lfm2"], 4, **on("cpu"))).target.executor
+    with pytest.raises(EngineError, match="bytes are not a state of"):
+        executor.state_contents.write_state(PROMPT, b"x")
+    assert executor.state_contents.read_state(PROMPT) is None
+
+
+def test_the_book_takes_the_row_of_the_oldest():
+    limits = ExecutorLimits(4, 8, 1, 8, 64, 99, checkpoints=2)
+    book = StateSlots(limits)
+    rows = [book.insert(PROMPT[:length]) for length in (4, 8, 12)]
+    assert rows == [1, 2, 1] and book.lengths(PROMPT) == [8, 12]
+    assert book.row(PROMPT[:4]) is None and book.row(PROMPT[:8]) == 2
+    assert book.lengths(PROMPT, b"salt") == [] and book.lengths(PROMPT[:9]) == [8]
+    book.check()
+    assert StateSlots(replace(limits, checkpoints=0)).insert(PROMPT[:4]) is None
