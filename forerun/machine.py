@@ -22,6 +22,14 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def cpu_identity() -> str:
+    """Return all that decides whether machine code that was made here runs elsewhere: the
+    processor's name and every instruction set it has.
+    """
+    flags = [line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))]
+    return f"{platform.machine()} {cpu_name()} {flags[:1]}"
+
+
 def _cpu_features() -> list[str]:
     """Return the instruction sets of this CPU, of those that matter to the kernels."""
     for line in _lines("/proc/cpuinfo"):

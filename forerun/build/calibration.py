@@ -283,14 +283,14 @@ def _run_step(
 
 
 def with_draft_model(
-    costs: StepCosts, model: DraftModel, executor: Executor, page_size: int
+    costs: StepCosts, model: DraftModel, executor: Executor, page_size: int, depth: int
 ) -> StepCosts:
     """Measure and add a draft model's costs: a pass per level of draft tokens, or its part of a
     block, and the pass over accepted tokens, which every step pays. If steps do that work by
-    themselves: the added time of a step that grows one level, and of each further level. All slots
-    must be closed, and are closed again.
+    themselves: the added time of a step that grows one level, and of each further level, of which
+    there are `depth` at most. All slots must be closed, and are closed again.
     """
-    within, outcome = _times_within(executor)
+    within, outcome = _times_within(executor, min(depth, PER_ROW // 2))
     if within is not None:
         follow, further = within
         return replace(costs, draft_ms=further, follow_ms=follow, drafts_in_step=True)
@@ -315,13 +315,13 @@ def with_draft_model(
     return replace(costs, draft_ms=draft_token_ms, follow_ms=extend_ms)
 
 
-def _times_within(executor: Executor) -> tuple[tuple[float, float] | None, Outcome]:
+def _times_within(executor: Executor, most: int) -> tuple[tuple[float, float] | None, Outcome]:
     """Return the milliseconds that a step takes longer if it also extends the draft model and grows
-    one level, and for each further level; None if steps do not draft by themselves. Also
-    returns the last step's outcome.
+    one level, and for each further level of `most`; None if steps do not draft by themselves.
+    Also returns the last step's outcome.
     """
     step, fastest = _steps(executor.limits, 2, np.random.default_rng(0)), {}
-    for levels in (1, 0, PER_ROW // 2):
+    for levels in dict.fromkeys((1, 0, most)):
         request = OnDeviceDraftSpec(step.plan.slots, width=1, levels=levels) if levels else None
         taken = []
         for _ in range(REPEATS):
@@ -331,7 +331,7 @@ def _times_within(executor: Executor) -> tuple[tuple[float, float] | None, Outco
                 return None, outcome
         fastest[levels] = 1000.0 * min(taken)
     follow = max(0.0, fastest[1] - fastest[0])
-    further = max(0.0, fastest[PER_ROW // 2] - fastest[1]) / (PER_ROW // 2 - 1)
+    further = max(0.0, fastest[most] - fastest[1]) / max(most - 1, 1)
     return (follow, further), outcome
 
 

@@ -237,9 +237,13 @@ def _prepared_costs(
     within = drafts is not None and draft is not None and not drafts.traits.on_host
     within = within and draft is not None and draft.kind in EXECUTORS[config.executor].within
     prepare(config, executor, within, progress)
+    if progress is not None:
+        compiled = "compiling with torch.compile, " * config.enable_torch_compile
+        progress(f"{compiled}timing steps", 0, 0)
     costs = _costs(config, executor)
     if costs is not None and drafts is not None:
-        costs = with_draft_model(costs, drafts, executor, config.page_size)
+        depth = config.draft_shape.depth
+        costs = with_draft_model(costs, drafts, executor, config.page_size, depth)
     return costs
 
 

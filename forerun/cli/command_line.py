@@ -4,6 +4,7 @@ Flags are derived from the dataclasses in `options/config.py`.
 """
 
 import argparse
+import logging
 from collections.abc import Collection, Sequence
 
 from forerun.cli import verbs
@@ -17,7 +18,8 @@ from forerun.version import __version__
 
 def parsed(words: Sequence[str]) -> argparse.Namespace | None:
     """Return the parsed command line, with files and variables; None if it has no command and help
-    was printed. Raises ConfigError.
+    was printed. Says what options have no effect; `serve` logs such `notices` when it knows how.
+    Raises ConfigError.
     """
     words = verbs.expanded(words)
     parser = build_parser([word for word in words if word in COMMANDS][:1])
@@ -27,8 +29,34 @@ def parsed(words: Sequence[str]) -> argparse.Namespace | None:
     if arguments.command is None:
         parser.print_help()
         return None
-    settle(arguments)
+    held, handlers = _Held(), logging.getLogger().handlers
+    before, handlers[:] = handlers[:], [held]
+    try:
+        settle(arguments)
+    finally:
+        handlers[:] = before
+    arguments.notices = held.records
+    if arguments.command != "serve":
+        say_notices(arguments)
     return arguments
+
+
+class _Held(logging.Handler):
+    """Holds what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def say_notices(arguments: argparse.Namespace) -> None:
+    """Log what was held back about options, once."""
+    for record in arguments.notices:
+        logging.getLogger(record.name).handle(record)
+    arguments.notices = []
 
 
 def build_parser(having: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from time import monotonic
+from threading import Event, Lock, Thread, Timer
 from typing import Any
 
 from rich.console import Console
@@ -47,13 +47,39 @@ def emit_json(value: Any) -> None:
 
 
 @contextmanager
+def lines(tell: Callable[[str], None]) -> Iterator[Report]:
+    """Yield a function (what, done, total) that gives `tell` a line of progress every QUIET
+    seconds, also while one piece takes longer. What ends within QUIET seconds has none.
+    """
+    latest, over = "", Event()
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal latest
+        latest = ": ".join(filter(None, (what, _so_far(done, " of ", total))))
+
+    def repeat() -> None:
+        while not over.wait(QUIET):
+            if latest:
+                tell(latest)
+
+    thread = Thread(target=repeat, name="forerun-progress", daemon=True)
+    thread.start()
+    try:
+        yield report
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
 def bars() -> Iterator[Report]:
     """Yield a function (what, done, total) that draws progress bars, one per task: its name is the
-    text before the first colon; it appears after SHOWN seconds. If stderr is no terminal, it writes
-    a line every QUIET seconds instead.
+    text before the first colon; they appear after SHOWN seconds. If stderr is no terminal, lines
+    are written instead.
     """
     if not err.is_terminal:
-        yield _lines()
+        with lines(say) as logged:
+            yield logged
         return
     # Where there is little room, what is said of a task takes more lines, and no number is cut.
     columns = (
@@ -64,7 +90,17 @@ def bars() -> Iterator[Report]:
         TimeRemainingColumn(),
     )
     tasks: dict[str, TaskID] = {}
-    drawn, begun = Progress(*columns, console=err, transient=True), monotonic()
+    drawn, lock = Progress(*columns, console=err, transient=True), Lock()
+    over = False
+
+    def draw() -> None:
+        with lock:
+            if not over:
+                drawn.start()
+
+    timer = Timer(SHOWN, draw)
+    timer.daemon = True
+    timer.start()
 
     def report(what: str, done: int, total: int) -> None:
         amount = f"{human(done)} of {human(total)}" if total > 10_000 else _so_far(done, "/", total)
@@ -80,34 +116,20 @@ def bars() -> Iterator[Report]:
             amount=amount,
             speed=f"{human(int(rate))}/s" if rate else "",
         )
-        if not drawn.live.is_started and monotonic() - begun >= SHOWN:
-            drawn.start()
 
     try:
         yield report
     finally:
-        if drawn.live.is_started:
-            drawn.stop()
-
-
-def _lines() -> Report:
-    """Return a function that writes progress as lines of a log. A task that ends within QUIET
-    seconds writes none.
-    """
-    last_shown = monotonic()
-
-    def report(what: str, done: int, total: int) -> None:
-        nonlocal last_shown
-        if monotonic() - last_shown >= QUIET:
-            last_shown = monotonic()
-            say(f"{what}: {_so_far(done, ' of ', total)}")
-
-    return report
+        timer.cancel()
+        with lock:
+            over = True
+            if drawn.live.is_started:
+                drawn.stop()
 
 
 def _so_far(done: int, of: str, total: int) -> str:
     """Return how much is done of how much; 0 = unknown."""
-    return f"{done}{of}{total}" if total else str(done)
+    return f"{done}{of}{total}" if total else str(done or "")
 
 
 @contextmanager
@@ -128,12 +150,17 @@ def plain_warnings(tell: Callable[[str], None] = say) -> Iterator[None]:
 def load_with_progress(config: EngineConfig, listener: Report = lambda *_: None) -> Loaded:
     """Load and start a model while showing the progress, which `listener` receives too."""
     with plain_warnings(), bars() as report:
+        return load(config, both(report, listener))
 
-        def both(what: str, done: int, total: int) -> None:
-            report(what, done, total)
-            listener(what, done, total)
 
-        return load(config, both)
+def both(one: Report, other: Report) -> Report:
+    """Return a function that reports progress to two."""
+
+    def report(what: str, done: int, total: int) -> None:
+        one(what, done, total)
+        other(what, done, total)
+
+    return report
 
 
 def load_shown(config: EngineConfig) -> Loaded:

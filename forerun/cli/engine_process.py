@@ -8,7 +8,7 @@ import sys
 
 from forerun.build.engine import Loaded, load
 from forerun.build.executor_entry import Progress
-from forerun.cli.console import load_with_progress, plain_warnings
+from forerun.cli.console import both, lines, load_with_progress, plain_warnings
 from forerun.cli.main import explained
 from forerun.cli.start_log import model_facts
 from forerun.client.engine_worker import run
@@ -23,15 +23,18 @@ log = logging.getLogger("forerun")
 def load_served(config: EngineConfig, as_log: bool, progress: Progress = lambda *_: None) -> Loaded:
     """Load the model of a server: the engine, ready and not started.
 
-    as_log    warnings go to the log and nothing is drawn; else to the terminal, with a bar
+    as_log    warnings and progress go to the log; else to the terminal, with a bar
     progress  called with (what, done, total) while it loads
 
     Raises what `load` raises.
     """
     if as_log:
-        with plain_warnings(log.warning):
-            return load(config, progress)
-    return load_with_progress(config, progress)
+        with plain_warnings(log.warning), lines(log.info) as report:
+            loaded = load(config, both(report, progress))
+    else:
+        loaded = load_with_progress(config, progress)
+    loaded.target.executor.warm_up_rest()
+    return loaded
 
 
 def load_started(start: Start, progress: Progress) -> tuple[Loaded, dict[str, str]]:

@@ -239,6 +239,12 @@ class Executor(Protocol):
         """
         return
 
+    def warm_up_rest(self) -> None:
+        """Begin to compile, in the background, what `warm_up` left to the first step that needs it.
+        For servers; returns at once, and only where `warm_up` leaves something does anything.
+        """
+        return
+
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
         """Run these adapters beside the weights, for slots that name them by their place
         (`SlotInit.adapter`). Once, before the first slot is opened. Raises ConfigError if it

@@ -144,10 +144,11 @@ DRAFTS = NextDrafts(np.ones(1, np.bool_), 1, 1, *(np.zeros((1, 1)) for _ in rang
 class DraftingToy(PricedToy):
     """Steps that do the draft model's work: 4 ms to follow, 2 for every further level."""
 
-    levels = 0
+    levels = deepest = 0
 
     def begin(self, plan, trees, masks=None):
         self.levels = levels = plan.on_device_draft.levels if plan.on_device_draft else 0
+        self.deepest = max(levels, self.deepest)
         CLOCK.seconds += 0.004 + 0.002 * (levels - 1) if levels else 0.0
         return super().begin(plan, trees, masks)
 
@@ -156,14 +157,17 @@ class DraftingToy(PricedToy):
         return replace(outcome, drafts=DRAFTS) if self.levels else outcome
 
 
-def test_drafting_within_a_step_is_priced_by_level():
+@pytest.mark.parametrize("depth", [1, 3, 9])
+def test_drafting_within_a_step_is_priced_by_level(depth):
+    """No deeper than drafts will be: an executor would compile what no step runs."""
     executor = DraftingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259))
     alone = measure_costs(executor)
-    costs = with_draft_model(alone, None, executor, 16)
+    costs = with_draft_model(alone, None, executor, 16, depth)
+    assert executor.deepest <= depth
     assert costs.drafts_in_step and not alone.drafts_in_step
     assert costs.verify_ms == alone.verify_ms
     assert costs.follow_ms == pytest.approx(4.0, rel=0.1)
-    assert costs.draft_ms == pytest.approx(2.0, rel=0.1)
+    assert costs.draft_ms == pytest.approx(2.0 * (depth > 1), rel=0.1)
 
 
 @pytest.mark.parametrize(

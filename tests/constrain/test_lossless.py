@@ -18,6 +18,7 @@ from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
 from tests.constrain.tools import BPE, BYTES, PERSON, RandomDrafter, compiled, is_person
 from tests.covering import covering, every
+from tests.engine.carrying import CarryingToy
 from tests.engine.toys import ask, drafter, run
 
 TOKENIZERS = {"bytes": BYTES, "bpe": BPE}
@@ -32,11 +33,13 @@ CASES = {
 SAMPLINGS = {"greedy": {}, "sampled": {"temperature": 0.8, "seed": 11}}
 
 
-def engine(name: str, kind: str, nodes=6, depth=5, tokenizer=None, **shape) -> Engine:
+def engine(
+    name: str, kind: str, nodes=6, depth=5, tokenizer=None, overlap=False, **shape
+) -> Engine:
     tokenizer = tokenizer or TOKENIZERS[kind]
     vocab = max(tokenizer.vocab_size, 259) + 13  # padded, as models are
     sizes = {"page_size": 4, "pages": 400, "slots": 4, "max_nodes": 48, "context": 300} | shape
-    executor = ToyExecutor(ExecutorLimits(**sizes, vocab=vocab))
+    executor = (CarryingToy if overlap else ToyExecutor)(ExecutorLimits(**sizes, vocab=vocab))
     grammars = TreeGrammars(vocab)
     budget = (0, 0) if name in ("none", "grammar") else (nodes, depth)
     policy = FixedPolicy(*budget, None if name == "none" else grammars)
@@ -45,7 +48,9 @@ def engine(name: str, kind: str, nodes=6, depth=5, tokenizer=None, **shape) -> E
         "random": lambda: RandomDrafter(range(vocab)),
         "illegal": lambda: RandomDrafter([0, 1, 2, vocab - 1]),
     }.get(name, lambda: drafter(name, executor.limits.slots))()
-    return Engine(executor, made, policy, tokenizer, grammars, EngineOptions())
+    if overlap:
+        executor.guided_by(made)
+    return Engine(executor, made, policy, tokenizer, grammars, EngineOptions(overlap=overlap))
 
 
 def constrained(case: str, kind: str, id="r", **options) -> Request:

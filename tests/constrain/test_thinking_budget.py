@@ -85,6 +85,20 @@ def test_small_pages_and_company_change_no_token():
         assert heard(ear, str(tokens)) == answer("none", "sampled", tokens)
 
 
+@pytest.mark.parametrize("name", ["oracle", "erratic"])
+def test_steps_that_begin_early_stop_at_the_budget(name):
+    """A step begins before the one before it is read, but for texts whose thought must end."""
+    one = engine(name, "bytes", overlap=True)
+    asked = [
+        ask(str(tokens), PROMPT, 60, grammar=grammar(tokens), **options("sampled"))
+        for tokens in (0, 5, 17)
+    ]
+    ear = run(one, *asked, ask("free", PROMPT, 200, **options("sampled")))
+    for tokens in (0, 5, 17):
+        assert heard(ear, str(tokens)) == answer("none", "sampled", tokens)
+    assert one.stats().carried > 5
+
+
 def test_a_slow_machine_moves_no_budget_to_another_process(monkeypatch):
     """A grammar that takes long goes to a process of its own, which knows no free text."""
     monkeypatch.setattr("forerun.constrain.matcher.tree_mask.SLOW", 0.0)

@@ -181,7 +181,7 @@ def padded(patch, *fields):
 @contextmanager
 def on_xla(compiled, warm=False, pads=()):
     """Targets that are opened meanwhile have their layers in a scan, which compiles sooner, and
-    keep what they compile; warm: it is all compiled at once. pads: see `padded`.
+    keep what they compile; warm: it is all compiled before they run. pads: see `padded`.
     """
     import forerun.executors.jax as jax
     from forerun.executors.jax.program import programs
@@ -190,8 +190,13 @@ def on_xla(compiled, warm=False, pads=()):
         padded(patch, *pads)
         patch.setattr(with_jax, "cache_dir", lambda: Path(compiled))
         patch.setattr(jax, "JaxOptions", partial(jax.JaxOptions, stacked=True))
-        if not warm:
-            patch.setattr(programs.JaxPrograms, "warm_up", lambda *_: None)
+        real = programs.JaxPrograms.warm_up
+
+        def whole(self, *given):
+            real(self, *given)
+            self.wait()
+
+        patch.setattr(programs.JaxPrograms, "warm_up", whole if warm else lambda *_: None)
         yield
 
 

@@ -22,11 +22,11 @@ PAGE = f"""
   --max-running-requests=16 --decode-log-interval=1 --dtype=bfloat16 --host 127.0.0.1
   --disable-overlap-schedule --tp-size 4 --speculative-algorithm EAGLE3
   --speculative-draft-model-path {DRAFT}
-  --page-size 64 --speculative-eagle-topk 1 --speculative-num-steps 3
+  --page-size 64 --attention-backend=fa --trust-remote-code --speculative-eagle-topk 1
+  --speculative-num-steps 3
   --speculative-num-draft-tokens 4
 """
-"""As printed there, but for what runs code of a repository (--trust-remote-code) or names a kernel
-(--attention-backend fa), which are refused in a sentence, the revision and where it listens."""
+"""As printed there, but for the revision and where it listens."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

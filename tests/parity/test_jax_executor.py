@@ -1,5 +1,6 @@
 """What is particular to the JAX executor: programs, dispatches, transfers, donation, refusals."""
 
+import os
 import re
 from dataclasses import replace
 
@@ -16,6 +17,9 @@ from forerun.executors.host_choice import reports_of
 from forerun.executors.jax import JaxExecutor, JaxOptions
 from forerun.executors.jax.network.kv import StateShape
 from forerun.executors.jax.network.sharding import check_shards
+from forerun.executors.jax.program import kept
+from forerun.executors.jax.program.functions import Key
+from forerun.executors.jax.program.programs import JaxPrograms
 from forerun.executors.jax.program.step import Answers
 from forerun.executors.jax.rounds.batches import Bucket, Buckets, batches, chunks
 from forerun.executors.jax.rounds.reports import TOP, line_size, lines, report
@@ -37,7 +41,9 @@ def warm(checkpoint, compiled, quickly):
     options = JaxOptions(draft_nodes=3, cache_dir=compiled)
     made = JaxExecutor(checkpoint("llama"), SMALL, options)
     made.warm_up(DraftShape(3), lambda *told: seen.append(told))
-    made.told = seen
+    made.told, made.first = seen, made.programs.compiled
+    made.warm_up_rest()
+    made.programs.wait()
     return made
 
 
@@ -60,12 +66,76 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_start_up_compiles_all_and_tells_how_far_it_is(warm):
-    keys = warm.programs.keys
+def test_start_up_compiles_what_any_text_needs_and_the_rest_afterwards(warm):
+    keys, first = warm.programs.keys, set(warm.first)
+    assert [news[1:] for news in warm.told] == [(n, len(first)) for n in range(len(first) + 1)]
+    assert len(first) == 1 + 4 and {key.kind for key in first} == {"chunk", "round"}
     assert set(warm.programs.compiled) == set(keys)
-    assert [news[1:] for news in warm.told] == [(n + 1, len(keys)) for n in range(len(keys))]
-    assert warm.describe()["compiled"] == len(keys) == 2 + 4 + 4 + 3
+    assert warm.describe()["compiled"] == len(keys) == 1 + 4 + 4 + 3
+    assert warm.describe()["to_compile"] == 0
     assert warm.capabilities.padded
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """Keys of the programs that are traced meanwhile."""
+    found, real = [], JaxPrograms._lowered
+
+    def of(self, key):
+        found.append(key)
+        return real(self, key)
+
+    monkeypatch.setattr(JaxPrograms, "_lowered", of)
+    return found
+
+
+def text(executor, prompt):
+    with Driver(executor) as driver:
+        driver.open(0, prompt, Sampling(temperature=0.8, seed=3))
+        driver.step([Row(0, 20)])
+        for _ in range(6):
+            driver.step([Row(0, draft=chain_draft([5, 6]))])
+        driver.step([Row(0)], grammar)
+        assert executor.describe()["compiled_late"] == 0
+        return driver.sequences[0].tokens
+
+
+def test_a_later_start_traces_nothing(checkpoint, tmp_path, quickly, prompt, lowered):
+    """Programs that are kept give the same text, and take the state as those that were compiled."""
+    options = JaxOptions(draft_nodes=3, cache_dir=str(tmp_path))
+    texts, counts = [], []
+    for _ in range(2):
+        made = JaxExecutor(checkpoint("llama"), SMALL, options)
+        made.warm_up(DraftShape(3), lambda *_: None)
+        before = made.programs.state.keys
+        texts.append(text(made, prompt))
+        assert before.is_deleted(), "donated"
+        counts.append(len(lowered))
+    assert texts[0] == texts[1] and counts[0] == counts[1] >= 5
+    for file in (tmp_path / "programs").glob("*/round-*"):
+        file.write_bytes(file.read_bytes()[:-1])
+    damaged = JaxExecutor(checkpoint("llama"), SMALL, options)
+    damaged.warm_up(DraftShape(3), lambda *_: None)
+    assert {key.kind for key in lowered[counts[1] :]} == {"round"}
+    assert text(damaged, prompt) == texts[0]
+
+
+def test_settings_are_kept_apart_and_the_oldest_is_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "KEPT", 2)
+    key, add = Key("round"), jax.jit(lambda x: x + 1).lower(1.0).compile()
+    trees = jax.tree.structure(((1.0,), {})), jax.tree.structure(1.0)
+
+    def of(about):
+        return kept.KeptPrograms(tmp_path, about, jax.devices()[:1])
+
+    for about in "abc":
+        assert of(about).load(key, trees) is None
+        of(about).store(key, add)
+        assert of(about).load(key, trees)(1.0) == 2
+    assert of("b").load(key, trees) and of("c").load(key, trees)
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " ")
+    assert of("c").load(key, trees) is None
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_nothing_compiles_and_nothing_is_transferred_in_secret(warm, compilations):
@@ -262,7 +332,7 @@ def test_steps_are_cut_into_few_dispatches():
     small = limits(tiny.VOCAB, max_nodes=300, slots=20)
     buckets = Buckets.of(small, draft_nodes=8)
     assert buckets.rows == (1, 4, 16, 20) and buckets.nodes == (1, 4, 9)
-    assert buckets.chunks == (16, 64, 256)
+    assert buckets.chunks == (32, 256)
     shape = StateShape.of(small, buckets.most, 256)
 
     class Planner(Driver):
@@ -278,7 +348,7 @@ def test_steps_are_cut_into_few_dispatches():
     rows = [Row(0, 270), *(Row(slot) for slot in range(1, 18))]
     cut = batches(*driver.plan(rows), buckets, shape)
     assert [(b.size, b.chunk) for b in cut] == [
-        *((Bucket(1, 256), True), (Bucket(1, 16), True), (Bucket(1, 16), True)),
+        *((Bucket(1, 256), True), (Bucket(1, 32), True), (Bucket(1, 32), True)),
         (Bucket(20, 1), False),
     ]
     places = np.concatenate([b.places().ravel()[: sum(map(len, b.nodes))] for b in cut])
@@ -305,11 +375,10 @@ def test_steps_are_cut_into_few_dispatches():
 
 @pytest.mark.parametrize(
     ("count", "sizes"),
-    [(0, []), (16, [16]), (20, [16, 16]), (40, [64]), (70, [64, 16]), (128, [64, 64]), (200, [256]),
-     (384, [256, 64, 64])],
+    [(0, []), (16, [32]), (40, [32, 32]), (130, [32] * 5), (200, [256]), (300, [256, 32, 32])],
 )  # fmt: skip
 def test_prompts_are_padded_little_in_few_chunks(count, sizes):
-    cut = list(chunks(np.arange(count), (16, 64, 256)))
+    cut = list(chunks(np.arange(count), (32, 256)))
     assert [size for size, _ in cut] == [(1, size) for size in sizes]
     assert all(0 < len(part) <= size.nodes for size, part in cut)
     assert [node for _, part in cut for node in part] == list(range(count))

@@ -8,6 +8,8 @@ import torch
 
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.executors.jax import JaxExecutor, JaxOptions
+from forerun.executors.jax.network.decoder import JaxDecoder
+from forerun.executors.jax.network.weights import Pattern
 from forerun.networks.arch import FAMILIES
 from tests.models import tiny
 from tests.parity.conftest import little_optimised
@@ -77,7 +79,7 @@ def test_every_family_equals_transformers(checkpoint, compiled, random, family, 
     tokens = random.integers(0, tiny.VOCAB, 176)
     with torch.no_grad():
         expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
-    logits = forward(opened(found, compiled), tokens, [126, 50])  # All of it in chunks of 64.
+    logits = forward(opened(found, compiled), tokens, [126, 50])  # All of it in chunks of 32.
     assert expected.std() > 0.5
     assert (logits - expected).abs().max() < 1e-4
 
@@ -92,8 +94,43 @@ def test_biases_everywhere_and_layers_in_a_scan(checkpoint, compiled, random, la
     with torch.no_grad():
         expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
     executor = opened(found, compiled, stacked=stacked)
-    assert executor.describe()["layers"] == ("stacked" if stacked else "apart")
+    assert executor.describe()["layers"] == ("stacked" if stacked and layers > 1 else "apart")
     assert (forward(executor, tokens, [30, 10]) - expected).abs().max() < 1e-4
+
+
+SLIDING = [*(["sliding_attention"] * 2 + ["full_attention"]) * 2, "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "stacked", "pattern", "traced"),
+    [
+        ("gemma3_text", {"num_hidden_layers": 7, "layer_types": SLIDING}, True, (0, 3, 2), 4),
+        pytest.param(
+            *("gemma3_text", {"num_hidden_layers": 7, "layer_types": SLIDING}, False, (0, 3, 2), 2),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("deepseek_v3", {"num_hidden_layers": 4}, True, (1, 1, 3), 2), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_layers_that_repeat_are_traced_once(
+    checkpoint, compiled, random, monkeypatch, family, changes, stacked, pattern, traced
+):
+    found, counted, real = checkpoint(family, **changes), [], JaxDecoder.layer
+    assert Pattern.of(found.architecture) == pattern
+
+    def layer(self, spec, *given):
+        counted.append(spec)
+        return real(self, spec, *given)
+
+    tokens = random.integers(0, tiny.VOCAB, 40)
+    with torch.no_grad():
+        expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
+    monkeypatch.setattr(JaxDecoder, "layer", layer)
+    executor = opened(found, compiled, stacked=stacked)
+    assert (forward(executor, tokens, [40]) - expected).abs().max() < 1e-4
+    assert len(counted) == traced, "in chunks of one size"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from forerun.build.engine import load
+from forerun.cli import serve
+from forerun.cli.command_line import parsed
 from forerun.cli.start_log import StartLog, as_log
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
@@ -91,6 +93,21 @@ def test_a_good_start_is_silent_where_only_warnings_are_wanted(capsys, logged, l
     start.loaded({"model": "toy"}, 1.0)
     told = capsys.readouterr()
     assert not lines() and not told.out and bool(told.err) == shown
+
+
+def test_what_is_said_of_flags_is_in_the_log_once(logged, capsys):
+    """Also where a line that is no JSON would stop who reads the log."""
+    lines = logged("info", "json")
+    words = ["--log-format", "json", "--attention-backend", "fa", "--trust-remote-code"]
+    arguments = parsed(["serve", "toy", *words])
+    assert not lines()
+    serve.prepared(arguments)
+    found = [json.loads(line)["message"].split()[0] for line in lines()]
+    assert found == ["--attention-backend", "--trust-remote-code"]
+    serve.prepared(arguments)
+    assert not lines()
+    parsed(["run", "--attention-backend", "fa", "Hi"])
+    assert len(lines()) == 1
 
 
 def test_who_polls_a_server_that_loads_fills_no_log(logged):

@@ -160,9 +160,10 @@ def test_behaviour_does_not_depend_on_the_environment():
         if re.fullmatch(r"os\.(environ(\..*)?|getenv|putenv)", name)
     }
     # wheel.py hands the environment on to pip, unread; layers.py reads FORERUN_* and nothing else;
-    # launch.py hands it on to an agent, and looks for Codex' folder where Codex does.
+    # launch.py hands it on to an agent, and looks for Codex' folder where Codex does;
+    # kept.py tells compiled programs apart by XLA's own flags.
     allowed = {"forerun/cache_dir.py", "forerun/hub/wheel.py", "forerun/cli/layers.py",
-               "forerun/cli/launch.py"}  # fmt: skip
+               "forerun/cli/launch.py", "forerun/executors/jax/program/kept.py"}  # fmt: skip
     assert readers <= allowed
 
 

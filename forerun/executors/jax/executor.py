@@ -24,7 +24,7 @@ from forerun.executors.jax.network.kv import (
     first_without_page,
 )
 from forerun.executors.jax.network.sharding import make_sharding
-from forerun.executors.jax.network.weights import Params, can_stack, load_params
+from forerun.executors.jax.network.weights import Params, Pattern, load_params
 from forerun.executors.jax.options import DTYPES, JaxOptions, check_options
 from forerun.executors.jax.program.drafted import Drafted
 from forerun.executors.jax.program.features import JaxFeatures
@@ -96,13 +96,15 @@ class JaxExecutor(Executor):
         if options.cache_dir is not None:
             keep_compiled(options.cache_dir)
         self._stack = options.stacked if options.stacked is not None else not on_cpu
-        self._stacked = self._stack and can_stack(arch)
+        self._stacked = self._stack and Pattern.of(arch).times > 1
         params = load_params(checkpoint, dtype, sharding, self._stacked)
         self._width = -(-limits.context // limits.page_size)
         self.decoder, self.dtype = JaxDecoder(arch, sharding), dtype
         self._edits = room_for_edits(limits.slots, limits.context, limits.vocab)
         functions = Functions(self.decoder, self._shape, limits.page_size, self._width, self._edits)
-        self._programs: JaxPrograms | None = JaxPrograms(functions, params, limits, self._buckets)
+        self._programs: JaxPrograms | None = JaxPrograms(
+            functions, params, limits, self._buckets, options.cache_dir
+        )
         self._sampler = HostSampler(limits.slots, limits.vocab)
         self._steps = 0
         self._network: DraftNetwork | BlockNetwork | None = None
@@ -112,13 +114,17 @@ class JaxExecutor(Executor):
             self._programs.keep_state(*self._within)
 
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
-        """Compile every program that steps with such drafts run; sets `buckets`. See Executor."""
+        """Compile what any step with such drafts runs; sets `buckets`. See Executor."""
         nodes = min(max(draft.nodes, TIMED_NODES) if draft.nodes else 0, self._options.draft_nodes)
         self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
         if self._options.overlap:
             self.programs.keep_state(*self._within)
         report = partial(progress, "compiling step sizes, kept for the next start")
         self.programs.warm_up(self._buckets, draft, cores(), report)
+
+    def warm_up_rest(self) -> None:
+        """Compile in a thread what only some steps run; see Executor."""
+        self.programs.compile_rest()
 
     # --- beside a draft network --------------------------------------------------------------
 
@@ -362,6 +368,7 @@ class JaxExecutor(Executor):
             "layers": "stacked" if self._stacked else "apart",
             "batch_invariant": False,
             "compiled": len(programs.compiled) if programs else 0,
+            "to_compile": programs.left if programs else 0,
             "compile_seconds": round(programs.compile_seconds, 2) if programs else 0.0,
             "compiled_late": programs.late if programs else 0,
             "dispatches": programs.dispatches if programs else 0,
@@ -371,4 +378,6 @@ class JaxExecutor(Executor):
 
     def shutdown(self) -> None:
         """Drop programs and device arrays. Idempotent."""
+        if self._programs is not None:
+            self._programs.close()
         self._programs = None

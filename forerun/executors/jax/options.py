@@ -18,7 +18,7 @@ class JaxOptions:
     dtype        of matrices, activations, keys and values
     shards       devices that share every layer (tensor parallel)
     draft_nodes  most draft tokens of a row
-    stacked      layers in a scan; None = if the device is not a CPU (weights.py)
+    stacked      layers that repeat, in a scan; None = if the device is not a CPU (weights.py)
     platform     cpu or tpu: which of jax's devices; None = its own choice
     cache_dir    folder for compiled programs, reused at the next start; None = none
     overlap      let rounds begin from each other

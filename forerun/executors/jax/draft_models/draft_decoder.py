@@ -22,7 +22,7 @@ from forerun.executors.jax.network.decoder import Attend, JaxDecoder
 from forerun.executors.jax.network.kv import NetworkSizes
 from forerun.executors.jax.network.layers import product
 from forerun.executors.jax.network.sharding import Sharding, where_it_divides
-from forerun.executors.jax.network.weights import Params, can_stack, load_params
+from forerun.executors.jax.network.weights import Params, load_params
 from forerun.interface.draft_model import DraftModelTraits
 
 
@@ -54,6 +54,11 @@ class DraftDecoder(NamedTuple):
             cut=self.decoder.sharding.cut,
             runs_root=True,
         )
+
+    @property
+    def fixed(self) -> tuple[Any, ...]:
+        """What its functions read of it; see DraftNetwork."""
+        return (self.decoder,)
 
     def enter(self, params: Params, features: Array) -> Array:
         """Return the features unchanged, [...,0]: a whole model reads nothing of the target."""
@@ -91,7 +96,7 @@ def load_decoder(network: DraftDecoder, dtype: Any, stacked: bool) -> Params:
     """
     about, sharding = network.about, network.decoder.sharding
     arch = network.decoder.arch
-    params = load_params(about.checkpoint, dtype, sharding, stacked and can_stack(arch))
+    params = load_params(about.checkpoint, dtype, sharding, stacked)
     for name, ids in (("ids", about.vocabulary.target_ids), ("inputs", about.vocabulary.inputs)):
         params[name] = jax.device_put(ids.astype(np.int32), sharding.whole)
     if not about.vocabulary.every(arch.vocab):

@@ -51,6 +51,11 @@ class JaxEagleHead(NamedTuple):
         )
 
     @property
+    def fixed(self) -> tuple[Any, ...]:
+        """What its functions read of it; see DraftNetwork."""
+        return self.about, self.target
+
+    @property
     def _spec(self) -> AttentionSpec:
         """The attention of its one layer."""
         return AttentionSpec(self.about.head_size**-0.5)

@@ -56,6 +56,11 @@ class PredictionHead(NamedTuple):
             cut=self.about.architecture.latent is None,
         )
 
+    @property
+    def fixed(self) -> tuple[Any, ...]:
+        """What its functions read of it; see DraftNetwork."""
+        return self.about.architecture, self.about.zeroed, self.about.hidden_first, self.target
+
     def enter(self, params: Params, features: Array) -> Array:
         """Return the target's final norm of features [...,H], which are its stream after the last
         layer.

@@ -45,6 +45,11 @@ class BlockNetwork(NamedTuple):
         )
 
     @property
+    def fixed(self) -> tuple[Any, ...]:
+        """What its functions read of it; see DraftNetwork."""
+        return self.about, self.target
+
+    @property
     def first(self) -> int:
         """Index of the first place of a block that predicts a draft token: 0 if the root's own
         place does (`anchored`), else 1.

@@ -7,7 +7,7 @@ root is its last entry. If it reads tokens alone, entry q has the token at q, an
 one more node.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jax import Array
 
@@ -37,6 +37,13 @@ class DraftNetwork(Protocol):
     @property
     def sizes(self) -> NetworkSizes:
         """Sizes of the arrays that the network keeps from step to step; fixed for its life."""
+        ...
+
+    @property
+    def fixed(self) -> tuple[Any, ...]:
+        """All that the functions below read of the network itself, as values with a text of their
+        own (`repr`): compiled programs are kept under it.
+        """
         ...
 
     def enter(self, params: Params, features: Array) -> Array:

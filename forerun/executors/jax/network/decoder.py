@@ -13,8 +13,10 @@ found there is brought out again.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -41,6 +43,7 @@ from forerun.networks.layer_spec import (
     LayerSpec,
     Router,
 )
+from forerun.networks.rope import Rope
 
 Weights = dict[str, Any]
 
@@ -223,35 +226,71 @@ class JaxDecoder(NamedTuple):
         if self.arch.embedding_scale != 1.0:
             # Rounded to the dtype first, as the models' own code has it.
             x = x * np.asarray(self.arch.embedding_scale, x.dtype)
-        layers = params["layers"]
-        if isinstance(layers, dict):
-            last, kept = self._scanned(layers, x, rotary[specs[0].rope], attend, bool(aux_layers))
-        else:
-            last, kept = x, []
-            for number, (spec, weights) in enumerate(zip(specs, layers, strict=True)):
-                entering, turned = last, rotary[spec.rope]
-                last, own = self.layer(spec, weights, last, turned, _of(attend, number, spec))
-                kept.append((*own, entering) if number in aux_layers else own)
-            streams = {number: own[2] for number, own in enumerate(kept) if len(own) > 2}
-            keys, values = (jnp.stack([own[part] for own in kept]) for part in range(2))
-            kept = keys, values, streams
-        asked = tuple(last if layer == len(specs) else kept[2][layer] for layer in aux_layers)
-        return Forwarded(last, kept[0], kept[1], asked)
+        # A function of layers that are alike is traced and lowered once.
+        each = {spec: jax.jit(partial(self._numbered, spec, attend)) for spec in set(specs)}
+        last, number = x, 0
+        kept: list[tuple[Array, Array]] = []
+        streams: dict[int, Array] = {}
+        for part in params["layers"]:
+            if isinstance(part, dict):
+                spec = specs[number]
+                streams[number] = last
+                last, own = each[spec](part, last, rotary[spec.rope], number)
+                kept.append((own[0][None], own[1][None]))
+                number += 1
+                continue
+            last, found = self._scanned(part, number, last, rotary, attend, bool(aux_layers))
+            kept.append((found[0], found[1]))
+            streams |= {number + at: stream for at, stream in enumerate(found[2:] and found[2])}
+            number += len(found[0])
+        asked = tuple(last if layer == len(specs) else streams[layer] for layer in aux_layers)
+        keys, values = (jnp.concatenate(part) for part in zip(*kept, strict=True))
+        return Forwarded(last, keys, values, asked)
 
     def _scanned(
-        self, layers: Params, x: Array, rotary: Rotary, attend: Attend, entering: bool
-    ) -> Any:
-        """Return the last stream; keys, values and, if requested, the input of each layer, [L,
-        ...].
+        self,
+        pattern: tuple[Params, ...],
+        number: int,
+        x: Array,
+        rotary: dict[Rope, Rotary],
+        attend: Attend,
+        entering: bool,
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Run a pattern of layers as often as it is repeated, from layer `number` on. Returns the
+        last stream; and keys, values and, if requested, the input of each layer, [layers, ...].
         """
-        spec = self.arch.layer_specs[0]
+        period = len(pattern)
+        specs = self.arch.layer_specs[number : number + period]
+        times = len(jax.tree.leaves(pattern)[0])
 
-        def layer(x: Array, numbered: tuple[Params, Array]) -> tuple[Array, tuple[Array, ...]]:
-            weights, number = numbered
-            after, kept = self.layer(spec, weights, x, rotary, _of(attend, number, spec))
-            return after, (*kept, x) if entering else kept
+        def once(
+            x: Array, given: tuple[tuple[Params, ...], Array]
+        ) -> tuple[Array, tuple[Array, ...]]:
+            found = []
+            for at, (spec, weights) in enumerate(zip(specs, given[0], strict=True)):
+                before, own_number = x, given[1] * period + (number + at)
+                x, own = self._numbered(spec, attend, weights, x, rotary[spec.rope], own_number)
+                found.append((*own, before) if entering else own)
+            return x, tuple(jnp.stack(part) for part in zip(*found, strict=True))
 
-        return lax.scan(layer, x, (layers, jnp.arange(self.arch.layers)))
+        last, each = lax.scan(once, x, (pattern, jnp.arange(times)))
+        return last, tuple(part.reshape(times * period, *part.shape[2:]) for part in each)
+
+    def _numbered(
+        self,
+        spec: LayerSpec,
+        attend: Attend,
+        weights: Params,
+        x: Array,
+        rotary: Rotary,
+        number: Any,
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """Run the layer of this number, as `layer`."""
+
+        def attends(*qkv: Array) -> Array:
+            return attend((number, spec.attention), *qkv)
+
+        return self.layer(spec, weights, x, rotary, attends)
 
     def embed(self, params: Params, tokens: Array) -> Array:
         """Return [...,H], rows of the embedding for tokens int32[...], without embedding_scale; ids
@@ -363,7 +402,3 @@ class JaxDecoder(NamedTuple):
         made = self.sharding.put(product(x, weights[name]), None, None, None)
         bias = weights.get(f"{name}.bias")
         return made if bias is None else (made + bias).astype(made.dtype)
-
-
-def _of(attend: Attend, number: Any, spec: LayerSpec) -> Callable[..., Array]:
-    return lambda *qkv: attend((number, spec.attention), *qkv)

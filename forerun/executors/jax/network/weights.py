@@ -2,7 +2,8 @@
 
     embed [V,H], norm [H], head [V,H] (absent where it is the embedding)
     frequencies  tuple of [E/2], one for each of the model's `ropes`
-    layers       stacked: {name: [L, ...]}; apart: L dictionaries {name: [...]}
+    layers       tuple: a dictionary {name: [...]} for each layer; stacked, the layers of a pattern
+                 that repeats are one tuple of its layers, {name: [times, ...]} each
 
 Matrices are [in, out] in the dtype of activations, which XLA's CPU backend multiplies a few rows
 by in two thirds of the time that [out, in] takes; those of experts and those by token (BY_TOKEN)
@@ -11,11 +12,11 @@ parts, without ".weight"; those of experts have one axis more in front.
 
 Stacked layers run in a scan, so a program's size does not grow with the model; XLA's CPU backend
 copies each layer out of the stack, which doubles a step's time there, so on the CPU layers lie
-apart, and so do layers that differ from each other.
+apart.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +32,41 @@ Params = dict[str, Any]
 """The pytree."""
 
 
-def can_stack(arch: Architecture) -> bool:
-    """Return whether all layers have the same spec, so that their weights can be stacked for a
-    scan.
-    """
-    return len(set(arch.layer_specs)) == 1
+class Pattern(NamedTuple):
+    """Layers `begin` to begin + period * times - 1: `period` of them, repeated `times` times."""
+
+    begin: int
+    period: int
+    times: int
+
+    @classmethod
+    def of(cls, arch: Architecture) -> "Pattern":
+        """Return the pattern in a model's layers that leaves the fewest to be compiled: one layer
+        mostly, six in Gemma 3, all but the first few where experts begin there. 1 time: none.
+        """
+        specs, best = arch.layer_specs, cls(0, len(arch.layer_specs), 1)
+        for begin in range(len(specs)):
+            for period in range(1, (len(specs) - begin) // 2 + 1):
+                end = begin + period
+                while end < len(specs) and specs[end] == specs[end - period]:
+                    end += 1
+                found = cls(begin, period, (end - begin) // period)
+                if found.spared > best.spared:
+                    best = found
+        return best
+
+    @property
+    def spared(self) -> int:
+        """Layers that need not be compiled because another one is."""
+        return self.period * (self.times - 1)
 
 
 def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked: bool) -> Params:
     """Load a checkpoint's parameters onto the devices, as the pytree above; each device reads only
     its own part.
 
-    dtype  of matrices; stacked: layers in one array per name. Raises ModelError if a tensor is
-    missing or of another shape.
+    dtype  of matrices; stacked: layers that repeat, in one array per name. Raises ModelError if a
+    tensor is missing or of another shape.
     """
     arch = checkpoint.architecture
     reader = _Reader(checkpoint, dtype, sharding)
@@ -58,15 +81,23 @@ def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked:
         params["head"] = reader.made("head", "lm_head.weight")
     prefixes = [f"model.layers.{index}." for index in range(arch.layers)]
     grouped = [_grouped(checkpoint, prefix) for prefix in prefixes]
-    if stacked:
-        params["layers"] = {
-            short: reader.made(short, [g[short] for g in grouped]) for short in grouped[0]
-        }
-    else:
-        params["layers"] = tuple(
-            {short: reader.made(short, names) for short, names in group.items()}
-            for group in grouped
-        )
+    layers: list[Any] = [
+        lambda group=group: {short: reader.made(short, names) for short, names in group.items()}
+        for group in grouped
+    ]
+    begin, period, times = Pattern.of(arch)
+    if stacked and times > 1:
+        end = begin + period * times
+
+        def together() -> tuple[Params, ...]:
+            alike = (grouped[begin + part : end : period] for part in range(period))
+            return tuple(
+                {short: reader.made(short, [one[short] for one in every]) for short in every[0]}
+                for every in alike
+            )
+
+        layers[begin:end] = [together]
+    params["layers"] = tuple(made() for made in layers)
     return params
 
 

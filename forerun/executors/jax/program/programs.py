@@ -1,4 +1,4 @@
-"""The compiled programs of an executor, all made at start-up.
+"""The compiled programs of an executor.
 
     chunk   (R=1, N)  prompt tokens: forward, keys and values into pages
     round   (R, N)    forward, choose, walk, commit: one dispatch and one small copy to the host
@@ -9,16 +9,18 @@
     move              keys and values of what the host accepted, from scratch into pages
     keep              features of the same, from the step's streams into the ring
 
-With a draft network rounds of `levels` also follow and draft (drafting.py), and there are the
-passes of draft_passes.py. All take the state (kv.py), donated, and return it. No shape and no
-branch depends on a value.
+Those that any text needs (FIRST) are compiled before service, the others during it, or when a step
+needs one sooner. With a draft network rounds of `levels` also follow and draft (drafting.py), and
+there are the passes of draft_passes.py. All take the state (kv.py), donated, and return it. No
+shape and no branch depends on a value.
 """
 
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -40,6 +42,7 @@ from forerun.executors.jax.network.kv import DraftArrays
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.program.functions import Functions, Key
 from forerun.executors.jax.program.future_map import FutureMap
+from forerun.executors.jax.program.kept import KeptPrograms
 from forerun.executors.jax.rounds.batches import Bucket, Buckets
 from forerun.executors.jax.rounds.inputs import packed_size, total
 from forerun.executors.jax.rounds.reports import REPORTED
@@ -58,6 +61,10 @@ STATE_ONLY = ("move", "keep", "extend", "expand", "enter")
 FEW_ROWS = ("logits", "candidates")
 """Programs that read a few rows of the state."""
 
+FIRST = ("chunk", "round", "enter", "block")
+"""Programs that any text needs, and that are timed at start-up, rounds up to EARLY rows."""
+EARLY = 8
+
 NO_STATE = (*FEW_ROWS, "block", "report")
 """Programs that change nothing."""
 
@@ -65,14 +72,20 @@ NO_STATE = (*FEW_ROWS, "block", "report")
 class JaxPrograms:
     """Compiled programs and how often they ran.
 
+    folder  keeps them for later starts; None: they are not kept
     params, state  on the device; `state` is another after every call
     compile_seconds  of start-up; late  programs that start-up had not foreseen
     """
 
     def __init__(
-        self, functions: Functions, params: Params, limits: ExecutorLimits, buckets: Buckets
+        self,
+        functions: Functions,
+        params: Params,
+        limits: ExecutorLimits,
+        buckets: Buckets,
+        folder: str | None = None,
     ) -> None:
-        self._functions, self.params = functions, params
+        self._functions, self.params, self._folder = functions, params, folder
         self.state = functions.shape.made(
             functions.decoder.arch, params["embed"].dtype, functions.decoder.sharding
         )
@@ -82,6 +95,9 @@ class JaxPrograms:
         self._buckets = buckets
         self._draft = DraftShape()
         self._compiled: dict[Key, Any] = {}
+        self._rest: dict[Key, Future[Any] | None] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._kept: KeptPrograms | None = None
         self.dispatches = self.late = 0
         self.compile_seconds = 0.0
 
@@ -123,10 +139,10 @@ class JaxPrograms:
         self, network: DraftNetwork | BlockNetwork, weights: Params, held: DraftArrays
     ) -> None:
         """Bind a draft network, its weights and its arrays; every compiled program is dropped."""
+        self._drop()
         self._functions = replace(self._functions, network=network)
         self.params = {**self.params, "draft": weights}
         self.state = self.state._replace(draft=held)
-        self._compiled.clear()
 
     def keep_state(self, width: int, levels: int) -> None:
         """Let rounds go on from each other: make room in the state for trees of this width and
@@ -134,15 +150,20 @@ class JaxPrograms:
         """
         if self._functions.future == (width, levels):
             return
+        self._drop()
         self._functions = replace(self._functions, future=(width, levels))
         future = FutureMap.of(self._slots, width, levels)
         self.state = self.state._replace(future=self._there(future))
-        self._compiled.clear()
 
     @property
     def compiled(self) -> tuple[Key, ...]:
         """The keys of all programs that are compiled."""
         return tuple(self._compiled)
+
+    @property
+    def left(self) -> int:
+        """How many programs wait for `compile_rest`, or for a step that needs them."""
+        return len(self._rest.keys() - self._compiled.keys())
 
     def warm_up(
         self,
@@ -151,20 +172,53 @@ class JaxPrograms:
         threads: int,
         progress: Callable[[int, int], None],
     ) -> None:
-        """Compile every program for these sizes, `threads` at once: the compiler releases Python's
-        lock.
+        """Compile the FIRST programs for these sizes, `threads` at once: the compiler releases
+        Python's lock. The others wait for `compile_rest`, or for a step that needs them.
 
-        progress  called after each with (done, total). Sets compile_seconds.
+        progress  called with (done, total), before the first and after each. Sets compile_seconds.
         """
+        self._drop()
         self._buckets, self._draft = buckets, draft
-        began, keys = perf_counter(), self.keys
+        began = perf_counter()
+        if self._folder is not None:
+            devices = list(self._whole.mesh.devices.flat)
+            self._kept = KeptPrograms(Path(self._folder) / "programs", self._about, devices)
+        early = next((rows for rows in buckets.rows if rows >= EARLY), EARLY)
+        first = [key for key in self.keys if key.kind in FIRST and key.size.rows <= early]
+        self._rest = dict.fromkeys(sorted(set(self.keys) - set(first), key=_soon))
+        progress(0, len(first))
         with ThreadPoolExecutor(threads) as pool:
-            for done, (key, made) in enumerate(
-                zip(keys, pool.map(lambda k: self._lowered(k).compile(), keys), strict=True)
-            ):
-                self._compiled[key] = made
-                progress(done + 1, len(keys))
+            for done, _ in enumerate(pool.map(self._made, first)):
+                progress(done + 1, len(first))
         self.compile_seconds = perf_counter() - began
+
+    def compile_rest(self) -> None:
+        """Begin to compile what `warm_up` left, one after the other in a thread; returns at once.
+        What a step needs sooner it compiles itself, or waits for.
+        """
+        if self._rest and self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "forerun-compile")
+            for key in self._rest:
+                begun = self._rest[key] = self._pool.submit(self._made, key)
+                begun.add_done_callback(_say_failed)
+
+    def wait(self) -> None:
+        """Wait until everything is compiled. Raises what compiling raises."""
+        for key in list(self._rest):
+            self._of(key)
+
+    def close(self) -> None:
+        """Compile nothing more; waits for the program that is being compiled."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+    def _drop(self) -> None:
+        """Forget every compiled program."""
+        self.close()
+        self._compiled.clear()
+        self._rest.clear()
+        self._kept = None
 
     def run(self, key: Key, *given: Any) -> Any:
         """Dispatch a program that changes the state. Returns its record on the device, not waited
@@ -246,10 +300,41 @@ class JaxPrograms:
         return jax.device_put(given, self._whole)
 
     def _of(self, key: Key) -> Any:
-        if key not in self._compiled:
-            self.late += bool(self._compiled)
-            self._compiled[key] = self._lowered(key).compile()
-        return self._compiled[key]
+        if key in self._compiled:
+            return self._compiled[key]
+        self.late += bool(self._compiled) and key not in self._rest
+        begun = self._rest.pop(key, None)
+        if begun is not None and not begun.cancel():
+            return begun.result()
+        return self._made(key)
+
+    def _made(self, key: Key) -> Any:
+        """Return a program, loaded if it is kept, else compiled and kept."""
+        made = self._kept and self._kept.load(key, self._trees(key))
+        if made is None:
+            made = self._lowered(key).compile()
+            if self._kept is not None:
+                self._kept.store(key, made)
+        self._compiled[key] = made
+        return made
+
+    @property
+    def _about(self) -> str:
+        """All that programs depend on beside their keys, in words."""
+        functions, network = self._functions, self._functions.network
+        drafts = network and (type(network).__name__, network.sizes, network.fixed)
+        parts = replace(functions, network=None), drafts, self._words, self._slots
+        return f"{parts} {_shapes(self.params)} {_shapes(self.state)}"
+
+    def _trees(self, key: Key) -> tuple[Any, Any]:
+        """Return the structures of a program's arguments and of its result."""
+        given = self.params, self.state, *self._given(key)
+        out: Any = (self.state, 0)
+        if key.kind in NO_STATE:
+            out = 0
+        elif key.kind in STATE_ONLY:
+            out = self.state
+        return jax.tree.structure((given, {})), jax.tree.structure(out)
 
     def _lowered(self, key: Key) -> Any:
         work = self._functions.of(key.kind)
@@ -304,6 +389,20 @@ def _shapes(tree: Any) -> Any:
     return jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tree
     )
+
+
+def _soon(key: Key) -> tuple[bool, int]:
+    """Return a program's place among those that wait: drafts' passes first, which a text's first
+    steps run, then few rows before many.
+    """
+    return key.kind in ("round", "shaped"), key.size.total
+
+
+def _say_failed(ended: Future[Any]) -> None:
+    """Log why a program could not be compiled; the step that needs it fails."""
+    error = None if ended.cancelled() else ended.exception()
+    if error is not None:
+        log.warning("a program cannot be compiled: %s", error)
 
 
 def keep_compiled(folder: str) -> None:

@@ -58,13 +58,12 @@ class Buckets:
     @classmethod
     def of(cls, limits: ExecutorLimits, draft_nodes: int) -> "Buckets":
         """Return the sizes for these limits and trees of at most `draft_nodes` draft tokens: rows
-        and nodes in powers of four, then the largest; chunks of 16, 64 and at most 256 known
-        tokens.
+        and nodes in powers of four, then the largest; chunks of 32 and at most 256 known tokens.
         """
         rows = _powers(limits.slots)
         nodes = _powers(min(1 + draft_nodes, limits.max_nodes))
         largest = max(16, min(256, limits.max_nodes))
-        chunks = (*(size for size in (16, 64) if size < largest), largest)
+        chunks = (32, largest) if largest > 32 else (largest,)
         # A row is padded to less than four times its nodes.
         return cls(rows, nodes, chunks, min(4 * limits.max_nodes, rows[-1] * nodes[-1]))
 

@@ -25,6 +25,7 @@ def warm_up(
     wanted = list(sizes)
     deepest = max(wanted, key=lambda size: size.levels)
     runner.make_room(deepest)
+    progress("compiling kernels", 0, 0)
     runner.kernels.ahead(
         partial(_launch_all, runner, eager, wanted), partial(progress, "compiling kernels")
     )
