@@ -176,3 +176,7 @@ def test_what_was_learnt_is_accepted(untrained, tmp_path):
         assert agreed[1][0] > agreed[0][0] - 0.02
     finally:
         target.close()
+    # A head that was found somewhere is gone on from: its quality is where training begins.
+    more = f"{LEARNING} --start-from {tmp_path / 'draft'} --epochs 1 --rate 1e-7"
+    again = untrained.train(tmp_path / "more", *more.split())["history"][0]
+    assert again["length"] == pytest.approx(metrics["best_simulated_length"], abs=0.05)
