@@ -143,6 +143,7 @@ def assistant(hf, made, seed, steps):
                 position_ids=row.T,
                 shared_kv_states=dict(found.shared_kv_states),
                 use_cache=False,
+                output_hidden_states=True,  # Else transformers 5.23 cuts what layers share.
             ).last_hidden_state
             state = made.post_projection(y)
             loss = loss + said(made.lm_head, y, ids, wanted, depth + 1)
