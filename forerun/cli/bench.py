@@ -115,6 +115,8 @@ def main(arguments: argparse.Namespace) -> int:
     for level in levels:
         if level.errors:
             say(f"{level.errors} of {level.requests} requests failed, first: {level.first_error}")
+            if "no_chat_template" in str(level.first_error):
+                say("A base model is measured with --completions.")
     return 1 if any(level.errors for level in levels) else 0
 
 

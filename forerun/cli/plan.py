@@ -94,7 +94,8 @@ def sentences(size: Sizing) -> dict[str, str]:
     lines = {
         "model": f"{values['model']}, {values['parameters'] / 1e9:.2f}B parameters, made for "
         f"{values['context']:,} tokens",
-        "runs on": f"{values['executor']}, {values['device']}, {values['dtype']}",
+        "runs on": f"executor {values['executor']}, device {values['device']}, "
+        f"dtype {values['dtype']}",
         "weights": f"{human(values['weights_bytes'])}{each}, {source}",
         "draft model": human(values["draft_bytes"]) if values["draft_bytes"] else "none",
         "key/value cache": f"{human(values['cache_bytes_per_1k_tokens'])} for 1,000 tokens{kind}"

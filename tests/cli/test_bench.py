@@ -212,20 +212,26 @@ def test_the_command_writes_json_and_a_picture(tmp_path, capsys):
     assert len(set(texts)) == len(texts)
 
 
-def test_failures_are_said_and_are_exit_code_one(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("head", "body", "hint"),
+    [("503 No", "", False), ("400 No", '{"error": {"code": "no_chat_template"}}', True)],
+)
+def test_failures_are_said_and_are_exit_code_one(tmp_path, capsys, head, body, hint):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "x"}')
     with scripted() as (script, url):
 
-        async def refuse(writer, body):
-            writer.write(b"HTTP/1.1 503 No\r\nContent-Length: 0\r\n\r\n")
+        async def refuse(writer, _):
+            said = f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+            writer.write(said.encode())
             return True
 
         script.answer = refuse
         line = ["--model", "m", "--repeats", "1", "--concurrency", "1", "--prompts", str(prompts)]
         assert main(["bench", "--url", url, *line]) == 1
     out, err = capsys.readouterr()
-    assert "8 of 8 requests failed, first: HTTP 503" in err
+    assert f"8 of 8 requests failed, first: HTTP {head[:3]}" in err
+    assert ("measured with --completions" in err) == hint
     assert "m at http://127.0.0.1" in out
 
 
