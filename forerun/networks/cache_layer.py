@@ -16,11 +16,6 @@ class CacheLayer:
     value_size: int | None = None
 
     @property
-    def value_numbers(self) -> int:
-        """How many numbers a value has."""
-        return self.head_size if self.value_size is None else self.value_size
-
-    @property
     def planes(self) -> int:
         """2 if values are cached beside keys, 1 if they are part of them."""
         return 2 if self.value_size is None else 1
