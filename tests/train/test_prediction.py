@@ -1,6 +1,7 @@
 """Training a prediction layer: it computes what serving does, and what it learnt is served."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -99,12 +100,13 @@ def test_a_prediction_layer_is_trained_and_served(untrained, tmp_path, executor)
     )  # fmt: skip
     target = open_target(config)
     try:
-        assert target.config.speculative_algorithm == "NEXTN"
+        assert target.config.speculative_algorithm == "NEXTN+NGRAM"
         plain = served(target, untrained, speculative_algorithm="OFF")
-        one = served(target, untrained, speculative_num_steps=1, speculative_num_draft_tokens=2)
-        chain = served(target, untrained, speculative_num_steps=3, speculative_num_draft_tokens=4)
-        tree = served(target, untrained, speculative_num_steps=3, speculative_eagle_topk=4,
-                      speculative_num_draft_tokens=13)  # fmt: skip
+        alone = partial(served, target, untrained, speculative_algorithm="NEXTN")
+        one = alone(speculative_num_steps=1, speculative_num_draft_tokens=2)
+        chain = alone(speculative_num_steps=3, speculative_num_draft_tokens=4)
+        tree = alone(speculative_num_steps=3, speculative_eagle_topk=4,
+                     speculative_num_draft_tokens=13)  # fmt: skip
     finally:
         target.close()
     for found in (one, chain, tree):
