@@ -34,6 +34,7 @@ LEAST = {
     "NEXTN of qwen3_5_text": (0.9, 0.65, 0.55),
     "NEXTN of glm4_moe": (0.9, 0.8, 0.8),
     "DSpark": (0.8, 0.7, 0.7),
+    "FROZEN_KV_MTP": (0.9, 0.8, 0.85),
 }
 """Share of a chain's draft tokens that are accepted at each depth, once the one above was."""
 
