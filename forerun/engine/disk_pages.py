@@ -247,7 +247,8 @@ class DiskPages:
         known = index.acquire(tokens, salt)
         for entry in reversed(known):
             index.release(entry.page)
-        least = self._usable(tokens, known, salt) + max(-(-LEAST_READ // size), 2)
+        usable = self._usable(tokens, known, salt)
+        least = usable + max(-(-LEAST_READ // size), 2)
         if most < least:
             return None
         data, digest = tokens.tobytes(), b""
@@ -265,7 +266,7 @@ class DiskPages:
             self._misses["absent"] += 1
             return None
         rate = 1000.0 * self._pace.tokens_per_ms
-        seconds = (len(keys) - len(known)) * size / rate if rate else FIRST_SECONDS
+        seconds = (len(keys) - usable) * size / rate if rate else FIRST_SECONDS
         return _Reading(sequence, digests, keys, monotonic() + max(seconds, LEAST_SECONDS))
 
     def _begin(self, reading: _Reading) -> int:
@@ -320,9 +321,10 @@ class DiskPages:
             return
         reading.over = True
         del self._readings[reading.sequence.order]
-        taken = len(reading.chain) - reading.usable
-        if self._states is not None and miss:  # Pages without their state are of no use.
-            taken = 0
+        sequence = reading.sequence
+        # Pages without a state are of no use.
+        now = self._usable(sequence.tokens, reading.chain, sequence.table.salt)
+        taken = now - reading.usable
         for entry in reversed(reading.chain):
             self._index.release(entry.page)
         reading.chain = []
@@ -419,14 +421,23 @@ class DiskPages:
                     part = []
             self.store.touch(reading.digests[first:])
             if self._states is not None and not (reading.over or miss):
-                state = self._states.store.read(reading.digests[-1], reading.keys[-1])
-                miss = "" if state is not None else "absent"
+                state, miss = self._read_state(self._states.store, reading)
         except OSError as error:
             miss = "failed"
             log.warning("kv-store: a page could not be read: %s", error)
         if self._on_engine(partial(self._insert, reading, part)) and state is not None and not miss:
             self._on_engine(partial(self._insert_state, reading, state))
         self._on_engine(partial(self._end, reading, miss))
+
+    def _read_state(self, store: PageStore, reading: _Reading) -> tuple[bytes | None, str]:
+        """Return the state after the last page of a reading; or None, and why."""
+        damaged = store.corrupt
+        state = store.read(reading.digests[-1], reading.keys[-1])
+        if state is None:
+            return None, "corrupt" if store.corrupt > damaged else "absent"
+        store.touch(reading.digests[-1:])
+        self._read_bytes += len(state)
+        return state, ""
 
     def _write(self, salt: bytes, chain: list[CachedPage]) -> None:
         """Write the pages of a text that are not on disk, in order."""

@@ -131,6 +131,10 @@ class StateSlots:
         self._lengths[checkpoint.length] += 1
         return checkpoint.row
 
+    def remove(self, tokens: Ints, salt: bytes = b"") -> None:
+        """Remove the checkpoint of `tokens` int32[T] of this salt. Raises KeyError without one."""
+        self._evict(self._checkpoints[salt, np.ascontiguousarray(tokens, np.int32).tobytes()])
+
     def open(self, slot_init: SlotInit) -> int | None:
         """Bind a sequence to a slot. Returns the row to copy its state from; None: it begins with
         zeros. Raises EngineError if its cached tokens have no checkpoint.

@@ -77,9 +77,14 @@ class StateSteps(ABC):
         if self.book.row(tokens, salt) is not None:
             return True
         row = self.book.insert(tokens, salt)
-        if row is not None:
+        if row is None:
+            return False
+        try:
             self.put(row, content)
-        return row is not None
+        except BaseException:
+            self.book.remove(tokens, salt)  # The row still holds what another text left there.
+            raise
+        return True
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot and copy the state of its cached tokens there. Raises

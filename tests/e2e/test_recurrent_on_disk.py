@@ -1,5 +1,6 @@
 """Recurrent states on disk: a restart continues behind what was read before, with the same text."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -89,16 +90,25 @@ def test_a_damaged_state_is_a_miss(folders, tmp_path):
     content[-9] ^= 1
     file.write_bytes(content)
     (again,), store = served(config, PROMPT)
-    assert again == first and store.hits == store.tokens == 0 and sum(store.misses.values()) == 1
+    assert again == first and store.hits == store.tokens == 0 and store.misses == {"corrupt": 1}
+    (file,) = (tmp_path / "kv").glob("*/*.states")
+    os.utime(file, (0, 0))
     (third,), store = served(config, PROMPT)  # It was written anew.
     assert third[0] > 0 and third[1] == first[1] and store.hits == 1
+    assert file.stat().st_mtime > 0, "what is used goes last"
 
 
-def test_states_that_do_not_fit(folders):
+def test_states_that_do_not_fit(folders, monkeypatch):
     executor = load(configured(folders["lfm2"], 4, **on("cpu"))).target.executor
+    states = executor.state_contents
     with pytest.raises(EngineError, match="bytes are not a state of"):
-        executor.state_contents.write_state(PROMPT, b"x")
-    assert executor.state_contents.read_state(PROMPT) is None
+        states.write_state(PROMPT, b"x")
+    assert states.read_state(PROMPT) is None
+    monkeypatch.setattr(states, "put", None)  # As if the device had no memory left.
+    with pytest.raises(TypeError):
+        states.write_state(PROMPT, bytes(states.state_bytes))
+    assert states.read_state(PROMPT) is None, "the row holds the state of another text"
+    states.book.check()
 
 
 def test_the_book_takes_the_row_of_the_oldest():

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -286,6 +287,38 @@ def test_a_stalling_disk_delays_no_longer_than_reading_the_prompt(engines, monke
     second.forget_prefixes()
     monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 10.0)
     assert cached(answer(second, ask("c", LONG)), "c") == 92
+
+
+class Forgetful:
+    """A state after 92 tokens, until it is forgotten."""
+
+    state_bytes, places = 4, (92,)
+
+    def state_lengths(self, tokens, salt=b""):
+        return [place for place in self.places if place <= len(tokens)]
+
+    def read_state(self, tokens, salt=b""):
+        return b"data"
+
+
+def test_a_state_alone_may_take_as_long_as_its_prompt(tmp_path):
+    executor = ToyExecutor(limits())
+    executor.state_contents = states = Forgetful()
+    engine = make(executor=executor)
+    stores = [
+        PageStore(StoreFolder(tmp_path / "kv", SIZE), "toy", 16, size, kind)
+        for size, kind in ((executor.pages.page_bytes, "pages"), (states.state_bytes, "states"))
+    ]
+    engine.attach_store(stores[0], 40, stores[1])
+    answer(engine, ask(prompt=LONG))
+    written(engine)
+    states.places = ()
+    kept(engine)._pace.tokens_per_ms = 0.001
+    text, table = np.array(list(LONG.encode()), np.int32), SimpleNamespace(salt=b"")
+    began = time.monotonic()
+    reading = kept(engine)._find(SimpleNamespace(tokens=text, total=len(text), table=table))
+    engine.shutdown()
+    assert len(reading.keys) == 23 and reading.deadline - began >= 92.0
 
 
 def test_aborted_while_it_waits(engines, monkeypatch):
