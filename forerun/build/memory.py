@@ -207,9 +207,11 @@ def _with_windows(
     most = min(max(sequences, FEWEST_WINDOWS) * each, some)
     least = min(sequences, FEWEST_WINDOWS) * each
     windows = max(min(most, fitting - step), least) + step
-    if windows * page >= min(wanted, left // needs.per_token):
+    rest = left - windows * page * needs.windowed
+    room = rest // whole if whole else (wanted + page) * (rest >= 0)
+    if windows * page >= wanted or room <= min(wanted, left // needs.per_token):
         return None
-    return (left - windows * page * needs.windowed) // max(1, whole), windows
+    return room, windows
 
 
 def _refusal(needs: Needs, scratch: tuple[int, int], tokens: int, budget: int, share: float) -> str:

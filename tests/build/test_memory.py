@@ -34,6 +34,16 @@ def test_a_tight_machine_shortens_the_context():
     assert plan.limits.context == plan.limits.pages * plan.limits.page_size
 
 
+def test_where_every_layer_has_a_window_tokens_cost_nothing():
+    """But their windows do: what these leave over is not what the context depends on."""
+    sizes = {"per_token": 64, "windowed": 64, "window": 1025}
+    needs = Needs(context=131072, vocab=300, weights=1000, per_node=10, **sizes)
+    for available in range(800_000, 806_000, 50):
+        plan = plan_memory(EngineConfig(), needs, available)
+        assert plan.limits.context == 131072 and plan.limits.windows_fit([131072] * 4)
+        assert plan.weights + plan.cache + plan.scratch <= 0.6 * available
+
+
 def test_what_does_not_fit_is_refused_with_the_parts():
     with pytest.raises(MemoryPlanError, match=r"weights 100\.0 MB .* Lower kv-tokens"):
         plan_memory(EngineConfig(), SMALL, 10**8)
