@@ -1,9 +1,14 @@
 """How many prompt tokens a step takes while rows decode beside them."""
 
 STEP_MS = 250.0
-"""Longest step beside decoding rows, milliseconds: the gap that a prompt makes in their streams."""
+"""Longest step beside decoding rows, milliseconds: the gap that a prompt makes in their streams.
+(A stream beside a prompt on two cores of a Xeon, medians of three. Default model, 3,000 tokens: the
+longest gap is .13, .30, .67 s with 100, 250 and 500, the prompt's first token comes after 5.8, 5.7
+and 5.1 s; without a bound 1.33 and 5.9. Gemma 3 270M, 2,000 tokens: .13, .34, .69 and 5.0, 4.0,
+3.5 s.)
+"""
 LEAST = 32
-"""Least prompt tokens of a step; more are a multiple of this."""
+"""Least prompt tokens of a step; more are a multiple of this. (16, 32 and 64 do not differ.)"""
 
 
 class PromptPace:
