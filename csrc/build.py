@@ -4,6 +4,7 @@ hatch_build.py runs this on installation; run it by hand while working on csrc/.
 Ends with code 1 and the reason on standard error where the library could not be built.
 """
 
+import argparse
 import os
 import platform
 import shlex
@@ -105,4 +106,6 @@ def build(target: Path, extra: tuple[str, ...] = ()) -> None:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]) if len(sys.argv) > 1 else LIBRARY)
+    parser = argparse.ArgumentParser(description="Compile the CPU core.")
+    parser.add_argument("library", nargs="?", type=Path, default=LIBRARY, help="file to write")
+    build(parser.parse_args().library)

@@ -144,7 +144,12 @@ class StateSteps(ABC):
         """
         length = int(step.plan.kv_len[row]) + int(step.trees.known[row]) + depth
         self.book.begin(slot, length)
-        for claim in (claims := self.book.claims(slot, length, length + 1, emitted)):
-            self.copy(slot, claim.row)
+        claims = self.book.claims(slot, length, length + 1, emitted)
+        try:
+            for claim in claims:
+                self.copy(slot, claim.row)
+        except BaseException:
+            self.book.drop(claims)
+            raise
         self.book.register(slot, claims)
         self.book.end(slot, length + 1)

@@ -1,6 +1,7 @@
 """Recurrent states on torch: the oracle's numbers, and the same bits on every way to a text."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -332,6 +333,24 @@ def test_a_step_that_fails_leaves_nothing_to_go_on_from(executor, monkeypatch):
         with pytest.raises(EngineError, match="recurrent state after -1 tokens"):
             driver.step([Row(0)])
     executor.states.book.check()
+
+
+def test_a_copy_that_fails_frees_the_row_of_its_checkpoint(arch, monkeypatch):
+    states = States(arch, bounds(), torch.device("cpu"))
+    states.book.open(SlotInit(0, TokenText(np.arange(3, dtype=np.int32)), 3, GREEDY))
+    states.book.end(0, 3)
+    step = SimpleNamespace(
+        plan=SimpleNamespace(kv_len=np.array([3])), trees=SimpleNamespace(known=np.array([0]))
+    )
+    free = len(states.book._free)
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "copy", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            states._passed(step, 0, 0, 0, [7])
+    assert len(states.book._free) == free
+    states.book.end(0, 3)
+    states._passed(step, 0, 0, 0, [7])
+    assert states.book.lengths(np.array([0, 1, 2, 7], np.int32)) == [4]
 
 
 def test_what_a_step_costs_is_measured_behind_a_kept_state(executor):
