@@ -237,10 +237,7 @@ def _prepared_costs(
     within = drafts is not None and draft is not None and not drafts.traits.on_host
     within = within and draft is not None and draft.kind in EXECUTORS[config.executor].within
     prepare(config, executor, within, progress)
-    if progress is not None:
-        compiled = "compiling with torch.compile, " * config.enable_torch_compile
-        progress(f"{compiled}timing steps", 0, 0)
-    costs = _costs(config, executor)
+    costs = _costs(config, executor, progress)
     if costs is not None and drafts is not None:
         depth = config.draft_shape.depth
         costs = with_draft_model(costs, drafts, executor, config.page_size, depth)
@@ -294,8 +291,13 @@ def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
     return model.tokenizer, chat and chat.warmed_up()
 
 
-def _costs(config: EngineConfig, executor: Executor) -> StepCosts | None:
+def _costs(
+    config: EngineConfig, executor: Executor, progress: Progress | None = None
+) -> StepCosts | None:
     """Measure what steps cost, if the policy needs it; else return None."""
     if config.policy != "adaptive" or not config.speculates:
         return None
+    if progress is not None:
+        compiled = "compiling with torch.compile, " * config.enable_torch_compile
+        progress(f"{compiled}timing steps", 0, 0)
     return replace(measure_costs(executor), padded=executor.capabilities.padded)
