@@ -106,7 +106,7 @@ std::string Model::commit_paths(const int32_t* pages, int page_width, const int3
     return "";
 }
 
-// The first position that layers with a window still keep of a row with so many.
+// The first of a row's kv_len positions that window pages still hold.
 int Model::first_kept(int kv_len) const {
     return kv_len > lender_->sizes.window ? kv_len - lender_->sizes.window : 0;
 }

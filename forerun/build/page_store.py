@@ -23,6 +23,7 @@ from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.learnt import PolicyLearner
 from forerun.control.policy import Policy
 from forerun.drafters.combined import CombinedDrafter
+from forerun.engine.disk_states import DiskStates
 from forerun.engine.learning import Learnt
 from forerun.engine.thread import Engine
 from forerun.errors import ConfigError
@@ -108,10 +109,10 @@ def attach_store(
     about = [f"no pages: the {config.executor} executor cannot copy them (jax, or several devices)"]
     if executor.pages is not None:
         store = PageStore(folder, fingerprint, tokens, content)
-        states = None
-        if executor.state_contents is not None:
-            size = executor.state_contents.state_bytes
-            states = PageStore(folder, fingerprint, tokens, size, "states")
+        states, contents = None, executor.state_contents
+        if contents is not None:
+            size = contents.state_bytes
+            states = DiskStates(PageStore(folder, fingerprint, tokens, size, "states"), contents)
         engine.attach_store(store, states=states)
         about = [f"{len(store) * config.page_size:,} tokens of this model"]
     learnt = Learnt(

@@ -94,8 +94,8 @@ class LiveCosts:
     corrections   of each of `counts`: mean error of the measured ratio, as a natural logarithm
     largest_seen  most nodes of an observed step
     plain_means   mean error of plain steps, as a natural logarithm, by powers of two of rows and of
-                  cached tokens per row, and whether they are carried; the context None has the
-                  newest entry of so many rows
+                  cached tokens per row, and whether they are carried; under the context
+                  None, the newest mean of such rows
     """
 
     def __init__(self, measured: StepCosts) -> None:

@@ -123,11 +123,11 @@ class Engine(EngineLoop):
             self._changed.notify_all()
 
     def attach_store(
-        self, store: PageStore, least: int = LEAST_TOKENS, states: PageStore | None = None
+        self, store: PageStore, least: int = LEAST_TOKENS, states: DiskStates | None = None
     ) -> None:
-        """Read and write full pages in `store`, and recurrent states in `states`, which the engine
-        closes. Call it before `start`, and only with an executor that has `pages`, and
-        `state_contents` if there is a store for them (AssertionError). least: see DiskPages.
+        """Read and write full pages in `store`, and recurrent states in that of `states`; the
+        engine closes both. Call it before `start`, and only with an executor that has `pages`, and
+        with `states` if it has `state_contents` (AssertionError). least: see DiskPages.
         """
         scheduler, executor = self._core.scheduler, self._parts.executor
         assert executor.pages is not None
@@ -140,11 +140,7 @@ class Engine(EngineLoop):
             scheduler.running,
             lambda order: self.run_in_engine(lambda core: order()),
             least=least,
-            states=(
-                DiskStates(states, executor.state_contents)
-                if states is not None and executor.state_contents is not None
-                else None
-            ),
+            states=states,
         )
 
     def attach_learning(self, learnt: Learnt, secret: bytes) -> None:

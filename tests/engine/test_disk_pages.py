@@ -11,6 +11,7 @@ from forerun.cache import store as stores
 from forerun.cache.folder import StoreFolder
 from forerun.cache.store import PageStore
 from forerun.engine import disk_pages
+from forerun.engine.disk_states import DiskStates
 from forerun.errors import EngineError
 from forerun.executors.toy import ToyExecutor, ToyPages
 from tests.engine.carrying import CarryingToy
@@ -309,7 +310,7 @@ def test_a_state_alone_may_take_as_long_as_its_prompt(tmp_path):
         PageStore(StoreFolder(tmp_path / "kv", SIZE), "toy", 16, size, kind)
         for size, kind in ((executor.pages.page_bytes, "pages"), (states.state_bytes, "states"))
     ]
-    engine.attach_store(stores[0], 40, stores[1])
+    engine.attach_store(stores[0], 40, DiskStates(stores[1], states))
     answer(engine, ask(prompt=LONG))
     written(engine)
     states.places = ()
