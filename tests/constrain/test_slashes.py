@@ -117,8 +117,19 @@ def test_tokens_as_they_are_shown(token, as_shown):
     assert shown(token) == as_shown
 
 
+def of_tokens(*tokens, special=(), of_json=True):
+    """The slashes of a vocabulary of these tokens, in which the longest are found."""
+
+    def longest(text):
+        sizes = range(len(text), 0, -1)
+        size = next((size for size in sizes if text[:size] in tokens), 0)
+        return [tokens.index(text[:size]), *longest(text[size:])] if size else []
+
+    return Slashes(tokens, longest, special, of_json)
+
+
 def test_what_is_known_of_tokens():
-    slashes = Slashes([b"/", b"a\\", b"a", b"\\", b"z\\", b"/a", b"/c"], [6])
+    slashes = of_tokens(b"/", b"a\\", b"a", b"\\", b"z\\", b"/a", b"/c", special=[6])
     assert [slashes.begins(id) for id in range(7)] == [
         True,
         False,
@@ -128,6 +139,44 @@ def test_what_is_known_of_tokens():
         True,
         False,
     ]
-    assert [slashes.before(id) for id in range(7)] == [None, [2], None, [], None, None, None]
-    assert Slashes([b"a", b"ab", b"b", b"abb\\"], []).before(3) == [1, 2]
+    before = [[inner for _, inner in slashes.readings(id)] for id in range(7)]
+    assert before == [[None], [[2]], [None], [[]], [None], [None], [None]]
+    assert [*of_tokens(b"a", b"ab", b"b", b"abb\\").readings(3)] == [([3], [1, 2])]
     assert slashes.of(bytes([0b0111_1111, 0, 0, 0])) == bytes([0b0010_0001, 0, 0, 0])
+
+
+TOKENS_WITHIN = b"/", b"\\/", b"a", b"a\\/a\\", b"\\/a", b"/a", b"z\\/", b"\\/"
+
+
+def test_how_tokens_with_an_escaped_slash_are_taken():
+    slashes = of_tokens(*TOKENS_WITHIN, special=[7])
+    assert [*slashes.readings(1)] == [([1], None), ([0], None)]
+    assert [*slashes.readings(3)] == [([3], [2, 4])], "no token is a backslash"
+    assert [*slashes.readings(4)] == [([4], None), ([5], None)]
+    assert [*slashes.readings(6)] == [([6], None)], "no token has its z"
+    assert [*slashes.readings(7)] == [([7], None)], "it is no text"
+    mask, none = bytes([0b0000_0001, 0, 0, 0]), bytes(4)
+    assert slashes.with_shown(mask, lambda ids: False) == bytes([0b0000_0011, 0, 0, 0])
+    assert slashes.with_shown(none, lambda ids: False) == none
+    longer = of_tokens(*TOKENS_WITHIN, b"\\")
+    assert [*longer.readings(3)] == [([3], [2, 4]), ([2, 5, 8], [2, 5])]
+    asked = []
+    assert longer.with_shown(none, lambda ids: asked.append(ids) or True)[0] == 0b0000_1000
+    assert asked == [[2, 5, 8]]
+    outside = of_tokens(*TOKENS_WITHIN, of_json=False)
+    assert outside.with_shown(mask, lambda ids: True) == mask
+    assert [*outside.readings(1)] == [([1], None)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "allowed_last"),
+    [((b'"', rb"\/"), True), ((b'"', b"\\", b"/"), True), ((b'"', b"\\", rb"\/"), False)],
+)
+def test_an_escaped_slash_behind_a_backslash_is_two_characters(compiler, parts, allowed_last):
+    r"""The text of backslash and `\/` is `\\/`: a backslash and a slash, not a slash."""
+    table = [tokenizer().token_bytes(id) for id in range(tokenizer().vocab_size)]
+    *before, last = map(table.index, parts)
+    matcher = Matcher(compiler.compile(Grammar.json_schema({"type": "string", "maxLength": 1})))
+    assert all(map(matcher.commit, before))
+    assert allowed(matcher.mask(), last) == allowed_last
+    assert matcher.advance(last) == allowed_last
