@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cached_property, partial
 from threading import Lock
+from time import sleep
 from typing import Any
 
 import llguidance
@@ -143,6 +144,10 @@ of the first request, and 40 MB.
 """
 
 
+_STEP = 0.03
+"""Seconds that a step of other requests takes, or less."""
+
+
 class Guidance:
     """The llguidance of one tokenizer. Safe to share between threads."""
 
@@ -170,10 +175,15 @@ class Guidance:
 
     @cached_property
     def _vocabulary(self) -> tuple[llguidance.LLTokenizer, "_Vocabulary"]:
-        """In two calls, which hold the interpreter's lock: .4 s each with 262,144 tokens."""
+        """Made in two calls that hold the interpreter's lock, .4 s each with 262,144 tokens; other
+        threads have time for a step behind each.
+        """
         known: Any = _Vocabulary(self._tokenizer)
         whole = llguidance.LLTokenizer(known, eos_token=list(self._tokenizer.eos_ids), slices=[])
-        return whole.with_slices(SLICES), known
+        sleep(_STEP)
+        vocabulary = whole.with_slices(SLICES)
+        sleep(_STEP)
+        return vocabulary, known
 
     def explained(self, grammar: Grammar, message: str) -> str:
         """Return an error message for users: llguidance's `message` on one line, with the request
