@@ -69,6 +69,7 @@ class _Reading:
     chain          entries of those that are in memory, held until it ends
     first          how many were in memory when it began
     usable         of these, those behind which the text could continue
+    miss           why the store's thread found no more: see StoreStats.misses
     """
 
     sequence: Sequence
@@ -80,6 +81,7 @@ class _Reading:
     first: int = 0
     usable: int = 0
     over: bool = False
+    miss: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,42 +404,47 @@ class DiskPages:
             return partial(self._write, *self._writes.pop())
 
     def _read(self, reading: _Reading) -> None:
-        """Read the pages of a sequence that are not in memory, in order, up to a damaged one."""
+        """Read the pages of a sequence that are not in memory, in order, up to a damaged one; then
+        the state after the last.
+        """
         self._current = reading
-        first, miss, state = self._on_engine(partial(self._begin, reading)), "", None
+        first, last = self._on_engine(partial(self._begin, reading)), len(reading.keys) - 1
         most = max(READ_BYTES // self._contents.page_bytes, 1)
-        part, damaged = list[bytes](), self.store.corrupt
-        try:
-            for digest, key in zip(reading.digests[first:], reading.keys[first:], strict=True):
-                content = None if reading.over else self.store.read(digest, key)
-                if content is None:
-                    miss = "corrupt" if self.store.corrupt > damaged else "absent"
-                    break
-                part.append(content)
-                self._read_bytes += len(content)
-                if len(part) == most:
-                    if not self._on_engine(partial(self._insert, reading, part)):
-                        return
-                    part = []
-            self.store.touch(reading.digests[first:])
-            if self._states is not None and not (reading.over or miss):
-                state, miss = self._read_state(self._states.store, reading)
-        except OSError as error:
-            miss = "failed"
-            log.warning("kv-store: a page could not be read: %s", error)
-        if self._on_engine(partial(self._insert, reading, part)) and state is not None and not miss:
-            self._on_engine(partial(self._insert_state, reading, state))
-        self._on_engine(partial(self._end, reading, miss))
+        part = list[bytes]()
+        for place in range(first, last + 1):
+            content = self._content(self.store, reading, place)
+            if content is None:
+                break
+            part.append(content)
+            if len(part) == most:
+                self._on_engine(partial(self._insert, reading, part))
+                part = []
+        self._on_engine(partial(self._insert, reading, part))
+        if self._states is not None and not reading.miss:
+            state = self._content(self._states.store, reading, last)
+            if state is not None:
+                self._on_engine(partial(self._insert_state, reading, state))
+        self._on_engine(partial(self._end, reading, reading.miss))
 
-    def _read_state(self, store: PageStore, reading: _Reading) -> tuple[bytes | None, str]:
-        """Return the state after the last page of a reading; or None, and why."""
-        damaged = store.corrupt
-        state = store.read(reading.digests[-1], reading.keys[-1])
-        if state is None:
-            return None, "corrupt" if store.corrupt > damaged else "absent"
-        store.touch(reading.digests[-1:])
-        self._read_bytes += len(state)
-        return state, ""
+    def _content(self, store: PageStore, reading: _Reading, place: int) -> bytes | None:
+        """Return what a store has of a page of a reading. None if the reading is over, or if there
+        is no sound copy: then `reading.miss` says why.
+        """
+        if reading.over:
+            return None
+        digest, damaged = reading.digests[place], store.corrupt
+        try:
+            content = store.read(digest, reading.keys[place])
+            store.touch([digest] if content is not None else [])
+        except OSError as error:
+            log.warning("kv-store: a page could not be read: %s", error)
+            reading.miss = "failed"
+            return None
+        if content is None:
+            reading.miss = "corrupt" if store.corrupt > damaged else "absent"
+            return None
+        self._read_bytes += len(content)
+        return content
 
     def _write(self, salt: bytes, chain: list[CachedPage]) -> None:
         """Write the pages of a text that are not on disk, in order."""
