@@ -404,9 +404,7 @@ class DiskPages:
             return partial(self._write, *self._writes.pop())
 
     def _read(self, reading: _Reading) -> None:
-        """Read the pages of a sequence that are not in memory, in order, up to a damaged one; then
-        the state after the last.
-        """
+        """Read a sequence's pages that are not in memory, up to a damaged one; then its state."""
         self._current = reading
         first, last = self._on_engine(partial(self._begin, reading)), len(reading.keys) - 1
         most = max(READ_BYTES // self._contents.page_bytes, 1)

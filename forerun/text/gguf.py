@@ -38,7 +38,9 @@ _ENDS = (
     "[EOS]",
     "[e~[",
 )
-"""Control tokens that end a turn by what they are called, llama.cpp's list."""
+"""Added tokens that end a turn by what they are called, llama.cpp's list."""
+_OF_HTML = "</s>"
+"""Ends a turn only where it is a control token: Gemma's tokens for HTML are text."""
 _END_OF_MESSAGE = "<|end|>"
 """In gpt-oss's format (and Solar's) a turn is several messages, each with this at its end."""
 _NO_ID = (-1, (1 << 32) - 1)
@@ -276,7 +278,7 @@ def _around(tokens: Sequence[str], before: int | None, behind: int | None) -> di
 def _ends(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the end-of-text ids: the declared one first, then control tokens that end a turn by
+    """Return the end-of-text ids: the declared one first, then added tokens that end a turn by
     their well-known names.
     """
     declared = [_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
@@ -284,7 +286,11 @@ def _ends(
     controls = {tokens[index]: index for index in added}
     several = any(pair <= controls.keys() for pair in _SEVERAL_MESSAGES)
     ends = [name for name in _ENDS if not (several and name == _END_OF_MESSAGE)]
-    named = sorted(controls[name] for name in ends if name in controls)
+    named = sorted(
+        controls[name]
+        for name in ends
+        if name in controls and (name != _OF_HTML or types[controls[name]] == CONTROL)
+    )
     return tuple(dict.fromkeys([index for index in declared if index is not None] + named))
 
 

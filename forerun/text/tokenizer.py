@@ -9,7 +9,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -87,7 +87,7 @@ class Tokenizer:
 
     vocab_size      one more than the largest id
     added           text -> token that is matched whole, control or not
-    special_ids     ids of the control tokens
+    special_ids     ids of the control tokens; added tokens that end a text are some
     eos_ids         ids that end a text, the declared one first
     bos_id          begin-of-text id, if there is one
     suffix          ids behind a text of which an embedding is made
@@ -223,6 +223,7 @@ class Tokenizer:
         """Return the tokenizer of a `tokenizer.json` document, which it does not keep: `whole`
         returns it again, with its merges, when a text is encoded.
         """
+        named = names or {}
         try:
             spec = served(spec)
             check_limits(spec)
@@ -230,6 +231,13 @@ class Tokenizer:
             pieces = pieces_of(spec, twins)
             check_parts(spec)
             vocab = spec["model"]["vocab"] | {token.text: token.id for token in added}
+            # Text that is no token cannot be sampled: it ends nothing.
+            known = {name: vocab.get(text) for name, text in named.items() if text}
+            eos_id = known.get("eos_token")
+            if eos_id is not None:
+                eos_ids = tuple(dict.fromkeys([*eos_ids, eos_id]))
+            # What ends a text is no part of one, whatever the file calls it.
+            added = [replace(one, control=one.control or one.id in eos_ids) for one in added]
             controls = {token.text for token in added if token.control}
             codec = Encoders(lambda: _checked(whole()), controls)
             around = prefix_of(spec), suffix_of(spec)
@@ -237,12 +245,6 @@ class Tokenizer:
             raise
         except Exception as error:  # A part of another type than it must have.
             raise ModelError(f"the tokenizer cannot be built: {error!r}") from error
-        named = names or {}
-        # Text that is no token cannot be sampled: it ends nothing.
-        known = {name: vocab.get(text) for name, text in named.items() if text}
-        eos_id = known.get("eos_token")
-        if eos_id is not None:
-            eos_ids = tuple(dict.fromkeys([*eos_ids, eos_id]))
         bos_id = known.get("bos_token") if "bos_token" in named else bos_id
         ends = TextEnds(eos_ids, bos_id, *around, named)
         texts = [token.text for token in added]

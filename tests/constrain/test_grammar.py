@@ -9,9 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.constrain.grammar.grammar import MAX_SOURCE, Grammar, portable
+from forerun.constrain.isolation.compile import Compiler
+from forerun.constrain.matcher.matcher import Matcher
 from forerun.constrain.schema.paths import locate, schemas
 from forerun.errors import RequestError
-from tests.constrain.tools import PERSON, compiled, fits
+from forerun.text.pieces import Pieces
+from forerun.text.tokenizer import TextEnds, Tokenizer
+from tests.constrain.tools import PERSON, allowed, compiled, fits
 
 LIST_OF_LISTS = {
     "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}},
@@ -210,3 +214,19 @@ def test_what_is_no_schema_is_named(schema, place):
         Grammar.json_schema(schema)
     assert place in str(found.value)
     assert Grammar.json_schema({"properties": {"a": True, "b": {}}, "default": {"properties": 3}})
+
+
+@pytest.mark.parametrize("schema", [{"type": "object"}, {"const": {"a": "b"}}])
+def test_a_plain_token_that_ends_texts_ends_none_before_it_is_whole(schema):
+    """A line break, as some base models end with, is white space of JSON as well."""
+    table = [bytes([value]) for value in range(256)]
+    ends = TextEnds((ord("\n"),))
+    tokenizer = Tokenizer(lambda text, _: list(text.encode()), Pieces(tuple(table), 0), [], ends)
+    compiler = Compiler(tokenizer)
+    matcher = Matcher(compiler.compile(Grammar.json_schema(schema)))
+    for byte in b'{"a":"b"}':
+        assert not allowed(matcher.mask(), ord("\n"))
+        assert ord("\n") not in matcher.forced()
+        assert matcher.commit(byte)
+    assert matcher.complete or allowed(matcher.mask(), ord("\n"))
+    compiler.close()

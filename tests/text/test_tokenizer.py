@@ -400,6 +400,32 @@ def test_ends_are_declared_first_then_well_known():
     assert byte_level("smollm").bos_id == 1
 
 
+@pytest.mark.parametrize(("kind", "ends"), [(4, False), (3, True)])
+def test_a_mark_of_html_ends_a_text_only_as_a_control_token(kind, ends):
+    """Gemma has `</s>` beside its `<eos>`, as text: with it, answers ended within HTML or JSON."""
+    metadata = gguf_metadata("smollm")
+    size = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "</s>"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], kind]
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert (size in tokenizer.eos_ids) == (size in tokenizer.special_ids) == ends
+    assert (size in tokenizer.encode("a</s>")) == (not ends)
+
+
+def test_an_added_token_that_ends_a_text_is_a_control_token(tmp_path):
+    """Whatever its file says: within a text of a user it would end the turn."""
+    flags = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": 256 + n, "content": text} | flags for n, text in enumerate(["<end>", "<b>"])]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(small_spec(added_tokens=added)))
+    tokenizer = Tokenizer.from_file(path, eos_ids=[256])
+    assert tokenizer.special_ids == {256}
+    assert tokenizer.encode("<end>", specials=True).tolist() == [256]
+    assert 256 not in tokenizer.encode("x<end>") and 257 in tokenizer.encode("x<b>")
+    named = Tokenizer.from_file(path, names={"eos_token": "<end>"})
+    assert (named.eos_ids, named.special_ids) == ((256,), {256})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -220,8 +220,9 @@ class _Vocabulary:
         self.eos_token_id = tokenizer.eos_ids[0]
         self.bos_token_id = tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-        self.special_token_ids = sorted(tokenizer.special_ids)
-        self._encode = tokenizer.encode_within
+        # A plain token that ends the text, as a line break, is none within it.
+        self.special_token_ids = sorted(tokenizer.special_ids.union(tokenizer.eos_ids))
+        self._encode, self._ends = tokenizer.encode_within, frozenset(tokenizer.eos_ids)
 
     @cached_property
     def _spelled(self) -> tuple[dict[bytes, int], int]:
@@ -238,11 +239,15 @@ class _Vocabulary:
         data = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
         if len(plain) <= 2 * LONG:
             ids = self._encode(plain)
-            return ids if self._bytes(ids) == data else self.longest(data)
+            return ids if self._is_text(ids) and self._bytes(ids) == data else self.longest(data)
         ids, dropped = self._encode(plain[:LONG]), 0
         while ids and dropped < LONG // 4:
             dropped += len(self.tokens[ids.pop()])
-        return ids if ids and data.startswith(self._bytes(ids)) else self.longest(data[:LONG])
+        whole = ids and self._is_text(ids) and data.startswith(self._bytes(ids))
+        return ids if whole else self.longest(data[:LONG])
+
+    def _is_text(self, ids: list[int]) -> bool:
+        return self._ends.isdisjoint(ids)
 
     def _bytes(self, ids: list[int]) -> bytes:
         return b"".join(self.tokens[id] for id in ids)
