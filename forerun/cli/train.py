@@ -6,34 +6,28 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
-import torch
-
 from forerun.build import text_table
 from forerun.build.chat_template import template_source
 from forerun.build.engine import load
 from forerun.build.registry import choose_executor
 from forerun.build.token_map import token_map
 from forerun.cli.console import bars, emit_json, err, plain_warnings, say
-from forerun.drafts.eagle_folder import DraftFile, open_draft
 from forerun.drafts.ngram_counts import write_ngrams
 from forerun.drafts.token_map import write_token_map
 from forerun.errors import ConfigError, ForerunError
 from forerun.hub.catalog import Model, open_model
 from forerun.measure.files import check_folder
-from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
 from forerun.text.chat import ChatTemplate
 from forerun.train.answers import Author, ChatEncoder, PlainText
+from forerun.train.chats import Report, TrainingTarget, write_corpus
 from forerun.train.corpus import Corpus, open_corpus
-from forerun.train.init import check_trainable
 from forerun.train.ngrams import make_table
-from forerun.train.pipeline import Report, TrainingTarget, dense_author, make_draft, write_corpus
 from forerun.train.presets import TrainConfig, resolve
 from forerun.train.progress import Progress
 from forerun.train.prompts import Problems, read_prompts
 from forerun.train.served import ServedAuthor
-from forerun.train.student import check_target
 
 MAP_FILE = "token_map.json"
 
@@ -59,6 +53,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--raw uses no chat template; leave --chat-template out")
     if engine.toy:
         raise ConfigError("the toy has no weights to make a draft for; give --model another target")
+    if _needs_torch(arguments, config):  # Missing, it is said before a model is fetched.
+        from forerun.cli import train_network
     with plain_warnings(), bars() as report:
         model = open_model(engine.model, report)
         if arguments.token_map:
@@ -74,16 +70,13 @@ def main(arguments: argparse.Namespace) -> int:
         source = TrainingTarget(
             model.checkpoint, model.tokenizer, chat, model.name, core, engine.threads
         )
-        if engine.threads:
-            torch.set_num_threads(engine.threads)
-        start = _start(config, model.architecture)
-        check_target(model.architecture, config, start)
+        trainer = None if config.method == "table" else train_network.Trainer(source, config)
         try:
             corpus = _corpus(engine, source, config, prompts, out, report)
             known = make_table(corpus, model.architecture.vocab, out / "draft")
-            if config.method == "table":
+            if trainer is None:
                 return _told_table(arguments, out, known)
-            progress = make_draft(source, corpus, config, out, report, start)
+            progress = trainer.make_draft(corpus, out, report)
         except (ForerunError, KeyboardInterrupt):
             say(f"progress is saved in {out}; the same command continues it")
             raise
@@ -93,6 +86,12 @@ def main(arguments: argparse.Namespace) -> int:
                 "there or check its permissions, and start the same command again"
             ) from error
     return _told_draft(arguments, out, known, progress, config.steps)
+
+
+def _needs_torch(arguments: argparse.Namespace, config: TrainConfig) -> bool:
+    """Return whether a network is trained, or writes the answers; counting needs none."""
+    counts = arguments.token_map or arguments.text
+    return not counts and (config.method != "table" or config.author == "dense")
 
 
 def _count_text(model: Model, files: list[str], out: Path) -> int:
@@ -122,17 +121,6 @@ def _template(engine: EngineConfig, model: Model, raw: bool) -> ChatEncoder:
             "it, --chat-template gives one"
         )
     return ChatTemplate(source, model.tokenizer)
-
-
-def _start(config: TrainConfig, target: Architecture) -> DraftFile | None:
-    """Open the draft to continue training, if one is named. Raises before anything is written."""
-    if config.start_from is None:
-        return None
-    draft = open_draft(Path(config.start_from), target)
-    check_trainable(draft, config.method)
-    for warning in draft.warnings:
-        say(f"forerun: draft {config.start_from}: {warning}")
-    return draft
 
 
 def _told_table(arguments: argparse.Namespace, out: Path, known: float) -> int:
@@ -209,6 +197,8 @@ def _author(
 ) -> Iterator[Author]:
     """Return what writes the answers: dense batches, or an engine that lives as long as needed."""
     if config.author == "dense":
+        from forerun.train.pipeline import dense_author
+
         yield dense_author(source, config)
         return
     loaded = load(engine, report)

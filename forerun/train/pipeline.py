@@ -1,15 +1,14 @@
 """`forerun train` from end to end: answers, vocabulary, features, head, training, export.
 
-    prompts or none -> answers.Writer -> answers/ -> corpus/ -> features -> start -> loop -> draft/
+    prompts or none -> chats (answers/, corpus/) -> features -> start -> loop -> draft/
 
 Every stage leaves its result in the output folder and is skipped when it is already there, so an
 interrupted run goes on where it stopped.
 """
 
 import json
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
@@ -17,25 +16,17 @@ import numpy as np
 import torch
 
 from forerun.build.token_map import forced_ids
-from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError, ModelError
-from forerun.text.tokenizer import Tokenizer
-from forerun.train.answers import AnswerStore, Author, Chat, ChatEncoder, Recipe, Writer
 from forerun.train.batches import online_reader, stored_reader
-from forerun.train.corpus import (
-    Corpus,
-    batches,
-    choose_vocabulary,
-    write_chats,
-    write_features,
-)
+from forerun.train.chats import Report, TrainingTarget
+from forerun.train.corpus import Corpus, batches, choose_vocabulary
+from forerun.train.features import write_features
 from forerun.train.generate import DenseAuthor
 from forerun.train.loop import TrainingRun, TrainingSchedule, train
 from forerun.train.loss import DraftVocabulary
 from forerun.train.presets import TrainConfig
 from forerun.train.progress import Progress, TrainingMetrics
-from forerun.train.prompts import Problems, read_prompts
 from forerun.train.report import write_report
 from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot
@@ -49,68 +40,6 @@ from forerun.train.student import (
 from forerun.train.target import DenseTarget, embeddings
 from forerun.train.teacher import Teacher, core_teacher, dense_teacher
 from forerun.types import Ints
-
-Report = Callable[[str, int, int], None]
-"""(what, done, total) of a stage under way."""
-
-
-@dataclass(frozen=True)
-class TrainingTarget:
-    """The target: its weights, its words and how it is talked to.
-
-    core     the compiled CPU core will serve it, so that is what the draft should learn from
-    threads  of the core; None = its own choice
-    """
-
-    checkpoint: Checkpoint
-    tokenizer: Tokenizer
-    chat: ChatEncoder
-    name: str
-    core: bool = False
-    threads: int | None = None
-
-
-def write_corpus(
-    author: Author,
-    source: TrainingTarget,
-    config: TrainConfig,
-    prompts: Path | None,
-    out: Path,
-    report: Report,
-) -> tuple[Corpus, Problems]:
-    """Stage 1: the target writes answers, kept in `out`/answers, and they become the corpus
-    `out`/corpus.
-
-    author   generates
-    prompts  a jsonl file of chats; None: the target writes the user's turns
-    report   called with ("answers", written, wanted)
-
-    Goes on where an earlier run stopped. Returns what was left out as well. Raises ModelError if
-    hardly any chat is usable.
-    """
-    recipe = Recipe(
-        answers=config.answers,
-        max_tokens=config.answer_tokens,
-        greedy=config.greedy,
-        hot=config.hot,
-        temperature=config.temperature,
-        follow_up=config.follow_up,
-        minutes=config.answer_minutes,
-        seed=config.seed,
-    )
-    store = AnswerStore(out / "answers")
-    writer = Writer(author, source.chat, source.tokenizer, recipe, config.width, store.settled)
-
-    def done(number: int, chat: Chat | None) -> None:
-        store.add(number, chat)
-        report("answers", len(store.chats), config.answers)
-
-    try:
-        asked = None if prompts is None else read_prompts(prompts, writer.problems)
-        writer.write(asked, done, len(store.chats))
-    finally:
-        store.save()
-    return write_chats(out / "corpus", store.chats, config.held_out), writer.problems
 
 
 def dense_author(source: TrainingTarget, config: TrainConfig) -> DenseAuthor:

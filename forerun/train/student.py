@@ -14,9 +14,9 @@ from forerun.drafts.eagle_folder import DraftFile
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.networks.arch import Architecture
-from forerun.train.corpus import ReadsFeatures
 from forerun.train.eagle1 import Eagle1Head, regression_loss, start_regression, unserved
 from forerun.train.export import export_block, export_head
+from forerun.train.features import ReadsFeatures
 from forerun.train.init import calibrate, start_block, start_from_draft, start_from_target
 from forerun.train.loop import LossOf, TrainingRun, unrolled_loss
 from forerun.train.loss import BlockPlan, StepScore, TrainingBatch, block_loss

@@ -45,7 +45,7 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\nfrom forerun.cli.main 
 @pytest.mark.model
 def test_what_needs_torch_says_how_to_install_it(tmp_path):
     lines = [
-        ["train", "--out", "x", "--preset", "smoke"],
+        ["train", "--out", "x", "--preset", "smoke", "--model", "org/never-fetched"],
         ["bench", "--random-weights", "smollm2-135m"],
         ["run", "Hi", "--device", "cuda"],
         ["run", "Hi", "--executor", "torch"],
@@ -57,6 +57,20 @@ def test_what_needs_torch_says_how_to_install_it(tmp_path):
     assert done.stdout == "[2, 2, 2, 2]\n" and "Traceback" not in done.stderr
     assert done.stderr.count("pip install 'forerun[torch]'") == 4
     assert done.stderr.count("make tools") == 4
+
+
+@pytest.mark.model
+def test_counting_ngrams_needs_no_torch(tmp_path):
+    (tmp_path / "a.txt").write_text("The sky is blue and the sea is blue. " * 20)
+    line = ["train", "smollm2-135m", "--out", "out"]
+    answers = ["--preset", "table", "--answers", "2", "--answer-tokens", "8", "--held-out", "1"]
+    lines = [[*line, "--text", "a.txt"], [*line, "--token-map", "a.txt"], [*line, *answers]]
+    program = f"{WITHOUT_TORCH}print([main(line) for line in {lines}])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False, text=True, cwd=tmp_path
+    )
+    assert done.stdout == "[0, 0, 0]\n", done.stderr
+    assert "n-gram table is in out/draft" in done.stderr.replace("\n", " ")
 
 
 def test_serve_shows_examples_and_what_matters_first(capsys):

@@ -7,9 +7,10 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.answers import Ask, Chat
+from forerun.train.chats import TrainingTarget
 from forerun.train.corpus import write_chats
 from forerun.train.generate import DenseAuthor
-from forerun.train.pipeline import TrainingTarget, make_draft
+from forerun.train.pipeline import make_draft
 from forerun.train.presets import PRESETS, TrainConfig
 from forerun.train.target import DenseTarget
 from tests.models import tiny

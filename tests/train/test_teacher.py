@@ -11,8 +11,9 @@ from forerun.executors import cpu
 from forerun.executors.cpu import hidden_states
 from forerun.train import pipeline, teacher
 from forerun.train.answers import Chat
-from forerun.train.corpus import distil, write_chats
-from forerun.train.pipeline import TrainingTarget
+from forerun.train.chats import TrainingTarget
+from forerun.train.corpus import write_chats
+from forerun.train.features import distil
 from forerun.train.target import DenseTarget
 from forerun.train.teacher import core_teacher, dense_teacher
 from tests.models import tiny

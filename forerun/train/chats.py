@@ -1,0 +1,76 @@
+"""Stage 1 of `forerun train`: the target writes answers, and they become a corpus. It needs no
+torch, so that an n-gram table can be made without it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.text.tokenizer import Tokenizer
+from forerun.train.answers import AnswerStore, Author, Chat, ChatEncoder, Recipe, Writer
+from forerun.train.corpus import Corpus, write_chats
+from forerun.train.presets import TrainConfig
+from forerun.train.prompts import Problems, read_prompts
+
+Report = Callable[[str, int, int], None]
+"""(what, done, total) of a stage under way."""
+
+
+@dataclass(frozen=True)
+class TrainingTarget:
+    """The target: its weights, its words and how it is talked to.
+
+    core     the compiled CPU core will serve it, so that is what the draft should learn from
+    threads  of the core; None = its own choice
+    """
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    chat: ChatEncoder
+    name: str
+    core: bool = False
+    threads: int | None = None
+
+
+def write_corpus(
+    author: Author,
+    source: TrainingTarget,
+    config: TrainConfig,
+    prompts: Path | None,
+    out: Path,
+    report: Report,
+) -> tuple[Corpus, Problems]:
+    """Let the target write answers, kept in `out`/answers, and they become the corpus
+    `out`/corpus.
+
+    author   generates
+    prompts  a jsonl file of chats; None: the target writes the user's turns
+    report   called with ("answers", written, wanted)
+
+    Goes on where an earlier run stopped. Returns what was left out as well. Raises ModelError if
+    hardly any chat is usable.
+    """
+    recipe = Recipe(
+        answers=config.answers,
+        max_tokens=config.answer_tokens,
+        greedy=config.greedy,
+        hot=config.hot,
+        temperature=config.temperature,
+        follow_up=config.follow_up,
+        minutes=config.answer_minutes,
+        seed=config.seed,
+    )
+    store = AnswerStore(out / "answers")
+    writer = Writer(author, source.chat, source.tokenizer, recipe, config.width, store.settled)
+
+    def done(number: int, chat: Chat | None) -> None:
+        store.add(number, chat)
+        report("answers", len(store.chats), config.answers)
+
+    try:
+        asked = None if prompts is None else read_prompts(prompts, writer.problems)
+        writer.write(asked, done, len(store.chats))
+    finally:
+        store.save()
+    return write_chats(out / "corpus", store.chats, config.held_out), writer.problems

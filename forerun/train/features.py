@@ -1,0 +1,123 @@
+"""What the target thinks at every token of a corpus, beside its chats (the files that `corpus`
+lists).
+"""
+
+import json
+import math
+import shutil
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from forerun.errors import ModelError
+from forerun.train.corpus import Corpus
+from forerun.train.teacher import Teacher
+from forerun.types import Floats, Ints
+
+LIKELY = 64
+"""K, unless the draft vocabulary is smaller."""
+
+
+class ReadsFeatures(Protocol):
+    """The part of a network's description that says what it reads of the target: hidden states
+    `features`, as in DraftHead, each `target_hidden` wide.
+    """
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The hidden states that it reads, as transformers numbers them (see DraftHead)."""
+        ...
+
+    @property
+    def target_hidden(self) -> int:
+        """Numbers in each of them: the target's H."""
+        ...
+
+
+def write_features(
+    corpus: Corpus,
+    head: ReadsFeatures,
+    ids: Ints,
+    teacher: Teacher,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Run the target once over every chat and store what the trainer needs of it (the
+    files that `corpus` lists).
+
+    head      which hidden states it reads
+    ids       int32[Vd] the draft vocabulary
+    teacher   the target
+    progress  called with (tokens done, tokens in all) after each chat
+
+    Resumable: chats already done for the same vocabulary and hidden states (progress.json) are
+    kept. Raises ModelError if the disk has too little space.
+    """
+    total, width = len(corpus.tokens), head.target_hidden * len(head.features)
+    likely = min(LIKELY, len(ids))
+    shapes = {
+        "features": (np.uint16, (total, width)),
+        "choice": (np.int32, (total,)),
+        "likely": (np.int32, (total, likely)),
+        "chance": (np.float16, (total, likely)),
+    }
+    note = corpus.folder / "progress.json"
+    facts = {
+        "features": list(head.features),
+        "numbers": "bfloat16",
+        "vocabulary": zlib.crc32(ids.tobytes()),
+    }
+    done = _chats_done(note, facts)
+    if not done:
+        _check_space(corpus.folder, shapes.values())
+    arrays = {
+        name: np.lib.format.open_memmap(
+            corpus.folder / f"{name}.npy", mode="r+" if done else "w+", dtype=dtype, shape=shape
+        )
+        for name, (dtype, shape) in shapes.items()
+    }
+    for chat in range(done, corpus.chats):
+        span = corpus.span(chat)
+        scored = corpus.scored(chat)
+        features, logits = teacher(np.asarray(corpus.tokens[span]), scored)
+        narrow = torch.from_numpy(features).bfloat16()
+        arrays["features"][span] = narrow.view(torch.uint16).numpy()
+        for name, values in zip(
+            ("choice", "likely", "chance"), distil(logits, ids, likely), strict=True
+        ):
+            arrays[name][span.start + scored] = values
+        if chat % 50 == 49 or chat == corpus.chats - 1:
+            for array in arrays.values():
+                array.flush()
+            note.write_text(json.dumps({"chats": chat + 1, **facts}))
+        progress(span.stop, total)
+
+
+def _check_space(folder: Path, shapes: Iterable[tuple[type, tuple[int, ...]]]) -> None:
+    """Raise ModelError if the arrays do not fit: a full disk kills whoever maps a file on it."""
+    needed = sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in shapes)
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise ModelError(
+            f"the features take {needed:,} bytes, {folder} has {free:,} free; free some space and "
+            "start the same command again, or choose another --out or fewer --answers"
+        )
+
+
+def _chats_done(note: Path, facts: dict[str, object]) -> int:
+    """Return how many chats an earlier run finished with the same `facts`."""
+    found = json.loads(note.read_text()) if note.exists() else {}
+    same = all(found.get(name) == value for name, value in facts.items())
+    return int(found["chats"]) if same else 0
+
+
+def distil(logits: Floats, ids: Ints, likely: int) -> tuple[Ints, Ints, Floats]:
+    """Return the stored form of a teacher's logits float32[n,V]: choice int32[n], the argmax over
+    the full vocabulary; and of the draft vocabulary ids int32[Vd] the `likely` best: draft ids
+    int32[n,K] and their probabilities float32[n,K], which sum to one.
+    """
+    known = torch.from_numpy(logits)
+    best, where = known.index_select(1, torch.from_numpy(ids)).topk(likely)
+    return known.argmax(1).int().numpy(), where.int().numpy(), best.softmax(1).numpy()
