@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from forerun.cli.console import bars, emit_json, out, say
+from forerun.cli.console import bars, emit_json, numbered, out, say
 from forerun.errors import ConfigError
 from forerun.machine import stamp
 from forerun.measure import report
@@ -117,6 +117,8 @@ def main(arguments: argparse.Namespace) -> int:
             say(f"{level.errors} of {level.requests} requests failed, first: {level.first_error}")
             if "no_chat_template" in str(level.first_error):
                 say("A base model is measured with --completions.")
+    if facts["interrupted"]:
+        raise KeyboardInterrupt
     return 1 if any(level.errors for level in levels) else 0
 
 
@@ -170,34 +172,57 @@ def _measure(
         "config": asdict(config) if config else None,
         "repeats": sweep.repeats,
     }
-    with bars() as progress:
-        levels, ratios = asyncio.run(_all_levels(endpoint, sweep, ask, progress))
-    return levels, facts | {"on_over_off": ratios}
+    levels: list[Level] = []
+    ratios: dict[int, Interval] = {}
+    interrupted = False
+    runs = len(sweep.levels) * sweep.repeats * len(sweep.sides)
+    try:
+        with bars() as progress:
+            work = _all_levels(endpoint, sweep, ask, numbered(progress, runs), levels, ratios)
+            asyncio.run(work)
+    except KeyboardInterrupt:
+        if not levels:
+            raise
+        interrupted = True
+    return levels, facts | {"on_over_off": ratios, "interrupted": interrupted}
 
 
 async def _all_levels(
-    endpoint: Endpoint, sweep: LoadSweep, ask: AskConfig, progress: Callable[[str, int, int], None]
-) -> tuple[list[Level], dict[int, Interval]]:
-    """Return the medians of every level and side, and by level the ratio of on and off."""
-    levels: list[Level] = []
-    ratios: dict[int, Interval] = {}
+    endpoint: Endpoint,
+    sweep: LoadSweep,
+    ask: AskConfig,
+    progress: Callable[[str, int, int], None],
+    levels: list[Level],
+    ratios: dict[int, Interval],
+) -> None:
+    """Fill `levels` with the medians of every level and side, and `ratios` by level with the ratio
+    of on and off; cancelled, with those of the repeats that are whole.
+    """
     requests = Requests(endpoint, sweep, ask)
     await requests.prepare()
     for at_once in sweep.levels:
         results: dict[str, list[Level]] = {side: [] for side in sweep.sides}
-        for repeat in range(sweep.repeats):
-            # The other order every other time: the first of a pair finds a colder machine.
-            for side in sweep.sides[:: -1 if repeat % 2 else 1]:
+        # The other order every other time: the first of a pair finds a colder machine.
+        order = [
+            (repeat, side)
+            for repeat in range(sweep.repeats)
+            for side in sweep.sides[:: -1 if repeat % 2 else 1]
+        ]
+        try:
+            for repeat, side in order:
                 bodies = requests.bodies(side, sweep.count(at_once), f"{repeat}-{at_once}")
                 name = f"{at_once} at once, speculation {side}, repeat {repeat + 1}"
                 timings, seconds = await load_level(
                     endpoint, bodies, at_once, _reporter(progress, name, len(bodies)), sweep.rate
                 )
                 results[side].append(report.one_repeat(side, at_once, timings, seconds))
-        levels += [report.median_of(repeats) for repeats in results.values()]
-        if len(results) == 2 and (ratio := report.ratio_of(results["on"], results["off"])):
-            ratios[at_once] = ratio
-    return levels, ratios
+        finally:
+            whole = min(map(len, results.values()))
+            levels += [report.median_of(done[:whole]) for done in results.values() if whole]
+            if len(results) == 2 and whole:
+                pair = (results[side][:whole] for side in ("on", "off"))
+                if ratio := report.ratio_of(*pair):
+                    ratios[at_once] = ratio
 
 
 def _reporter(

@@ -132,6 +132,20 @@ def _so_far(done: int, of: str, total: int) -> str:
     return f"{done}{of}{total}" if total else str(done or "")
 
 
+def numbered(report: Report, runs: int) -> Report:
+    """Return a function (what, done, total) that reports to `report` with the number of the run
+    among `runs` behind what runs; another `what` is the next run.
+    """
+    seen: list[str] = []
+
+    def number(what: str, done: int, total: int) -> None:
+        if what not in seen:
+            seen.append(what)
+        report(f"{what}, run {seen.index(what) + 1} of {runs}", done, total)
+
+    return number
+
+
 @contextmanager
 def plain_warnings(tell: Callable[[str], None] = say) -> Iterator[None]:
     """Pass warnings to `tell` as sentences, not as source lines."""

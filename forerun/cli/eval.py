@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from forerun.build.target import Target
-from forerun.cli.console import bars, emit_json, open_shown, out, say
+from forerun.cli.console import bars, emit_json, numbered, open_shown, out, say
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError
 from forerun.hub.catalog import open_model
@@ -53,12 +53,13 @@ def main(arguments: argparse.Namespace) -> int:
         simulate = _simulation(target) if arguments.simulate else None
         named = config.speculative_algorithm.upper() != "AUTO"
         measured = target.config if named else alone(target.config)
-        with bars() as progress:
-            questions = (
-                Question(name, prompts, temperature, arguments.tokens, arguments.group)
-                for name, prompts in chosen.items()
-                for temperature in arguments.temperatures
-            )
+        questions = [
+            Question(name, prompts, temperature, arguments.tokens, arguments.group)
+            for name, prompts in chosen.items()
+            for temperature in arguments.temperatures
+        ]
+        with bars() as report:
+            progress = numbered(report, len(questions) * (1 + len(shapes)))
             for question in questions:
                 for finding in ask(target, measured, question, shapes, progress, simulate):
                     findings.append(finding)

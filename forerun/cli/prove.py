@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forerun.cli import fuzz
-from forerun.cli.console import bars, emit_json, open_shown, out, say
+from forerun.cli.console import bars, emit_json, numbered, open_shown, out, say
 from forerun.cli.constraint import grammar_of
 from forerun.machine import stamp
 from forerun.measure.prove import Divergence, Proof, Trial, as_dict, prove
@@ -25,9 +25,11 @@ def main(arguments: argparse.Namespace) -> int:
         return fuzz.fuzz(arguments)
     config, trial = exact(configured(EngineConfig, arguments)), _trial(arguments)
     target = open_shown(replace(config, max_sequences=max(trial.group, 1)))
+    sides = 2 if target.config.speculates else 1
+    runs = len(trial.temperatures) * 2 * sides
     try:
         with bars() as progress:
-            proof = prove(target, target.config, trial, progress)
+            proof = prove(target, target.config, trial, numbered(progress, runs))
     finally:
         target.close()
     if arguments.json:

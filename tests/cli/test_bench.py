@@ -3,13 +3,15 @@
 import asyncio
 import json
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from math import inf
 
 import httpx
 import numpy as np
 import pytest
 
-from forerun.cli.main import main
+from forerun.cli import bench
+from forerun.cli.main import INTERRUPTED, main
 from forerun.errors import ConfigError
 from forerun.measure import report
 from forerun.measure.client import Endpoint, Timing, body_of, find_model, load_level
@@ -210,6 +212,35 @@ def test_the_command_writes_json_and_a_picture(tmp_path, capsys):
     # No two prompts are equal, or a prefix cache would answer for some.
     texts = [body["messages"][0]["content"] for body in script.bodies]
     assert len(set(texts)) == len(texts)
+
+
+@pytest.mark.parametrize(("whole", "levels"), [(5, [1, 1]), (0, [])])
+def test_interrupted_it_shows_the_repeats_that_are_whole(whole, levels, capsys, monkeypatch):
+    """Two of both sides and one of one; nothing whole is nothing shown."""
+    real, begun, told = bench.load_level, [], []
+
+    async def load_level(endpoint, bodies, at_once, report=None, rate=inf):
+        begun.append(at_once)
+        if report is None:  # Warming up.
+            return await real(endpoint, bodies, at_once)
+        if len(begun) == 2 + whole + 1:
+            raise KeyboardInterrupt
+        return await real(endpoint, bodies, at_once, report, rate)
+
+    def say(what, done, total):
+        told.append(what)
+
+    monkeypatch.setattr(bench, "load_level", load_level)
+    monkeypatch.setattr(bench, "bars", lambda: nullcontext(say))
+    line = ["--speculative", "both", "--concurrency", "1,2", "--requests", "2", "--json"]
+    with scripted() as (_, url):
+        assert main(["bench", "--url", url, *line, "--max-tokens", "2"]) == INTERRUPTED
+    out = capsys.readouterr().out
+    found = json.loads(out)["levels"] if out else []
+    assert [level["at_once"] for level in found] == levels
+    assert all(level["requests"] == 4 for level in found)
+    runs = [f", run {number} of 12" for number in range(1, whole + 1)]
+    assert [what for what in dict.fromkeys(told) if not what.endswith(tuple(runs))] == []
 
 
 @pytest.mark.parametrize(

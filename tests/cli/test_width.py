@@ -210,6 +210,18 @@ def test_lines_of_progress_name_no_total_that_nobody_knows(monkeypatch):
     assert set(said) == {"cases", "cases: 7", "cases: 0 of 9"}
 
 
+def test_a_run_has_its_number_among_all():
+    said = []
+    report = console.numbered(lambda *line: said.append(line), 3)
+    for what, done in (("plain", 1), ("plain", 2), ("tree", 1)):
+        report(what, done, 2)
+    assert said == [
+        ("plain, run 1 of 3", 1, 2),
+        ("plain, run 1 of 3", 2, 2),
+        ("tree, run 2 of 3", 1, 2),
+    ]
+
+
 def test_long_paths_stay_whole(here, tmp_path, monkeypatch):
     """What is pasted from a terminal has to be a path, however long it is."""
     cache = tmp_path / ("a-rather-long-name-of-a-folder-" * 3) / "cache"
