@@ -70,6 +70,7 @@ def unknown(
             return f"There is no option {flag}{of}; use --url for the server's address."
         return f"There is no option {flag}{of}; another command has it."
     close = difflib.get_close_matches(name, own, n=1, cutoff=0.75)
+    close = close or [one for one in own if name.endswith(f"-{one}")]
     if close and close[0] not in options:
         return f"There is no option {flag}{of}; did you mean --{close[0]}?"
     close = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)

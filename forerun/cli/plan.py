@@ -24,6 +24,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--device-memory is {memory}; it must be a number above 0.")
     if memory is not None and config.device == "auto" and _leaves_open(config):
         config = replace(config, device="cuda")  # What a device has is said of a GPU.
+    if memory is not None and config.device.startswith("cuda") and config.executor == "auto":
+        config = replace(config, executor="torch")  # Of another machine: torch may be missing here.
     if memory is None and config.device.startswith("cuda") and not gpu_devices():
         raise ConfigError(
             "this machine has no GPU: give the memory of the one to plan for with --device-memory "

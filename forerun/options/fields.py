@@ -120,7 +120,8 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
         value = whole(text) if kind is int else float(text) if kind is float else text
     except ValueError:
         what = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{where} takes {what}, not {text!r}.") from None
+        units = f"; units are {', '.join(_UNITS)}" if kind is int and text[:1].isdigit() else ""
+        raise ConfigError(f"{where} takes {what}, not {text!r}{units}.") from None
     if isinstance(item.default, tuple):
         value = item.metadata["spellings"](text)
         return value if isinstance(value, tuple) else (value,)

@@ -446,6 +446,7 @@ def test_files_and_variables_that_are_wrong(tmp_path):
     [
         (["--max-modl-len", "1"], "did you mean --max-model-len, the same as --context"),
         (["--contxt", "1"], "--context-length (SGLang), --max-model-len (vLLM)"),
+        (["--kv-tokens", "8Q"], "not '8Q'; units are k, K, m, M, g, G, KB, MB, GB, TB, KiB, "),
         (["--speculative-algoritm", "x"], "did you mean --speculative-algorithm"),
         (["--zzzzz"], "There is no option --zzzzz of forerun serve."),
     ],
@@ -460,6 +461,7 @@ def test_a_commands_own_flags_are_hinted_at_too(capsys):
         ("eval", "--promts", "--prompts"),
         ("bench --launch", "--concurency", "--concurrency"),
         ("prove", "--quik", "--quick"),
+        ("run", "--json-schema", "--schema"),
     ):
         assert main([*command.split(), wrong, "x"]) == 2
         assert f"did you mean {meant}?" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from forerun.build import device, registry
 from forerun.build.memory import human
 from forerun.build.shapes import SHAPES
 from forerun.checkpoints.tensor_parallel import TensorParallel
@@ -45,6 +46,13 @@ def test_a_shape_on_two_devices(capsys):
         found["graph_bytes"] > 0
         and used <= 0.88 * 96 * 2**30 < used + 2 * found["cache_bytes_per_1k_tokens"]
     )
+
+
+def test_a_gpu_elsewhere_is_planned_for_without_torch(capsys, monkeypatch):
+    for module in (registry, device):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    found = planned(capsys, "--model-shape", "llama-3-70b", "--tp-size", "2", *CARD)
+    assert found["executor"] == "torch"
 
 
 def test_the_seeds_models_have_the_room_that_the_docs_say(capsys):
