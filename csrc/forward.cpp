@@ -345,13 +345,18 @@ void Model::rotate_and_store(int layer, int node) {
         const int keys = at.kind.kv_heads * size;
         memcpy(x + mixed_width(at) + keys, x + mixed_width(at), sizeof(float) * keys);
     }
+    const auto turn = [&](const float* norm, float scale) {
+        if (!norm || !at.kind.late_norms) {
+            return kernels->rotate(x, norm, sizes.norm_eps, cosine, sine, half, scale);
+        }
+        kernels->rotate(x, nullptr, 0.0f, cosine, sine, half, 1.0f);
+        kernels->norm(x, norm, kernels->inverse_rms(x, size, sizes.norm_eps) * scale, size, x);
+    };
     if (wide) put_wide_norms(at, x);
-    for (int head = 0; head < sizes.heads; head++, x += size) {
-        kernels->rotate(x, query_norm, sizes.norm_eps, cosine, sine, half, at.kind.score_scale);
-    }
+    for (int head = 0; head < sizes.heads; head++, x += size) turn(query_norm, at.kind.score_scale);
     if (at.kind.reads) return;
     for (int head = 0; head < at.kind.kv_heads; head++, x += size) {
-        kernels->rotate(x, key_norm, sizes.norm_eps, cosine, sine, half, 1.0f);
+        turn(key_norm, 1.0f);
         keep(x, plane(layer, 0, head), size, place);
     }
     for (int head = 0; head < at.kind.kv_heads; head++, x += size) {

@@ -110,6 +110,7 @@ struct LayerKind {
     int32_t gate;          // of Gate
     int32_t rope;          // which of the model's Ropes
     int32_t wide_norms;    // norms of queries and keys are over all heads at once
+    int32_t late_norms;    // norms of query and key heads stand behind their rotation
     int32_t recurrent;     // a delta net or a convolution stands in attention's place
     int32_t kv_heads, head_size;  // its own; 0: the model's
     int32_t reads;         // 1 + the layer whose keys and values it attends to, its model's or the

@@ -194,6 +194,10 @@ _RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
     "deepseek_v2": (_SHARED,),
     "gpt_oss": ((r"mlp\.gate\.", "mlp.router."),),
     "granitemoehybrid": ((r"mlp\.down_proj\.", "shared_mlp.output_linear."),),
+    "hunyuan_v1_dense": (
+        (r"self_attn\.q_norm\.", "self_attn.query_layernorm."),
+        (r"self_attn\.k_norm\.", "self_attn.key_layernorm."),
+    ),
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "gemma4_text": (

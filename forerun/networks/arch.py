@@ -57,6 +57,7 @@ Family = Literal[
     "lfm2_moe",
     "granitemoehybrid",
     "gemma4_text",
+    "hunyuan_v1_dense",
 ]
 """By the name that config.json gives as model_type."""
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -373,6 +374,7 @@ class Architecture:
             "gated attention": any(s.attention.gated for s in specs),
             "attention sinks": any(s.attention.sinks for s in specs),
             "norms over all heads at once": any(s.wide_qk_norm for s in specs),
+            "norms of heads behind their rotation": any(s.late_qk_norm for s in specs),
             "scaled residuals": any(s.residual != 1.0 for s in specs),
             "scaled logits": self.logit_scale != 1.0,
             "capped attention scores": any(s.attention.softcap for s in specs),

@@ -151,4 +151,7 @@ READERS: dict[Family, Reader] = {
     "lfm2": Reader("Lfm2ForCausalLM", conv.lfm2, norm_eps=1e-5, tied=True),
     "lfm2_moe": Reader("Lfm2MoeForCausalLM", conv.lfm2_moe, norm_eps=1e-5, tied=True),
     "gemma4_text": Reader("Gemma4ForCausalLM", gemma.gemma4, head_size=256, gemma=True),
+    "hunyuan_v1_dense": Reader(
+        "HunYuanDenseV1ForCausalLM", dense.hunyuan, every_head=True, norm_eps=1e-5
+    ),
 }

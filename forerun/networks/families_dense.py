@@ -16,7 +16,7 @@ from forerun.networks.family_parts import (
 from forerun.networks.keys import Keys
 from forerun.networks.layer_spec import AttentionSpec, Dense, LayerSpec
 from forerun.networks.rope import Rope
-from forerun.networks.rope_config import rope_from, ropes_by_kind
+from forerun.networks.rope_config import rope_from, rope_of_fixed_alpha, ropes_by_kind
 
 
 def llama(keys: Keys, sizes: ArchitectureSizes) -> Layers:
@@ -268,6 +268,39 @@ def exaone4(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     local = replace(spec, attention=plain_attention(sizes, window))
     still = replace(spec, rope=Rope(rope.theta, rotated=0))
     return tuple(local if slide else still for slide in slides)
+
+
+def hunyuan(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """Return L layers of Hunyuan: Llama's, with norms on each head behind the rotation. Raises
+    ModelError for a key that is missing or cannot be used.
+    """
+    for name in ("use_qk_norm", "use_rotary_pos_emb"):
+        if not keys.flag(name, True):
+            raise keys.unfit(name, False, "true to run here")
+    if (kind := keys.text("norm_type", "rms")) not in ("rms", "hf_rms"):
+        raise keys.unfit("norm_type", kind, "rms")
+    keys.require("attention_head_dim", sizes.head_size)
+    keys.require("num_experts", 1)
+    for name in _OF_LARGER_HUNYUANS:
+        keys.get(name)
+    biased = keys.flag("attention_bias", False)
+    spec = LayerSpec(
+        plain_attention(sizes),
+        rope_of_fixed_alpha(keys, sizes.context, sizes.head_size),
+        Dense(keys.integer("intermediate_size")),
+        qk_norm=True,
+        late_qk_norm=True,
+        qkv_bias=biased,
+        o_bias=biased,
+    )
+    return (spec,) * sizes.layers
+
+
+_OF_LARGER_HUNYUANS = (
+    *("cla_share_factor", "dense_list", "class_num", "pool_type", "org_vocab_size", "pad_id"),
+    *("mask_init_id", "im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id"),
+)
+"""Keys of classifiers, shared caches and images, which other keys switch on."""
 
 
 def _exaone_slides(keys: Keys, layers: int, window: int | None) -> list[bool]:

@@ -312,6 +312,7 @@ class LayerSpec:
 
     qk_norm       RMSNorm over E on each query and key head, before the rotation
     wide_qk_norm  the same over all query heads at once, and over all key heads (OLMo 2)
+    late_qk_norm  the norms of qk_norm stand behind the rotation (Hunyuan)
     qkv_bias      q_proj, k_proj and v_proj have biases; o_bias likewise
     residual      multiplies what attention and feed-forward add to the stream (Granite)
     recurrent     replaces attention; `attention` is then not used
@@ -334,6 +335,7 @@ class LayerSpec:
     activation: Activation = "silu"
     qk_norm: bool = False
     wide_qk_norm: bool = False
+    late_qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     residual: float = 1.0

@@ -54,6 +54,26 @@ def rope_from(
     return replace(rope, rotated=int(head_size * share))
 
 
+def rope_of_fixed_alpha(keys: Keys, context: int, head_size: int) -> Rope:
+    """Read Hunyuan's rope: what it calls "dynamic" is a base multiplied by alpha ** (E / (E - 2))
+    for texts of every length. Other kinds as rope_from. Raises ModelError naming the key that
+    cannot be used.
+    """
+    name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
+    inner = _object(keys, name, keys.get(name))
+    if inner.text("rope_type", inner.text("type", "default")) != "dynamic":
+        return rope_from(keys, context)
+    for neutral in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        inner.get(neutral)  # Of YaRN.
+    inner.require("factor", 1.0)
+    alpha = inner.real("alpha")
+    if alpha <= 0:
+        raise inner.unfit("alpha", alpha, "positive")
+    theta = inner.real("rope_theta", keys.real("rope_theta", 10000.0))
+    inner.refuse_the_rest(lambda name, value: False)
+    return Rope(theta * alpha ** (head_size / (head_size - 2)))
+
+
 def ropes_by_kind(keys: Keys, context: int, thetas: dict[str, float]) -> dict[str, Rope]:
     """Read a rope for each kind of layer in `thetas`, kind -> default of the base, from
     rope_parameters with an object for each kind, as transformers 5 writes it. Raises ModelError

@@ -286,8 +286,10 @@ class Twin:
         if which == "v":
             plain = spec.attention.normed_values
             return normed(made, 1.0, self.arch.norm_eps) if plain else made
-        made = self.normed(made, prefix, f"{which}_norm") if spec.qk_norm else made
-        return made if spec.rope.rotated == 0 else self.rotated(made, spec.rope)
+        if spec.qk_norm and not spec.late_qk_norm:
+            made = self.normed(made, prefix, f"{which}_norm")
+        made = made if spec.rope.rotated == 0 else self.rotated(made, spec.rope)
+        return self.normed(made, prefix, f"{which}_norm") if spec.late_qk_norm else made
 
     def attention(self, prefix, x, spec, layer):
         if spec.attention.latent is not None:

@@ -19,14 +19,14 @@ FAMILIES = (
     *("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"),
     *("phi3", "smollm3", "granite", "olmo2", "gemma3_text", "deepseek_v2"),
     *("seed_oss", "olmo3", "exaone4", "glm4_moe_lite", "minimax_m2", "ministral3"),
-    "gemma4_text",
+    *("gemma4_text", "hunyuan_v1_dense"),
 )
 OFTEN = ("deepseek_v3", 1), ("gpt_oss", 16)
 
 NATIVE = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "gemma3_text", "deepseek_v2"),
     *("seed_oss", "olmo3", "exaone4", "glm4_moe_lite", "minimax_m2", "ministral3"),
-    *("glm4_moe", "deepseek_v3", "gemma2", "gemma4_text"),
+    *("glm4_moe", "deepseek_v3", "gemma2", "gemma4_text", "hunyuan_v1_dense"),
 )
 """What the compiled core runs that is not Llama's block."""
 NATIVE_OFTEN = ("glm4_moe", 16), ("deepseek_v3", 1), ("gemma2", 16), ("gemma4_text", 1)

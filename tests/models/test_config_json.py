@@ -114,9 +114,38 @@ def test_older_spellings_are_the_same_models(tmp_path):
     assert [spec.rope.rotated for spec in arch.layer_specs] == [None, None, 0] * 2
 
 
+def test_a_hunyuan_as_published_calls_a_larger_base_dynamic(tmp_path):
+    of_yarn = {"beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    plain = tiny.config("hunyuan_v1_dense").to_dict()
+    config = plain | {
+        **{"add_classification_head": False, "attention_head_dim": 16, "cla_share_factor": 2},
+        **{"class_num": 0, "dense_list": [4096, 0], "eod_token_id": 3, "im_end_id": 5},
+        **{"im_newline_id": 11, "im_start_id": 4, "mask_init_id": 12, "mlp_bias": False},
+        **{"norm_type": "rms", "num_experts": 1, "org_vocab_size": 160, "pad_id": 9},
+        **{"pool_type": "last", "position_embedding_xdrope": False, "text_end_id": 7},
+        **{"rope_parameters": None, "rope_scaling": of_yarn | {"alpha": 50.0, "type": "dynamic"}},
+        **{"rope_theta": 1e4, "skip_cls_token": False, "text_start_id": 6, "use_cla": False},
+        **{"use_qk_norm": True, "use_rotary_pos_emb": True},
+    }
+    arch = architecture_from(config, tmp_path)
+    assert arch.rope.theta == pytest.approx(1e4 * 50 ** (16 / 14))
+    (spec,) = {*arch.layer_specs}
+    assert spec.qk_norm and spec.late_qk_norm and "behind their rotation" in arch.beyond_llama()[0]
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "named"),
     [
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla"),
+        ("hunyuan_v1_dense", {"num_experts": 16}, "num_experts"),
+        ("hunyuan_v1_dense", {"norm_type": "layer"}, "norm_type"),
+        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic"}}, "alpha is missing"),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": {"rope_type": "dynamic", "alpha": 2.0, "factor": 4.0}},
+            "factor",
+        ),
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"model_type": "gemma3"}, "gemma3"),

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import safetensors.numpy
+import transformers
 
 from forerun.build.memory import dense_needs
 from forerun.checkpoints.folder import FolderCheckpoint
@@ -180,6 +181,43 @@ def test_only_the_language_model_of_a_multimodal_folder_is_read(tmp_path):
     )
     with pytest.raises(ModelError, match="extra"):
         FolderCheckpoint(there)
+
+
+UNIFIED = {
+    **{"vocab_size": tiny.VOCAB, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16},
+    **{"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"global_head_dim": 32, "sliding_window": 9, "final_logit_softcapping": 9.0},
+}
+SHARED = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+SHARED |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"attention_k_eq_v": True, "num_global_key_value_heads": 1}, SHARED],
+    ids=["keyed", "shared"],
+)
+def test_one_that_reads_images_by_itself_is_transformers_own_class(tmp_path, changes):
+    """gemma4_unified: in its wrapper, whose embedders of images and sound are left out by name, and
+    alone.
+    """
+    images = {"mm_embed_dim": 8, "mm_posemb_size": 4, "output_proj_dims": 8, "patch_size": 2}
+    hf = transformers.Gemma4UnifiedForConditionalGeneration(
+        transformers.Gemma4UnifiedConfig(
+            text_config=UNIFIED | changes,
+            vision_config=images | {"pooling_kernel_size": 1},
+            audio_config={"audio_embed_dim": 8},
+        )
+    ).eval()
+    tiny.randomised(hf, "gemma4_text")
+    hf.save_pretrained(tmp_path / "whole")
+    found = FolderCheckpoint(tmp_path / "whole")
+    assert found.towers == ("embed_audio", "embed_vision", "vision_embedder")
+    logits_are_those_of(hf, found)
+    inner = transformers.Gemma4UnifiedForCausalLM(hf.config.text_config).eval()
+    inner.model.load_state_dict(hf.model.language_model.state_dict())
+    inner.save_pretrained(tmp_path / "alone")
+    logits_are_those_of(inner, FolderCheckpoint(tmp_path / "alone"))
 
 
 GGUF = ("plain", "values of keys", "experts beside")

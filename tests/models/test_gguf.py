@@ -323,6 +323,7 @@ BLOCKS = {
     "seed_oss": {},
     "olmo3": {"rope": tiny.YARN, "num_hidden_layers": 4},
     "minimax_m2": {"num_hidden_layers": 3},
+    "hunyuan_v1_dense": {},
     "granitemoehybrid": {},
     "lfm2": {},
     "lfm2_moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0},

@@ -84,6 +84,10 @@ _CLASSES = {
         transformers.GraniteMoeHybridForCausalLM,
     ),
     "gemma4_text": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
+    "hunyuan_v1_dense": (
+        transformers.HunYuanDenseV1Config,
+        transformers.HunYuanDenseV1ForCausalLM,
+    ),
 }
 assert tuple(_CLASSES) == FAMILIES
 
@@ -206,16 +210,21 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made = _made(family, settings)
-        with torch.no_grad():
-            for name, weight in made.named_parameters():
-                spread = 0.2 if weight.dim() == 1 else 1.5 / weight.shape[-1] ** 0.5
-                weight.normal_(_centre(family, name), spread)
-            for name, buffer in made.named_buffers():
-                if name.endswith(("e_score_correction_bias", "expert_bias")):
-                    buffer.normal_(0.0, 0.3)
-                if name.endswith("layer_scalar"):
-                    buffer.uniform_(0.7, 1.2)
+        randomised(made, family)
     return made
+
+
+def randomised(made: Any, family: str) -> None:
+    """Give a transformers model of the family random weights, norms and biases."""
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            spread = 0.2 if weight.dim() == 1 else 1.5 / weight.shape[-1] ** 0.5
+            weight.normal_(_centre(family, name), spread)
+        for name, buffer in made.named_buffers():
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.normal_(0.0, 0.3)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.2)
 
 
 def _centre(family: str, name: str) -> float:
@@ -244,6 +253,7 @@ def weights(hf: Any) -> dict[str, np.ndarray]:
         own = name.replace("shared_experts", "shared_expert").replace("mlp.router", "mlp.gate")
         own = own.replace("mlp.e_score", "mlp.gate.e_score")
         own = own.replace("shared_mlp.output_linear", "mlp.down_proj")
+        own = own.replace("query_layernorm", "q_norm").replace("key_layernorm", "k_norm")
         if hf.config.model_type in CONVOLUTIONS:
             own = _of_lfm2(own)
         if hf.config.model_type == "gemma4_text":
@@ -582,6 +592,7 @@ GGUF_NAMES = {
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granite",
     "gemma4_text": "gemma4",
+    "hunyuan_v1_dense": "hunyuan-dense",
 }
 """What llama.cpp calls families that it does not call by their names here."""
 INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", *GRANITES)
@@ -732,6 +743,10 @@ def _add_metadata(writer: gguf.GGUFWriter, hf: Any, changes: dict[str, Any]) -> 
     if settings.model_type in GRANITES:
         _add_scales(writer, settings)
     _add_rope(writer, hf)
+    if settings.model_type == "hunyuan_v1_dense":  # Its base is multiplied already.
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1)
+        writer.add_rope_scaling_orig_ctx_len(256 * 1024)
     if settings.model_type == "gemma4_text":
         _add_gemma4(writer, settings)
     _add_tokenizer(writer)

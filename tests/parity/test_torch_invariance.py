@@ -176,6 +176,7 @@ MODELS = {
     "qwen3_5_text": {},
     "exaone4": {},
     "minimax_m2": {},
+    "hunyuan_v1_dense": {},
     "lfm2": {},
 }
 """One model per family that differs in its block."""

@@ -189,6 +189,10 @@ FURTHER = {
         "biases": {"attention_bias": True, "tie_word_embeddings": True},
     },
     "minimax_m2": {"plain": {}, "one key head": {"num_key_value_heads": 1}},
+    "hunyuan_v1_dense": {
+        "plain": {"rope": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+        "biases, its alpha not given": {"attention_bias": True, "tie_word_embeddings": True},
+    },
     "lfm2": {
         "plain": {},
         "attention first, biases": {

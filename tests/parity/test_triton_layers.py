@@ -57,14 +57,14 @@ def test_add_norm(dtype):
         same(found, expected)
 
 
-def heads_of(dtype, size=16, normed=True, poison=None):
+def heads_of(dtype, size=16, normed=True, poison=None, late=False):
     """Three query heads and two key heads of five nodes."""
     qkv = (torch.randn(5, 7, size) * 3).to(dtype)
     if poison is not None:
         qkv[1, 3, 3] = qkv[2, 6, 5] = poison
     cos, sin = torch.randn(2, 5, size // 2)
     norms = torch.rand(2, size) if normed else (None, None)
-    return Heads(qkv, 2, *norms, 1e-5, (cos, sin), PLAIN)
+    return Heads(qkv, 2, *norms, 1e-5, (cos, sin), PLAIN, late=late)
 
 
 def written(heads, kinds):
@@ -83,10 +83,10 @@ def written(heads, kinds):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("normed", "late"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("size", [16, 80])
-def test_heads_are_normed_turned_and_written(dtype, normed, size):
-    (queries, held), (plain, expected) = written(heads_of(dtype, size, normed), dtype)
+def test_heads_are_normed_turned_and_written(dtype, normed, late, size):
+    (queries, held), (plain, expected) = written(heads_of(dtype, size, normed, late=late), dtype)
     same(queries, plain)
     same(held, expected)
     assert held.any()

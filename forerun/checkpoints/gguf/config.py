@@ -51,6 +51,7 @@ _FAMILIES: dict[str, Family] = {
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
     "gemma4": "gemma4_text",
+    "hunyuan-dense": "hunyuan_v1_dense",
 }
 """general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
 experts; DeepSeek V2's call themselves as V3's, and score experts by a softmax; GLM-4.7-Flash's are
@@ -80,7 +81,7 @@ _OF_MAMBA = tuple(
 """Granite 4's converter writes these of models without Mamba layers, too."""
 _WINDOWED = 4
 """OLMo 3: in every group of this many layers the last has no window."""
-_NORMED: tuple[Family, ...] = ("qwen3", "qwen3_moe", *CONVOLUTIONS)
+_NORMED: tuple[Family, ...] = ("qwen3", "qwen3_moe", "hunyuan_v1_dense", *CONVOLUTIONS)
 """Architectures with norms on queries and keys, also where the first layer does not attend."""
 _QWENS: tuple[Family, ...] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
@@ -263,6 +264,7 @@ def _plain(
         norms="post" if behind else "pre",
         qk_norm=normed and not wide,
         wide_qk_norm=wide,
+        late_qk_norm=family == "hunyuan_v1_dense",
         qkv_bias=family == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         residual=_factor(keys, family, "residual_scale"),

@@ -22,7 +22,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 47
+ABI = 48
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -60,7 +60,8 @@ class LayerKind(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("ffn", "experts", "top_k", "shared")),
         *((name, c_int32) for name in ("sigmoid", "normalised", "groups", "kept", "summed")),
-        *((name, c_int32) for name in ("window", "gate", "rope", "wide_norms", "recurrent")),
+        *((name, c_int32) for name in ("window", "gate", "rope", "wide_norms", "late_norms")),
+        ("recurrent", c_int32),
         *((name, c_int32) for name in ("kv_heads", "head_size", "reads")),
         *((name, c_int32) for name in ("normed_values", "keyed_values", "beside")),
         *((name, c_float) for name in ("router_scale", "score_scale", "residual", "softcap")),

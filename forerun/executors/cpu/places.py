@@ -169,6 +169,7 @@ def layer_kind(arch: Architecture, layer: int) -> native.LayerKind:
         gate=_GATES[spec.activation],
         rope=arch.ropes.index(arch.rope_of(spec)),
         wide_norms=spec.wide_qk_norm,
+        late_norms=spec.late_qk_norm,
         recurrent=spec.recurrent is not None,
         kv_heads=arch.cache_of(spec).kv_heads,
         head_size=arch.cache_of(spec).head_size,

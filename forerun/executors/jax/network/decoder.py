@@ -361,9 +361,11 @@ class JaxDecoder(NamedTuple):
             return put(made.reshape(*x.shape[:2], count, -1), None, None, "model", None)
 
         q, k, v = heads("q", arch.heads), heads("k", arch.kv_heads), heads("v", arch.kv_heads)
-        if spec.qk_norm:
+        if spec.qk_norm and not spec.late_qk_norm:
             q, k = self._normed(q, weights, "q_norm"), self._normed(k, weights, "k_norm")
         q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if spec.late_qk_norm:
+            q, k = self._normed(q, weights, "q_norm"), self._normed(k, weights, "k_norm")
         k, v = sanitised(k, v)
         context = attend(q, k, v).reshape(*x.shape[:2], -1)
         return self._summed(weights, "o_proj", context), (k, v)

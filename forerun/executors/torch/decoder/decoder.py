@@ -62,6 +62,7 @@ class HeadsProjections:
         self, weights: Weights, prefix: str, spec: LayerSpec, arch: Architecture, parts: Elementwise
     ) -> None:
         self._arch, self._parts, self._wide = arch, parts, spec.wide_qk_norm
+        self._late = spec.late_qk_norm
         normed, cached = spec.qk_norm or spec.wide_qk_norm, arch.cache_of(spec)
         own = "q" if spec.reads is not None else "qk" if spec.attention.keyed_values else "qkv"
         self._prefix, self._own = prefix, own
@@ -112,6 +113,7 @@ class HeadsProjections:
             *(each, self._kv_heads, q_norm, k_norm, arch.norm_eps, rotary, self._parts),
             self._sinks,
             None if self._gate is None else self._gate(x),
+            self._late,
         )
 
     def _normed(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:

@@ -99,6 +99,7 @@ class Heads:
     rotary          of the positions of the M nodes
     sinks           float32[A] a score of each query head that carries no value; None = none
     gate            [M,A*E] whose sigmoid the context is multiplied by; None = nothing
+    late            the norms stand behind the rotation
     """
 
     qkv: Tensor
@@ -110,6 +111,7 @@ class Heads:
     parts: Elementwise
     sinks: Tensor | None = None
     gate: Tensor | None = None
+    late: bool = False
 
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [M,A,E], keys and values [M,G,E], normed and rotated: the slow twin of
@@ -117,9 +119,14 @@ class Heads:
         """
         groups = self.kv_heads
         q, k, v = self.qkv.split([self.qkv.shape[1] - 2 * groups, groups, groups], 1)
-        q = q if self.q_norm is None else self.parts.norm(q, self.q_norm, self.eps)
-        k = k if self.k_norm is None else self.parts.norm(k, self.k_norm, self.eps)
-        return self.parts.rotate(q, *self.rotary), self.parts.rotate(k, *self.rotary), v
+        return self._turned(q, self.q_norm), self._turned(k, self.k_norm), v
+
+    def _turned(self, heads: Tensor, norm: Tensor | None) -> Tensor:
+        if norm is None:
+            return self.parts.rotate(heads, *self.rotary)
+        if self.late:
+            return self.parts.norm(self.parts.rotate(heads, *self.rotary), norm, self.eps)
+        return self.parts.rotate(self.parts.norm(heads, norm, self.eps), *self.rotary)
 
 
 AnyHeads = Heads | LatentHeads

@@ -90,25 +90,33 @@ def _add_norm(x, more, weight, added, out, x_stride, more_stride, width, eps, WI
 
 
 @triton.jit
+def _normed(first, second, weight, eps, at, there, kind: tl.constexpr, HALF: tl.constexpr):
+    """Return both halves of a head after its norm, float32 but rounded to `kind`."""
+    mean = (tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF)
+    scale = tl.rsqrt(mean + eps)
+    low = tl.load(weight + at, mask=there, other=0.0)
+    high = tl.load(weight + HALF + at, mask=there, other=0.0)
+    first = (first * scale * low).to(kind).to(tl.float32)
+    return first, (second * scale * high).to(kind).to(tl.float32)
+
+
+@triton.jit
 def _head(begin, weight, cos, sin, eps, at, there, HALF: tl.constexpr, NORMED: tl.constexpr):
-    """Return both halves of a head, float32 but rounded, after its norm, if there is one, and
-    rotation.
+    """Return both halves of a head, float32 but rounded, after its norm and rotation. NORMED: 0 =
+    there is no norm, 1 = it is before the rotation, 2 = behind it.
     """
     first = tl.load(begin + at, mask=there, other=0.0)
     second = tl.load(begin + HALF + at, mask=there, other=0.0)
     kind = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
-    if NORMED:
-        mean = (tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF)
-        scale = tl.rsqrt(mean + eps)
-        low = tl.load(weight + at, mask=there, other=0.0)
-        high = tl.load(weight + HALF + at, mask=there, other=0.0)
-        first = (first * scale * low).to(kind).to(tl.float32)
-        second = (second * scale * high).to(kind).to(tl.float32)
+    if NORMED == 1:
+        first, second = _normed(first, second, weight, eps, at, there, kind, HALF)
     c = tl.load(cos + at, mask=there, other=0.0)
     s = tl.load(sin + at, mask=there, other=0.0)
     one = (first * c - second * s).to(kind).to(tl.float32)
     other = (second * c + first * s).to(kind).to(tl.float32)
+    if NORMED == 2:
+        one, other = _normed(one, other, weight, eps, at, there, kind, HALF)
     return one, other
 
 
@@ -256,7 +264,7 @@ def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor
         *(qkv, *norms, *heads.rotary, slots, out, *numbers, *scales),
         *(qkv.stride(0), queries, groups, numbers[0].shape[1], heads.eps),
         HALF=size // 2,
-        NORMED=normed,
+        NORMED=normed + (normed and heads.late),
         NARROW=isinstance(layer[0], Narrow),
         num_warps=1,
     )
