@@ -17,7 +17,7 @@ from forerun.hub.well_known import known_assistant
 from forerun.options.config import EngineConfig
 
 ALGORITHM = "FROZEN_KV_MTP"
-MEANS_IT = ("AUTO", "EAGLE", "NEXTN", "NEXTN+NGRAM", "STANDALONE", ALGORITHM)
+MEANS_IT = ("AUTO", "EAGLE", "NEXTN", "NEXTN+NGRAM", "STANDALONE", "STANDALONE+NGRAM", ALGORITHM)
 """Algorithms that mean an assistant if the draft is one: what users of other servers write."""
 
 

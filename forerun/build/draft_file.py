@@ -8,6 +8,8 @@ import numpy as np
 
 from forerun.build.beside import check_meant
 from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.folder import files_by_tensor
+from forerun.checkpoints.shard import QUANTISED
 from forerun.drafts.assistant import Assistant, holds_assistant, open_assistant
 from forerun.drafts.block_folder import BlockFile, holds_block, open_block
 from forerun.drafts.eagle_folder import DraftFile, open_draft
@@ -16,7 +18,7 @@ from forerun.drafts.prediction_folder import holds_prediction, open_prediction
 from forerun.drafts.prediction_layers import PredictionLayers
 from forerun.drafts.whole_draft import VocabularyMap, WholeDraft, equal_vocabulary
 from forerun.errors import ConfigError, ModelError
-from forerun.hub.catalog import open_model
+from forerun.hub.catalog import BUILT_IN, open_model
 from forerun.options.config import EngineConfig
 from forerun.text.tokenizer import Tokenizer
 
@@ -73,6 +75,20 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
             "head; use EAGLE."
         )
     return head
+
+
+def holds_model(named: str) -> bool:
+    """Return whether a draft that is named is a whole model: a built-in one, or a folder whose
+    files have a language model's embedding and nothing that joins features to it.
+    """
+    folder = Path(named)
+    if not (folder / "config.json").is_file():
+        return named in BUILT_IN
+    if holds_block(folder) or holds_prediction(folder) or holds_assistant(folder):
+        return False
+    names = set(files_by_tensor(folder, QUANTISED))
+    embeds = any(name.endswith("model.embed_tokens.weight") for name in names)
+    return embeds and not names & {"fc.weight", "model.fc.weight"}
 
 
 Spelling = tuple[bool, bytes]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from forerun.build.beside import meant, with_beside
-from forerun.build.draft_file import open_draft_file, open_standalone
+from forerun.build.draft_file import holds_model, open_draft_file, open_standalone
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import Needs
 from forerun.checkpoints.checkpoint import Checkpoint
@@ -108,7 +108,7 @@ def _automatic(config: EngineConfig, layered: bool) -> str:
     """
     named = config.speculative_draft_model_path
     if named is not None and named.endswith(".gguf"):
-        return "STANDALONE"
+        return meant(config, "STANDALONE")
     own = layered and named is None and config.executor in ("cpu", "torch")
     return meant(config, "NEXTN") if own else AUTO
 
@@ -205,7 +205,11 @@ def lossy_sentence(config: EngineConfig) -> str | None:
     )
 
 
-_MEANS = {PredictionLayers.kind: "NEXTN", Assistant.kind: "FROZEN_KV_MTP"}
+_MEANS = {
+    PredictionLayers.kind: "NEXTN",
+    Assistant.kind: "FROZEN_KV_MTP",
+    WholeDraft.kind: "STANDALONE",
+}
 """The algorithm of drafts of a kind that has but one."""
 
 
@@ -232,7 +236,7 @@ def resolved_drafting(
         chosen = meant(config, _MEANS[draft.kind])
     elif chosen == AUTO:
         chosen = "EAGLE+NGRAM" if head else "NGRAM"
-        chosen = "DFLASH" if block else chosen
+        chosen = meant(config, "DFLASH") if block else chosen
     config = replace(config, speculative_algorithm=chosen)
     asked = (config.speculative_num_steps, config.speculative_num_draft_tokens)
     if block and asked == (None, None):
@@ -272,7 +276,7 @@ def open_drafts(config: EngineConfig, target: Model) -> DraftParts:
         return DraftParts(_prediction_layers(config, target.checkpoint))
     if named is None or not config.speculates:
         return DraftParts()
-    if method.kind == "whole":
+    if method.kind == "whole" or (method.name == AUTO and holds_model(named)):
         return DraftParts(_standalone(config, named, target))
     arch = target.architecture
     folder, head, table = _folder(named, config.speculative_draft_model_revision), None, None

@@ -49,9 +49,9 @@ ALGORITHMS = (
     Algorithm(
         "AUTO",
         "by the draft that is named: a head is EAGLE+NGRAM, a block drafter DFLASH, prediction "
-        "layers NEXTN, an assistant FROZEN_KV_MTP, another GGUF file STANDALONE; with none named "
+        "layers NEXTN, an assistant FROZEN_KV_MTP, a whole model STANDALONE; with none named "
         "NEXTN if the target has prediction layers or mtp-NAME.gguf beside it, FROZEN_KV_MTP if "
-        "its assistant is (executors cpu and torch; on a CPU with +NGRAM), else NGRAM",
+        "its assistant is (executors cpu and torch), else NGRAM; on a CPU each with +NGRAM",
         model=True,
         lookup=True,
     ),
@@ -116,12 +116,28 @@ ALGORITHMS = (
         kind="whole",
     ),
     Algorithm(
+        "STANDALONE+NGRAM",
+        "n-grams and a smaller model in one tree",
+        aliases=("NGRAM+STANDALONE",),
+        model=True,
+        kind="whole",
+        lookup=True,
+    ),
+    Algorithm(
         "DFLASH",
         "a block drafter (DFlash, DFlash2, JetSpec, DSpark): several tokens in one pass, as a "
         "chain or, with a top-k, the best tree of what it says",
         aliases=("DFLASH2", "DSPARK"),
         model=True,
         block=True,
+    ),
+    Algorithm(
+        "DFLASH+NGRAM",
+        "n-grams and a block drafter in one tree",
+        aliases=("NGRAM+DFLASH",),
+        model=True,
+        block=True,
+        lookup=True,
     ),
     Algorithm(
         "NAIVE",

@@ -42,7 +42,9 @@ def test_auto_takes_what_the_checkpoint_and_the_name_offer():
         assert automatic(layered=True, executor=executor, device="cpu") == "NEXTN+NGRAM"
     assert automatic(layered=True, executor="torch", device="cuda") == "NEXTN"
     assert automatic(layered=True, executor="jax", device="tpu") == "AUTO"
-    assert automatic(speculative_draft_model_path="small.gguf") == "STANDALONE"
+    small = {"speculative_draft_model_path": "small.gguf"}
+    assert automatic(device="cpu", **small) == "STANDALONE+NGRAM"
+    assert automatic(device="cuda", **small) == "STANDALONE"
     named = {"speculative_draft_model_path": "none", "executor": "torch", "device": "cuda"}
     assert automatic(layered=True, **named) == "AUTO"
 

@@ -671,20 +671,47 @@ def test_bad_blocks_are_refused(cells, executor):
         model.extend(extension, None)
 
 
+@pytest.mark.parametrize(("executor", "name"), params(on("cpu", "STANDALONE, first layers")))
+def test_auto_has_n_grams_beside_a_whole_model_on_a_cpu(kinds, executor, name):
+    """A folder, not a file: what it holds says what it is. Tokens of both sources are accepted."""
+    kind = replace(kinds[name], method="AUTO")
+    loaded = load(settings(kind, executor))
+    try:
+        assert loaded.config.speculative_algorithm == "STANDALONE+NGRAM"
+        assert f"{kind.draft} is a whole model)" in loaded.info["drafting"]
+        complete(loaded.engine, asked(PROMPTS[1:3], 100))
+        accepted = dict.fromkeys(("ngram", "draft_model"), 0)
+        for count in loaded.engine.stats().by_source:
+            accepted[count.source] += count.accepted
+        assert min(accepted.values()) > 0 and sum(accepted.values()) > 50, accepted
+        assert "ngram+standalone" in loaded.engine.describe()["drafter"]["sources"]
+        assert set(loaded.engine.describe()["drafter"]["sources"]) == {
+            "ngram", "standalone", "ngram+standalone",
+        }  # fmt: skip
+    finally:
+        loaded.close()
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "executor"), [("DFLASH", "torch"), pytest.param("AUTO", "cpu", marks=NO_CORE)]
+    ("algorithm", "executor"),
+    [
+        ("DFLASH", "torch"),
+        *(pytest.param(name, "cpu", marks=NO_CORE) for name in ("DFLASH", "AUTO")),
+    ],
 )
 def test_a_folder_with_a_block_drafter_is_served(kinds, algorithm, executor):
-    """By its name and by AUTO; the start says what drafts."""
+    """By its name and by AUTO, which has n-grams beside it on a CPU; the start says what drafts."""
     kind = replace(kinds["DFLASH, both ways"], method=algorithm)
+    meant = "DFLASH+NGRAM" if algorithm == "AUTO" else "DFLASH"
     loaded = load(settings(kind, executor, speculative_num_steps=None))
     try:
         config = loaded.config
-        assert (config.speculative_algorithm, config.speculative_num_steps) == ("DFLASH", 4)
-        assert loaded.engine.describe()["drafter"]["block_size"] == 5
+        assert (config.speculative_algorithm, config.speculative_num_steps) == (meant, 4)
+        about = loaded.engine.describe()["drafter"]
+        assert about.get("dflash", about)["block_size"] == 5
         (item,) = complete(loaded.engine, asked(PROMPTS[1:2], 8))[0]
         assert item.stats.draft_tokens > 0 and loaded.engine.fault is None
-        assert loaded.info["drafting"].startswith("drafting: DFLASH, a block drafter")
+        assert loaded.info["drafting"].startswith(f"drafting: {meant}, ")
         alone = load(settings(replace(kind, method="OFF", draft=None), executor))
         assert loaded.target.memory.weights > alone.target.memory.weights
         alone.close()

@@ -26,7 +26,9 @@ METHODS = {
     "NEXTN+NGRAM": {"speculative_algorithm": "NEXTN+NGRAM", "model": "layered"},
     "NEXTN, map": {"speculative_algorithm": "NEXTN", "model": "layered", "map": "map"},
     "STANDALONE, itself": {"speculative_algorithm": "STANDALONE", "draft": "target"},
-    "STANDALONE, smaller": {"speculative_algorithm": "STANDALONE", "draft": "small"},
+    "STANDALONE+NGRAM, smaller": {
+        "speculative_algorithm": "STANDALONE+NGRAM", "draft": "small",
+    },
     "STANDALONE, other vocabulary": {"speculative_algorithm": "STANDALONE", "draft": "poorer"},
     "STANDALONE, map": {"speculative_algorithm": "STANDALONE", "draft": "small", "map": "map"},
     "DFLASH": {"speculative_algorithm": "DFLASH", "draft": "block"},
