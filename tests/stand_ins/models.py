@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.prediction_naming import ZEROED
 from forerun.cli.main import main
 from forerun.drafts.block_folder import open_block
 from tests.drafters.assistants import beside
@@ -32,6 +33,10 @@ SIZES = {
 }  # fmt: skip
 OF_FAMILY = {
     "glm4_moe": {"moe_intermediate_size": 64},
+    "deepseek_v3": {
+        "moe_intermediate_size": 64, "kv_lora_rank": 64, "q_lora_rank": 64, "head_dim": 16,
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    },
     "qwen3_5_text": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "gemma4_text": {
         "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 32,
@@ -141,14 +146,18 @@ def mapped(_: str, seed: int) -> StandIn:
 
 
 def prediction(family: str, seed: int) -> StandIn:
-    """A model trained with its prediction layer."""
+    """A model trained with its prediction layer; a MiMo is a Qwen2 under another name."""
 
     def make(folder: Path) -> None:
-        hf, centred = untrained(family), family in tiny.DELTAS
-        layer = train.with_prediction_layer(hf, seed, STEPS, centred, family == "glm4_moe")
-        naming = "qwen3-next" if centred else "deepseek"
-        with_layers(hf, [layer], folder, naming)
+        hf = untrained("qwen2" if family == "mimo" else family)
+        how = "qwen3-next" if family in tiny.DELTAS else "mimo" if family == "mimo" else "deepseek"
+        layer = train.with_prediction_layer(hf, seed, STEPS, how, family in ZEROED)
+        with_layers(hf, [layer], folder, how)
         write_tokenizer(folder)
+        if family == "mimo":
+            config = json.loads((folder / "config.json").read_text())
+            config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+            (folder / "config.json").write_text(json.dumps(config))
 
     return StandIn("NEXTN", kept(family, seed, make))
 

@@ -33,6 +33,8 @@ LEAST = {
     "STANDALONE": (0.9, 0.8, 0.85),
     "NEXTN of qwen3_5_text": (0.9, 0.65, 0.55),
     "NEXTN of glm4_moe": (0.9, 0.8, 0.8),
+    "NEXTN of deepseek_v3": (0.9, 0.7, 0.7),
+    "NEXTN of mimo": (0.9, 0.85, 0.8),
     "DSpark": (0.8, 0.7, 0.7),
     "FROZEN_KV_MTP": (0.9, 0.8, 0.85),
 }

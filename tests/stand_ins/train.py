@@ -77,11 +77,12 @@ def whole_model(hf, seed, steps):
     return hf.eval()
 
 
-def with_prediction_layer(hf, seed, steps, centred, zeroed):
+def with_prediction_layer(hf, seed, steps, naming, zeroed):
     """Train a model and a prediction layer beside it, which counts half. Returns the layer as
-    tests/drafters/prediction.py has them: its decoder layer, its norms without their 1 where
-    `centred`, its fuse.
+    tests/drafters/prediction.py has them: its decoder layer, its norms, its fuse.
 
+    naming  of NAMINGS there: Qwen's norms are stored without their 1, MiMo's layer reads the state
+            before the token
     zeroed  its first row reads no token
     """
     width, eps = hf.config.hidden_size, hf.config.rms_norm_eps
@@ -96,7 +97,7 @@ def with_prediction_layer(hf, seed, steps, centred, zeroed):
         if zeroed:
             read = torch.cat([torch.zeros_like(read[:, :1]), read[:, 1:]], 1)
         parts = rms(read, norms[0], eps), rms(states[:, :-1], norms[1], eps)
-        x = torch.cat(parts, -1) @ fuse.T
+        x = torch.cat(parts[::-1] if naming == "mimo" else parts, -1) @ fuse.T
         position = torch.arange(x.shape[1])[None]
         mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)[None, None]
         rotary = hf.model.rotary_emb(x, position)
@@ -109,7 +110,7 @@ def with_prediction_layer(hf, seed, steps, centred, zeroed):
     learn([*hf.parameters(), *made.parameters(), *norms, fuse], loss_of, seed, steps)
     hf.eval()
     made.eval()
-    stored = [norm.detach() - float(centred) for norm in norms]
+    stored = [norm.detach() - float(naming == "qwen3-next") for norm in norms]
     return made, *stored, fuse.detach()
 
 
