@@ -9,6 +9,7 @@ from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
 from forerun.serve.app import HONOURED, create_app
 from forerun.serve.bodies.fields import body_schema, integer, items, mapping, number, read, text
+from forerun.serve.dialects.llama.embeddings import LlamaEmbeddingBody
 from forerun.serve.openapi import BODIES, document
 from tests.cli.toys import toy_loaded
 
@@ -44,6 +45,9 @@ def test_what_is_asked_without_a_body_answers_in_the_type_that_is_told():
     assert asked > 15
 
 
+NOT_NULL = {"not": {"type": "null"}}
+
+
 @pytest.mark.parametrize("kind", BODIES.values(), ids=BODIES)
 def test_a_body_forbids_what_nobody_declared_and_needs_what_is_needed(kind):
     schema = body_schema(kind)
@@ -57,6 +61,19 @@ def test_a_body_forbids_what_nobody_declared_and_needs_what_is_needed(kind):
             with pytest.raises(RequestError) as caught:
                 read(kind, {name: 1})
             assert caught.value.field == name
+
+
+def test_a_needed_field_with_two_names_is_needed_by_either():
+    schema = body_schema(LlamaEmbeddingBody)
+    assert "required" not in schema
+    ((either,),) = (rule.values() for rule in schema["allOf"])
+    assert [one["required"] for one in either] == [["content"], ["input"]]
+    assert all(one["properties"] == {one["required"][0]: NOT_NULL} for one in either)
+    for name in ("content", "input"):
+        assert {"type": "null"} in schema["properties"][name]["anyOf"]
+        read(LlamaEmbeddingBody, {"content": None, "input": None, name: "x"})
+    with pytest.raises(RequestError, match="content is missing"):
+        read(LlamaEmbeddingBody, {"input": None})
 
 
 def test_readers_say_their_bounds():

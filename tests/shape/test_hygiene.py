@@ -32,8 +32,8 @@ LAZY = {
     "forerun/serve/app.py",
 }
 """Files whose functions may import what is optional or slow: an executor is loaded only when
-chosen, a server's own code when its engine's process has begun, torch where `doctor`, `eval` and `train`
-look at it or a GPU is there, jax where a TPU is, Triton on CUDA, matplotlib for a picture,
+chosen, a server's own code when its engine's process has begun, torch where `doctor`, `eval` and
+`train` look at it or a GPU is there, jax where a TPU is, Triton on CUDA, matplotlib for a picture,
 OpenTelemetry where traces are wanted, the hub's client where a model is fetched.
 """
 

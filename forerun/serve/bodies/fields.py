@@ -87,18 +87,19 @@ def body_schema(kind: type[Any]) -> Schema:
     for required fields.
     """
     properties, needed = {}, []
+    renamed: dict[str, str] = getattr(kind, "renamed", {})
     for item in dataclasses.fields(kind):
         found = schema_of(item.metadata["reader"])
         if item.default is dataclasses.MISSING:
             needed.append(item.name)
-        elif found:
+        if found and (item.default is not dataclasses.MISSING or item.name in renamed.values()):
             found = {"anyOf": [found, {"type": "null"}]}
         if item.metadata.get("ignored"):
             found = {**found, "description": "Ignored: it has no effect here."}
         properties[item.name] = found
     for name, why in getattr(kind, "refused", {}).items():
         properties[name] = {"enum": [None, *_UNSET], "description": f"Not supported: {why}."}
-    for name, own in getattr(kind, "renamed", {}).items():
+    for name, own in renamed.items():
         properties[name] = {**properties[own], "description": f"Another name for {own}."}
     schema = {
         "type": "object",
@@ -108,7 +109,22 @@ def body_schema(kind: type[Any]) -> Schema:
     # A dataclass without a docstring gets its signature for one.
     if kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}("):
         schema["description"] = " ".join(kind.__doc__.split())
-    return schema | ({"required": needed} if needed else {})
+    single = [name for name in needed if name not in renamed.values()]
+    either = [
+        {"anyOf": [_given(each) for each in (name, *_other_names(name, renamed))]}
+        for name in needed
+        if name not in single
+    ]
+    return schema | ({"required": single} if single else {}) | ({"allOf": either} if either else {})
+
+
+def _other_names(name: str, renamed: dict[str, str]) -> list[str]:
+    return [other for other, own in renamed.items() if own == name]
+
+
+def _given(name: str) -> Schema:
+    """Return the schema of objects that have a field, and not as null."""
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
 def accept(reader: Reader, default: Any = None) -> Any:

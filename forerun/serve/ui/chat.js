@@ -25,6 +25,8 @@ const KEEP_EVERY = 1000;
 /** The id of the conversation that the address names; null where it names none. */
 const addressed = () => /^#chat\/(.+)$/.exec(location.hash)?.[1] ?? null;
 
+const ELSEWHERE = "The conversation of this address is not in this browser.";
+
 const newId = () => crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
 
 export class Chat {
@@ -76,14 +78,15 @@ export class Chat {
     const last = this.all.find((one) => one.id === (wanted ?? load("open", null))) ?? this.all[0];
     if (last) this.select(last, true);
     else this.begin();
-    if (wanted && wanted !== last?.id) this.#hint("The conversation of this address is not in this browser.");
+    if (wanted && wanted !== last?.id) this.#hint(ELSEWHERE);
   }
 
   /** Show the conversation that the address names, as after going back. */
   visit() {
-    const found = this.all?.find((one) => one.id === addressed());
+    const wanted = addressed(), found = this.all?.find((one) => one.id === wanted);
     if (found && found !== this.current) this.select(found, true);
     else if (this.all) this.#address(true);
+    if (this.all && wanted && !found) this.#hint(ELSEWHERE);
   }
 
   /** Have the address name the open conversation, once it is kept; in place of the last one, or as a step to go back from. */
