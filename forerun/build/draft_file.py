@@ -13,6 +13,7 @@ from forerun.checkpoints.shard import QUANTISED
 from forerun.drafts.assistant import Assistant, holds_assistant, open_assistant
 from forerun.drafts.block_folder import BlockFile, holds_block, open_block
 from forerun.drafts.eagle_folder import DraftFile, open_draft
+from forerun.drafts.gguf_block import holds_block_file, open_block_file
 from forerun.drafts.gguf_prediction import holds_layers_alone, open_layers_alone
 from forerun.drafts.prediction_folder import holds_prediction, open_prediction
 from forerun.drafts.prediction_layers import PredictionLayers
@@ -41,9 +42,9 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
             f"speculative-algorithm is {method.name}, but {folder} holds no assistant of Gemma 4; "
             "leave the algorithm out, and the draft decides it."
         )
-    alone = holds_layers_alone(folder)
-    held = not alone and holds_block(folder)
-    if alone or holds_prediction(folder):
+    alone, in_file = holds_layers_alone(folder), holds_block_file(folder)
+    held = in_file or (not alone and holds_block(folder))
+    if alone or (not in_file and holds_prediction(folder)):
         if method.kind != "layers" and method.name not in ("EAGLE", "AUTO"):
             raise ConfigError(
                 f"speculative-algorithm is {method.name}, but {folder} holds prediction layers; "
@@ -67,7 +68,7 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
             "EAGLE for a draft head."
         )
     if held:
-        return open_block(folder, arch)
+        return open_block_file(folder, arch) if in_file else open_block(folder, arch)
     head = open_draft(folder, arch)
     if method.name == "EAGLE3" and head.head.algorithm != "eagle3":
         raise ConfigError(

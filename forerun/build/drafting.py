@@ -20,6 +20,7 @@ from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafts.assistant import Assistant, holds_assistant
+from forerun.drafts.gguf_block import holds_block_file
 from forerun.drafts.gguf_prediction import holds_layers_alone, open_in_gguf
 from forerun.drafts.ngram_table import FILE as TABLE
 from forerun.drafts.ngram_table import NgramTable, read_ngram_table
@@ -107,7 +108,7 @@ def _automatic(config: EngineConfig, layered: bool) -> str:
     opened first.
     """
     named = config.speculative_draft_model_path
-    if named is not None and named.endswith(".gguf"):
+    if named is not None and named.endswith(".gguf") and not holds_block_file(Path(named)):
         return meant(config, "STANDALONE")
     own = layered and named is None and config.executor in ("cpu", "torch")
     return meant(config, "NEXTN") if own else AUTO
@@ -346,11 +347,11 @@ def _deep_enough(config: EngineConfig, layers: PredictionLayers) -> PredictionLa
 
 
 def _folder(named: str, revision: str | None) -> Path:
-    """Return the draft's folder, or the file of an assistant or of prediction layers; fetches one
-    named by its hub id. Raises ModelError.
+    """Return the draft's folder, or the file of an assistant, of prediction layers or of a block
+    drafter; fetches one named by its hub id. Raises ModelError.
     """
     folder = Path(named)
-    if holds_assistant(folder) or holds_layers_alone(folder):
+    if holds_assistant(folder) or holds_layers_alone(folder) or holds_block_file(folder):
         return folder
     if named and folder.is_dir():
         return _trained(folder)

@@ -97,7 +97,7 @@ def open_block(folder: Path, target: Architecture) -> BlockFile:
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
     head.check_against(target, str(folder))
-    _check_tensors(head, shapes, folder)
+    check_tensors(head, shapes, folder)
     ids = mapped_ids(head.vocab, head.target_vocab, files, folder)
     block_file = BlockFile(folder, head, ids, tuple(warnings), files)
     for name in expected_block_tensors(head):
@@ -371,7 +371,7 @@ def _warnings(config: dict[str, Any], head: BlockHead, target: Architecture) -> 
     return warnings
 
 
-def _check_tensors(head: BlockHead, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+def check_tensors(head: BlockHead, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
     """Raise ModelError naming every missing, unexpected or wrongly shaped tensor."""
     expected = expected_block_tensors(head)
     faults = [f"missing {name}" for name in expected if name not in shapes]

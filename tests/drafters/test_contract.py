@@ -25,6 +25,7 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import complete
 from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.drafters import deferred_extend
+from forerun.drafts.block_folder import open_block
 from forerun.errors import ConfigError, EngineError, ModelError
 from forerun.executors import cpu, feature_ring
 from forerun.executors.jax import JaxBlockModel
@@ -41,7 +42,7 @@ from tests.drafters.served import PROMPTS, Cells, asked, settings
 from tests.drafters.toys import ToyCell
 from tests.drafters.watched import Noted, Partly, Told, begun
 from tests.models import tiny
-from tests.parity.blocks import PAIRED, SELECTING, VARIANTS, random_block
+from tests.parity.blocks import PAIRED, SELECTING, VARIANTS, in_gguf, random_block
 
 JAX = {"max_sequences": 2, "context": 96, "kv_tokens": 256}
 PADS = "rows", "nodes", "chunks"
@@ -699,9 +700,14 @@ def test_auto_has_n_grams_beside_a_whole_model_on_a_cpu(kinds, executor, name):
         *(pytest.param(name, "cpu", marks=NO_CORE) for name in ("DFLASH", "AUTO")),
     ],
 )
-def test_a_folder_with_a_block_drafter_is_served(kinds, algorithm, executor):
-    """By its name and by AUTO, which has n-grams beside it on a CPU; the start says what drafts."""
+def test_a_block_drafter_is_served(kinds, tmp_path, algorithm, executor):
+    """By its name, and by AUTO, which has n-grams beside it on a CPU, from a GGUF file; the start
+    says what drafts.
+    """
     kind = replace(kinds["DFLASH, both ways"], method=algorithm)
+    if algorithm == "AUTO":
+        draft = open_block(kind.draft, FolderCheckpoint(kind.model).architecture)
+        kind = replace(kind, draft=in_gguf(draft, tmp_path / "x.gguf"))
     meant = "DFLASH+NGRAM" if algorithm == "AUTO" else "DFLASH"
     loaded = load(settings(kind, executor, speculative_num_steps=None))
     try:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import gguf
 import numpy as np
 import torch
 
@@ -82,6 +83,61 @@ def random_block(arch, folder, seed=1, **changes):
     draft = open_block(folder, arch)
     assert draft.head == head
     return draft
+
+
+GGUF_NAMES = {
+    "fc.": "fc.", "hidden_norm.": "enc.output_norm.", "norm.": "output_norm.",
+    "embed_tokens.": "token_embd.", "lm_head.": "output.", "markov_head.": "",
+    "confidence_head.proj.": "conf_proj.", "input_layernorm.": "attn_norm.",
+    "post_attention_layernorm.": "ffn_norm.", "self_attn.o_proj.": "attn_output.",
+    "self_attn.q_norm.": "attn_q_norm.", "self_attn.k_norm.": "attn_k_norm.",
+    **{f"self_attn.{part}_proj.": f"attn_{part}." for part in "qkv"},
+    **{f"mlp.{part}_proj.": f"ffn_{part}." for part in ("gate", "up", "down")},
+}  # fmt: skip
+
+
+def in_gguf(draft, path, metadata=None, extra=None):
+    """A drafter's file as llama.cpp's converter writes it.
+
+    metadata  keys to set or, with None, to leave out; extra  more tensors
+    """
+    head, writer = draft.head, gguf.GGUFWriter(path, "dflash")
+    writer.add_block_count(head.layers)
+    writer.add_context_length(head.context)
+    writer.add_embedding_length(head.hidden)
+    writer.add_feed_forward_length(head.ffn)
+    writer.add_head_count(head.heads)
+    writer.add_head_count_kv(head.kv_heads)
+    writer.add_key_length(head.head_size)
+    writer.add_value_length(head.head_size)
+    writer.add_layer_norm_rms_eps(head.norm_eps)
+    writer.add_rope_freq_base(head.rope.theta)
+    known = {
+        "dflash.block_size": head.places,
+        "dflash.target_layers": list(head.features),
+        "dflash.sample_from_anchor": head.anchored,
+        "dflash.attention.causal": head.causal,
+        "tokenizer.ggml.mask_token_id": head.mask,
+    }
+    for key, value in (known | (metadata or {})).items():
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    arrays = {name: tensor.numpy() for name, tensor in in_file(draft).items()} | (extra or {})
+    if head.vocab != head.target_vocab:
+        arrays["d2t"] = draft.target_ids.astype(np.int64) - np.arange(head.vocab)
+    for name, array in arrays.items():
+        prefix, layer, rest = "", "", name
+        if name.startswith("layers."):
+            prefix, layer, rest = name.split(".", 2)
+            prefix = "blk."
+        begin = next((each for each in GGUF_NAMES if rest.startswith(each)), "")
+        stored = GGUF_NAMES.get(begin, "") + rest.removeprefix(begin)
+        writer.add_tensor(f"{prefix}{layer}{'.' * bool(layer)}{stored}", array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def as_dspark(head, folder):

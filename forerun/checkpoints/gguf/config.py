@@ -145,7 +145,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     keys.require("vocab_size", sizes.vocab)
     gemma = _GEMMAS.get(family)
     if fourth:
-        layers = gemma4_layers(keys, sizes, file, _scaling(keys, sizes.context, file))
+        layers = gemma4_layers(keys, sizes, file, scaling_of(keys, sizes.context, file))
     else:
         keys.require("attention.value_length", latent.rank if latent else sizes.head_size)
         own = _gemma(keys, sizes, file, gemma) if gemma else None
@@ -172,7 +172,7 @@ def architecture_of(file: GgufFile) -> Architecture:
         else None,
         logit_scale=1 / _factor(keys, family, "logit_scale"),
     )
-    keys.refuse_the_rest(_harmless)
+    keys.refuse_the_rest(harmless)
     return arch
 
 
@@ -204,12 +204,12 @@ def assistant_of(file: GgufFile) -> tuple[Architecture, int]:
         vocab=sizes.vocab,
         context=sizes.context,
         norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
-        layer_specs=gemma4_layers(keys, sizes, file, _scaling(keys, sizes.context, file)),
+        layer_specs=gemma4_layers(keys, sizes, file, scaling_of(keys, sizes.context, file)),
         tied_head="output.weight" not in file.tensors,
     )
     hidden = keys.integer("embedding_length_out")
     keys.get("final_logit_softcapping")  # Its logits are not softened, as in llama.cpp.
-    keys.refuse_the_rest(_harmless)
+    keys.refuse_the_rest(harmless)
     return arch, hidden
 
 
@@ -321,11 +321,11 @@ def _rope(
     head.
     """
     if latent is not None:
-        return latent_rope(keys, latent, _scaling(keys, sizes.context, file))
+        return latent_rope(keys, latent, scaling_of(keys, sizes.context, file))
     rotated = keys.integer("rope.dimension_count", sizes.head_size)
     if rotated != sizes.head_size and family not in _PARTLY_TURNED:
         raise keys.unfit("rope.dimension_count", rotated, f"{sizes.head_size} to run here")
-    theta, scaling = keys.real("rope.freq_base", 10000.0), _scaling(keys, sizes.context, file)
+    theta, scaling = keys.real("rope.freq_base", 10000.0), scaling_of(keys, sizes.context, file)
     return Rope(theta, scaling, None if rotated == sizes.head_size else rotated)
 
 
@@ -338,7 +338,7 @@ def _gemma(
     scale = ((sizes.hidden // sizes.heads) if large else sizes.head_size) ** -0.5
     keys.require("attention.sliding_window_pattern", about.pattern)
     cap = _cap(keys, "attn_logit_softcapping", about.score_cap) if about.score_cap else None
-    rope = Rope(keys.real("rope.freq_base", about.theta), _scaling(keys, sizes.context, file))
+    rope = Rope(keys.real("rope.freq_base", about.theta), scaling_of(keys, sizes.context, file))
     whole = LayerSpec(
         AttentionSpec(scale, softcap=cap),
         rope,
@@ -387,7 +387,7 @@ def _vocab(file: GgufFile) -> int:
     return embedding.shape[0]
 
 
-def _scaling(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
+def scaling_of(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
     """Return how the context was stretched.
 
     llama.cpp multiplies YaRN's own attention factor by `attn_factor`; Llama 3's bands come as
@@ -429,7 +429,7 @@ def _divisors(file: GgufFile, name: str) -> tuple[float, ...]:
     return tuple(file.floats(name).tolist())
 
 
-def _harmless(name: str, value: Value) -> bool:
+def harmless(name: str, value: Value) -> bool:
     """Zero and False switch nothing on, but causal attention off; some keys have other values that
     change nothing.
     """

@@ -24,6 +24,9 @@ from forerun.checkpoints.mapped import (
 )
 from forerun.errors import ModelError
 
+DRAFT_IDS = "d2t"
+"""The only tensor that may hold whole numbers: a draft's offsets to target ids."""
+
 Value = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
 """A metadata value."""
 
@@ -265,7 +268,7 @@ def _storage(name: str, number: int) -> tuple[str, int, int]:
         kind = GGMLQuantizationType(number)
     except ValueError:
         raise UnsupportedError(f"tensor {name!r} has the unknown storage type {number}") from None
-    if not _readable(kind):
+    if not _readable(kind) and not (name == DRAFT_IDS and kind.name in ("I32", "I64")):
         raise UnsupportedError(f"tensor {name!r} is stored as {kind.name}, which cannot be read")
     block, block_bytes = GGML_QUANT_SIZES[kind]
     return kind.name, block, block_bytes

@@ -1,0 +1,165 @@
+"""Block drafters in GGUF files, by llama.cpp's names (dflash): DFlash and JetSpec, and DSpark with
+the vanilla rule, which its tensors alone say. `target_layers` counts as BlockHead.features does.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from forerun.checkpoints.gguf.config import harmless, scaling_of
+from forerun.checkpoints.gguf.header import DRAFT_IDS, GgufFile, declared
+from forerun.checkpoints.gguf.parts import read_gguf
+from forerun.drafts.block_config import BlockHead, expected_block_tensors
+from forerun.drafts.block_folder import BlockFile, check_tensors
+from forerun.drafts.eagle_folder import mapped_ids
+from forerun.errors import ModelError
+from forerun.networks.arch import Architecture
+from forerun.networks.keys import Keys
+from forerun.networks.rope import Rope
+
+ARCHITECTURE = "dflash"
+_MASK = "tokenizer.ggml.mask_token_id"
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_W1, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+_NAMES = {
+    "fc.weight": "fc.weight",
+    "enc.output_norm.weight": "hidden_norm.weight",
+    "output_norm.weight": "norm.weight",
+    _EMBEDDING: "embed_tokens.weight",
+    _HEAD: "lm_head.weight",
+    DRAFT_IDS: "d2t",
+    _W1: "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+    _CONFIDENCE: "confidence_head.proj.weight",
+    "conf_proj.bias": "confidence_head.proj.bias",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""Names in the file and canonical ones; `blk.N.` is `layers.N.`."""
+
+
+def holds_block_file(path: Path) -> bool:
+    """Return whether a path is that of a block drafter's GGUF file; False if it cannot be read."""
+    if path.suffix != ".gguf" or not path.is_file():
+        return False
+    try:
+        return declared(path, "general.architecture") == ARCHITECTURE
+    except ModelError:
+        return False
+
+
+def open_block_file(path: Path, target: Architecture) -> BlockFile:
+    """Read a block drafter for `target`. Raises ModelError: damaged, incomplete, not for this
+    target, or of a kind that is not built; keys and tensors in the way are named.
+    """
+    file = read_gguf(path)
+    files = {_canonical(name): (file, name) for name in file.tensors}
+    try:
+        head = _describe(file, target)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    head.check_against(target, str(path))
+    shapes = {name: file.tensors[stored].shape for name, (_, stored) in files.items()}
+    check_tensors(head, shapes, path)
+    ids = mapped_ids(head.vocab, head.target_vocab, files, path)
+    opened = BlockFile(path, head, ids, (), files)
+    for name in expected_block_tensors(head):
+        if name != "d2t":
+            opened.tensor(name)
+    return opened
+
+
+def _canonical(stored: str) -> str:
+    match = _LAYER.fullmatch(stored)
+    if match is not None and match[2] in _IN_LAYER:
+        return f"layers.{match[1]}.{_IN_LAYER[match[2]]}.weight"
+    return _NAMES.get(stored, stored)
+
+
+def _describe(file: GgufFile, target: Architecture) -> BlockHead:
+    """Return the drafter that metadata and tensors describe."""
+    prefix, shapes = f"{ARCHITECTURE}.", {n: each.shape for n, each in file.tensors.items()}
+    within = {n: value for n, value in file.metadata.items() if n.startswith(prefix)}
+    keys = Keys({n.removeprefix(prefix): value for n, value in within.items()}, prefix)
+    mask = file.metadata.get(_MASK)
+    if type(mask) is not int:
+        raise ModelError(f"{_MASK} is {mask!r}; it must be the mask's token id")
+    if _W1 in shapes and not keys.has("sample_from_anchor"):
+        raise ModelError(
+            f"{prefix}sample_from_anchor is missing: with {_W1} the first token may be predicted "
+            "at the anchor (true) or behind it (false)"
+        )
+    hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    size = keys.integer("attention.key_length", hidden // max(heads, 1))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        keys.require(name, size)
+    vocab = keys.integer("vocab_size", target.vocab)
+    context = keys.integer("context_length", target.context)
+    layers = keys.integer("block_count")
+    drafted = shapes.get(_HEAD) or shapes.get(DRAFT_IDS) or (vocab,)
+    head = BlockHead(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=keys.integer("attention.head_count_kv", heads),
+        head_size=size,
+        ffn=keys.integer("feed_forward_length"),
+        vocab=drafted[0],
+        target_vocab=vocab,
+        target_hidden=target.hidden,
+        norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
+        rope=Rope(keys.real("rope.freq_base", 10000.0), scaling_of(keys, context, file)),
+        context=context,
+        features=_features(keys),
+        places=keys.integer("block_size"),
+        mask=mask,
+        anchored=keys.flag("sample_from_anchor", False),
+        causal=keys.flag("attention.causal", False),
+        qk_norm="blk.0.attn_q_norm.weight" in shapes,
+        own_embedding=_EMBEDDING in shapes,
+        own_head=_HEAD in shapes,
+        pair="vanilla" if _W1 in shapes else "",
+        rank=shapes[_W1][-1] if _W1 in shapes else 0,
+        confidence=shapes[_CONFIDENCE][-1] if _CONFIDENCE in shapes else 0,
+        windows=_windows(keys, layers),
+    )
+    if not 2 <= head.places <= 1024:
+        raise keys.unfit("block_size", head.places, "2 to 1024")
+    keys.refuse_the_rest(harmless)
+    return head
+
+
+def _features(keys: Keys) -> tuple[int, ...]:
+    """Return the layers whose inputs are read, which are required."""
+    found: Any = keys.get("target_layers")
+    if not isinstance(found, list) or not found or any(type(each) is not int for each in found):
+        raise keys.unfit("target_layers", found, "a list of layers")
+    return tuple(found)
+
+
+def _windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
+    """Return each layer's window; () if none has any."""
+    window = keys.integer("attention.sliding_window", 0)
+    slides: Any = keys.get("attention.sliding_window_pattern", [False] * layers)
+    named = isinstance(slides, list) and all(type(each) is bool for each in slides)
+    if not named or len(slides) != layers or (window and True not in slides):
+        raise keys.unfit(
+            "attention.sliding_window_pattern", slides, f"{layers} times true or false"
+        )
+    if True not in slides:
+        return ()
+    if window < 1:
+        raise keys.unfit("attention.sliding_window", window, "1 or more")
+    return tuple(window if slide else None for slide in slides)
