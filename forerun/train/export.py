@@ -210,8 +210,18 @@ def _config(head: BlockHead, layers: int) -> dict[str, Any]:
         **rope_keys(head.rope),
         "vocab_size": head.target_vocab,
     }
-    if head.anchored:
-        config["sample_from_anchor"] = True
+    dspark = head.algorithm == "dspark"
+    if head.anchored or dspark:
+        config["sample_from_anchor"] = head.anchored
+    if dspark:
+        config["architectures"] = ["DSparkDraftModel"]
+        config["dflash_config"] |= {
+            "projector_type": "dspark",
+            "markov_rank": head.rank,
+            "markov_head_type": head.pair,
+            "enable_confidence_head": head.confidence > 0,
+            "confidence_head_with_markov": head.confidence > head.hidden,
+        }
     if head.vocab != head.target_vocab:
         config["draft_vocab_size"] = head.vocab
     return config

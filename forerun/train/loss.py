@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from forerun.executors.torch.decoder.elementwise import Rotary, rotation
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.executors.torch.drafts.draft_layer import TrainedHeads
+from forerun.train.pairs import PairedDrafter
 from forerun.train.unroll import Unrollable, Unrolling, turns, unrolled
 
 
@@ -102,20 +103,29 @@ class DraftVocabulary:
 class _FusedCrossEntropy(torch.autograd.Function):
     """Soft cross-entropy summed over rows, chunk by chunk, so that logits are never all alive.
 
-    Forward also computes the gradient: with the output head frozen, only the rows it reads
-    have one. Returns (loss sum, hits): how often the draft's argmax is the target's.
+    Forward also computes the gradient: the output head is frozen, but for columns at its end.
+    Returns (loss sum, right): where the draft's argmax is the target's.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, read: Tensor, weight: Tensor, teacher: Teacher, at: Tensor, choice: Tensor
+        ctx: Any,
+        read: Tensor,
+        weight: Tensor,
+        teacher: Teacher,
+        at: Tensor,
+        choice: Tensor,
+        after: Tensor | None = None,
     ) -> Any:
-        """Read [R,H] grad; weight [Vd,H] draft head; at int64[R] the teacher's positions;
-        choice int64[R] the target's draft id, or -1 for a row that is in no loss.
+        """Read [R,H] grad, or [R,H+r]; weight [Vd,H] draft head; at int64[R] the teacher's
+        positions; choice int64[R] the target's draft id, or -1 for a row that is in no loss; after
+        [Vd,r] grad, further columns of the head.
         """
-        total = read.new_zeros((), dtype=torch.float32)
-        hits = torch.zeros((), dtype=torch.int64, device=read.device)
+        total, width = read.new_zeros((), dtype=torch.float32), weight.shape[1]
+        right = torch.zeros(len(read), dtype=torch.bool, device=read.device)
         gradient = torch.empty_like(read)
+        of_after = None if after is None else torch.zeros_like(after)
+        weight = weight if after is None else torch.cat([weight, after], 1)
         # On the CPU a chunk should stay in its caches.
         chunk = max(1, (1 << (21 if read.device.type == "cpu" else 25)) // len(weight))
         for begin in range(0, len(read), chunk):
@@ -124,7 +134,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             top = logits.amax(-1, keepdim=True)
             best = logits.gather(1, choice[part, None].clamp_min(0)) == top
             inside = choice[part, None] >= 0
-            hits += (best & inside).sum()
+            right[part] = (best & inside).flatten()
             ids, chance = teacher.at(at[part])
             expected = chance * (logits if ids is None else logits.gather(1, ids))
             slope = logits.sub_(top).exp_()
@@ -136,21 +146,25 @@ class _FusedCrossEntropy(torch.autograd.Function):
             else:
                 slope.scatter_add_(1, ids, chance * -sums)
             gradient[part] = (slope.to(read.dtype) @ weight) * (inside / sums)
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(hits)
-        return total, hits
+            if of_after is not None:
+                of_after += (slope * (inside / sums)).to(read.dtype).T @ read[part, width:]
+        ctx.save_for_backward(gradient, of_after)
+        ctx.mark_non_differentiable(right)
+        return total, right
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return d loss / d read."""
-        (gradient,) = ctx.saved_tensors
-        return gradient * grads[0].to(gradient.dtype), None, None, None, None
+        """Return d loss / d read, and after."""
+        gradient, of_after = ctx.saved_tensors
+        scale = grads[0].to(gradient.dtype)
+        of_after = None if of_after is None else of_after * scale
+        return gradient * scale, None, None, None, None, of_after
 
 
-summed_loss: Callable[[Tensor, Tensor, Teacher, Tensor, Tensor], tuple[Tensor, Tensor]] = (
-    _FusedCrossEntropy.apply
-)
-"""(read, weight, teacher, at, choice) as in _FusedCrossEntropy -> loss sum and hits."""
+summed_loss: Callable[
+    [Tensor, Tensor, Teacher, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
+] = _FusedCrossEntropy.apply
+"""(read, weight, teacher, at, choice, after) as in _FusedCrossEntropy -> loss sum and right."""
 
 
 @dataclass(frozen=True)
@@ -223,15 +237,16 @@ def step_loss(
     if read.device.type == "cpu":  # Elsewhere to leave rows out would wait for the device.
         rows, teachers, choice = (x[reachable] for x in (rows, teachers, choice))
         reachable = reachable[reachable]
-    loss, hits = summed_loss(
+    loss, right = summed_loss(
         read.index_select(0, rows),
         weight,
         batch.teacher,
         teachers,
         torch.where(reachable, choice, -1),
+        None,
     )
     loss = loss / reachable.sum().clamp_min(1)
-    return loss, StepScore(loss.detach(), hits, count)
+    return loss, StepScore(loss.detach(), right.sum(), count)
 
 
 def simulated_length(accuracies: list[float]) -> float:
@@ -281,12 +296,10 @@ class BlockPlan:
 
     anchors  blocks of a text in one step
     decay    weight of each further draft token
-    judging  hits are counted, which trains nothing and costs the output head once more
     """
 
     anchors: int
     decay: float = 1.0
-    judging: bool = False
 
 
 def block_loss(
@@ -301,12 +314,14 @@ def block_loss(
     scalar with a gradient, and each draft token's score.
 
     embed  [V,H] the target's embedding
-    plan   blocks per text, decay, and whether hits are counted
+    plan   blocks per text, and decay
     seed   draws the blocks
 
     A score's hits of its rows are blocks that are right up to here, of those that were right
     before: so `simulated_length` of their quotients is the mean length of a chain. Where the
     target's choice lies outside of the draft vocabulary, a draft token is wrong and in no loss.
+    A drafter with tables (PairedDrafter) reads the text's own token above; the loss of its
+    confidence is added likewise.
     """
     device = batch.tokens.device
     chosen = Anchors.drawn(batch.wanted, plan.anchors, seed)
@@ -327,18 +342,21 @@ def block_loss(
         flat = (row + teacher)[real]
         choice = vocabulary.draft_ids[batch.choice.flatten()[flat]]
         reachable = choice >= 0
-        states = read[:, :, step][real]
-        loss, _ = summed_loss(
-            states[reachable], weight, batch.teacher, flat[reachable], choice[reachable]
-        )
-        loss = loss / reachable.sum().clamp_min(1)
+        states, flat, after = read[:, :, step][real][reachable], flat[reachable], None
+        if isinstance(drafter, PairedDrafter):
+            above = drafter.above(batch.tokens.flatten()[flat]).to(states.dtype)
+            states, after = torch.cat([states, above], -1), drafter.markov_head.markov_w2.weight
+        loss, hit = summed_loss(states, weight, batch.teacher, flat, choice[reachable], after)
+        count = reachable.sum().clamp_min(1)
+        if isinstance(drafter, PairedDrafter):
+            total = total + plan.decay**step * drafter.unsure(states, hit) / count
+        loss = loss / count
         total = total + plan.decay**step * loss
         alive = alive & real
         before = int(alive.sum())
-        if plan.judging:
-            right = torch.zeros_like(real)
-            right[real] = (states.detach() @ weight.T).argmax(-1) == choice
-            alive = alive & right
+        right = torch.zeros_like(real)
+        right[real] = torch.zeros_like(reachable).masked_scatter(reachable, hit)
+        alive = alive & right
         scores.append(StepScore(loss.detach(), alive.sum(), before))
     return total, scores
 

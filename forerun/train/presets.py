@@ -78,6 +78,13 @@ class TrainConfig:
         "a place of a block sees those before it only, and the root predicts too; else all see "
         "all, and the masks alone predict (DFlash)",
     )
+    block_rank: int = option(
+        0,
+        "rank of the table by which a block drafter's tokens depend on the one above, with a "
+        "confidence beside it (DSpark; 0 = neither)",
+        low=0,
+        high=4096,
+    )
     train_device: str = option("cpu", "torch device that trains")
     train_bfloat16: bool = option(
         False,
@@ -106,7 +113,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "start_from": ("eagle3", "eagle"),
     "feature_noise": ("eagle",),
     **dict.fromkeys(
-        ("block_layers", "block_features", "block_anchors", "block_causal"), ("block",)
+        ("block_layers", "block_features", "block_anchors", "block_causal", "block_rank"),
+        ("block",),
     ),
 }
 """The methods that an option is for; all, where it is not named here."""

@@ -20,6 +20,7 @@ from forerun.train.features import ReadsFeatures
 from forerun.train.init import calibrate, start_block, start_from_draft, start_from_target
 from forerun.train.loop import LossOf, TrainingRun, unrolled_loss
 from forerun.train.loss import BlockPlan, StepScore, TrainingBatch, block_loss
+from forerun.train.pairs import PairedDrafter
 from forerun.train.prediction import (
     PredictionLayer,
     PredictionSpec,
@@ -147,6 +148,9 @@ def block_for(target: Architecture, vocab: int, config: TrainConfig) -> BlockHea
         causal=config.block_causal,
         qk_norm=False,
         own_mask=True,
+        pair="vanilla" if config.block_rank else "",
+        rank=config.block_rank,
+        confidence=(target.hidden + config.block_rank) if config.block_rank else 0,
     )
 
 
@@ -158,12 +162,12 @@ def block_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Stu
     about = block_for(target, len(ids), config)
     about.check_against(target, "train")
     torch.manual_seed(config.seed)
-    drafter = BlockDrafter(about)
+    drafter = PairedDrafter(about) if about.pair else BlockDrafter(about)
 
     def loss_of(
         trial: TrainingRun, batch: TrainingBatch, seed: int, judging: bool
     ) -> tuple[Tensor, list[StepScore]]:
-        plan = BlockPlan(config.block_anchors, config.decay, judging)
+        plan = BlockPlan(config.block_anchors, config.decay)
         return block_loss(drafter, batch, trial.embed, trial.vocabulary, plan, seed)
 
     def begin(trial: TrainingRun, first: TrainingBatch) -> None:

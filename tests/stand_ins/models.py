@@ -7,26 +7,22 @@ made = stand_in("NEXTN of glm4_moe", seed=0)
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.prediction_naming import ZEROED
 from forerun.cli.main import main
-from forerun.drafts.block_folder import open_block
 from tests.drafters.assistants import beside
 from tests.drafters.prediction import with_layers
 from tests.models import tiny
-from tests.parity.blocks import as_dspark
 from tests.stand_ins import train
 from tests.stand_ins.chats import VOCAB, chats, split, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "build" / "stand-ins"
-STEPS, RANK = 800, 16
+STEPS = 800
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
     "head_dim": 32, "max_position_embeddings": 512,
@@ -116,20 +112,10 @@ def eagle(_: str, seed: int) -> StandIn:
 
 
 def dspark(_: str, seed: int) -> StandIn:
-    """A block drafter, and tables that choose a token by the one above it."""
-    model = llama(seed)
-
-    def make(folder: Path) -> None:
-        learnt(model, folder, seed, "--method block --steps 4 --draft-vocab 1024")
-        draft = open_block(folder / "draft", FolderCheckpoint(model).architecture)
-        tables = train.pair_tables(model, folder, RANK)
-        file = folder / "draft" / "model.safetensors"
-        save_file(load_file(file) | {name: each.bfloat16() for name, each in tables.items()}, file)
-        sure = draft.head.hidden + RANK
-        about = replace(draft.head, pair="vanilla", rank=RANK, confidence=sure)
-        as_dspark(about, folder / "draft")
-
-    return StandIn("DFLASH", model, kept("dspark", seed, make) / "draft")
+    """A block drafter, with tables that choose a token by the one above it."""
+    model, how = llama(seed), "--method block --steps 4 --draft-vocab 1024 --block-rank 16"
+    folder = kept("dspark", seed, lambda to: learnt(model, to, seed, how))
+    return StandIn("DFLASH", model, folder / "draft")
 
 
 def mapped(_: str, seed: int) -> StandIn:

@@ -6,16 +6,8 @@ import math
 
 import numpy as np
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import cross_entropy
 
-from forerun.checkpoints.folder import FolderCheckpoint
-from forerun.drafts.block_folder import open_block
-from forerun.executors.torch.drafts.block import BlockDrafter
-from forerun.train import loss
-from forerun.train.batches import stored_reader
-from forerun.train.corpus import batches as pieces
-from forerun.train.corpus import open_corpus
-from forerun.train.target import embeddings
 from tests.drafters.prediction import rms
 from tests.stand_ins.chats import EOS, split, tokens
 
@@ -153,45 +145,3 @@ def assistant(hf, made, seed, steps):
     made.train()
     learn(made.parameters(), loss_of, seed, steps)
     return made.eval()
-
-
-def pair_tables(model, folder, rank, steps=300):
-    """Train DSpark's tables (vanilla) and its confidence beside the block drafter in folder/draft,
-    which is not changed, on the answers that it was trained on. Returns them by name.
-    """
-    checkpoint = FolderCheckpoint(model)
-    draft = open_block(folder / "draft", checkpoint.architecture)
-    drafter, (embed, rows) = BlockDrafter(draft.head), embeddings(checkpoint)
-    drafter.load_state_dict(
-        {n: torch.from_numpy(draft.tensor(n)) for n, _ in drafter.named_parameters()}
-    )
-    width, corpus = draft.head.hidden, open_corpus(folder / "corpus")
-    read, rows = stored_reader(corpus), rows[torch.from_numpy(draft.target_ids).long()]
-    draft_ids = loss.DraftVocabulary.of(torch.from_numpy(draft.target_ids).long(), embed).draft_ids
-    tables = {
-        "markov_head.markov_w1.weight": torch.randn(draft.head.target_vocab, rank) * 0.1,
-        "markov_head.markov_w2.weight": torch.zeros(draft.head.vocab, rank),
-        "confidence_head.proj.weight": torch.zeros(1, width + rank),
-        "confidence_head.proj.bias": torch.zeros(1),
-    }
-    before, after, weight, bias = (each.requires_grad_() for each in tables.values())
-    optimiser = torch.optim.Adam([before, after, weight, bias], lr=1e-2)
-    for step in range(steps):
-        batch = read(next(pieces(corpus, corpus.training, 512, 1200, step)))
-        anchors = loss.Anchors.drawn(batch.wanted, 16, step)
-        with torch.no_grad():
-            states = loss._read(drafter, batch, embed, anchors)
-        place = anchors.places[:, :, None] + torch.arange(draft.head.depth)
-        flat = batch.tokens.shape[1] - 1
-        ids = batch.tokens.gather(1, (place + 1).clamp(max=flat).flatten(1)).view_as(place)
-        above = batch.tokens.gather(1, place.clamp(max=flat).flatten(1)).view_as(place)
-        real = (place < flat) & anchors.kept[:, :, None] & (draft_ids[ids] >= 0)
-        h, v, wanted = states[real], before[above[real]], draft_ids[ids[real]]
-        logits = h @ rows.T + v @ after.T
-        sure = torch.cat([h, v.detach()], -1) @ weight.T + bias
-        right = (logits.argmax(-1) == wanted).float()[:, None]
-        total = cross_entropy(logits, wanted) + binary_cross_entropy_with_logits(sure, right)
-        optimiser.zero_grad()
-        total.backward()
-        optimiser.step()
-    return {name: each.detach() for name, each in tables.items()}

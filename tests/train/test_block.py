@@ -23,12 +23,14 @@ from forerun.train.loss import (
     LikeliestTargets,
     TrainingBatch,
     block_loss,
+    summed_loss,
 )
+from forerun.train.pairs import PairedDrafter
 from forerun.train.presets import resolve
 from forerun.train.student import block_for
 from tests.drafters.served import answered
 from tests.models import tiny
-from tests.parity.blocks import VARIANTS, dense_block, random_block, streams
+from tests.parity.blocks import PAIRED, VARIANTS, dense_block, random_block, streams
 
 ANCHORS = 6
 
@@ -39,7 +41,7 @@ def hf():
 
 
 def loaded(draft):
-    drafter = BlockDrafter(draft.head)
+    drafter = PairedDrafter(draft.head) if draft.head.pair else BlockDrafter(draft.head)
     weights = {name: torch.from_numpy(np.array(draft.tensor(name)))
                for name, _ in drafter.named_parameters()}  # fmt: skip
     drafter.load_state_dict(weights)
@@ -62,17 +64,19 @@ def batch_of(hf, draft, texts):
     return TrainingBatch(tokens, wanted, features, choice, LikeliestTargets(likely, chance)), hidden
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "DSpark"])
 def test_packed_blocks_are_blocks_one_at_a_time(hf, tmp_path, variant):
-    """Loss and hits of several blocks of several texts, against each block on its own."""
+    """Loss and hits of several blocks of several texts, against each block on its own, whose tokens
+    may depend on the text's own ones above.
+    """
     save = tmp_path / "target"
     arch = FolderCheckpoint(tiny.save_folder(hf, save)).architecture
-    draft = random_block(arch, tmp_path / "draft", **VARIANTS[variant])
+    draft = random_block(arch, tmp_path / "draft", **(VARIANTS | PAIRED)[variant])
     texts = np.random.default_rng(0).integers(3, tiny.VOCAB, (3, 24)).tolist()
     batch, hidden = batch_of(hf, draft, texts)
     head = hf.get_output_embeddings().weight.detach()
     vocabulary = DraftVocabulary.of(torch.from_numpy(draft.target_ids).long(), head)
-    plan = BlockPlan(ANCHORS, 0.5, judging=True)
+    plan = BlockPlan(ANCHORS, 0.5)
     embed = hf.get_input_embeddings().weight.detach()
     total, scores = block_loss(loaded(draft), batch, embed, vocabulary, plan, seed=7)
     chosen, depth = Anchors.drawn(batch.wanted, ANCHORS, 7), draft.head.depth
@@ -82,6 +86,11 @@ def test_packed_blocks_are_blocks_one_at_a_time(hf, tmp_path, variant):
         for place in places:
             assert 11 <= place < 23
             found, alive = dense_block(draft, hf, text[: place + 1], states), True
+            if draft.head.pair:
+                tables = (draft.tensor(f"markov_head.markov_w{n}.weight") for n in (1, 2))
+                before, after = map(torch.from_numpy, tables)
+                above = torch.tensor(text[place : place + depth] + [0] * depth)[:depth]
+                found = (found + before[above] @ after.T).log_softmax(-1)
             for step in range(min(depth, len(text) - 1 - place)):
                 wanted = int(vocabulary.draft_ids[text[place + step + 1]])
                 rows[step] += alive
@@ -92,9 +101,31 @@ def test_packed_blocks_are_blocks_one_at_a_time(hf, tmp_path, variant):
     expected = [np.mean(each) for each in losses]
     assert np.allclose([float(score.loss) for score in scores], expected, rtol=1e-3)
     assert [(int(score.hits), score.rows) for score in scores] == list(zip(hits, rows, strict=True))
+    if draft.head.pair:  # The confidence's loss comes on top.
+        return
     assert np.isclose(
         float(total), sum(0.5**k * each for k, each in enumerate(expected)), rtol=1e-3
     )
+
+
+def test_tables_and_confidence_have_the_gradients_of_autograd():
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((7, 12), (40, 8), (40, 4))
+    read, weight, after = (torch.randn(shape, generator=generator) for shape in shapes)
+    choice = torch.tensor([3, -1, 0, 39, 5, 5, 12])
+    teacher = LikeliestTargets(choice.clamp_min(0)[:, None], torch.ones(7, 1))
+    found, expected = [read.clone(), after.clone()], [read.clone(), after.clone()]
+    for each in (*found, *expected):
+        each.requires_grad_()
+    loss, right = summed_loss(found[0], weight, teacher, torch.arange(7), choice, found[1])
+    (3 * loss).backward()
+    logits = expected[0] @ torch.cat([weight, expected[1]], 1).T
+    plain = torch.nn.functional.cross_entropy(logits, choice, reduction="sum", ignore_index=-1)
+    (3 * plain).backward()
+    assert torch.equal(right, logits.argmax(-1) == choice) and float(loss) > 0
+    torch.testing.assert_close(loss, plain)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 @torch.no_grad()
@@ -149,7 +180,7 @@ def first_attention(drafter, batch, embed):
 @pytest.mark.parametrize(
     "kind, least",
     [
-        ("--block-causal --no-train-bfloat16", 1.4),
+        ("--block-causal --no-train-bfloat16 --block-rank 8", 1.4),
         pytest.param("--no-block-causal --train-bfloat16", 2.0, marks=pytest.mark.slow),
     ],
 )
@@ -162,14 +193,15 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least)
     assert best > first + 0.5 and best > 1.6, (first, best)
     draft = open_block(tmp_path / "draft", FolderCheckpoint(untrained.model).architecture)
     assert (draft.head.depth, draft.head.layers, draft.head.vocab) == (3, 1, 300)
+    assert draft.head.algorithm == ("dspark" if "rank" in kind else "dflash")
     config = EngineConfig(
         model=str(untrained.model), executor="torch", dtype="float32", policy="fixed",
         max_sequences=4, chunked_prefill_size=64,
         speculative_draft_model_path=str(tmp_path), kv_tokens=2048,
+        speculative_algorithm="DFLASH",
     )  # fmt: skip
     target = open_target(config)
     try:
-        assert target.config.speculative_algorithm == "DFLASH"
         prompts = [
             target.chat.encode([{"role": "user", "content": text}])
             for text in dict.fromkeys(prompt.text for prompt in untrained.questions)

@@ -1,0 +1,51 @@
+"""DSpark's tables beside a block drafter that is trained: a bias by the token above, by the vanilla
+rule, and a confidence (executors/pair_scores.py has what they mean).
+"""
+
+from torch import Tensor, nn
+
+from forerun.drafts.block_config import BlockHead
+from forerun.executors.torch.drafts.block import BlockDrafter
+
+_SPREAD = 0.1
+"""Of the first rows of W1; W2 begins at 0, so that the drafter does as one without tables."""
+
+
+class _Tables(nn.Module):
+    def __init__(self, head: BlockHead) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(head.target_vocab, head.rank)
+        self.markov_w2 = nn.Linear(head.rank, head.vocab, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=_SPREAD)
+        nn.init.zeros_(self.markov_w2.weight)
+
+
+class _Confidence(nn.Module):
+    def __init__(self, head: BlockHead) -> None:
+        super().__init__()
+        self.proj = nn.Linear(head.confidence, 1)
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+
+class PairedDrafter(BlockDrafter):
+    """A block drafter with tables and a confidence head, under the names that files have."""
+
+    def __init__(self, head: BlockHead) -> None:
+        super().__init__(head)
+        self.markov_head, self.confidence_head = _Tables(head), _Confidence(head)
+
+    def above(self, tokens: Tensor) -> Tensor:
+        """Return v [n,r] of the target ids int64[n] that stand above."""
+        found: Tensor = self.markov_head.markov_w1(tokens)
+        return found
+
+    def unsure(self, states: Tensor, right: Tensor) -> Tensor:
+        """Return the cross-entropy, summed over rows, of saying which draft tokens are right, a
+        scalar; its gradient ends at the confidence head.
+
+        states  [n,H+r] the output head's input, and `above` behind it; right  bool[n]
+        """
+        said = self.confidence_head.proj(states.detach()).flatten()
+        wanted = right.to(said.dtype)
+        return nn.functional.binary_cross_entropy_with_logits(said, wanted, reduction="sum")
