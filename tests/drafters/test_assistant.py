@@ -26,7 +26,7 @@ from forerun.measure.prove import Trial
 from forerun.options.alias import speculative_config
 from forerun.options.config import EngineConfig
 from tests.drafters import assistants
-from tests.drafters.served import Cells, settings
+from tests.drafters.served import Cells, in_rounds, settings
 from tests.drafters.test_contract import NO_CORE
 from tests.drafters.watched import Watched
 from tests.e2e.test_equality_matrix import PROMPTS, proved
@@ -389,6 +389,8 @@ def test_where_it_cannot_run_a_sentence_says_so(kinds, tmp_path):
         ModelError, match=r"jax executor .*Gemma 4 assistant.*--executor cpu or torch"
     ):
         open_target(settings(kinds["ASSISTANT, right"], "jax"))
+    with in_rounds(), pytest.raises(ModelError, match=r"outside of captured.*--disable-cuda-graph"):
+        open_target(settings(kinds["ASSISTANT, right"], "torch"))
     with pytest.raises(ModelError, match="an assistant drafts for a Gemma 4"):
         open_model(str(kind.draft))
     wrong = settings(kind, "torch", speculative_draft_model_path=str(kind.model))

@@ -7,6 +7,7 @@ inside of rounds, where nobody can listen: there what is proposed is compared wi
 """
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -25,6 +26,7 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import complete
 from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.drafters import deferred_extend
+from forerun.drafters.ngram import NgramDrafter
 from forerun.drafts.block_folder import open_block
 from forerun.errors import ConfigError, EngineError, ModelError
 from forerun.executors import cpu, feature_ring
@@ -723,6 +725,22 @@ def test_a_block_drafter_is_served(kinds, tmp_path, algorithm, executor):
         alone.close()
     finally:
         loaded.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("DFLASH, DSpark", "dspark drafts outside of captured rounds.* DFlash and JetSpec alone"),
+        ("DFLASH, DFlash2", "dflash2 drafts outside of captured rounds"),
+        ("DFLASH, both ways", None),
+    ],
+)
+def test_what_drafts_outside_of_captured_rounds_says_so(cells, caplog, name, said):
+    cell = cells("torch", name)
+    config = replace(cell.target.config, device="cuda", policy="fixed")
+    lookup = NgramDrafter(1)
+    drafting.model_drafter(config, cell.target.memory.limits, cell.model(), lookup, lambda _: None)
+    assert re.search(said, caplog.text) if said else not caplog.text
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "EAGLE+NGRAM"])
