@@ -46,6 +46,6 @@ class PairedDrafter(BlockDrafter):
 
         states  [n,H+r] the output head's input, and `above` behind it; right  bool[n]
         """
-        said = self.confidence_head.proj(states.detach()).flatten()
-        wanted = right.to(said.dtype)
-        return nn.functional.binary_cross_entropy_with_logits(said, wanted, reduction="sum")
+        logits = self.confidence_head.proj(states.detach()).flatten()
+        wanted = right.to(logits.dtype)
+        return nn.functional.binary_cross_entropy_with_logits(logits, wanted, reduction="sum")
