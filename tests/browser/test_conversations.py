@@ -357,16 +357,19 @@ def test_a_conversation_opens_at_its_end(page):
     assert not page.evaluate(at_end), "who scrolls up stays there"
 
 
-def test_lists_footnotes_and_parts_that_are_folded_away(page):
+def test_lists_tables_footnotes_and_parts_that_are_folded_away(page):
     says(page, "\n".join([
         *(f"{number}. Item" for number in range(98, 102)),
         "", "A claim[^1].", "", "[^1]: Its *source*.", "",
+        "| a | b |", "| --- | --: |", "| 1 | 2 |", "",
         "<details><summary>More <b></summary>", "", "- hidden **words**", "</details>", "", "End.",
     ]))  # fmt: skip
     page.open().ask("Hi")
     page.answered()
     said = page.locator(".message.assistant .said")
     assert said.locator("ol").evaluate("list => list.style.getPropertyValue('--digits')") == "3"
+    aligned = "cells => cells.map(cell => getComputedStyle(cell).textAlign)"
+    assert said.locator("td").evaluate_all(aligned) == ["left", "right"]
     assert said.locator("sup").all_inner_texts() == ["1", "1"]
     assert said.locator("p:has(sup) em").inner_text() == "source"
     assert not said.locator("details strong").is_visible()

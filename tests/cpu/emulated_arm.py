@@ -79,7 +79,7 @@ def add_wheels() -> None:
 
 def launcher(name: str, code: Path) -> Path:
     """Write a command that is Python on aarch64, with the package in `code`; return its path."""
-    command, custom = HOME / name, HOME / "custom"
+    command, custom, emulator = HOME / name, HOME / "custom", shutil.which("qemu-aarch64")
     custom.mkdir(exist_ok=True)
     # Programs that start Python again start this command: the system cannot run the other.
     (custom / "sitecustomize.py").write_text(
@@ -88,9 +88,9 @@ def launcher(name: str, code: Path) -> Path:
     command.write_text(
         "#!/bin/sh\n"
         f"export EMULATED={command} QEMU_LD_PREFIX={HOME / 'root'} CXX={COMPILER}\n"
-        f"export RUN_WITH='qemu-aarch64 -cpu max' OMP_NUM_THREADS=1\n"
+        f"export RUN_WITH='{emulator} -cpu max' OMP_NUM_THREADS=1\n"
         f"export PYTHONPATH={custom}:{code}:{HOME / 'site'}\n"
-        f'exec qemu-aarch64 -cpu max {HOME / "root/usr/bin/python3.11"} "$@"\n'
+        f'exec {emulator} -cpu max {HOME / "root/usr/bin/python3.11"} "$@"\n'
     )
     command.chmod(0o755)
     return command

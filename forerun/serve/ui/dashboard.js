@@ -80,7 +80,7 @@ export class Dashboard {
     return h("dl.tiles", {},
       tile("Output", number(rate(now, since, "vllm:generation_tokens_total"), "tokens/s"), `${number(now.value("vllm:generation_tokens_total"))} since the start`),
       tile("Running", number(now.value("vllm:num_requests_running")), `${number(now.value("vllm:num_requests_waiting"))} waiting`),
-      tile("Tokens per step", number(now.value("forerun:acceptance_length")), "per sequence, last 512"),
+      tile("Tokens per step", number(now.value("forerun:acceptance_length") || NaN), "per sequence, last 512"),
       tile("Drafts accepted", percent(gain("vllm:spec_decode_num_accepted_tokens_total") / drafted), drafted ? `of ${number(drafted)} draft tokens${span}` : "nothing was drafted"),
       tile("Step", duration(gain("forerun:step_seconds_sum") / steps), `mean of ${number(steps)} steps${span}`),
       tile("Cache in use", percent(now.value("vllm:kv_cache_usage_perc")), looked ? `${percent(now.value("vllm:prefix_cache_hits_total") / looked)} of prompts found there` : "no prompt yet"));
@@ -117,7 +117,7 @@ export class Dashboard {
     return card("Why so many draft tokens, or none", "",
       fault && h("p.problem", { text: fault.labels.reason }),
       speculation?.speed_over_plain > 0 && h("p", {}, h("strong", { text: speculation.disabled ? "Disabled now. " : "On. " }),
-        `Steps were ${number(speculation.speed_over_plain)} times as fast as plain ones would have been, by the engine's own account; disabled ${number(speculation.times_disabled)} times so far.`),
+        `Steps were ${number(speculation.speed_over_plain)} times as fast as plain ones would have been, by the engine's own account; disabled ${speculation.times_disabled === 1 ? "once" : `${number(speculation.times_disabled)} times`} so far.`),
       counts.length > 0 && table(["Reason", "Rows"], counts.map(([reason, count]) => [reason, bar(count / most, number(count), "c1")]), "Reasons"),
       granted.length > 0 && h("p.hint", {}, h("strong", { text: "Last step: " }), [...new Set(granted.map(({ nodes, reason }) => `${nodes} allowed (${reason})`))].slice(0, 4).join("; ")),
       !counts.length && !granted.length && !fault && h("p.hint", { text: "No step yet." }));
@@ -158,7 +158,7 @@ export class Dashboard {
   }
 
   #cache(now, info) {
-    const { pages, pages_held: held, pages_kept: kept } = info.stats.load;
+    const { pages, pages_held: held, pages_evictable: kept } = info.stats.load;
     const parts = [{ name: "in use", color: "c1", value: held }, { name: "kept for later prompts", color: "c3", value: kept }, { name: "free", color: "c0", value: Math.max(0, pages - held - kept) }];
     const looked = now.value("vllm:prefix_cache_queries_total");
     return card("Key/value cache", "", stacked(parts, (value) => number(value), "Pages"),
