@@ -33,6 +33,8 @@ class Parser(argparse.ArgumentParser):
         options = vars(parsed).get("options") or {}
         flags = [word.split("=")[0] for word in rest if word.startswith("-") and word != "-"]
         command = vars(parsed).get("command")
+        if not flags:
+            rest = self._placed(parsed, rest)
         problems = [unknown(flag, options, command, self._own(command)) for flag in flags]
         if rest and not flags:  # Else they are values of these.
             problems.append(
@@ -46,10 +48,28 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError("\n".join(problems))
         return parsed
 
+    def _placed(self, parsed: argparse.Namespace, rest: list[str]) -> list[str]:
+        """Put words behind flags where the command has room for words: argparse looks for them
+        once, so that in `run MODEL --raw TEXT` it finds no TEXT. Returns those without a place.
+        """
+        command = self._command(vars(parsed).get("command"))
+        for place in command._get_positional_actions() if command else ():
+            if place.nargs == "*":
+                setattr(parsed, place.dest, [*(getattr(parsed, place.dest) or []), *rest])
+                return []
+            if rest and place.nargs == "?" and getattr(parsed, place.dest) is None:
+                setattr(parsed, place.dest, rest[0])
+                rest = rest[1:]
+        return rest
+
+    def _command(self, name: str | None) -> argparse.ArgumentParser | None:
+        parsers = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+        return parsers[0].choices[name] if name and parsers else None
+
     def _own(self, command: str | None) -> list[str]:
         """Return the names of a command's flags that are no options of the engine or the server."""
-        parsers = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
-        flags = parsers[0].choices[command]._option_string_actions if command and parsers else ()
+        parser = self._command(command)
+        flags = parser._option_string_actions if parser else ()
         return [flag.lstrip("-") for flag in flags if flag.startswith("--")]
 
 

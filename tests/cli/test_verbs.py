@@ -6,9 +6,10 @@ import tomllib
 import pytest
 
 from forerun.cli import launch
-from forerun.cli.command_line import parsed
+from forerun.cli.command_line import build_parser, parsed
 from forerun.cli.main import main
 from forerun.cli.verbs import expanded
+from forerun.errors import ConfigError
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
 from tests.cli.test_width import in_terminal
@@ -194,3 +195,23 @@ def test_a_folder_for_results_that_is_a_file_is_refused_first(line, inside, tmp_
     told = " ".join(capsys.readouterr().err.split())
     assert f"--out {out} is to be a folder, but {file} is none." in told
     assert file.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "found"),
+    [
+        ("run toy Hi --raw", "words", ["toy", "Hi"]),
+        ("run toy --raw Hi", "words", ["toy", "Hi"]),
+        ("run --raw toy Hi", "words", ["toy", "Hi"]),
+        ("run --raw toy --max-tokens 4 Hi", "words", ["toy", "Hi"]),
+        ("serve toy --port 80 smollm2-135m", "more_models", ["smollm2-135m"]),
+        ("models pull --json smollm2-135m", "model", "smollm2-135m"),
+        ("models --json pull smollm2-135m", "model", "smollm2-135m"),
+    ],
+)
+def test_words_of_a_command_stand_on_both_sides_of_its_flags(line, name, found):
+    command = line.split()[0]
+    arguments = build_parser([command]).parse_args(line.split())
+    assert vars(arguments)[name] == found
+    with pytest.raises(ConfigError, match="'x' is one word too many"):
+        build_parser(["chat"]).parse_args(["chat", "toy", "--temperature", "0", "x"])
