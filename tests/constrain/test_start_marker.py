@@ -197,11 +197,11 @@ def test_reader_and_constraint_agree_with_any_drafter_wherever_it_is_followed(gr
         ear = run(engine(name, "", tokenizer=SPANS), *(asked(s, **options) for s in seeds))
         return [heard(ear, str(seed)) for seed in seeds]
 
-    seeds = range(24)
+    seeds = range(16)
     plain = answers("none", seeds)
     for name in ("random", "ngram", "grammar"):
         assert answers(name, seeds) == plain
-    assert answers("random", range(6), expensive=True) == plain[:6]
+    assert answers("random", range(4), expensive=True) == plain[:4]
     ended, straddled = 0, 0
     for tokens, text, finish in plain:
         thought, content = split(text)

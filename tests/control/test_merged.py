@@ -168,10 +168,10 @@ def ran(costs, rows, ngrams, head):
 @pytest.mark.parametrize(
     ("costs", "rows"),
     [
-        *((CORE, 1), (DEVICE, 1)),
+        (CORE, 1),
         *(
             pytest.param(*cell, marks=pytest.mark.slow)
-            for cell in ((CORE, 16), (CORE, 64), (DEVICE, 16), (DEVICE, 64))
+            for cell in ((DEVICE, 1), *every([CORE, DEVICE], [16, 64]))
         ),
     ],
 )
@@ -193,10 +193,7 @@ def test_a_head_that_pays_is_asked_with_the_ngrams(rows):
     assert merged > 1.3 * alone and merged > 0.98 * head
 
 
-@pytest.mark.parametrize(
-    ("costs", "rows"),
-    [(CORE, 1), (DEVICE, 4), pytest.param(DEVICE, 16, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("costs", "rows"), rarely([(CORE, 1), (DEVICE, 16)], [(DEVICE, 4)], None))
 def test_a_head_that_pays_beside_ngrams_that_do_not(costs, rows):
     merged, asked, _ = ran(costs, rows, NONE, GOOD)
     assert asked > 0.7 and merged > 1.45

@@ -75,6 +75,7 @@ def test_journeys_accept_guesses(executors, texts):
     assert Journey(executors["llama", 16], texts["llama"], 5).accepted > 20
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model(default_model):
     random = np.random.default_rng(4)

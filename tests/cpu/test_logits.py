@@ -162,6 +162,7 @@ def test_plain_code_gives_the_same_bits(executor, checkpoint, random, family, ki
     assert np.array_equal(best, logits_of(executor(source, kernels="portable"), tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_agrees_with_fp32(executor, default_model):
     """4,175 tokens of other text gave a perplexity 0.22 % (+- 0.14 %) above that of fp32."""

@@ -13,9 +13,12 @@ PLACE = {
 }
 
 
-def with_two(server="server"):
-    """Run a test against a server of one model and one of two: a row of every route does."""
-    both = [None, ["toy", "other"]]
+def with_two(server="server", seldom=False):
+    """Run a test against a server of one model and one of two: a row of every route does.
+
+    seldom: against two with the slow tests
+    """
+    both = [None, pytest.param(["toy", "other"], marks=[pytest.mark.slow] * seldom)]
     return pytest.mark.parametrize(server, both, ids=["one", "two"], indirect=True)
 
 

@@ -66,7 +66,9 @@ class Kinds:
     def __getitem__(self, name):
         if name not in self._made:
             family, _, which = name.partition(", ")
-            self._made[name] = MAKERS[family](self, which)
+            kind = MAKERS[family](self, which)
+            said = kind.reference and lru_cache(4096)(kind.reference)
+            self._made[name] = replace(kind, reference=said)
         return self._made[name]
 
     def folder(self, name):
@@ -251,7 +253,7 @@ def right(kinds, method):
         ones = [torch.ones(width) for _ in range(3)]
         with_layers(hf, [(layer, *ones, fuse)], root / "target", "deepseek")
         arch = FolderCheckpoint(root / "target").architecture
-        about = replace(head_for(arch, arch.vocab), algorithm="eagle1", features=(arch.layers,))
+        about = head_for(arch, arch.vocab, "eagle1")
         head = EagleHead(about)
         with torch.no_grad():
             for weight in (head.layer.self_attn.o_proj.weight, head.layer.mlp.down_proj.weight):
@@ -297,7 +299,7 @@ def opposite(folder, name):
 
 def random_head(kinds, _):
     """An EAGLE-3 head that nobody trained, which knows every second token."""
-    hf = tiny.model("llama", num_hidden_layers=6, max_position_embeddings=512)
+    hf = tiny.model("llama", num_hidden_layers=4, max_position_embeddings=512)
     model = tiny.save_folder(hf, kinds.folder("deep"))
     twin = Twin(Target(FolderCheckpoint(model)), kinds.folder("random head"), {})
 

@@ -115,8 +115,7 @@ def test_in_8_bits_beside_a_target_in_8_bits(cells):
     ("executor", "page"),
     [
         *(pytest.param("cpu", page, marks=NO_CORE) for page in (1, 16)),
-        ("torch", 16),
-        pytest.param("torch", 1, marks=pytest.mark.slow),
+        *(pytest.param("torch", page, marks=pytest.mark.slow) for page in (1, 16)),
     ],
 )
 def test_texts_do_not_depend_on_it(kinds, executor, page):

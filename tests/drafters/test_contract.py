@@ -178,7 +178,7 @@ def test_what_is_proposed_is_what_passes_without_a_cache_say(cells, executor, na
     assert worst.max() < most and worst.mean() < usual, worst
     assert alike.min() > least and alike.mean() > 0.99, alike
     for other in cell.kind.others:
-        wrong, _ = np.transpose(errors(cell, noted[0].said, other, in_bytes))
+        wrong, _ = np.transpose(errors(cell, noted[0].said, other, in_bytes, 7))
         assert wrong.max() > (0.2 if in_bytes else 1e-2)
         assert wrong.mean() > 2.5 * worst.mean()
 
@@ -201,18 +201,24 @@ def test_what_is_proposed_does_not_depend_on_how_prompts_are_cut(cells, executor
     assert all(said[0][asked].tobytes() == said[1][asked].tobytes() for asked in both)
 
 
-def errors(cell, said, reference, by_level=False):
-    """Of some steps of a row, over what was drafted in each: the greatest error (by_level: divided
-    by the levels that it adds up over), and the least correlation. What another text has left in a
-    row's pages is not known: any that goes on as the row does will do.
+def errors(cell, said, reference, by_level=False, most=14):
+    """Of `most` steps, evenly spread, over what was drafted in each: the greatest error (by_level:
+    divided by the levels that it adds up over), and the least correlation. What another text has
+    left in a row's pages is not known: any that goes on as the row does will do.
     """
     steps, ids = {}, cell.model().traits.target_ids
     for text, path, found in said:
         steps.setdefault(text, {})[path] = found
     return [
         min(_error(whole, paths, reference, ids, by_level) for whole in _whole(cell, text))
-        for text, paths in list(steps.items())[:: max(1, len(steps) // 20)]
+        for text, paths in evenly(list(steps.items()), most)
     ]
+
+
+def evenly(found, most):
+    """At most so many of a list, evenly spread."""
+    most = min(most, len(found))
+    return [found[place * len(found) // most] for place in range(most)]
 
 
 def _whole(cell, text):
@@ -374,7 +380,7 @@ TEXTS = [
 ]
 SELDOM_TEXTS = [
     *on("torch", "DFLASH, DSpark", "DFLASH, DFlash2", "DFLASH, a map, the target's rows"),
-    *on("torch", "counting, swapped", "ASSISTANT, half", "STANDALONE, poorer"),
+    *on("torch", "DFLASH, both ways", "counting, swapped", "ASSISTANT, half", "STANDALONE, poorer"),
     *on("rounds", "DFLASH, DSpark"),
 ]
 OFTEN = "STANDALONE, first layers", "STANDALONE, poorer"
@@ -464,7 +470,7 @@ LATE = [
 
 
 SELDOM_LATE = [
-    *on("torch", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),
+    *on("torch", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),
     *on("torch", "ASSISTANT, shared"),
     *on("rounds", "NEXTN, mimo", "STANDALONE, first layers"),
     *on("jax", *(name for _, name in LATE[-6:])),

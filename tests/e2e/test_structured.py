@@ -180,7 +180,7 @@ def test_what_is_not_strict_ignores_what_it_cannot_honour(server):
     assert set(json.loads(text)) <= set(range(100))
 
 
-@with_two("toy_server")
+@with_two("toy_server", seldom=True)
 def test_forty_at_once_half_of_them_constrained(server):
     free = [{"prompt": f"number {index}", "max_tokens": 40} for index in range(20)]
     alone = [server.complete(**body).json()["choices"][0]["text"] for body in free]
@@ -214,7 +214,7 @@ def test_logprobs_and_stop_strings(server):
     assert letters in ("Paris", "Amster")
 
 
-@with_two("toy_server")
+@with_two("toy_server", seldom=True)
 def test_hostile_grammars_hold_nobody_up(server):
     """Before the first of them is compiled or refused, others are answered: counted, not timed. One
     may have been before the first came; two say that nobody waits for it.

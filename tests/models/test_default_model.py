@@ -35,10 +35,12 @@ def test_architecture(model):
     assert model.name == "smollm2-135m"
 
 
-def test_tensors_are_whole_finite_and_of_a_trained_size(model):
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_tensors_are_whole_finite_and_of_a_trained_size(model, step):
+    """Seven is no divisor of the tensors of a layer: of every kind some are read."""
     checkpoint = model.checkpoint
     assert set(checkpoint.names()) == set(expected_tensors(model.architecture))
-    for name in checkpoint.names():
+    for name in list(checkpoint.names())[::step]:
         values = checkpoint.tensor(name)
         assert values.dtype == np.float32
         assert 0.01 < np.sqrt(np.square(values).mean()) < 10, name

@@ -14,6 +14,7 @@ from forerun.drafts.prediction_folder import holds_prediction, open_prediction
 from forerun.errors import ConfigError, ModelError
 from forerun.options.config import EngineConfig
 from forerun.train.prediction import PredictionLayer, PredictionSpec, export_prediction
+from tests.covering import spread
 from tests.models import tiny
 
 IDS = np.arange(0, 300, 2, dtype=np.int32)
@@ -97,7 +98,7 @@ def config(target, folder, method, executor="torch", **changes):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["AUTO", "EAGLE", "NEXTN", "NEXTN+NGRAM"])
+@pytest.mark.parametrize("method", spread(["AUTO", "EAGLE", "NEXTN+NGRAM", "NEXTN"], 2))
 def test_who_asks_for_it_gets_nextn(target, folder, method):
     opened = open_target(config(target, folder, method))
     try:

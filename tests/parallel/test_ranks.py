@@ -13,6 +13,7 @@ from forerun.executors.torch.model_runner import TorchOptions
 from forerun.executors.torch.parallel.executor import ParallelExecutor
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
+from tests.covering import spread
 from tests.models import tiny
 from tests.parity.driver import SHAPED, Driver, Row, limits
 
@@ -84,7 +85,7 @@ def same(shared, alone, sampling, drafts=None):
     return found == expected
 
 
-@pytest.mark.parametrize("asked", SHAPED, ids=lambda asked: " ".join(asked) or "plain")
+@pytest.mark.parametrize("asked", spread(SHAPED, 8), ids=lambda asked: " ".join(asked) or "plain")
 def test_every_parameter_decides_the_same(alone, shared, asked):
     """Each with a temperature, unless it is greedy."""
     asked = {k: v for k, v in asked.items() if k != "logit_bias"} | (

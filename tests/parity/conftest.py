@@ -47,7 +47,7 @@ def default_executor(default_model):
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """A small target, whose text a head can learn."""
-    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
+    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=4)
     return tiny.save_folder(hf, tmp_path_factory.mktemp("target"))
 
 
@@ -93,20 +93,22 @@ def compiled(tmp_path_factory):
     return kept or str(tmp_path_factory.mktemp("compiled"))
 
 
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+"""XLA compiles with fewer optimisations, which takes a third of the time, and in one piece."""
+
+
 @contextmanager
 def little_optimised():
-    """XLA compiles with fewer optimisations, which takes a third of the time, and in one piece."""
     import jax.stages
 
-    options = {
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_cpu_parallel_codegen_split_count": 1,
-    }
     compile_ = jax.stages.Lowered.compile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.stages.Lowered, "compile", lambda self: compile_(self, options))
+        patch.setattr(jax.stages.Lowered, "compile", lambda self: compile_(self, QUICK))
         yield
 
 

@@ -92,7 +92,9 @@ class Twin:
             changes = {**changes, "features": (arch.layers,)}
             self.ids = np.arange(arch.vocab, dtype=np.int32)
         torch.manual_seed(0)
-        self.head = EagleHead(replace(head_for(arch, len(self.ids)), **changes))
+        changes = {"algorithm": "eagle3", "features": (2, 3, 3), **changes}
+        about = head_for(arch, len(self.ids), "eagle1")  # No target has too few layers for it.
+        self.head = EagleHead(replace(about, **changes))
         for parameter in self.head.parameters():
             noise = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15)
             parameter.data.copy_((noise + (parameter.dim() == 1)).bfloat16())

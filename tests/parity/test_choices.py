@@ -27,6 +27,7 @@ from forerun.speculative.sampling import Sampling, unpack
 from forerun.speculative.tree import batch
 from forerun.speculative.verify import intervals
 from tests.models import tiny
+from tests.parity.conftest import QUICK
 from tests.parity.driver import Driver, Row, chain_draft, limits
 from tests.speculative.worlds import drafts
 from tests.twins.verify import ancestor_mask
@@ -34,8 +35,9 @@ from tests.twins.verify import ancestor_mask
 CPU = torch.device("cpu")
 SEEDS = [0, 1, 0xFFFFFFFF, 1 << 32, 0x123456789ABCDEF0, (1 << 64) - 1]
 POSITIONS = np.array([0, 1, 7, 4095, 131071, 2], np.int32)
-EXACT = jax.jit(noise.exact)
-CHOOSE = jax.jit(choose_on_xla)
+QUICKLY = partial(jax.jit, compiler_options=QUICK)
+EXACT = QUICKLY(noise.exact)
+CHOOSE = QUICKLY(choose_on_xla)
 
 
 def nodes(cases):
@@ -192,7 +194,7 @@ def test_exact_noise_is_the_hosts_to_the_bit():
 
 def test_approximate_noise_is_near_enough():
     words = telling_words()
-    error = np.abs(np.asarray(jax.jit(noise.approximate)(words)) - host._gumbel(words)).max()
+    error = np.abs(np.asarray(QUICKLY(noise.approximate)(words)) - host._gumbel(words)).max()
     assert 0 < error < noise.APPROXIMATE_ERROR / 4
 
 
@@ -212,7 +214,7 @@ def test_near_ties_are_decided_by_the_exact_noise(spoiled, monkeypatch):
 
     monkeypatch.setattr(accept, "approximate", wrong)
     # Another function: `choose` was compiled with the right noise.
-    found = jax.jit(partial(choose_on_xla))(logits, node_sampling(cases)).tolist()
+    found = QUICKLY(partial(choose_on_xla))(logits, node_sampling(cases)).tolist()
     expected = [choose(line, Sampling(seed=n), n) for n, line in enumerate(logits)]
     assert found == expected
     assert len(set(found)) > 5
@@ -253,7 +255,7 @@ def test_the_walk_is_the_hosts(draft, data):
         assert (found == (expected & decided)).all()
 
 
-WALK = jax.jit(walk)
+WALK = QUICKLY(walk)
 
 
 def walked(trees, chosen, room, decided):

@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.monitoring
@@ -25,6 +27,7 @@ from forerun.executors.jax.rounds.batches import Bucket, Buckets, batches, chunk
 from forerun.executors.jax.rounds.reports import TOP, line_size, lines, report
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
+from tests.drafters.served import padded
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
 from tests.parity.test_executors import PARAMETERS, grammar
@@ -34,13 +37,30 @@ BROKEN = 7
 COMPILING = "/jax/core/compile/backend_compile_duration"
 
 
+PADS = [("rows",), pytest.param((), marks=pytest.mark.slow)]
+"""Fields that are padded to their largest size: of rows one and four, or four alone."""
+
+
+@pytest.fixture(scope="module", params=PADS, ids=["padded", "every size"])
+def pads(request):
+    return request.param
+
+
+def begun(checkpoint, folder, pads, tell=lambda *_: None):
+    """An executor that keeps its programs in a folder, when those of start-up are there."""
+    options = JaxOptions(draft_nodes=3, cache_dir=str(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        padded(patch, *pads)
+        made = JaxExecutor(checkpoint("llama"), SMALL, options)
+        made.warm_up(DraftShape(3), tell)
+    return made
+
+
 @pytest.fixture(scope="module")
-def warm(checkpoint, compiled, quickly):
+def warm(checkpoint, compiled, quickly, pads):
     """Everything compiled at start-up."""
     seen = []
-    options = JaxOptions(draft_nodes=3, cache_dir=compiled)
-    made = JaxExecutor(checkpoint("llama"), SMALL, options)
-    made.warm_up(DraftShape(3), lambda *told: seen.append(told))
+    made = begun(checkpoint, compiled, pads, lambda *told: seen.append(told))
     made.told, made.first = seen, made.programs.compiled
     made.warm_up_rest()
     made.programs.wait()
@@ -66,12 +86,13 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_start_up_compiles_what_any_text_needs_and_the_rest_afterwards(warm):
+def test_start_up_compiles_what_any_text_needs_and_the_rest_afterwards(warm, pads):
+    rows = 1 if pads else 2
     keys, first = warm.programs.keys, set(warm.first)
     assert [news[1:] for news in warm.told] == [(n, len(first)) for n in range(len(first) + 1)]
-    assert len(first) == 1 + 4 and {key.kind for key in first} == {"chunk", "round"}
+    assert len(first) == 1 + 2 * rows and {key.kind for key in first} == {"chunk", "round"}
     assert set(warm.programs.compiled) == set(keys)
-    assert warm.describe()["compiled"] == len(keys) == 1 + 4 + 4 + 3
+    assert warm.describe()["compiled"] == len(keys) == 1 + 4 * rows + 3
     assert warm.describe()["to_compile"] == 0
     assert warm.capabilities.padded
 
@@ -100,24 +121,25 @@ def text(executor, prompt):
         return driver.sequences[0].tokens
 
 
-def test_a_later_start_traces_nothing(checkpoint, tmp_path, quickly, prompt, lowered):
-    """Programs that are kept give the same text, and take the state as those that were compiled."""
-    options = JaxOptions(draft_nodes=3, cache_dir=str(tmp_path))
-    texts, counts = [], []
-    for _ in range(2):
-        made = JaxExecutor(checkpoint("llama"), SMALL, options)
-        made.warm_up(DraftShape(3), lambda *_: None)
+def test_a_later_start_traces_nothing(checkpoint, pads, warm, compiled, tmp_path, prompt, lowered):
+    """Programs that are kept give the same text, and take the state as those that were compiled;
+    what is damaged is compiled again.
+    """
+
+    def later(folder):
+        made = begun(checkpoint, folder, pads)
         before = made.programs.state.keys
-        texts.append(text(made, prompt))
+        found = text(made, prompt)
         assert before.is_deleted(), "donated"
-        counts.append(len(lowered))
-    assert texts[0] == texts[1] and counts[0] == counts[1] >= 5
-    for file in (tmp_path / "programs").glob("*/round-*"):
+        return found
+
+    expected = text(warm, prompt)
+    assert later(compiled) == expected and lowered == []
+    shutil.copytree(Path(compiled) / "programs", tmp_path / "programs")
+    for file in sorted((tmp_path / "programs").glob("*/round-*"))[::2]:
         file.write_bytes(file.read_bytes()[:-1])
-    damaged = JaxExecutor(checkpoint("llama"), SMALL, options)
-    damaged.warm_up(DraftShape(3), lambda *_: None)
-    assert {key.kind for key in lowered[counts[1] :]} == {"round"}
-    assert text(damaged, prompt) == texts[0]
+    assert later(tmp_path) == expected
+    assert {key.kind for key in lowered} == {"round"}
 
 
 def test_settings_are_kept_apart_and_the_oldest_is_dropped(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import batch
 from forerun.speculative.verify import intervals
-from tests.covering import every, thinned, values
+from tests.covering import every, some_of, thinned, values
 from tests.parity.interpreted import load
 from tests.parity.test_torch_attention import SPECS, Pages
 from tests.speculative.worlds import as_draft, drafts
@@ -144,7 +144,9 @@ def test_a_block_sees_all_of_itself_over_its_tiles(parts):
     assert not np.allclose(found, attend_dense(*inputs, there))
 
 
-@pytest.mark.parametrize("spec", [None, AttentionSpec(0.25, 4)])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(None, marks=pytest.mark.slow), AttentionSpec(0.25, 4)]
+)
 def test_nothing_before_the_first_entry_is_seen_but_oneself(spec):
     trees = batch([np.zeros(2, np.int32)] * 3, [as_draft([1, 2, 3], [-1, -1, 0])] * 3)
     pages = Pages([70, 1, 0], trees, 4, 2, 16, 0)
@@ -200,8 +202,9 @@ def test_float8_pages(dtype, parts):
     assert 1e-3 < np.linalg.norm(error) / np.linalg.norm(pages.expected()) < 0.06
 
 
-@pytest.mark.parametrize("field", ["keys", "values"])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("field", "poison"), some_of(every(["keys", "values"], [np.nan, np.inf, -np.inf]), values)
+)
 def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(field, poison):
     trees = batch(
         [np.zeros(3, np.int32), np.zeros(1, np.int32)],

@@ -22,7 +22,7 @@ from forerun.executors.torch.decoder.kept import (
     feed_forward,
 )
 from forerun.executors.torch.decoder.layers import FeedForward
-from tests.covering import covering, every, pairs, thinned
+from tests.covering import covering, every, some_of, values
 from tests.parity.driver import first_is_fast
 from tests.parity.grouped import grouped
 from tests.parity.interpreted import load
@@ -135,12 +135,12 @@ def test_a_rows_bits_do_not_depend_on_its_company_on_the_cpu():
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "activation"),
-    thinned(
+    some_of(
         [
             (rows, *shape, activation)
             for rows, shape, activation in every([1, 16, 17, 33], [(140, 256), (66, 2048)], GATED)
         ],
-        lambda cell: pairs((cell[0], cell[1:3], cell[3])),
+        lambda cell: values((cell[0], cell[1:3], cell[3])),
     ),
 )
 def test_a_gate_in_the_product_is_the_product_and_then_the_gate(

@@ -28,7 +28,9 @@ HELLO = [{"role": "user", "content": "Hi"}]
 # --- log-probabilities ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["OFF", "NEXTN", "STANDALONE"])
+@pytest.mark.parametrize(
+    "method", ["OFF", "NEXTN", pytest.param("STANDALONE", marks=pytest.mark.slow)]
+)
 def test_an_answer_scored_again_as_a_prompt(folder, method):  # noqa: F811
     """Its log-probabilities are those that it was given with, to the bit: verified in trees or
     step by step, and read in chunks, from the cache or not.

@@ -112,7 +112,7 @@ def test_overfits_and_keeps_the_best(corpus, tmp_path):
     assert last["loss"] < progress.history[0]["loss"] / 3
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_resumes_to_the_bit(corpus, tmp_path, shards):
     values = {"epochs": 4, "thin": 0.7, "check_every": 5, "ema": 0.9}
     whole = trial(corpus, tmp_path / "whole", shards, **values)
