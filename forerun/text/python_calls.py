@@ -29,7 +29,8 @@ class PythonCalls:
         self._json: JsonCalls | None = None
         self._name: str | None = None
         self._key: str | None = None
-        self._value = _Value(_ANY_NAME)
+        self._names = _Names(())
+        self._value = _Value(self._names)
         self._pairs = 0
 
     def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
@@ -48,15 +49,15 @@ class PythonCalls:
                 calls.append(self._argument(text[:end]))
                 text = text[end:]
             elif self._name is not None:
-                begun = text.lstrip(" \t\r\n,")
+                begun = text.lstrip(_BETWEEN)
                 if begun.startswith(")"):
                     calls.append(CallPiece(self.count - 1, None, "}" if self._pairs else "{}"))
                     self._name, text = None, begun[1:]
-                elif opened := _KEY.match(begun):
-                    self._key, text = opened[1], begun[opened.end() :]
-                    self._value = _Value(self._following())
+                elif named := self._names.key(begun):
+                    self._key, text = named[0], begun[named[1] :]
+                    self._value = _Value(self._names)
                 else:
-                    return merged(calls), text, _KEY_BEGUN.fullmatch(begun) is not None
+                    return merged(calls), text, self._names.begun(begun)
             else:
                 begun = text.lstrip(" \t\r\n,;[]")
                 if begun.startswith(self._closer):
@@ -71,6 +72,7 @@ class PythonCalls:
                     waits = self._closer.startswith(begun) or _NAME.fullmatch(begun) is not None
                     return merged(calls), begun if self.count else text, waits
                 self._name, self._pairs, text = opened[1], 0, begun[opened.end() :]
+                self._names = _Names(self._declared.names(self._name))
                 calls.append(CallPiece(self.count, self._name))
                 self.count += 1
 
@@ -89,22 +91,48 @@ class PythonCalls:
         self._pairs += 1
         return piece
 
-    def _following(self) -> re.Pattern[str]:
-        """Return what matches the names of arguments that may follow."""
-        names = self._declared.names(self._name or "")
-        return re.compile("|".join(map(re.escape, names))) if names else _ANY_NAME
+
+class _Names:
+    """The names of a call's arguments: whatever a tool declares, and others that look like one."""
+
+    def __init__(self, declared: Sequence[str]) -> None:
+        self._declared = {name.lstrip(_BETWEEN): name for name in declared}
+        longest_first = sorted(self._declared, key=len, reverse=True)
+        self.pattern = "|".join(map(re.escape, longest_first)) or r"\w+"
+        self._key = re.compile(rf"({self.pattern})\s*+=") if declared else _KEY
+
+    def key(self, text: str) -> tuple[str, int] | None:
+        """Return the name that a text begins with, and the place behind its `=`; None without, or
+        where a longer one may come.
+        """
+        found = self._key.match(text) or _KEY.match(text)
+        if found is None or any(name.startswith(text) for name in self._declared):
+            return None
+        return self._declared.get(found[1], found[1]), found.end()
+
+    def begun(self, text: str) -> bool:
+        """Return whether a text may be the beginning of a name and its `=`."""
+        return _KEY_BEGUN.fullmatch(text) is not None or self.declared_begun(text)
+
+    def declared_begun(self, text: str) -> bool:
+        """Return whether a text may be the beginning of a declared name and its `=`."""
+        return any(
+            name.startswith(text) or (text.startswith(name) and not text[len(name) :].strip())
+            for name in self._declared
+        )
 
 
 class _Value:
     """Finds the end of a value that comes in pieces; each character is passed once.
 
-    name  matches the name of a further argument
+    names  of further arguments
     """
 
-    def __init__(self, name: re.Pattern[str]) -> None:
+    def __init__(self, names: _Names) -> None:
         self._at, self._quote, self._depth = 0, "", 0
+        self._names = names
         self._behind = re.compile(
-            rf"\s*+(?:,\s*+(?:{name.pattern})\s*+=|\)\s*+(?:[\],;<]|\w[\w.]*+\())"
+            rf"\s*+(?:,\s*+(?:{names.pattern})\s*+=|\)\s*+(?:[\],;<]|\w[\w.]*+\())"
         )
 
     def end(self, text: str) -> int | None:
@@ -146,10 +174,13 @@ class _Value:
         """Return whether the quote before `at` ends its string; None: it depends on what comes."""
         if (self._behind if not self._depth else _BEHIND_ITEM).match(text, at):
             return True
-        return None if _UNDECIDED.fullmatch(text, at) else False
+        further = None if self._depth else _FURTHER.match(text, at)
+        begun = further is not None and self._names.declared_begun(text[further.end() :])
+        return None if begun or _UNDECIDED.fullmatch(text, at) else False
 
 
-_ANY_NAME = re.compile(r"\w+")
+_BETWEEN = " \t\r\n,"
+_FURTHER = re.compile(r"\s*+,\s*+")
 _NAME = re.compile(r"[\w.\-]{0,256}+\s*+")
 _CALL = re.compile(r"([A-Za-z_][\w.\-]{0,255}+)\s*+\(")
 _KEY = re.compile(r"([^\s=(),'\"]{1,256}+)\s*+=")
@@ -160,10 +191,14 @@ _UNDECIDED = re.compile(r"\s*+(?:,\s*+(?:\w++\s*+)?|\)\s*+(?:\w[\w.]*+)?)?")
 
 
 def json_of_literal(text: str, declared: Any = None) -> str:
-    """Return a literal of Python's or JSON's as JSON; other text as a string.
+    """Return a literal of Python's or JSON's as JSON, numbers of JSON as they stand; other text as
+    a string.
 
     declared  the type of the argument; what is to be a string and has no quotes is one as it stands
     """
+    number = None if declared == "string" else _JSON_NUMBER.fullmatch(text)
+    if number and (not number[1] or math.isfinite(float(text))):
+        return text
     value = text if declared == "string" and text[:1] not in ("'", '"') else _literal(text)
     return json.dumps(text if value is NOTHING else value, ensure_ascii=False)
 
@@ -267,6 +302,7 @@ class _Reader:
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _WORD = re.compile(r"[\w.+\-]{1,400}+")
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*+(?:\.[\d_]*+)?|\.\d[\d_]*+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*+)(?:\.\d++)?([eE][+-]?\d++)?", re.ASCII)
 _QUOTES = re.compile(r"\\[\s\S]|['\"]")
 _SPACE = re.compile(r"\s*+")
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|([\s\S]))")

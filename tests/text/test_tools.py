@@ -306,6 +306,32 @@ def test_literals_of_python_become_json(written, read):
     )
 
 
+NAMES = ["content-type", "k k", 'x"y', "it's", "b/c", "a=b", "a", "d\\e", "\u00e9(", " led", ""]
+
+
+@pytest.mark.parametrize("value", ["'it, k k is'", '"a)"', "[1, 'a']", "12"])
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_arguments_have_the_names_that_tools_declare(quote, value):
+    """Python has no such arguments, but grammars write every property's name as it is."""
+    parameters = {"type": "object", "properties": {name: {} for name in NAMES}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    value = value.replace('"', quote)
+    text = "<|tool_call_start|>[f(" + ", ".join(f"{name}={value}" for name in NAMES) + ")]"
+    text += "<|tool_call_end|>"
+    wanted = dict.fromkeys(NAMES, json.loads(json_of_literal(value)))
+    for cut in range(len(text)):
+        content, calls = listened(ToolReader(LFM2, tools), pieces(text, [cut]))
+        assert (content, [name for name, _ in calls]) == ("", ["f"]), cut
+        assert json.loads(calls[0][1]) == wanted, cut
+
+
+def test_a_number_of_json_stays_as_it_is():
+    for number in ("9" * 600, "-1." + "3" * 500, "1e99", "0.10", "-0", "2E+07"):
+        assert json_of_literal(number) == number
+        assert json_of_literal(number, "string") == json.dumps(number)
+    assert json_of_literal("007") == "7" and json_of_literal("1_000") == "1000"
+
+
 def test_a_long_argument_is_read_once():
     """Not from its beginning for every token of it."""
 
