@@ -113,7 +113,10 @@ def eagle(_: str, seed: int) -> StandIn:
 
 def dspark(_: str, seed: int) -> StandIn:
     """A block drafter, with tables that choose a token by the one above it."""
-    model, how = llama(seed), "--method block --steps 4 --draft-vocab 1024 --block-rank 16"
+    model, how = (
+        llama(seed),
+        "--method block --steps 4 --draft-vocab 1024 --block-rank 16 --epochs 30",
+    )
     folder = kept("dspark", seed, lambda to: learnt(model, to, seed, how))
     return StandIn("DFLASH", model, folder / "draft")
 
