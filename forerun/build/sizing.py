@@ -5,8 +5,8 @@ reading weights or allocating anything.
 from dataclasses import dataclass, replace
 
 from forerun.build.beside import with_beside
-from forerun.build.draft_file import open_draft_file
-from forerun.build.drafting import own_layers, with_draft
+from forerun.build.draft_file import holds_model, open_draft_file
+from forerun.build.drafting import AUTO, own_layers, with_draft
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor
@@ -16,6 +16,7 @@ from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
 from forerun.drafts.assistant import holds_assistant
+from forerun.drafts.gguf_block import holds_block_file
 from forerun.drafts.gguf_prediction import holds_layers_alone
 from forerun.drafts.ngram_table import FILE as TABLE
 from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
@@ -128,7 +129,7 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
     if named is None or not config.speculates:
         return own_layers(config, target)
     folder = home_path(named)
-    if holds_assistant(folder) or holds_layers_alone(folder):
+    if holds_assistant(folder) or holds_layers_alone(folder) or holds_block_file(folder):
         return open_draft_file(config, folder, target)
     if not (folder / "config.json").is_file():
         if (folder / TABLE).is_file():  # A few megabytes on the host, which no plan counts.
@@ -137,7 +138,8 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
             f"speculative-draft-model-path is {named}, but there is no config.json in it. The "
             "memory of a draft is computed from a folder on this machine: download it first."
         )
-    if config.algorithm.kind == "whole":
+    auto = config.algorithm.name == AUTO
+    if config.algorithm.kind == "whole" or (auto and holds_model(str(folder))):
         arch, vocab = architecture_from(config_of(folder), folder), target.architecture.vocab
         vocabulary = equal_vocabulary(vocab, arch.vocab)
         return WholeDraft(folder.name, RandomCheckpoint(arch), vocabulary)

@@ -234,6 +234,9 @@ def test_a_whole_model_that_drafts_is_counted_from_its_configuration(capsys, tmp
     assert found["weights_bytes"] == alone["weights_bytes"]
     each = small["cache_bytes_per_1k_tokens"] + alone["cache_bytes_per_1k_tokens"]
     assert found["cache_bytes_per_1k_tokens"] == each
+    tiny.save_folder(tiny.model("llama"), tmp_path)  # Of AUTO the tensors say it.
+    auto = planned(capsys, "--model-shape", "tiny", *DRAFT, str(tmp_path), *CARD)
+    assert auto["draft_bytes"] == found["draft_bytes"]
 
 
 def test_people_get_a_table(capsys):
