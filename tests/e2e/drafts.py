@@ -32,7 +32,7 @@ METHODS = {
     "STANDALONE, other vocabulary": {"speculative_algorithm": "STANDALONE", "draft": "poorer"},
     "STANDALONE, map": {"speculative_algorithm": "STANDALONE", "draft": "small", "map": "map"},
     "DFLASH": {"speculative_algorithm": "DFLASH", "draft": "block"},
-    "DFLASH, causal": {"speculative_algorithm": "DFLASH", "draft": "causal"},
+    "DFLASH+NGRAM, causal": {"speculative_algorithm": "DFLASH+NGRAM", "draft": "causal"},
 }  # fmt: skip
 """What is asked for; draft, model and map name what `make` made."""
 
