@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from forerun.text.tool_bodies import NOTHING, CallPiece, Tools, loads_or, merged
@@ -88,19 +89,72 @@ class GlmCalls:
         return merged(calls), text, True
 
 
-class QwenCalls:
-    """Functions in tags, and in these parameters, each value on lines of its own.
+@dataclass(frozen=True, slots=True)
+class FunctionTags:
+    """What stands around functions and, within these, around parameters.
+
+    function       before a function's parameters; {} is its name
+    function_end   behind them
+    parameter      before a value; {} is its key, {string} is true or false
+    parameter_end  behind it
+    on_lines       of the white space around a value one line break at each side belongs to the tags
+    """
+
+    function: str
+    function_end: str
+    parameter: str
+    parameter_end: str
+    on_lines: bool = False
+
+    @property
+    def opens(self) -> re.Pattern[str]:
+        """What matches the beginning of a function."""
+        return re.compile(_tag(self.function))
+
+    @property
+    def begins(self) -> re.Pattern[str]:
+        """What matches the beginning of a parameter; group `string` says whether it is a string."""
+        before, given, behind = self.parameter.partition("{string}")
+        typed = f"(?P<string>true|false){re.escape(behind)}" if given else ""
+        return re.compile(_tag(before) + typed)
+
+
+def _tag(text: str) -> str:
+    """Return the pattern of a tag with a name in it, which is group 1."""
+    before, _, behind = text.partition("{}")
+    return rf"{re.escape(before)}([^\n]{{1,256}}?){re.escape(behind)}"
+
+
+QWEN_TAGS = FunctionTags(
+    "<function={}>", "</function>", "<parameter={}>", "</parameter>", on_lines=True
+)
+MINIMAX_TAGS = FunctionTags(
+    '<invoke name="{}">', "</invoke>", '<parameter name="{}">', "</parameter>"
+)
+_DSML = "\uff5cDSML\uff5c"
+DSML_TAGS = FunctionTags(
+    f'<{_DSML}invoke name="{{}}">',
+    f"</{_DSML}invoke>",
+    f'<{_DSML}parameter name="{{}}" string="{{string}}">',
+    f"</{_DSML}parameter>",
+)
+
+
+class FunctionCalls:
+    """Functions in tags, and in these parameters.
 
     A value ends at the first closing tag behind which another parameter or the function's end
-    stands, so that it may contain such a tag. Of the white space around it one line break at each
-    side belongs to the tags.
+    stands, so that it may contain such a tag.
 
     closer  behind the functions; without it the last function's end, where no opener was written
     """
 
-    def __init__(self, tools: Tools, closer: str) -> None:
+    def __init__(self, tools: Tools, closer: str, tags: FunctionTags) -> None:
         self.count = 0
         self._closer, self._declared = closer, DeclaredTypes(tools)
+        self._tags, self._opens, self._begins = tags, tags.opens, tags.begins
+        self._function_mark = tags.function.partition("{}")[0]
+        self._behind = tags.parameter.partition("{}")[0], tags.function_end
         self._name: str | None = None
         self._pairs = 0
         # Place in a parameter that is not whole before which it does not end.
@@ -117,19 +171,19 @@ class QwenCalls:
             if self._name is None:
                 if begun.startswith(self._closer):
                     return merged(calls), begun[len(self._closer) :], False
-                opened = _FUNCTION.match(begun)
+                opened = self._opens.match(begun)
                 if opened is None:
-                    waits = _may_become(begun, (_FUNCTION_MARK, self._closer))
+                    waits = _may_become(begun, (self._function_mark, self._closer))
                     return merged(calls), text, waits
                 self._name, self._pairs = opened[1].strip(), 0
                 calls.append(CallPiece(self.count, self._name))
                 self.count += 1
                 text = begun[opened.end() :]
-            elif begun.startswith((_FUNCTION_END, self._closer)):
+            elif begun.startswith((self._tags.function_end, self._closer)):
                 calls.append(self._end())
-                text = begun.removeprefix(_FUNCTION_END)
+                text = begun.removeprefix(self._tags.function_end)
             elif (found := self._parameter(begun)) is None:
-                waits = _may_become(begun, (*_BEHIND, self._closer))
+                waits = _may_become(begun, (*self._behind, self._closer))
                 if not waits:  # What was begun is a call.
                     calls.append(self._end())
                 return merged(calls), text, waits
@@ -145,26 +199,32 @@ class QwenCalls:
 
     def _parameter(self, text: str) -> tuple[str, str] | None:
         """Return a parameter as a member of a JSON object, and the rest; None: it is not whole."""
-        head = _PARAMETER.match(text)
+        head, closing = self._begins.match(text), self._tags.parameter_end
         if head is None:
             return None
-        marks = (*_BEHIND, self._closer)
-        end = text.find(_PARAMETER_END, max(head.end(), self._read))
+        marks = (*self._behind, self._closer)
+        end = text.find(closing, max(head.end(), self._read))
         while end >= 0:
-            behind = end + len(_PARAMETER_END)
+            behind = end + len(closing)
             following = _SPACE.match(text, behind).end()  # type: ignore[union-attr]
             if text.startswith(marks, following):
                 self._read = 0
-                value = text[head.end() : end].removeprefix("\n").removesuffix("\n")
-                key = head[1].strip()
-                argument = self._declared.json_of(self._name or "", key, value)
-                return member(self._pairs, key, argument), text[behind:]
+                argument = self._argument(head, text[head.end() : end])
+                return member(self._pairs, head[1].strip(), argument), text[behind:]
             self._read = end
             if _may_become(text[following : following + max(map(len, marks))], marks):
                 return None
-            end = text.find(_PARAMETER_END, behind)
-        self._read = max(self._read, len(text) - len(_PARAMETER_END) + 1)
+            end = text.find(closing, behind)
+        self._read = max(self._read, len(text) - len(closing) + 1)
         return None
+
+    def _argument(self, head: re.Match[str], value: str) -> str:
+        """Return a parameter's value as JSON."""
+        if self._tags.on_lines:
+            value = value.removeprefix("\n").removesuffix("\n")
+        if "string" in head.groupdict() and head["string"] == "true":
+            return json.dumps(value, ensure_ascii=False)
+        return self._declared.json_of(self._name or "", head[1].strip(), value)
 
 
 def member(place: int, key: str, value: str) -> str:
@@ -172,11 +232,6 @@ def member(place: int, key: str, value: str) -> str:
     return f"{', ' if place else '{'}{json.dumps(key)}: {value}"
 
 
-_FUNCTION_MARK, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER_MARK, _PARAMETER_END = "<parameter=", "</parameter>"
-_BEHIND = (_PARAMETER_MARK, _FUNCTION_END)
-_FUNCTION = re.compile(r"<function=([^>\n]{1,256})>")
-_PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
 _NAME_END = re.compile(r"\n|<arg_key>|</tool_call>")
 _SPACE = re.compile(r"\s*+")
 _PAIR = re.compile(

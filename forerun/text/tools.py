@@ -16,19 +16,29 @@ begins calls; what precedes it is ordinary content.
     qwen3-coder  <tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n
              </tool_call>    Qwen3-Coder, Qwen3.5, Nemotron 3, Granite 4.2
     seed-oss     the same in <seed:tool_call>                                   Seed-OSS
+    minimax-m2   <minimax:tool_call>\n<invoke name="f">\n<parameter name="k">v</parameter>\n
+             </invoke>\n...</minimax:tool_call>                                  MiniMax M2
+    deepseek-v3.2  the same in tags of their own, which say what is a string     DeepSeek V3.2
     gemma4   <|tool_call>call:f{k:<|"|>v<|"|>,n:1}<tool_call|>                   Gemma 4
     lfm2     <|tool_call_start|>[f(k='v', n=1), g()]<|tool_call_end|>   LFM2, LFM2.5
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forerun.text.gemma_calls import QUOTE, GemmaCalls
 from forerun.text.harmony import CHANNEL, MARKS, shows_harmony
 from forerun.text.python_calls import PythonCalls
 from forerun.text.reasoning import overlap
-from forerun.text.tagged_calls import GlmCalls, QwenCalls
+from forerun.text.tagged_calls import (
+    DSML_TAGS,
+    MINIMAX_TAGS,
+    QWEN_TAGS,
+    FunctionCalls,
+    FunctionTags,
+    GlmCalls,
+)
 from forerun.text.tool_bodies import (
     Body,
     CallPiece,
@@ -59,6 +69,8 @@ class ToolFormat:
     each       begins and ends one call among several
     bare       begins a call too, where a model leaves the opener out
     quote      stands around strings
+    tags       around functions and parameters, if calls are written so
+    together   all calls stand between one opener and one closer
     """
 
     name: str
@@ -70,6 +82,8 @@ class ToolFormat:
     each: tuple[str, str] = ("", "")
     bare: str = ""
     quote: str = ""
+    tags: FunctionTags | None = None
+    together: bool = False
 
     @property
     def ends_thoughts(self) -> tuple[str, ...]:
@@ -96,12 +110,31 @@ KIMI = ToolFormat(
     "",
     "<|tool_call_argument_begin|>",
     each=("<|tool_call_begin|>", "<|tool_call_end|>"),
+    together=True,
 )
 HARMONY = ToolFormat("harmony", CHANNEL, "", "")
 MISTRAL_ARGS = ToolFormat("mistral-args", "[TOOL_CALLS]", "", "", "[ARGS]")
 GLM = ToolFormat("glm", "<tool_call>", "</tool_call>", "")
-QWEN = ToolFormat("qwen3-coder", "<tool_call>", "</tool_call>", "", bare="<function=")
-SEED = ToolFormat("seed-oss", "<seed:tool_call>", "</seed:tool_call>", "", bare="<function=")
+QWEN = ToolFormat(
+    "qwen3-coder", "<tool_call>", "</tool_call>", "", bare="<function=", tags=QWEN_TAGS
+)
+SEED = replace(QWEN, name="seed-oss", opener="<seed:tool_call>", closer="</seed:tool_call>")
+MINIMAX = ToolFormat(
+    "minimax-m2",
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    "",
+    tags=MINIMAX_TAGS,
+    together=True,
+)
+DSML = ToolFormat(
+    "deepseek-v3.2",
+    "<\uff5cDSML\uff5cfunction_calls>",
+    "</\uff5cDSML\uff5cfunction_calls>",
+    "",
+    tags=DSML_TAGS,
+    together=True,
+)
 GEMMA = ToolFormat("gemma4", "<|tool_call>", "<tool_call|>", "", quote=QUOTE)
 LFM2 = ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", "", listed=True)
 
@@ -109,13 +142,15 @@ FORMATS = {
     format.name: format
     for format in (
         *(HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, QWEN, SEED),
-        *(GRANITE, PHI4, KIMI, HARMONY, LFM2, GEMMA),
+        *(GRANITE, PHI4, KIMI, HARMONY, LFM2, GEMMA, MINIMAX, DSML),
     )
 }
 
 _SIGNS = (
     ("<arg_key>", GLM),
     (SEED.opener, SEED),
+    (MINIMAX.opener, MINIMAX),
+    ("\uff5cDSML\uff5c", DSML),
     ("<function=", QWEN),
     (KIMI.opener, KIMI),
     ("[ARGS]", MISTRAL_ARGS),
@@ -159,8 +194,8 @@ class ToolReader:
         self._body: Body = JsonCalls(format.closer)
         if format is GLM:
             self._body = GlmCalls(tools, format.closer)
-        elif format in (QWEN, SEED):
-            self._body = QwenCalls(tools, format.closer)
+        elif format.tags is not None:
+            self._body = FunctionCalls(tools, format.closer, format.tags)
         elif format is GEMMA:
             self._body = GemmaCalls(format.closer)
         elif format is LFM2:

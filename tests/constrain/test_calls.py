@@ -68,10 +68,24 @@ WRITTEN["lfm2"] = (
 )
 WRITTEN["seed-oss"] = WRITTEN["qwen3-coder"].replace("tool_call", "seed:tool_call")
 TAGGED = ("glm", "qwen3-coder", "seed-oss")
+WRITTEN["minimax-m2"] = (
+    '<minimax:tool_call>\n<invoke name="note">\n<parameter name="text">a < b</parameter>\n'
+    '<parameter name="mood">sad</parameter>\n<parameter name="at">[1, 2]</parameter>\n</invoke>\n'
+    "</minimax:tool_call>"
+)
+DSML = "\uff5cDSML\uff5c"
+WRITTEN["deepseek-v3.2"] = (
+    f'<{DSML}function_calls>\n<{DSML}invoke name="note">\n'
+    f'<{DSML}parameter name="text" string="true">a < b</{DSML}parameter>\n'
+    f'<{DSML}parameter name="mood" string="true">sad</{DSML}parameter>\n'
+    f'<{DSML}parameter name="at" string="false">[1, 2]</{DSML}parameter>\n</{DSML}invoke>\n'
+    f"</{DSML}function_calls>"
+)
+TOGETHER = ("minimax-m2", "deepseek-v3.2")
 WRITTEN["gemma4"] = (
     '<|tool_call>call:note{text:<|"|>a < b<|"|>,mood:<|"|>sad<|"|>,at:[1, 2]}<tool_call|>'
 )
-NOTED = (*TAGGED, "lfm2", "gemma4")
+NOTED = (*TAGGED, *TOGETHER, "lfm2", "gemma4")
 CALLED = {name: [("weather", json.loads(ROME))] for name in WRITTEN} | {
     name: [("note", {"text": "a < b", "mood": "sad", "at": [1, 2]})] for name in NOTED
 }
@@ -95,6 +109,10 @@ MORE["lfm2"] = WRITTEN["lfm2"].replace(
     ")]", '), weather(city="Oslo"), note(text="\\"\\u00e9", mood=\'glad\')]'
 )
 MORE["mistral"] = WRITTEN["mistral"][:-1] + ", " + WRITTEN["mistral"][len("[TOOL_CALLS] [") :]
+for _name in TOGETHER:
+    _opener, _, _rest = WRITTEN[_name].partition("\n")
+    _call, _, _closer = _rest.rpartition("\n")
+    MORE[_name] = "\n".join([_opener, _call, _call.replace("sad", "glad"), _closer])
 BROKEN = {
     name: text.replace("Rome", "Bonn").replace("sad", "odd") for name, text in WRITTEN.items()
 }
@@ -139,6 +157,25 @@ def test_the_reader_understands_what_the_grammar_allows(name):
     pieces = [*reader.push(WRITTEN[name]).calls, *reader.finish().calls]
     text = "".join(piece.arguments for piece in pieces)
     assert [(pieces[0].name, json.loads(text))] == CALLED[name]
+
+
+ONE_STRING = {
+    "glm": "<tool_call>note\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "qwen3-coder": "<tool_call>\n<function=note>\n<parameter=a>\n{}\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "minimax-m2": '<minimax:tool_call>\n<invoke name="note">\n<parameter name="a">{}</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", ONE_STRING)
+def test_an_escaped_slash_in_a_raw_string_is_two_characters(name):
+    schema = {"type": "object", "required": ["a"], "additionalProperties": False}
+    schema["properties"] = {"a": {"type": "string", "maxLength": 2}}
+    tools = [Signature("note", Grammar.json_schema(schema))]
+    grammar = tool_rules(FORMATS[name], tools, Calling(True, False)).grammar
+    for text, fit in (("ab", True), ("\\/", True), ("x\\/", False), ("abc", False)):
+        assert fits(grammar, ONE_STRING[name].format(text)) == fit, text
 
 
 def test_other_grammars_do_not_mix_with_tools():

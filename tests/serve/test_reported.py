@@ -113,6 +113,11 @@ CALLS = {
     "seed-oss": "Well.<seed:tool_call><function=find><parameter=city>Tokyo</parameter></function>"
     "</seed:tool_call>",
     "gemma4": 'Well.<|tool_call>call:find{city:<|"|>Tokyo<|"|>}<tool_call|>',
+    "minimax-m2": 'Well.<minimax:tool_call>\n<invoke name="find">\n<parameter name="city">Tokyo'
+    "</parameter>\n</invoke>\n</minimax:tool_call>",
+    "deepseek-v3.2": 'Well.<|DSML|function_calls>\n<|DSML|invoke name="find">\n'
+    '<|DSML|parameter name="city" string="true">Tokyo</|DSML|parameter>\n</|DSML|invoke>\n'
+    "</|DSML|function_calls>".replace("|", "\uff5c"),
     "glm": "Well.<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>Tokyo</arg_value>\n"
     "</tool_call>",
 }

@@ -9,6 +9,7 @@ from forerun.text.python_calls import json_of_literal
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from forerun.text.tool_prompt import call_in_text, result_in_text, with_tools_in_text
 from forerun.text.tools import (
+    DSML,
     FORMATS,
     GEMMA,
     GLM,
@@ -17,6 +18,7 @@ from forerun.text.tools import (
     KIMI,
     LFM2,
     LLAMA3,
+    MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
     PHI4,
@@ -240,6 +242,28 @@ VECTORS = [
         [["weather", '{"city": "12", "days": 3}'], ["now", "{}"]],
     ),
     (
+        MINIMAX,
+        'Hm.\n<minimax:tool_call>\n<invoke name="weather">\n'
+        '<parameter name="city">Os</parameter>"lo\n'
+        '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n'
+        "</invoke>\n</minimax:tool_call>\n",
+        "Hm.",
+        [["weather", '{"city": "Os</parameter>\\"lo\\n", "days": 3}'], ["now", "{}"]],
+    ),
+    (MINIMAX, "<minimax:tool_call>none</", "<minimax:tool_call>none</", []),
+    (
+        DSML,
+        "So.\n\n<|DSML|function_calls>\n"
+        '<|DSML|invoke name="weather">\n'
+        '<|DSML|parameter name="city" string="true">12</|DSML|parameter>\n'
+        '<|DSML|parameter name="days" string="false">[1, "a"]</|DSML|parameter>\n</|DSML|invoke>\n'
+        '<|DSML|invoke name="x">\n<|DSML|parameter name="a" string="true">3</|DSML|parameter>\n'
+        '<|DSML|parameter name="b" string="false">3</|DSML|parameter>\n</|DSML|invoke>\n'
+        "</|DSML|function_calls>".replace("|", "\uff5c"),
+        "So.",
+        [["weather", '{"city": "12", "days": [1, "a"]}'], ["x", '{"a": "3", "b": 3}']],
+    ),
+    (
         GLM,
         '<tool_call>x\n<arg_key>a</arg_key>\n<arg_value>b "c"\n<</arg_value>\n</tool_call>',
         "",
@@ -274,6 +298,8 @@ def test_the_template_shows_the_format(name):
         "glm": "{% for tool in tools %}<tool_call>{name}<arg_key>",
         "qwen3-coder": "<tool_call>\n<function=example_function_name>\n<parameter=a>",
         "seed-oss": "<seed:tool_call>\n<function={{ name }}>\n<parameter=a>",
+        "minimax-m2": "{%- set toolcall_begin_token   = '<minimax:tool_call>' -%}",
+        "deepseek-v3.2": "{%- set dsml_token = '\uff5cDSML\uff5c' -%}",
         "mistral": "{{ '[TOOL_CALLS]' }}",
         "mistral-args": "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}",
         "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from forerun.constrain.grammar.grammar import Grammar, Kind, Start, ThinkingBudget
 from forerun.constrain.grammar.harmony import harmony_lines
-from forerun.constrain.grammar.tagged import GEMMA_TAGS, GLM_TAGS, PYTHON_TAGS, QWEN_TAGS, arguments
+from forerun.constrain.grammar.tagged import arguments, tags_of
 from forerun.errors import BusyError, RequestError
 from forerun.text.harmony import END, START
 from forerun.text.tools import (
@@ -26,8 +26,6 @@ from forerun.text.tools import (
     LLAMA3,
     MISTRAL_ARGS,
     PHI4,
-    QWEN,
-    SEED,
     ToolFormat,
 )
 
@@ -38,8 +36,6 @@ SLASHES = "// x-forerun-slashes"
 slash may be escaped (matcher/slashes.py)."""
 
 ANY_TEXT = r"/(.|\n)*/"
-TAGS = {GLM: GLM_TAGS, QWEN: QWEN_TAGS, SEED: QWEN_TAGS, LFM2: PYTHON_TAGS, GEMMA: GEMMA_TAGS}
-"""Formats whose arguments are no JSON object, and how each argument is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +129,9 @@ def tool_rules(
     if format is HARMONY:
         lines = [SLASHES, *_in_channels(tools, calling, answer)]
         return Rules(Grammar.grammar("\n".join(lines), "tools"), tuple(parts))
-    # GLM's values are texts of their own, not JSON.
-    lines = [SLASHES] if format is not GLM else []
+    # Strings between tags are texts of their own: `\\/` is two characters there.
+    tags = tags_of(format)
+    lines = [] if tags is not None and tags.never else [SLASHES]
     lines.append(f"call: {either('call', len(tools))}")
     for index, tool in enumerate(tools):
         lines += _call(format, calling, index, tool)
@@ -162,14 +159,16 @@ def _in_channels(tools: Sequence[Signature], calling: Calling, answer: Grammar |
 def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> list[str]:
     """Return the rules from `start` down to the calls."""
     opener = calling.mark(format.opener)
-    between = {LLAMA3: '"; "', KIMI: "", **dict.fromkeys((MISTRAL_ARGS, PHI4, GEMMA), opener)}
+    between = {LLAMA3: '"; "', **dict.fromkeys((MISTRAL_ARGS, PHI4, GEMMA), opener)}
     again = '", "' if format.listed else between.get(format, f'"\\n" {opener}')
+    again = "" if format.together else again
     calls = f"call ({again} call)*" if calling.several else "call"
     if format.listed:
         calls = f'{opener} " "? "[" {calls} "]"'
         calls += f" {calling.mark(format.closer)}" if format is LFM2 else ""
-    elif format is KIMI:
-        calls = f"{opener} {calls} {calling.mark(format.closer)}"
+    elif format.together:
+        line = "" if format is KIMI else '"\\n"'
+        calls = f"{opener} {line} {calls} {calling.mark(format.closer)}"
     elif format is not LLAMA3:
         calls = f"{opener} {calls}"
     lines = [f"calls: {calls}"]
@@ -189,8 +188,8 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
     if format.opener in calling.special:
         return [*lines, *rules, f"start: {free} calls?", f"TEXT: {ANY_TEXT}"]
     many = "*" if calling.several else "?"
-    # A list of calls is opened once, other calls one by one, with text between them.
-    whole = format.listed or format is KIMI
+    # Some calls are opened once, others one by one, with text between them.
+    whole = format.listed or format.together
     rest = calls.removeprefix(f"{opener} ") if whole else "call"
     head = f"head[suffix={opener}]: {ANY_TEXT}"
     tail = f"TAIL: {without([format.opener])}"
@@ -212,10 +211,12 @@ def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> 
         written = f"arguments_{index}: {_tag_texts(format, tool.arguments, quote)}"
         head, end = literal(f"call:{tool.name}{{"), f'"}}" {calling.mark(format.closer)}'
         return [f"call_{index}: {head} arguments_{index} {end}", written]
-    if format in TAGS:
+    if format is GLM or format.tags is not None:
         head, end = f"{tool.name}\n", calling.mark(format.closer)
-        if format is not GLM:
-            head, end = f"\n<function={head[:-1]}>\n", f'"</function>\\n" {end}'
+        if format.tags is not None:
+            head = f"{format.tags.function.format(tool.name)}\n"
+            head, close = head if format.together else f"\n{head}", f"{format.tags.function_end}\n"
+            end = literal(close) if format.together else f"{literal(close)} {end}"
         written = f"arguments_{index}: {_tag_texts(format, tool.arguments)}"
         return [f"call_{index}: {literal(head)} arguments_{index} {end}", written]
     # Chat templates write arguments on one line, so models do.
@@ -273,7 +274,8 @@ def with_tags(source: str) -> tuple[str, list[str]]:
         given, end = json.JSONDecoder().raw_decode(source, match.end())
         field, lenient, name, quote = given["x-forerun"]
         grammar = Grammar.json_schema(given["schema"], lenient, field)
-        tags = TAGS[FORMATS[name]]
+        tags = tags_of(FORMATS[name])
+        assert tags is not None
         made = arguments(int(match[1]), grammar, tags, literal, json_texts, quote)
         rule = source[at : match.end()].removesuffix("%tags ")
         out += "\n".join([f"{rule}{made.pairs or chr(34) * 2}", *made.rules])
@@ -287,7 +289,7 @@ _TAG_TEXTS = re.compile(r'(?<=\narguments_)(\d{1,4}): %tags (?=\{"x-forerun":)')
 
 def _alone(format: ToolFormat, arguments: Grammar) -> Grammar:
     """Return a grammar of only the arguments of one function, to identify the one at fault."""
-    if format not in TAGS:
+    if tags_of(format) is None:
         return arguments
     source = f"start: arguments_0\narguments_0: {_tag_texts(format, arguments)}"
     return Grammar.grammar(source, arguments.field)

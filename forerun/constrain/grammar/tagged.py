@@ -1,5 +1,5 @@
-"""Arguments of a call that are no JSON object: of GLM and Qwen keys and values in tags, of LFM2
-Python's keyword arguments.
+"""Arguments of a call that are no JSON object: of GLM, Qwen, MiniMax and DeepSeek keys and values
+in tags, of LFM2 Python's keyword arguments.
 
 In tags strings stand raw, so what a schema says of them is written as terminals; every other value
 is JSON.
@@ -17,6 +17,7 @@ from forerun.constrain.schema.rewrite import rewritten
 from forerun.constrain.schema.strings import RAW_FORMATS, other_than
 from forerun.errors import RequestError
 from forerun.text.gemma_calls import QUOTE
+from forerun.text.tools import GEMMA, GLM, LFM2, ToolFormat
 
 _ANY = r"/(.|\n)*/"
 _STRING = frozenset(
@@ -31,7 +32,7 @@ _OBJECT = frozenset(
 class Tags:
     """What stands around a value.
 
-    begin    before it, `{}` for its key
+    begin    before it, `{}` for its key, `{string}` for true or false
     closer   behind it
     never    what no string contains, for its reader would find the end there; "" = strings are JSON
     between  stands between two arguments; "" = the closer and a line break do
@@ -44,9 +45,16 @@ class Tags:
 
 
 GLM_TAGS = Tags("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</arg_value>")
-QWEN_TAGS = Tags("<parameter={}>\n", "\n</parameter>", "</parameter>")
 PYTHON_TAGS = Tags("{}=", "", "", ", ")
 GEMMA_TAGS = Tags("{}:", "", "", ",")
+
+
+def tags_of(format: ToolFormat) -> Tags | None:
+    """Return what stands around arguments that are no JSON object; None where they are one."""
+    if format.tags is not None:
+        line, end = "\n" * format.tags.on_lines, format.tags.parameter_end
+        return Tags(f"{format.tags.parameter}{line}", f"{line}{end}", end)
+    return {GLM: GLM_TAGS, LFM2: PYTHON_TAGS, GEMMA: GEMMA_TAGS}.get(format)
 
 
 @dataclass(slots=True)
@@ -135,7 +143,8 @@ class _Writer:
                 continue
             name = f"value_{index}_{place}"
             self._value(name, key, value)
-            begin = self._literal(self._tags.begin.format(key))
+            string = "true" if self._is_raw(key) else "false"
+            begin = self._literal(self._tags.begin.format(key, string=string))
             pairs.append((f"{begin} {name}", key in required))
         if self._tags.between:
             self._out.pairs = self._listed(index, pairs)
@@ -160,13 +169,20 @@ class _Writer:
             self._out.rules.append(f"behind_{index}_{place}: ({between} {pair}){mark} {rest}")
         return f"first_{index}_0"
 
+    def _kind(self, key: str) -> Any:
+        declared = self._declared.get(key)
+        return declared.get("type") if isinstance(declared, dict) else None
+
+    def _is_raw(self, key: str) -> bool:
+        """Return whether a value is a string without quotes."""
+        return self._kind(key) == "string" and bool(self._tags.never)
+
     def _value(self, name: str, key: str, value: Any) -> None:
         """Write a rule for one value and its closing tag."""
-        declared = self._declared.get(key)
-        kind = declared.get("type") if isinstance(declared, dict) else None
-        if kind == "string" and self._tags.never:
+        if self._is_raw(key):
             self._string(name, key, self._resolved(value))
             return
+        kind = self._kind(key)
         refers = isinstance(value, dict) and '"$ref"' in json.dumps(value)
         schema = {**value, "$defs": self._defined} if refers else value
         part = Grammar.json_schema(schema, self._grammar.lenient, self._grammar.field)
