@@ -91,7 +91,7 @@ def test_the_default_model_comes_with_a_draft(target):
 @pytest.mark.parametrize(
     ("shape", "temperature", "count"),
     [
-        (CHAIN, 0.0, 8),
+        (CHAIN, 0.0, 4),
         pytest.param(CHAIN, 0.0, 16, marks=pytest.mark.slow),
         pytest.param(TREE, 0.0, 16, marks=pytest.mark.slow),
         pytest.param(CHAIN, 0.8, 16, marks=pytest.mark.slow),

@@ -26,7 +26,7 @@ SMALL = {
 }
 """Of EngineConfig: longer prompts are read in several steps, and pages are soon used again."""
 
-TOKENS = 19
+TOKENS = 13
 PROMPTS = [np.random.default_rng(n).integers(3, 250, n).astype(np.int32) for n in (9, 26, 61)]
 PROMPTS += [PROMPTS[2], np.append(PROMPTS[2][:42], np.int32(7))]  # Whose pages are found again.
 PROMPTS += [PROMPTS[2][:1], PROMPTS[2][1:3]]  # Shorter than prediction layers are many.

@@ -23,7 +23,7 @@ from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits
 from tests.parity.test_torch_invariance import half_true_draft
 
 SMALL = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
-COUNT = 16
+COUNT = 10
 PROMPTS = [np.random.default_rng(n).integers(8, 250, n).tolist() for n in (30, 4, 17, 40)]
 KINDS = ["toy", "torch", "jax", pytest.param("cpu", marks=pytest.mark.skipif(
     bool(cpu.available()), reason="the native core is not built"))]  # fmt: skip

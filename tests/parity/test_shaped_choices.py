@@ -36,7 +36,7 @@ from tests.parity.driver import SHAPED
 from tests.parity.tape import Watch
 from tests.twins.kernels import SLOW_TWINS
 
-VOCAB, ROWS, NODES = 700, 4, 4
+VOCAB, ROWS, NODES, TURNS = 700, 4, 4, 15
 TOKENS, PARENTS = [7, 5, 9, 5], np.array([-1, 0, 1, 2], np.int32)
 PATHS = [(), (5,), (5, 9), (5, 9, 5)]
 EDITS = room_for_edits(ROWS, 128, VOCAB)
@@ -151,7 +151,7 @@ def wanted_of(logits, sampling, history, path, mask):
 def test_choices_are_the_hosts(program, masked):
     """Of every kind of row, at four nodes each that add draft tokens to what was said."""
     random, compared, unsure = np.random.default_rng(0), 0, 0
-    for turn in range(30):
+    for turn in range(TURNS):
         samplings = [
             Sampling(
                 **{"temperature": 0.9, "seed": 10 * turn + row}
@@ -183,7 +183,7 @@ def test_choices_are_the_hosts(program, masked):
                     unsure += 1
                 else:
                     assert token == wanted, (sampling, node)
-    assert compared == 30 * ROWS * NODES and unsure < compared / 100
+    assert compared == TURNS * ROWS * NODES and unsure < compared / 100
 
 
 @pytest.mark.parametrize("program", CHOSEN)
