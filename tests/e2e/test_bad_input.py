@@ -14,7 +14,11 @@ HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 LIMIT = 65536
 
 
-@pytest.fixture(scope="module", params=[None, ["toy", "other"]], ids=["one", "two"])
+TWO = pytest.param(["toy", "other"], marks=pytest.mark.slow)
+"""What one of two says of a bad body is in tests/dialects always."""
+
+
+@pytest.fixture(scope="module", params=[None, TWO], ids=["one", "two"])
 def server(request, tmp_path_factory):
     """A server of one model, or of two with one loaded."""
     given = {"settings": {"max_body_bytes": LIMIT}, "models": request.param}

@@ -21,7 +21,7 @@ FAMILIES = (
     *("seed_oss", "olmo3", "exaone4", "glm4_moe_lite", "minimax_m2", "ministral3"),
     *("gemma4_text", "hunyuan_v1_dense"),
 )
-OFTEN = ("deepseek_v3", 1), ("gpt_oss", 16)
+OFTEN = [("gpt_oss", 16)]
 
 NATIVE = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "gemma3_text", "deepseek_v2"),

@@ -21,6 +21,7 @@ from forerun.executors.cpu import AdaptedCpuExecutor
 from forerun.executors.torch import TorchExecutor
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.grammars import NoGrammars
+from tests.covering import every, rarely
 from tests.engine.test_embeddings import embed, vector
 from tests.engine.toys import TOKENIZER, ask, run
 from tests.models import tiny
@@ -164,12 +165,19 @@ def by_peft(family, folder):
     return checkpoint, adapted, read_adapter("a", folder / "a", checkpoint.architecture)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def of_family(request, tmp_path_factory):
     return by_peft(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("of_family", "kind"),
+    [
+        *(pytest.param(family, AdaptedCpuExecutor, marks=NATIVE) for family in FAMILIES),
+        *rarely(every(FAMILIES, [TorchExecutor]), [("lfm2", TorchExecutor)], None),
+    ],
+    indirect=["of_family"],
+)
 def test_layers_of_every_kind_run_what_peft_runs(of_family, kind):
     checkpoint, adapted, adapter = of_family
     executor = kind(checkpoint, replace(LIMITS, checkpoints=8))

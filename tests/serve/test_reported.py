@@ -20,6 +20,7 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.harmony import HarmonyReader
 from forerun.text.tools import FORMATS, ToolReader
 from tests.cli.toys import toy_loaded
+from tests.covering import spread
 from tests.drafters.prediction import random_layer, with_layers
 from tests.models import tiny
 
@@ -66,7 +67,7 @@ def drafting(folder, method):
     )
 
 
-@pytest.fixture(scope="module", params=["NEXTN", "STANDALONE"])
+@pytest.fixture(scope="module", params=spread(["NEXTN", "STANDALONE"], 1))
 def predicting(request, folder):
     """A server that drafts with its prediction layer, and one whose drafts are always right."""
     if cpu.available() is not None:
