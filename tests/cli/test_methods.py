@@ -53,11 +53,17 @@ def answer(capsys):
 COMMON = ("--kv-tokens", "512", "--mem-fraction-static", "0.5", "--threads", "1")
 
 
+PLAIN = {}
+"""What is answered without drafting: the same for all of them."""
+
+
 @pytest.mark.parametrize("name", LINES)
 def test_run(made, answer, name):
     line = ["run", "the quick", "--raw", "--max-tokens", "16", "--ignore-eos", *COMMON]
     target = ["--model-path", str(made / "target")]
-    plain = answer(*line, *target, "--speculative-algorithm", "none")
+    if "plain" not in PLAIN:
+        PLAIN["plain"] = answer(*line, *target, "--speculative-algorithm", "none")
+    plain = PLAIN["plain"]
     found = answer(*line, *flags(made, name))
     assert (plain[0], found[0]) == (0, 0), found
     assert found[1]["text"] == plain[1]["text"] != ""

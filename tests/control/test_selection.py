@@ -21,7 +21,7 @@ from forerun.control.host_drafts import compare
 from forerun.control.reasons import DISABLED, NOTHING_VERIFIED, ON, SELDOM, VERIFIED
 from forerun.speculative.tree import Draft
 from tests.control.steps import FREE, Text, arrays, chain, reached, report_of, seen
-from tests.covering import every, pairs, thinned
+from tests.covering import covering, every, rarely, some_of, thinned, values
 
 FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0))
 MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (6.1, 6.6, 7.6, 10.7, 19.2, 71.9))
@@ -40,11 +40,7 @@ def kept_of(policy, drafts):
 
 @pytest.mark.parametrize(
     ("table", "rows"),
-    [
-        *every(TABLES, [1, 4, 16]),
-        ("middle", 64),
-        *(pytest.param(table, 64, marks=pytest.mark.slow) for table in ("flat", "steep")),
-    ],
+    rarely(every(TABLES, [1, 4, 16, 64]), covering(every(TABLES, [1, 4, 16]), values), None),
 )
 def test_never_slower_than_plain_on_text_that_defies_the_drafter(table, rows):
     text = Text(TABLES[table], rows, honesty=0.0, match=1.0)
@@ -361,10 +357,9 @@ SCORES = [(0.0, 0.0), (0.0, 0.6), (1.0, 0.1), (1.0, 1.0)]
 
 @pytest.mark.parametrize(
     ("honesty", "match", "late", "rows"),
-    thinned(
+    some_of(
         [(*scores, late, rows) for scores, late, rows in every(SCORES, [1.05, 1.35, 1.8], [1, 16])],
-        lambda cell: pairs((cell[:2], *cell[2:])),
-        dear=lambda cell: cell[2:] == (1.05, 16),
+        lambda cell: values((cell[:2], *cell[2:])),
     ),
 )
 def test_looks_that_keep_steps_from_beginning_early(honesty, match, late, rows):
