@@ -205,7 +205,7 @@ class EngineConfig:
         "AUTO",
         "how to draft: a draft head (EAGLE, EAGLE3), a block drafter (DFLASH), n-grams (NGRAM: "
         "lookup in the text so far, and the draft's n-gram table, or counts of finished answers), "
-        "or not at all (OFF); AUTO uses what a named draft holds, a head together with n-grams; "
+        "or not at all (OFF); AUTO uses what a named draft holds, on a CPU with n-grams beside it; "
         "with none named the model's own prediction layers (cpu and torch), else NGRAM",
         choices=NAMES,
         spellings=lambda name: algorithm(name).name,
@@ -213,7 +213,7 @@ class EngineConfig:
     speculative_draft_model_path: str | None = option(
         None,
         "folder or hub id of a draft: a head (EAGLE-1/2, EAGLE-3, 3.1) or a block drafter (DFlash, "
-        "JetSpec), an n-gram table, or both; "
+        "JetSpec, DSpark; also as GGUF), an n-gram table, or both; or a smaller model; "
         "the default is the one that comes with a built-in model, if one does; none = no draft",
     )
     speculative_draft_model_revision: str | None = option(
