@@ -27,7 +27,7 @@ from forerun.checkpoints.quantised.method import Method, read_method
 from forerun.checkpoints.shard import FLOATS, QUANTISED, read_shard
 from forerun.errors import ModelError, reason_of
 from forerun.networks.arch import Architecture, expected_tensors
-from forerun.networks.config_json import architecture_from, read_json
+from forerun.networks.config_json import INDEXED, architecture_from, read_json
 from forerun.networks.keys import shown
 from forerun.types import Floats
 
@@ -152,12 +152,15 @@ _VISION = re.compile(
     r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio"
     r"|vision_embedder)\..+"
 )
+_INDEXER = re.compile(r"\.self_attn\.indexer\.")
 _KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 _WRAPPED = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 
 
 def _towers(files: Mapping[str, TensorFile], config: dict[str, Any]) -> tuple[str, ...]:
-    """Name the parts of a multimodal checkpoint that `text_only` leaves out."""
+    """Name the parts of a multimodal checkpoint that `text_only` leaves out, or the indexers."""
+    if config.get("model_type") in INDEXED:
+        return ("indexer",) if any(map(_INDEXER.search, files)) else ()
     if not isinstance(config.get("text_config"), dict):
         return ()
     return tuple(sorted({match[2] for name in files if (match := _VISION.fullmatch(name))}))
@@ -166,9 +169,12 @@ def _towers(files: Mapping[str, TensorFile], config: dict[str, Any]) -> tuple[st
 def text_only(
     files: dict[str, TensorFile], config: dict[str, Any], folder: Path
 ) -> dict[str, TensorFile]:
-    """Return a multimodal checkpoint's language model alone, named as one that was saved alone; any
-    other checkpoint's files as they are. Raises ModelError if two tensors would have one name.
+    """Return a multimodal checkpoint's language model alone, named as one that was saved alone, and
+    a model without its indexers; any other checkpoint's files as they are. Raises ModelError if two
+    tensors would have one name.
     """
+    if config.get("model_type") in INDEXED:
+        return {name: file for name, file in files.items() if not _INDEXER.search(name)}
     if not isinstance(config.get("text_config"), dict):
         return files
     names: dict[str, str] = {}

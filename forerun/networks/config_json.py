@@ -55,6 +55,64 @@ as in transformers.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class _Indexed:
+    """DeepSeek-V3's shape, whose attention is sparse: of more than index_topk tokens an indexer
+    chooses as many. Up to there it sees all, as DeepSeek-V3 does.
+
+    class_name  the only value of `architectures`
+    defaults    transformers' defaults where they are not DeepSeek-V3's
+    """
+
+    class_name: str
+    defaults: Mapping[str, Any]
+
+
+INDEXED = {
+    "deepseek_v32": _Indexed("DeepseekV32ForCausalLM", {}),
+    "glm_moe_dsa": _Indexed(
+        "GlmMoeDsaForCausalLM",
+        {
+            **{"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "q_lora_rank": 2048},
+            **{"qk_nope_head_dim": 192, "v_head_dim": 256},
+        },
+    ),
+}
+"""By model_type."""
+_OF_INDEXERS = (
+    *("index_topk", "index_head_dim", "index_n_heads", "indexer_types", "index_topk_freq"),
+    *("index_topk_pattern", "index_skip_topk_offset", "index_share_for_mtp_iteration"),
+    *("indexer_rope_interleave", "layer_types", "mlp_layer_types"),
+)
+
+
+def _densely(config: Mapping[str, Any], about: _Indexed) -> Mapping[str, Any]:
+    """Return such a configuration as DeepSeek-V3's, for texts in which no indexer has a choice.
+    Raises ModelError for kinds of layers that are none of these.
+    """
+    keys = Keys({**about.defaults, **config}, "config.json: ")
+    classes, layers = keys.get("architectures"), keys.integer("num_hidden_layers")
+    if classes not in (None, [about.class_name]):
+        raise keys.unfit("architectures", classes, f"[{about.class_name!r}] to run here")
+    if {*map(str, keys.get("layer_types", []))} - {"indexed_attention"}:
+        raise keys.unfit("layer_types", keys.get("layer_types"), "indexed_attention everywhere")
+    dense = keys.integer("first_k_dense_replace", 3)
+    kinds = keys.get("mlp_layer_types")
+    if kinds is not None:
+        dense = kinds.count("dense") if isinstance(kinds, list) else dense
+        if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+            raise keys.unfit(
+                "mlp_layer_types", kinds, f"dense layers, then sparse, {layers} in all"
+            )
+    context = keys.integer("max_position_embeddings")
+    rest = {k: v for k, v in {**about.defaults, **config}.items() if k not in _OF_INDEXERS}
+    return rest | {
+        **{"model_type": "deepseek_v3", "architectures": None, "first_k_dense_replace": dense},
+        "max_position_embeddings": min(context, keys.integer("index_topk", 2048)),
+        "original_max_position_embeddings": keys.get("original_max_position_embeddings", context),
+    }
+
+
 def read_json(path: Path, most: int = _MOST_BYTES) -> dict[str, Any]:
     """Read the JSON object in a file of at most `most` bytes. Raises ModelError if the file is
     larger, cannot be read, or holds no object.
@@ -183,6 +241,8 @@ def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
         config = {**_UNIFIED, **config}
     if isinstance(name, str) and name in _ALIASES:
         return {**config, "model_type": _ALIASES[name]}
+    if isinstance(name, str) and name in INDEXED:
+        return _densely(config, INDEXED[name])
     if name in ("lfm2", "lfm2_moe"):
         names = _DENSE_LFM2 if name == "lfm2" else _LFM2
         own = {names[key]: config[key] for key in names if config.get(key) is not None}

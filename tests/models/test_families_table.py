@@ -15,7 +15,7 @@ from forerun.drafts.whole_draft import WholeDraft
 from forerun.executors.cpu import limits as cpu
 from forerun.executors.jax import limits as jax
 from forerun.networks.arch import FAMILIES
-from forerun.networks.config_json import architecture_from
+from forerun.networks.config_json import INDEXED, architecture_from
 from tests.cpu.test_layer_kinds import FAMILIES as ON_THE_CORE
 from tests.e2e.test_families import FAMILIES as WITH_DRAFTS
 from tests.e2e.test_recurrent import CONVOLUTION
@@ -27,8 +27,8 @@ from tests.shape.tree import ROOT
 SAME_AS = {"mimo": "qwen2", "gemma3": "gemma3_text", "kimi_k2": "deepseek_v3"}
 SAME_AS |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 SAME_AS |= {"mistral3": "ministral3", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_text"}
-SAME_AS |= {"lfm2_vl": "lfm2"}
-IN_FOLDERS = ("mimo", "gemma3", "exaone4", "ministral3", "mistral3")
+SAME_AS |= {"lfm2_vl": "lfm2", **dict.fromkeys(INDEXED, "deepseek_v3")}
+IN_FOLDERS = ("mimo", "gemma3", "exaone4", "ministral3", "mistral3", *INDEXED)
 """Names in config.json that stand for another family's layers."""
 KINDS = {
     "a head": DraftFile.kind,
@@ -103,7 +103,7 @@ def test_executors_are_those_that_run_it(name, tmp_path):
 
 
 OWN_LAYERS = {
-    "DeepSeek-V3 and GLM-4.5": ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2"),
+    "DeepSeek-V3 and GLM-4.5": ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2", *INDEXED),
     "MiMo": ("mimo",),
     "Qwen3-Next": (*tiny.DELTAS, "qwen3_5", "qwen3_5_moe"),
 }

@@ -35,7 +35,7 @@ LEAST = {
     "NEXTN of glm4_moe": (0.9, 0.8, 0.8),
     "NEXTN of deepseek_v3": (0.9, 0.7, 0.7),
     "NEXTN of mimo": (0.9, 0.85, 0.8),
-    "DSpark": (0.8, 0.7, 0.7),
+    "DSpark": (0.85, 0.8, 0.8),
     "FROZEN_KV_MTP": (0.9, 0.8, 0.85),
 }
 """Share of a chain's draft tokens that are accepted at each depth, once the one above was."""
