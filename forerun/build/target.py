@@ -21,6 +21,7 @@ from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.token_map import with_token_map
 from forerun.checkpoints.adapter import LoraAdapter, read_adapter
+from forerun.checkpoints.folder import INDEXERS
 from forerun.checkpoints.pooling import EmbeddingRule, embedding_rule
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler, open_compiler
@@ -203,7 +204,11 @@ def _warn_of_omissions(model: Model) -> None:
     if unstretched := model.architecture.unstretched:
         warnings.warn(unstretched, stacklevel=4)
     if towers := getattr(model.checkpoint, "towers", ()):
-        left_out = f"{model.path.name}: {', '.join(towers)} not loaded; only text is supported"
+        why = "only text is supported"
+        if towers == INDEXERS:
+            limit = f"{model.architecture.context:,}"
+            why = f"texts end at {limit} tokens, up to which attention is not sparse"
+        left_out = f"{model.path.name}: {', '.join(towers)} not loaded; {why}"
         warnings.warn(left_out, stacklevel=4)
 
 

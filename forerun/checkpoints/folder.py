@@ -152,6 +152,8 @@ _VISION = re.compile(
     r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio"
     r"|vision_embedder)\..+"
 )
+INDEXERS = ("indexers",)
+"""What `FolderCheckpoint.towers` has of a model whose indexers are left out."""
 _INDEXER = re.compile(r"\.self_attn\.indexer\.")
 _KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 _WRAPPED = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
@@ -160,7 +162,7 @@ _WRAPPED = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 def _towers(files: Mapping[str, TensorFile], config: dict[str, Any]) -> tuple[str, ...]:
     """Name the parts of a multimodal checkpoint that `text_only` leaves out, or the indexers."""
     if config.get("model_type") in INDEXED:
-        return ("indexer",) if any(map(_INDEXER.search, files)) else ()
+        return INDEXERS if any(map(_INDEXER.search, files)) else ()
     if not isinstance(config.get("text_config"), dict):
         return ()
     return tuple(sorted({match[2] for name in files if (match := _VISION.fullmatch(name))}))

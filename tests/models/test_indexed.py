@@ -1,13 +1,15 @@
 """DeepSeek-V3.2 and GLM-5 as far as their indexers have no choice, against transformers."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.build.target import _warn_of_omissions
+from forerun.checkpoints.folder import INDEXERS, FolderCheckpoint
 from forerun.errors import ModelError
 from forerun.networks.config_json import architecture_from
 from tests.drafters.prediction import as_stored
@@ -41,9 +43,12 @@ def test_up_to_what_is_chosen_it_is_dense(tmp_path, name):
     hf = made(name, index_topk=256)
     hf.save_pretrained(tmp_path)
     found = FolderCheckpoint(tmp_path)
-    assert found.towers == ("indexer",)
+    assert found.towers == INDEXERS
     assert (found.architecture.family, found.architecture.context) == ("deepseek_v3", 256)
     logits_are_those_of(hf, found)
+    model = SimpleNamespace(path=tmp_path, architecture=found.architecture, checkpoint=found)
+    with pytest.warns(UserWarning, match="indexers not loaded; texts end at 256 tokens"):
+        _warn_of_omissions(model)
 
 
 def test_published_keys_and_prediction_layers(tmp_path):
