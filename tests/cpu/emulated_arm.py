@@ -85,15 +85,29 @@ def launcher(name: str, code: Path) -> Path:
     (custom / "sitecustomize.py").write_text(
         "import os, sys\nsys.executable = sys._base_executable = os.environ['EMULATED']\n"
     )
-    command.write_text(
-        "#!/bin/sh\n"
-        f"export EMULATED={command} QEMU_LD_PREFIX={HOME / 'root'} CXX={COMPILER}\n"
+    script(
+        command,
+        f"export EMULATED={command} QEMU_LD_PREFIX={HOME / 'root'}\n"
         f"export RUN_WITH='{emulator} -cpu max' OMP_NUM_THREADS=1\n"
         f"export PYTHONPATH={custom}:{code}:{HOME / 'site'}\n"
-        f'exec {emulator} -cpu max {HOME / "root/usr/bin/python3.11"} "$@"\n'
+        f'exec {emulator} -cpu max {HOME / "root/usr/bin/python3.11"} "$@"\n',
     )
-    command.chmod(0o755)
     return command
+
+
+def script(path: Path, lines: str) -> None:
+    """Write a command of the shell."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{lines}")
+    path.chmod(0o755)
+
+
+def add_compiler() -> None:
+    """Put the cross compiler before others in the PATH. (In CXX it would be the compiler of tests
+    that say another, or none.)
+    """
+    script(HOME / "bin" / "c++", f'exec {shutil.which(COMPILER)} "$@"\n')
+    os.environ["PATH"] = f"{HOME / 'bin'}:{os.environ['PATH']}"
 
 
 def copy_of_the_checkout() -> Path:
@@ -128,6 +142,7 @@ def main() -> int:
         sys.exit(TO_INSTALL)
     add_python()
     add_wheels()
+    add_compiler()
     tree = copy_of_the_checkout()
     python = launcher("python", tree)
     run(python, tree / "csrc" / "build.py")
