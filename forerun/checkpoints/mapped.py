@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from forerun.checkpoints.ggml import floats_of
 from forerun.checkpoints.grouped import Grouped
 from forerun.errors import ModelError, reason_of
 from forerun.types import Floats
@@ -53,12 +52,10 @@ class Packed:
         """
         if self.kind == "F32" and self.rows.flags.c_contiguous:
             return np.require(self.rows.view("<f4"), requirements="A")
-        kind = GGMLQuantizationType[self.kind]
         flat = np.empty((len(self.rows), self.columns), np.float32)
-        with np.errstate(all="ignore"):
-            for start in range(0, len(self.rows), _ROWS_AT_ONCE):
-                part = slice(start, start + _ROWS_AT_ONCE)
-                flat[part] = dequantize(np.ascontiguousarray(self.rows[part]), kind)
+        for start in range(0, len(self.rows), _ROWS_AT_ONCE):
+            part = slice(start, start + _ROWS_AT_ONCE)
+            flat[part] = floats_of(self.kind, np.ascontiguousarray(self.rows[part]))
         return flat
 
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
+from forerun.checkpoints.ggml import STORAGE
 from forerun.checkpoints.grouped import Grouped
 from forerun.checkpoints.mapped import FourBits, Packed, TensorFile
 from forerun.networks.arch import Architecture, Family, layer_tensors
@@ -149,7 +149,7 @@ class StoredTensor:
             found = self.file.expert(self.name, self.piece.expert)
             if found is not None:
                 return Packed(found.kind, self._ordered(found.rows), found.columns)
-        if len(self.piece.shape) != 2 or self.kind not in GGMLQuantizationType.__members__:
+        if len(self.piece.shape) != 2 or self.kind not in STORAGE:
             return None
         return Packed(self.kind, self.rows(), self.piece.shape[-1])
 

@@ -18,9 +18,9 @@ from enum import Enum
 from pathlib import Path
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from forerun.checkpoints.checkpoint import Checkpoint, ReadInParts
+from forerun.checkpoints.ggml import STORAGE
 from forerun.checkpoints.grouped import Grouped
 from forerun.checkpoints.kept import grouped_of
 from forerun.checkpoints.mapped import Packed
@@ -320,12 +320,12 @@ class RankCheckpoint:
 
 def _covering(kind: str, columns: slice, length: int) -> slice:
     """Return the columns of the storage's blocks that hold these."""
-    block = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+    block = STORAGE[kind].block
     return slice(columns.start // block * block, min(-(-columns.stop // block) * block, length))
 
 
 def _part(packed: Packed, rows: slice, columns: slice) -> Packed:
     """Cut rows and whole blocks of columns out of a matrix; a view of it."""
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[packed.kind]]
+    _, block, size = STORAGE[packed.kind]
     octets = slice(columns.start // block * size, -(-columns.stop // block) * size)
     return Packed(packed.kind, packed.rows[rows, octets], columns.stop - columns.start)

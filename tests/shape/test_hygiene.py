@@ -20,6 +20,7 @@ LAZY = {
     "forerun/build/with_cpu.py",
     "forerun/build/with_jax.py",
     "forerun/build/with_torch.py",
+    "forerun/checkpoints/ggml.py",
     "forerun/cli/doctor.py",
     "forerun/cli/eval.py",
     "forerun/cli/layers.py",
@@ -34,7 +35,8 @@ LAZY = {
 """Files whose functions may import what is optional or slow: an executor is loaded only when
 chosen, a server's own code when its engine's process has begun, torch where `doctor`, `eval` and
 `train` look at it or a GPU is there, jax where a TPU is, Triton on CUDA, matplotlib for a picture,
-OpenTelemetry where traces are wanted, the hub's client where a model is fetched.
+OpenTelemetry where traces are wanted, the hub's client where a model is fetched, gguf where
+numbers in few bits become floats.
 """
 
 HOSTS = [

@@ -7,14 +7,12 @@ time nor memory. Tensor data is mapped, never read here.
 
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from forerun.checkpoints.ggml import NAMES, STORAGE, UNREADABLE
 from forerun.checkpoints.mapped import (
     TensorEntry,
     TensorFile,
@@ -264,21 +262,9 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, TensorEntry]:
 
 def _storage(name: str, number: int) -> tuple[str, int, int]:
     """Return the ggml name, numbers per block and bytes per block of storage type `number`."""
-    try:
-        kind = GGMLQuantizationType(number)
-    except ValueError:
-        raise UnsupportedError(f"tensor {name!r} has the unknown storage type {number}") from None
-    if not _readable(kind) and not (name == DRAFT_IDS and kind.name in ("I32", "I64")):
-        raise UnsupportedError(f"tensor {name!r} is stored as {kind.name}, which cannot be read")
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    return kind.name, block, block_bytes
-
-
-@lru_cache
-def _readable(kind: GGMLQuantizationType) -> bool:
-    """Return whether the gguf package can turn `kind` into floats, by one block of zeros."""
-    try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except (NotImplementedError, KeyError):
-        return False
-    return True
+    kind = NAMES.get(number)
+    if kind is None:
+        raise UnsupportedError(f"tensor {name!r} has the unknown storage type {number}")
+    if kind in UNREADABLE and not (name == DRAFT_IDS and kind in ("I32", "I64")):
+        raise UnsupportedError(f"tensor {name!r} is stored as {kind}, which cannot be read")
+    return kind, STORAGE[kind].block, STORAGE[kind].size

@@ -1,9 +1,9 @@
 """Matrices of few bits as rows that the compiled core packs (csrc/quant.h, `Source`)."""
 
 import numpy as np
-from gguf.quants import IQ4_NL
 from numpy.typing import NDArray
 
+from forerun.checkpoints.ggml import IQ4_NL_LEVELS
 from forerun.checkpoints.mapped import FourBits
 from forerun.errors import ModelError
 
@@ -43,7 +43,7 @@ def rows_of_bytes(matrix: FourBits) -> NDArray[np.uint8]:
 SCALED_BYTES = {"Q5_0": 22, "IQ4_NL": 18}
 """ggml's name -> bytes of a block, for storage of 32 whole numbers of one byte each at most, with
 one scale of 16 bits."""
-_LEVELS = np.array(IQ4_NL.kvalues, np.int8)
+_LEVELS = np.array(IQ4_NL_LEVELS, np.int8)
 
 
 def as_bytes(kind: str, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:

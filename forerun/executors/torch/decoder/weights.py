@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
 from forerun.checkpoints.checkpoint import Checkpoint, Repeated
+from forerun.checkpoints.ggml import floats_of
 from forerun.checkpoints.kept import kept_matrix
 from forerun.checkpoints.mapped import Packed, release
 from forerun.errors import ModelError
@@ -37,8 +36,7 @@ def numbers_of(kind: str, rows: AnyArray) -> Tensor:
     """
     if kind in _STORED:
         return torch.from_numpy(np.array(rows, order="C")).view(_STORED[kind])
-    with np.errstate(all="ignore"):
-        return torch.from_numpy(dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind]))
+    return torch.from_numpy(floats_of(kind, np.ascontiguousarray(rows)))
 
 
 def pieces_of(packed: Packed) -> Iterator[tuple[slice, Tensor]]:

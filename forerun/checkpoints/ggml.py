@@ -1,0 +1,81 @@
+"""ggml's storage types: how large they are, and their numbers as floats.
+
+The table is that of the gguf package (tests/models/test_ggml.py compares them), which is imported
+where numbers are turned into floats and not before: most models need it for none, and it takes
+5 MB and 50 ms of each process.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.types import Floats
+
+
+class StorageType(NamedTuple):
+    """A storage type: its number in files, numbers in a block, and bytes of a block."""
+
+    number: int
+    block: int
+    size: int
+
+
+STORAGE = {
+    "F32": StorageType(0, 1, 4),
+    "F16": StorageType(1, 1, 2),
+    "Q4_0": StorageType(2, 32, 18),
+    "Q4_1": StorageType(3, 32, 20),
+    "Q5_0": StorageType(6, 32, 22),
+    "Q5_1": StorageType(7, 32, 24),
+    "Q8_0": StorageType(8, 32, 34),
+    "Q8_1": StorageType(9, 32, 40),
+    "Q2_K": StorageType(10, 256, 84),
+    "Q3_K": StorageType(11, 256, 110),
+    "Q4_K": StorageType(12, 256, 144),
+    "Q5_K": StorageType(13, 256, 176),
+    "Q6_K": StorageType(14, 256, 210),
+    "Q8_K": StorageType(15, 256, 292),
+    "IQ2_XXS": StorageType(16, 256, 66),
+    "IQ2_XS": StorageType(17, 256, 74),
+    "IQ3_XXS": StorageType(18, 256, 98),
+    "IQ1_S": StorageType(19, 256, 50),
+    "IQ4_NL": StorageType(20, 32, 18),
+    "IQ3_S": StorageType(21, 256, 110),
+    "IQ2_S": StorageType(22, 256, 82),
+    "IQ4_XS": StorageType(23, 256, 136),
+    "I8": StorageType(24, 1, 1),
+    "I16": StorageType(25, 1, 2),
+    "I32": StorageType(26, 1, 4),
+    "I64": StorageType(27, 1, 8),
+    "F64": StorageType(28, 1, 8),
+    "IQ1_M": StorageType(29, 256, 56),
+    "BF16": StorageType(30, 1, 2),
+    "TQ1_0": StorageType(34, 256, 54),
+    "TQ2_0": StorageType(35, 256, 66),
+    "MXFP4": StorageType(39, 32, 17),
+    "NVFP4": StorageType(40, 64, 36),
+    "Q1_0": StorageType(41, 128, 18),
+}
+"""By ggml's name."""
+
+UNREADABLE = frozenset(("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0"))
+"""What the gguf package turns into no floats."""
+
+NAMES = {storage.number: name for name, storage in STORAGE.items()}
+"""Names by the numbers in files."""
+
+IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the 16 numbers of IQ4_NL stand for, before the block's scale."""
+
+
+def floats_of(kind: str, rows: NDArray[np.uint8]) -> Floats:
+    """Return float32[n,K] of rows uint8[n,bytes of a row], contiguous, of a readable type."""
+    if kind == "F16":
+        return rows.view("<f2").astype(np.float32)
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):
+        numbers: Floats = dequantize(rows, GGMLQuantizationType[kind])
+    return numbers
