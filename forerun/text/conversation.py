@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from forerun.errors import RequestError
-from forerun.text.tool_prompt import call_in_text, result_in_text, with_tools_in_text
-from forerun.text.tools import HERMES, LFM2, ToolFormat, format_of, takes_tools
+from forerun.text.tool_prompt import WRITTEN, call_in_text, result_in_text, with_tools_in_text
+from forerun.text.tools import HERMES, ToolFormat, format_of, takes_tools
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Message] | None], str]
@@ -93,7 +93,7 @@ class TemplateTraits:
             if not spelled and '{\\"city' not in text:  # JSON text, encoded once more.
                 return style
         own = format_of(self._source)
-        return CallStyle("", "object", written=own if own is LFM2 else HERMES)
+        return CallStyle("", "object", written=own if own in WRITTEN else HERMES)
 
     @cached_property
     def results(self) -> bool:

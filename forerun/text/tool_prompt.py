@@ -1,5 +1,5 @@
 """Tools for models whose chat template has none: all of it as text, in the Hermes format; calls in
-LFM2's own where its template leaves these out.
+LFM2's and Granite's own where their templates leave these out.
 """
 
 import json
@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forerun.text.tool_bodies import Tools
-from forerun.text.tools import HERMES, LFM2, ToolFormat
+from forerun.text.tools import GRANITE, HERMES, LFM2, ToolFormat
 
+WRITTEN = (HERMES, LFM2, GRANITE)
+"""The formats that calls can be written in."""
 _OFFER = """You can call functions. Their signatures, as JSON, one per line:
 <tools>
 {tools}
@@ -31,14 +33,15 @@ def with_tools_in_text(messages: Sequence[Mapping[str, Any]], tools: Tools) -> l
 
 
 def call_in_text(message: Mapping[str, Any], format: ToolFormat = HERMES) -> dict[str, Any]:
-    """Copy an assistant's message with its `tool_calls` written out in its content, in the Hermes
-    format or LFM2's.
+    """Copy an assistant's message with its `tool_calls` written out in its content, in a format of
+    WRITTEN.
     """
     functions = [call["function"] for call in message["tool_calls"]]
-    written = [_written(function) for function in functions]
+    written = [f"{HERMES.opener}\n{_as_json(one)}\n{HERMES.closer}" for one in functions]
     if format is LFM2:
-        listed = ", ".join(map(_as_python, functions))
-        written = [f"{LFM2.opener}[{listed}]{LFM2.closer}"]
+        written = [f"{LFM2.opener}[{', '.join(map(_as_python, functions))}]{LFM2.closer}"]
+    elif format is GRANITE:
+        written = [f"{GRANITE.opener}[{', '.join(map(_as_json, functions))}]"]
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     content = message.get("content") or ""
     return {**rest, "content": "\n".join(part for part in (content, *written) if part)}
@@ -50,10 +53,9 @@ def result_in_text(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def _written(function: Mapping[str, Any]) -> str:
+def _as_json(function: Mapping[str, Any]) -> str:
     arguments = json.dumps(function.get("arguments") or {})
-    call = f'{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}'
-    return f"{HERMES.opener}\n{call}\n{HERMES.closer}"
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}'
 
 
 def _as_python(function: Mapping[str, Any]) -> str:

@@ -87,8 +87,13 @@ TEMPLATES = {
         "[{{ m.role }}]{% if m.content is none %}" + CALLS + "{% else %}{{ m.content }}{% endif %}",
         "{{ c.function.name + c.function.arguments }}",
     ),
-    # Granite 3.3, SmolLM3.
+    # SmolLM3.
     "leaves calls out": habit("[{{ m.role }}]{{ m.content }}"),
+    # Granite 3.3: it asks for calls of its own kind.
+    "leaves Granite's calls out": habit(
+        "[{{ m.role }}]{{ m.content }}",
+        before="{% if tools %}Respond with <|tool_call|>.{% endif %}",
+    ),
     # LFM2 and LFM2.5 of 350M to 1.2B: its calls are text of a message, results are not.
     "leaves its own calls out": habit(
         "[{{ m.role }}]{{ m.content }}", before="{% if tools %}List of tools: {% endif %}"
@@ -136,6 +141,12 @@ def test_every_part_of_an_agents_conversation_is_rendered(name):
     assert "None" not in text and "none" not in text and "null" not in text
     assert '{\\"' not in text, "JSON text within JSON text"
     assert messages == hard(), "the caller's messages are not changed"
+
+
+def test_calls_that_a_template_leaves_out_are_written_as_it_asks_for_them():
+    for kind, opener in (("Granite's ", "<|tool_call|>["), ("", "<tool_call>\n")):
+        text, traits = prompt(TEMPLATES[f"leaves {kind}calls out"], hard(), TOOLS)
+        assert traits.calls.written and opener + '{"name": "look_up", "arguments": {' in text
 
 
 def test_each_call_stands_before_its_own_result():

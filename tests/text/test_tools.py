@@ -7,7 +7,7 @@ import pytest
 
 from forerun.text.python_calls import json_of_literal
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
-from forerun.text.tool_prompt import call_in_text, result_in_text, with_tools_in_text
+from forerun.text.tool_prompt import WRITTEN, call_in_text, result_in_text, with_tools_in_text
 from forerun.text.tools import (
     DSML,
     FORMATS,
@@ -383,8 +383,12 @@ def test_tools_calls_and_results_as_text():
     arguments = {"a": 'it\'s "é"\n', "b": None, "c": [True, {"d": 1.5}], "e": False}
     calls = [call, {"function": {"name": "f", "arguments": arguments}}]
     message = {"role": "assistant", "content": "Hm", "tool_calls": calls}
-    _, found = listened(ToolReader(LFM2, TOOLS), [call_in_text(message, LFM2)["content"]])
-    assert [json.loads(text) for _, text in found] == [{"a": 1}, arguments]
+    for format in WRITTEN:
+        content, found = listened(
+            ToolReader(format, TOOLS), [call_in_text(message, format)["content"]]
+        )
+        assert content == "Hm"
+        assert [json.loads(text) for _, text in found] == [{"a": 1}, arguments]
     result = {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"}
     assert result_in_text({"role": "tool", "content": "noon"}) == result
 
