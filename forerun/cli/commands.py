@@ -45,6 +45,7 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "plan": ("[MODEL] ", ()),
     "models": ("{list,show,rm,pull} [MODEL] ", ("forerun models", "forerun pull org/model")),
     "fetch": ("MODEL ", ()),
+    "launch": ("AGENT ", ("forerun launch claude", "forerun launch codex -- exec 'Say hi'")),
     "completion": ("SHELL ", ('eval "$(forerun completion bash)"',)),
 }
 """Usage of each command, and examples."""

@@ -57,7 +57,10 @@ def _stop_flags(parser: argparse.ArgumentParser) -> None:
 
 def _launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "agent", choices=AGENTS, help="the program to start; arguments after -- are passed to it"
+        "agent",
+        choices=AGENTS,
+        metavar=f"{{{','.join(AGENTS)}}}",
+        help="the program to start; arguments after -- are passed to it",
     )
     _server_flags(parser)
     parser.add_argument(

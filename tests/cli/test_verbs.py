@@ -95,6 +95,11 @@ def test_a_models_name_is_text_in_a_configuration(monkeypatch, tmp_path):
     assert tomllib.loads(setup.text)["model"] == name
 
 
+def test_launch_alone_names_the_agents(capsys):
+    assert main(["launch"]) == 2
+    assert "{claude,codex,cline," in capsys.readouterr().err
+
+
 def test_what_starts_an_agent_is_one_line_in_a_narrow_terminal(server):
     """Broken into several, a shell would take each for a command."""
     lines = in_terminal("launch", "claude", "--config-only", "--url", server.url, "--", "-p", "a b")
