@@ -24,6 +24,7 @@ from tests.constrain.test_keywords import EXAMPLES
 from tests.constrain.test_rewrite import TAKEN
 from tests.constrain.test_vocabularies import compiler, ways
 from tests.constrain.tools import BYTES, allowed, compiled
+from tests.covering import spread
 from tests.e2e.scripted import Scripted
 from tests.text.vocabularies import SMALL, vocabulary
 
@@ -202,7 +203,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("case", spread(range(len(CASES)), 64))
 def test_every_valid_value_is_written_in_every_spelling(case):
     schema, value = CASES[case]
     free = is_free(schema)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.constrain.tools import PERSON, is_person
-from tests.covering import covering, every, values
+from tests.covering import every, some_of, values
 from tests.dialects.asked import with_two
 from tests.e2e.processes import serving
 from tests.lazy import LazyModule
@@ -102,18 +102,20 @@ def chunks(server, route, **body):
 
 
 @pytest.mark.parametrize(
-    ("number", "route"), covering(every(range(len(KINDS)), [CHAT, COMPLETIONS]), values)
+    ("number", "route", "sampling"),
+    some_of(every(range(len(KINDS)), [CHAT, COMPLETIONS], range(len(SAMPLINGS))), values),
 )
-def test_every_spelling_whole_and_streamed_with_and_without_speculation(server, number, route):
+def test_every_spelling_whole_and_streamed_with_and_without_speculation(
+    server, number, route, sampling
+):
     kind, valid = KINDS[number]
-    for sampling in SAMPLINGS:
-        body = {**kind, **sampling, "max_tokens": 100, "logit_bias": DENSE}
-        wanted = texts(server, route, **body)
-        assert all(valid(text) for text, finish in wanted if finish == "stop"), wanted
-        off = {**body, "speculative": {"enabled": False}}
-        assert texts(server, route, **off) == wanted
-        assert streamed(server, route, **body) == wanted
-        assert streamed(server, route, **off) == wanted
+    body = {**kind, **SAMPLINGS[sampling], "max_tokens": 100, "logit_bias": DENSE}
+    wanted = texts(server, route, **body)
+    assert all(valid(text) for text, finish in wanted if finish == "stop"), wanted
+    off = {**body, "speculative": {"enabled": False}}
+    assert texts(server, route, **off) == wanted
+    assert streamed(server, route, **body) == wanted
+    assert streamed(server, route, **off) == wanted
 
 
 @with_two("toy_server")
