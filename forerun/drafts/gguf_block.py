@@ -137,6 +137,8 @@ def _describe(file: GgufFile, target: Architecture) -> BlockHead:
     )
     if not 2 <= head.places <= 1024:
         raise keys.unfit("block_size", head.places, "2 to 1024")
+    if context < 1:
+        raise keys.unfit("context_length", context, "1 or more")
     keys.refuse_the_rest(harmless)
     return head
 

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from forerun.errors import ModelError
 from forerun.networks.cache_layer import CacheLayer
+from forerun.networks.keys import MOST_LAYERS
 from forerun.networks.layer_spec import (
     AttentionSpec,
     Dense,
@@ -63,7 +64,7 @@ Family = Literal[
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
 _MOST = {
-    "layers": 1024,
+    "layers": MOST_LAYERS,
     "hidden": 1 << 18,
     "heads": 4096,
     "kv_heads": 4096,

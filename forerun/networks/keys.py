@@ -10,6 +10,12 @@ from typing import Any
 from forerun.errors import ModelError
 
 _SHOWN = 60
+MOST_LAYERS = 1024
+"""Of any model; readers count names and specs of layers before a checkpoint's tensors show how many
+there are.
+"""
+_LAYERS = ("_layers", "block_count")
+"""Ends of the names of keys that count layers."""
 
 
 class Keys:
@@ -36,15 +42,17 @@ class Keys:
         return self._values.get(name, default)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return a whole number, smaller than 2**62, given as such or as a list of equal ones; the
-        default if the key is missing. Raises ModelError for another value, or if it is missing
-        without a default.
+        """Return a whole number, smaller than 2**62, and not above MOST_LAYERS if it counts layers;
+        given as such or as a list of equal ones. The default if the key is missing. Raises
+        ModelError for another value, or if it is missing without a default.
         """
         value = self._present(name, default)
         if isinstance(value, list) and value and all(one == value[0] for one in value):
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 62:
             raise self.unfit(name, value, "one whole number for all layers")
+        if value > MOST_LAYERS and name.endswith(_LAYERS):
+            raise self.unfit(name, value, f"at most {MOST_LAYERS} layers")
         return value
 
     def real(self, name: str, default: float | None = None) -> float:

@@ -124,6 +124,7 @@ REFUSED = {
         "missing layers.2",
     ),
     "kinds of other layers": (lambda c: c.update(num_hidden_layers=3), "must be a list of 3"),
+    "a damaged number": (lambda c: c.update(num_hidden_layers=10**9), "at most 1024 layers"),
     "a key of meaning": (lambda c: c.update(logit_scale=2.0), "logit_scale = 2.0"),
     "scaled logits": (
         lambda c: c["dflash_config"].update(output_multiplier="half"), "output_multiplier is 'half'"

@@ -48,6 +48,8 @@ def test_a_file_is_the_folder(tmp_path, name):
         ({"dflash.target_layers": [1, 7]}, "within the target's 6 layers"),
         ({"dflash.sample_from_anchor": None}, "sample_from_anchor is missing"),
         ({"dflash.block_size": 1}, "block_size"),
+        ({"dflash.block_count": 10**9}, "at most 1024 layers"),
+        ({"dflash.context_length": 0}, "context_length"),
         ({"dflash.attention.sliding_window": 9}, "sliding_window_pattern"),
         ({"dflash.attention.sliding_window_pattern": [True, False]}, "sliding_window"),
         ({"dflash.selector_rank": 4}, "selector_rank"),
