@@ -14,6 +14,7 @@ from forerun.control.constants import (
     DECAY,
     DOUBT,
     FIRST_RETURNS,
+    FIRST_TOKENS,
     LOSS_SHARE,
     MIN_REPEATS,
     OUTLIER,
@@ -33,7 +34,7 @@ class Returns:
             has no result
     """
 
-    tokens: Mean = field(default_factory=lambda: Mean(1.0 + LOSS_SHARE, FIRST_RETURNS))
+    tokens: Mean = field(default_factory=lambda: Mean(FIRST_TOKENS, FIRST_RETURNS))
     time: Mean = field(default_factory=lambda: Mean(1.0, FIRST_RETURNS))
     search: Mean = field(default_factory=lambda: Mean(0.0, MIN_REPEATS))
 

@@ -51,6 +51,11 @@ FIRST_RETURNS = 8.0
 fresh starts of 100 steps on a machine whose pace drifts by a quarter, tokens a step: least 1.27,
 mean 1.557; with 16: 1.27, 1.560; with 3, one slow step left searches in one step of five: 1.06,
 1.549.)"""
+FIRST_TOKENS = 1.1
+"""Tokens a step that draft tokens are believed to bring at first. (Fresh engines of the default
+model, twelve prompts, four answers of 160 tokens to each, in turns: 1.62 tokens a step at T=0 and
+1.39 at .8, one and two of 48 below 1.1; with 1.02, where the first wrong draft token left searches
+in one step of five: 1.56 and 1.37, three and two; with 1.2: 1.64 at T=0 and no more speed.)"""
 RENEW = 8
 """Steps after which the price of draft tokens is computed again, at first every step: it takes 40
 microseconds. (Replayed, 50 held-out answers at T=0 and .8, 1, 4 and 16 rows: 1, 4, 8 and 16 are
