@@ -98,7 +98,7 @@ class _Names:
     def __init__(self, declared: Sequence[str]) -> None:
         self._declared = {name.lstrip(_BETWEEN): name for name in declared}
         longest_first = sorted(self._declared, key=len, reverse=True)
-        self.pattern = "|".join(map(re.escape, longest_first)) or r"\w+"
+        self.pattern = "|".join(map(re.escape, longest_first)) if declared else r"\w+"
         self._key = re.compile(rf"({self.pattern})\s*+=") if declared else _KEY
 
     def key(self, text: str) -> tuple[str, int] | None:

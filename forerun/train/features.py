@@ -97,7 +97,7 @@ def write_features(
 
 
 def _check_space(folder: Path, shapes: Iterable[tuple[type, tuple[int, ...]]]) -> None:
-    """Raise ModelError if the arrays do not fit: a full disk kills whoever maps a file on it."""
+    """Raise ModelError if the arrays do not fit: on a full disk a mapped file ends its process."""
     needed = sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in shapes)
     if needed > (free := shutil.disk_usage(folder).free):
         raise ModelError(

@@ -351,6 +351,13 @@ def test_arguments_have_the_names_that_tools_declare(quote, value):
         assert json.loads(calls[0][1]) == wanted, cut
 
 
+def test_an_argument_without_a_name_may_be_the_only_one():
+    parameters = {"type": "object", "properties": {"": {}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = "<|tool_call_start|>[f(=1)]<|tool_call_end|>"
+    assert listened(ToolReader(LFM2, tools), [text]) == ("", [["f", '{"": 1}']])
+
+
 def test_a_number_of_json_stays_as_it_is():
     for number in ("9" * 600, "-1." + "3" * 500, "1e99", "0.10", "-0", "2E+07"):
         assert json_of_literal(number) == number

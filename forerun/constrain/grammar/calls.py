@@ -129,7 +129,7 @@ def tool_rules(
     if format is HARMONY:
         lines = [SLASHES, *_in_channels(tools, calling, answer)]
         return Rules(Grammar.grammar("\n".join(lines), "tools"), tuple(parts))
-    # Strings between tags are texts of their own: `\\/` is two characters there.
+    # Strings between tags are texts of their own: `\/` is two characters there.
     tags = tags_of(format)
     lines = [] if tags is not None and tags.never else [SLASHES]
     lines.append(f"call: {either('call', len(tools))}")

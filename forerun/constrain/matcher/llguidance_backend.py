@@ -145,7 +145,9 @@ of the first request, and 40 MB.
 
 
 _STEP = 0.03
-"""Seconds that a step of other requests takes, or less."""
+"""Seconds that other threads get: a step of another request takes no more. (Gemma 270M, a stream
+beside its first grammar: .54 to .61 s without a token; .8 to .9 without the pauses.)
+"""
 
 
 class Guidance:
