@@ -157,6 +157,8 @@ class FunctionCalls:
         self._behind = tags.parameter.partition("{}")[0], tags.function_end
         self._name: str | None = None
         self._pairs = 0
+        # By how a declared parameter begins: its key, and whether it is said to be a string.
+        self._heads: dict[str, tuple[str, bool]] = {}
         # Place in a parameter that is not whole before which it does not end.
         self._read = 0
 
@@ -176,6 +178,7 @@ class FunctionCalls:
                     waits = _may_become(begun, (self._function_mark, self._closer))
                     return merged(calls), text, waits
                 self._name, self._pairs = opened[1].strip(), 0
+                self._heads = self._declared_heads(self._name)
                 calls.append(CallPiece(self.count, self._name))
                 self.count += 1
                 text = begun[opened.end() :]
@@ -199,18 +202,19 @@ class FunctionCalls:
 
     def _parameter(self, text: str) -> tuple[str, str] | None:
         """Return a parameter as a member of a JSON object, and the rest; None: it is not whole."""
-        head, closing = self._begins.match(text), self._tags.parameter_end
+        head, closing = self._head(text), self._tags.parameter_end
         if head is None:
             return None
+        key, is_string, begin = head
         marks = (*self._behind, self._closer)
-        end = text.find(closing, max(head.end(), self._read))
+        end = text.find(closing, max(begin, self._read))
         while end >= 0:
             behind = end + len(closing)
             following = _SPACE.match(text, behind).end()  # type: ignore[union-attr]
             if text.startswith(marks, following):
                 self._read = 0
-                argument = self._argument(head, text[head.end() : end])
-                return member(self._pairs, head[1].strip(), argument), text[behind:]
+                argument = self._argument(key, is_string, text[begin:end])
+                return member(self._pairs, key, argument), text[behind:]
             self._read = end
             if _may_become(text[following : following + max(map(len, marks))], marks):
                 return None
@@ -218,13 +222,36 @@ class FunctionCalls:
         self._read = max(self._read, len(text) - len(closing) + 1)
         return None
 
-    def _argument(self, head: re.Match[str], value: str) -> str:
+    def _declared_heads(self, function: str) -> dict[str, tuple[str, bool]]:
+        tag = self._tags.parameter
+        kinds = ("true", "false") if "{string}" in tag else ("false",)
+        return {
+            tag.format(key, string=kind): (key, kind == "true")
+            for key in self._declared.names(function)
+            for kind in kinds
+        }
+
+    def _head(self, text: str) -> tuple[str, bool, int] | None:
+        """Return a parameter's key, whether it is said to be a string, and the place of its value:
+        of the declared one with the longest beginning, else of any. None where more may come.
+        """
+        if any(len(head) > len(text) and head.startswith(text) for head in self._heads):
+            return None
+        known = max(filter(text.startswith, self._heads), key=len, default=None)
+        if known is not None:
+            return (*self._heads[known], len(known))
+        found = self._begins.match(text)
+        if found is None:
+            return None
+        return found[1].strip(), found.groupdict().get("string") == "true", found.end()
+
+    def _argument(self, key: str, is_string: bool, value: str) -> str:
         """Return a parameter's value as JSON."""
         if self._tags.on_lines:
             value = value.removeprefix("\n").removesuffix("\n")
-        if "string" in head.groupdict() and head["string"] == "true":
+        if is_string:
             return json.dumps(value, ensure_ascii=False)
-        return self._declared.json_of(self._name or "", head[1].strip(), value)
+        return self._declared.json_of(self._name or "", key, value)
 
 
 def member(place: int, key: str, value: str) -> str:

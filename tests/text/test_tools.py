@@ -351,6 +351,22 @@ def test_arguments_have_the_names_that_tools_declare(quote, value):
         assert json.loads(calls[0][1]) == wanted, cut
 
 
+@pytest.mark.parametrize("format", [QWEN, MINIMAX, DSML], ids=lambda format: format.name)
+def test_parameters_in_tags_have_the_names_that_tools_declare(format):
+    names = ["a>b", "a", "", " led", "two\nlines", 'x"y', "{0}"]
+    parameters = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    line = "\n" * format.tags.on_lines
+    heads = [format.tags.parameter.format(name, string="true") for name in names]
+    written = [f"{head}{line}v{line}{format.tags.parameter_end}\n" for head in heads]
+    body = [format.tags.function.format("f"), "\n", *written, format.tags.function_end]
+    text = f"{format.opener}\n{''.join(body)}\n{format.closer}"
+    for cut in range(len(text)):
+        content, calls = listened(ToolReader(format, tools), pieces(text, [cut]))
+        assert content == "" and [name for name, _ in calls] == ["f"], cut
+        assert json.loads(calls[0][1]) == dict.fromkeys(names, "v"), cut
+
+
 def test_an_argument_without_a_name_may_be_the_only_one():
     parameters = {"type": "object", "properties": {"": {}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
