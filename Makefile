@@ -90,7 +90,7 @@ suite: tools
 
 # What takes long: matrices pair by pair, training, kernels one instruction at a time. Suites that have a
 # verb of their own are not run again.
-SLOW    := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=30 \
+SLOW    := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=30 --hypothesis-profile other \
 	--ignore tests/constrain/test_reachability.py --ignore tests/constrain/test_vocabularies.py \
 	--ignore tests/ray --ignore tests/clients --ignore tests/gpu --ignore tests/browser --ignore tests/chaos \
 	--ignore tests/stand_ins

@@ -38,13 +38,16 @@ if find_spec("hypothesis") is not None:  # Machines that only run tests/gpu have
     from hypothesis import HealthCheck, settings
 
     # No test depends on the clock: neither how long an example takes nor how long it takes to find.
+    # The examples are the same in every run; `make test-slow` takes other ones (profile: other).
     settings.register_profile(
         "patient",
         settings.default,
         max_examples=50,
         deadline=None,
+        derandomize=True,
         suppress_health_check=[HealthCheck.too_slow],
     )
+    settings.register_profile("other", settings.get_profile("patient"), derandomize=False)
     settings.load_profile("patient")
 
 gc.disable()  # While modules and tests are collected, which all stay.
@@ -89,6 +92,13 @@ def pytest_collection_finish():
     gc.freeze()
     gc.set_threshold(5_000)
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Torch's random numbers are those of the test, whichever ran before it in this process."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

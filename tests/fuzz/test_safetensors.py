@@ -16,16 +16,22 @@ from tests.models import tiny
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def whole(tmp_path_factory):
+    """A folder, the bytes of its model.safetensors and where their data begins."""
     hf = tiny.model("llama", hidden_size=32, head_dim=8, intermediate_size=32)
-    return tiny.save_folder(hf, tmp_path_factory.mktemp("folder"))
+    folder = tiny.save_folder(hf, tmp_path_factory.mktemp("folder"))
+    content = (folder / "model.safetensors").read_bytes()
+    return folder, content, 8 + struct.unpack_from("<Q", content)[0]
 
 
 @pytest.fixture(scope="module")
-def good(folder):
-    """The bytes of model.safetensors and where its data begins."""
-    content = (folder / "model.safetensors").read_bytes()
-    return content, 8 + struct.unpack_from("<Q", content)[0]
+def folder(whole):
+    return whole[0]
+
+
+@pytest.fixture(scope="module")
+def good(whole):
+    return whole[1:]
 
 
 def attempt(folder, content):
