@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 
 from forerun.text.reasoning import overlap
-from forerun.text.tool_bodies import NOTHING, CallPiece, loads_or, merged
+from forerun.text.tagged_calls import DeclaredTypes
+from forerun.text.tool_bodies import NOTHING, CallPiece, Tools, loads_or, merged
 
 QUOTE, CALL = '<|"|>', "call:"
 _NAME = re.compile(r"\s*+call:([\w.:-]{1,256})\s*+\{")
@@ -19,12 +20,13 @@ _CLOSES = {"{": "}", "[": "]"}
 class GemmaCalls:
     """Reads calls and returns their arguments as JSON.
 
+    tools   whose arguments' names are read whatever signs are in them
     closer  behind a call; a model may leave it out
     """
 
-    def __init__(self, closer: str) -> None:
+    def __init__(self, tools: Tools, closer: str) -> None:
         self.count = 0
-        self._closer = closer
+        self._closer, self._declared = closer, DeclaredTypes(tools)
         self._arguments: _Arguments | None = None
         self._ended = False
 
@@ -41,7 +43,8 @@ class GemmaCalls:
                 return (), text, CALL.startswith(head) or begun is not None
             calls.append(CallPiece(self.count, name[1]))
             self.count += 1
-            self._arguments, text = _Arguments(), "{" + text[name.end() :]
+            self._arguments = _Arguments(self._declared.names(name[1]))
+            text = "{" + text[name.end() :]
         if self._arguments is not None:
             written, text = self._arguments.push(text)
             if written:
@@ -57,9 +60,14 @@ class GemmaCalls:
 
 
 class _Arguments:
-    """One object, read as it comes. ended: its last brace was read."""
+    """One object, read as it comes.
 
-    def __init__(self) -> None:
+    names  keys that it may have, besides those without a colon or brace
+    ended  whether its last brace was read
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = sorted(names, key=len, reverse=True)
         self.ended = False
         self._open: list[str] = []
         self._quoted = False
@@ -88,6 +96,13 @@ class _Arguments:
 
     def _next(self, text: str) -> tuple[str, str] | None:
         """Read one sign, key or value that is not quoted; None: it is not whole."""
+        if self._key and len(self._open) == 1:
+            for name in self._names:
+                if text.startswith(f"{name}:"):
+                    self._key = False
+                    return json.dumps(name, ensure_ascii=False), text[len(name) :]
+                if f"{name}:".startswith(text):
+                    return None
         first = text[0]
         if first.isspace() or first in "{}[],:":
             return self._sign(first), text[1:]

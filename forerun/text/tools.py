@@ -197,7 +197,7 @@ class ToolReader:
         elif format.tags is not None:
             self._body = FunctionCalls(tools, format.closer, format.tags)
         elif format is GEMMA:
-            self._body = GemmaCalls(format.closer)
+            self._body = GemmaCalls(tools, format.closer)
         elif format is LFM2:
             self._body = PythonCalls(tools, format.closer)
         elif format is MISTRAL_ARGS:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -45,6 +46,8 @@ MANY = {
     "additionalProperties": False,
 }
 """So many optional keys that the grammar is followed in a process of its own."""
+OTHER_TEMPLATE = PLAIN_TEMPLATE.replace("': '", "'> '")
+"""Of the second model, which is the same but for what its chats begin with."""
 DENSE = {str(ord(blank)): -100 for blank in "\t\n\r "}
 CHAT = {"messages": [{"role": "user", "content": "Which city?"}]}
 
@@ -74,6 +77,8 @@ GOLDEN = {
 """Name -> route and body of the requests whose answers must never change."""
 
 
+TWO = ("toy", "other")
+
 _numbers = itertools.count()
 
 
@@ -84,26 +89,54 @@ def new(number: int):
 
 
 class Real(Server):
-    """A `forerun serve` process.
+    """A `forerun serve` process of one model, or of two: "toy" and "other".
 
-    told  what it says of its memory: see serve_measured
+    models    their names; none where it serves one
+    requests  the golden ones by name, those to the second model as "other NAME"
+    golden    their answers, as `answer` gives them
+    warm      bytes in use when it had given them
+    told      what it says of its memory: see serve_measured
     """
 
+    models: tuple[str, ...] = ()
     golden: dict[str, object]
     warm: int
     told: IO[bytes]
+
+    @property
+    def requests(self):
+        if not self.models:
+            return GOLDEN
+        return {
+            prefix + name: (route, body | {"model": model})
+            for prefix, model in zip(("", "other "), self.models, strict=True)
+            for name, (route, body) in GOLDEN.items()
+        }
+
+    def named(self, names):
+        """Return names of requests to every model."""
+        return [*names, *(f"other {name}" for name in names if self.models and name in GOLDEN)]
 
     def answer(self, name: str):
         """What is constant of an answer: status, and choices and usage where it is one. Asked
         again where it says "try again later": other work on the machine may be at fault.
         """
-        route, body = GOLDEN[name]
+        route, body = self.requests[name]
         found = []
         assert wait_for(lambda: found.append(self.http.post(route, json=body)) or not busy(found))
-        return constant(found[-1])
+        return constant(found[-1], body)
 
     def answers(self):
-        return {name: self.answer(name) for name in GOLDEN}
+        return {name: self.answer(name) for name in self.requests}
+
+    def load(self):
+        """What all engines hold, by their own account."""
+        about = [{"model": model} for model in self.models] or [{}]
+        asked = [self.http.get("/server_info", params=one).json() for one in about]
+        total = Counter()
+        for one in asked:
+            total.update(one["stats"]["load"])
+        return total
 
     def resident(self) -> int:
         """Bytes of memory that are its own."""
@@ -168,16 +201,18 @@ class Real(Server):
 
 class Load:
     """Clients that ask golden requests without a pause, whole, until they are stopped. The name
-    "new" stands for a grammar that nobody has asked for yet.
+    "new" stands for a grammar that was never asked for.
+
+    everywhere  every model is asked what `names` say
 
     done     answers so far
     wrong    answers with status 200 that are not the golden ones
-    refused  (name, status, code) of the others
+    refused  (name, status, error) of the others, but for those that came too many at once
     broken   connections that failed
     """
 
-    def __init__(self, server: Real, clients: int = 4, names=tuple(GOLDEN)):
-        self.server, self.names = server, names
+    def __init__(self, server: Real, clients: int = 4, names=tuple(GOLDEN), everywhere=True):
+        self.server, self.names = server, server.named(names) if everywhere else names
         self.done, self.wrong, self.refused, self.broken = 0, [], [], []
         self._stop = threading.Event()
         self._threads = [
@@ -200,16 +235,16 @@ class Load:
             while not self._stop.is_set():
                 name = self.names[number % len(self.names)]
                 number += 1
-                route, body = GOLDEN.get(name) or new(number)
+                route, body = self.server.requests.get(name) or new(number)
                 try:
-                    status, found = constant(http.post(route, json=body))
+                    status, found = constant(http.post(route, json=body), body)
                 except httpx.TransportError as error:
                     self.broken.append((name, repr(error)))
                     continue
                 self.done += 1
-                if status not in (200, 429) and "worker_process_lost" not in str(found):
-                    self.refused.append((name, status, found))
-                elif name in GOLDEN and (status, found) != self.server.golden[name]:
+                if status != 200:
+                    self.refused += [(name, status, found)] if status != 429 else []
+                elif name in self.server.requests and (status, found) != self.server.golden[name]:
                     self.wrong.append((name, found))
 
 
@@ -217,11 +252,12 @@ def busy(found: list[httpx.Response]) -> bool:
     return found[-1].status_code == 429 or "worker_process_lost" in found[-1].text
 
 
-def constant(response: httpx.Response):
-    """Status, and what does not change from one time to the next."""
+def constant(response: httpx.Response, asked):
+    """Status, and what does not change from one time to the next, of the model that was asked."""
     body = response.json()
     if response.status_code != 200:
         return response.status_code, body["error"]
+    assert body["model"] == asked.get("model", body["model"])
     usage = {k: v for k, v in body["usage"].items() if k in ("prompt_tokens", "completion_tokens")}
     return 200, (body["choices"], usage)
 
@@ -231,13 +267,24 @@ def resident(pid: int) -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
+def served(tmp_path, models: int):
+    """Return the flags of one toy model, or of two in a file."""
+    for name, template in (("toy", PLAIN_TEMPLATE), ("other", OTHER_TEMPLATE)):
+        (tmp_path / f"{name}.jinja").write_text(template)
+    if models == 1:
+        return ["--model", "toy", "--chat-template", str(tmp_path / "toy.jinja")]
+    both = {n: {"model": "toy", "chat-template": f"{tmp_path}/{n}.jinja"} for n in TWO}
+    (tmp_path / "models.yaml").write_text(json.dumps(both))
+    return ["--models-file", str(tmp_path / "models.yaml")]
+
+
 @contextmanager
-def forerun_serve(tmp_path, *flags, stderr=None, impatient=False, measured=True, **popen):
+def forerun_serve(tmp_path, *flags, models=1, stderr=None, impatient=False, measured=True, **popen):
     """The command itself, loaded and answering. See serve_measured; without `measured` it cannot
     say what memory it uses.
+
+    models  1 or 2 toys, where `flags` name no model
     """
-    template = tmp_path / "template.jinja"
-    template.write_text(PLAIN_TEMPLATE)
     told, tell = os.pipe()
     if measured:
         module = ["tests.chaos.serve_measured", str(tell), *["--impatient"][:impatient]]
@@ -247,7 +294,7 @@ def forerun_serve(tmp_path, *flags, stderr=None, impatient=False, measured=True,
         module = ["forerun"]
     line = [sys.executable, "-m", *module, "serve", "--port", "0", "--json"]
     if "--model" not in flags:
-        line += ["--model", "toy", "--chat-template", str(template)]
+        line += served(tmp_path, models)
     with (tmp_path / "server.log").open("w+") as log, os.fdopen(told, "rb") as answers:
         popen |= {"stdout": subprocess.PIPE, "stderr": stderr or log, "text": True}
         process = subprocess.Popen([*line, *flags], cwd=ROOT, **popen)
@@ -261,7 +308,7 @@ def forerun_serve(tmp_path, *flags, stderr=None, impatient=False, measured=True,
                 assert piece, log.read()
                 text += piece
             server = Real(process, json.loads(text)["url"], log)
-            server.told = answers
+            server.told, server.models = answers, TWO if models == 2 else ()
             server.http.timeout = PATIENCE
             assert wait_for(server.healthy), server.logged()
             yield server

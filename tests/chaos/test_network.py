@@ -10,7 +10,6 @@ import pytest
 
 from tests.chaos.proxy import proxied
 from tests.chaos.real_server import (
-    GOLDEN,
     NIGHTLY,
     PATIENCE,
     Load,
@@ -28,8 +27,9 @@ NAMES = ("greedy", "drawn", "chat", "schema", "regex")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with forerun_serve(tmp_path_factory.mktemp("network"), "--send-seconds", "5") as server:
+def server(tmp_path_factory, models):
+    folder = tmp_path_factory.mktemp("network")
+    with forerun_serve(folder, "--send-seconds", "5", models=models) as server:
         server.warm_up()
         yield server
         assert "Traceback" not in server.logged()
@@ -46,19 +46,20 @@ def afterwards(server):
 
 @pytest.mark.parametrize("how", ["drip", "cut", "half"])
 def test_a_bad_network(server, how):
+    names = server.named(NAMES)
     answered = broken = 0
     with proxied(server.address, how) as port:
         for number in range(40 if not NIGHTLY else 400):
-            name = NAMES[number % len(NAMES)]
-            route, body = GOLDEN[name]
+            name = names[number % len(names)]
+            route, body = server.requests[name]
             try:
                 with httpx.Client(timeout=PATIENCE, trust_env=False) as http:
-                    found = constant(http.post(f"http://127.0.0.1:{port}{route}", json=body))
+                    answer = http.post(f"http://127.0.0.1:{port}{route}", json=body)
             except httpx.TransportError:
                 broken += 1
                 continue
             answered += 1
-            assert found == server.golden[name]
+            assert constant(answer, body) == server.golden[name]
     assert answered + broken >= 40
     if how == "drip":
         assert not broken
@@ -69,7 +70,7 @@ def test_a_bad_network(server, how):
 async def one(address, names, number, luck, server):
     """One connection: an answer compared, or a client that leaves somewhere in it."""
     name = names[number % len(names)]
-    route, body = GOLDEN[name]
+    route, body = server.requests[name]
     reader, writer = await asyncio.open_connection(*address)
     stream = luck.random() < 0.5
     leaves = luck.random() < 0.2
@@ -109,7 +110,7 @@ def test_connections_of_which_a_fifth_leave(server):
 
         async def guarded(number):
             async with room:
-                return await one(server.address, NAMES, number, luck, server)
+                return await one(server.address, server.named(NAMES), number, luck, server)
 
         return await asyncio.gather(*map(guarded, range(CONNECTIONS)))
 

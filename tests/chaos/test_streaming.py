@@ -32,17 +32,19 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory, models):
     flags = ("--policy", "fixed", "--tool-parser", "hermes")
-    with forerun_serve(tmp_path_factory.mktemp("streaming"), *flags) as server:
+    with forerun_serve(tmp_path_factory.mktemp("streaming"), *flags, models=models) as server:
+        server.answers()
         yield server
         assert wait_for(lambda: not server.held())
         assert "Traceback" not in server.logged()
 
 
-def drawn(luck):
+def drawn(luck, models):
     """Route and body of a random request."""
     body = {
+        **({"model": luck.choice(models)} if models else {}),
         "max_tokens": luck.randint(5, 60),
         "temperature": luck.choice([0, 0, 0.7, 1.3]),
         "seed": luck.randrange(100),
@@ -151,7 +153,7 @@ def streamed(server, route, body):
 
 def test_every_way_of_asking_gives_the_same(server):
     luck = random.Random(11)
-    asked = [drawn(luck) for _ in range(TIMES)]
+    asked = [drawn(luck, server.models) for _ in range(TIMES)]
 
     def compared(pair):
         route, body = pair

@@ -351,27 +351,66 @@ def test_arguments_have_the_names_that_tools_declare(quote, value):
         assert json.loads(calls[0][1]) == wanted, cut
 
 
+def in_tags(format, names):
+    """A call of f whose arguments are all "v"."""
+    line = "\n" * format.tags.on_lines
+    heads = [format.tags.parameter.format(name, string="true") for name in names]
+    written = [f"{head}{line}v{line}{format.tags.parameter_end}\n" for head in heads]
+    body = [format.tags.function.format("f"), "\n", *written, format.tags.function_end]
+    return f"{format.opener}\n{''.join(body)}\n{format.closer}"
+
+
 @pytest.mark.parametrize("format", [QWEN, MINIMAX, DSML], ids=lambda format: format.name)
 def test_parameters_in_tags_have_the_names_that_tools_declare(format):
     names = ["a>b", "a", "", " led", "two\nlines", 'x"y', "{0}"]
     parameters = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    line = "\n" * format.tags.on_lines
-    heads = [format.tags.parameter.format(name, string="true") for name in names]
-    written = [f"{head}{line}v{line}{format.tags.parameter_end}\n" for head in heads]
-    body = [format.tags.function.format("f"), "\n", *written, format.tags.function_end]
-    text = f"{format.opener}\n{''.join(body)}\n{format.closer}"
+    text = in_tags(format, names)
     for cut in range(len(text)):
         content, calls = listened(ToolReader(format, tools), pieces(text, [cut]))
         assert content == "" and [name for name, _ in calls] == ["f"], cut
         assert json.loads(calls[0][1]) == dict.fromkeys(names, "v"), cut
 
 
+@pytest.mark.parametrize("value", ['<|"|>b:c}<|"|>', '"a:1}"', '{"a:b":[1]}', "12"])
+def test_keys_are_those_that_tools_declare(value):
+    """Gemma's have no marks: a colon, a brace or nothing may be a name that a grammar wrote."""
+    names = ["a", "a:b", "", "{0}", "}", " led", ",", '"q', "<|", "k k", "é\n"]
+    parameters = {"type": "object", "properties": {name: {} for name in names}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    written = ",".join(f"{name}:{value}" for name in names)
+    text = f"<|tool_call>call:f{{{written}}}<tool_call|>"
+    wanted = dict.fromkeys(names, json.loads(value.replace('<|"|>', '"')))
+    for cut in range(len(text)):
+        content, calls = listened(ToolReader(GEMMA, tools), pieces(text, [cut]))
+        assert (content, [name for name, _ in calls]) == ("", ["f"]), cut
+        assert json.loads(calls[0][1]) == wanted, cut
+
+
+@pytest.mark.parametrize("length", [255, 257, 20_000])
+def test_declared_names_may_be_long(length):
+    name = "n" * length
+    parameters = {"type": "object", "properties": {name: {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    call = {"function": {"name": "f", "arguments": {name: "v"}}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    texts = {format: call_in_text(message, format)["content"] for format in WRITTEN}
+    texts |= {format: in_tags(format, [name]) for format in (QWEN, MINIMAX, DSML)}
+    texts[GEMMA] = f'<|tool_call>call:f{{{name}:<|"|>v<|"|>}}<tool_call|>'
+    texts[GLM] = f"<tool_call>f\n<arg_key>{name}</arg_key>\n<arg_value>v</arg_value>\n</tool_call>"
+    for format, text in texts.items():
+        found = listened(ToolReader(format, tools), pieces(text, range(0, len(text), 97)))[1]
+        assert [json.loads(arguments) for _, arguments in found] == [{name: "v"}], format.name
+
+
 def test_an_argument_without_a_name_may_be_the_only_one():
     parameters = {"type": "object", "properties": {"": {}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    text = "<|tool_call_start|>[f(=1)]<|tool_call_end|>"
-    assert listened(ToolReader(LFM2, tools), [text]) == ("", [["f", '{"": 1}']])
+    for format, text in (
+        (LFM2, "<|tool_call_start|>[f(=1)]<|tool_call_end|>"),
+        (GEMMA, "<|tool_call>call:f{:1}<tool_call|>"),
+    ):
+        assert listened(ToolReader(format, tools), [text]) == ("", [["f", '{"": 1}']])
 
 
 def test_a_number_of_json_stays_as_it_is():
