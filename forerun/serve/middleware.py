@@ -6,7 +6,7 @@ import hmac
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -99,7 +99,8 @@ class RequestMiddleware:
             await self._sent(send, message)
 
         try:
-            await self._pass(scope, body.receive, stamped, record)
+            with ExitStack() as scope["state"]["until_answered"]:
+                await self._pass(scope, body.receive, stamped, record)
         except ClientGoneError as error:
             record.note = f"the client is gone: {error}" if str(error) else "the client is gone"
         finally:

@@ -316,7 +316,8 @@ def forerun_serve(tmp_path, *flags, models=1, stderr=None, impatient=False, meas
                 children = [*server.own()[1:], *server.children()]
         finally:
             for child in children:
-                os.kill(child, signal.SIGCONT)
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGCONT)
             process.kill()
             process.wait()
             process.stdout.close()

@@ -1,5 +1,6 @@
 """Several models in one server: loaded on demand, let go by memory and time, apart in failure."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -21,8 +22,9 @@ from forerun.errors import ConfigError, ModelError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve import models
 from forerun.serve.answers import answering
-from forerun.serve.app import create_models_app
+from forerun.serve.app import create_app, create_models_app
 from forerun.serve.bodies.wire import parse_json
+from forerun.serve.http.workers import Workers
 from forerun.serve.models import Source
 from forerun.text.json_text import MOST_CONTAINERS
 from tests.covering import spread
@@ -370,6 +372,43 @@ def test_the_end_closes_all():
         assert client.portal.call(shelf.models.drain, 5)
         assert ask(client, "a").json()["error"]["code"] == "shutting_down"
     assert not any(loaded.engine.alive for loaded in shelf.open.values())
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+@pytest.mark.parametrize("stage", ["JSON", "parameters"])
+def test_nothing_that_is_being_read_is_cut_off_at_the_end(several, path, stage, monkeypatch):
+    """A request whose body is there belongs to those that a drain waits for."""
+    begun, gate = threading.Event(), threading.Event()
+
+    async def held(self, size, work, *args, **kwargs):
+        if (work is parse_json) == (stage == "JSON"):
+            begun.set()
+            await asyncio.to_thread(gate.wait, 60)
+        return work(*args, **kwargs)
+
+    source = partial(load, EngineConfig(model="toy"))
+    app = Shelf().app if several else create_app(source, ServeSettings())
+    body = {"model": "a", "prompt": "Hi"}
+    with TestClient(app, base_url="http://localhost") as client:
+        assert wait_for(lambda: client.post(path, json=body).status_code == 200)
+        monkeypatch.setattr(Workers, "run", held)
+        answers, drained = [], []
+        asking = threading.Thread(target=lambda: answers.append(client.post(path, json=body)))
+        ending = threading.Thread(
+            target=lambda: drained.append(client.portal.call(app.state.service.drain, 60))
+        )
+        asking.start()
+        assert begun.wait(60)
+        ending.start()
+        assert wait_for(lambda: client.get("/health").status_code == 503)
+        assert not drained
+        gate.set()
+        asking.join()
+        ending.join()
+        told = answers[0].json()
+        assert answers[0].status_code == 200 or told["error"]["code"] == "shutting_down", told
+        assert drained == [True]
 
 
 def test_an_engine_that_is_killed_is_started_again_and_touches_no_other():

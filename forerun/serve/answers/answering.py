@@ -48,13 +48,9 @@ class Generated(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit, and answer as the news comes."""
         dialect, settings = self._dialect, self._service.settings
-        self._service.enter()  # The server may have begun to drain while the body came.
         generation, served = self._parsed.generation, self._parsed.served
         events, engine = served.events(), served.engine
-        with (
-            self._service.busy(),
-            GenerationSession(generation, engine, events, settings, receive) as session,
-        ):
+        with GenerationSession(generation, engine, events, settings, receive) as session:
             record = scope["state"]["record"]
             record.session, record.model = session, served.name
             running: set[GenerationSession] = scope["app"].state.running
@@ -119,18 +115,21 @@ def fitted(generation: Generation, context: int) -> tuple[Generation, tuple[str,
 
 
 async def received(request: Request) -> tuple[Any, bytes]:
-    """Receive a body; return its JSON and its bytes. Raises ApiError, also if nothing can be
-    answered.
+    """Receive a body; return its JSON and its bytes. The server does not end before this request
+    is answered. Raises ApiError, also if nothing can be answered.
     """
     service = service_of(request)
     service.enter()
-    read: Received | None = request.scope["state"].get("received")
-    if read is not None:
-        if read.fault is not None:
-            raise read.fault
-        return read.value, read.data
-    data = await service.bodies.receive(request)
-    return await service.workers.run(len(data), parse_json, data), data
+    state = request.scope["state"]
+    read: Received | None = state.get("received")
+    data = read.data if read is not None else await service.bodies.receive(request)
+    service.enter()  # It may have begun to drain while the body came.
+    state["until_answered"].enter_context(service.busy())
+    if read is None:
+        return await service.workers.run(len(data), parse_json, data), data
+    if read.fault is not None:
+        raise read.fault
+    return read.value, read.data
 
 
 async def rendered(

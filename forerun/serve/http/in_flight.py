@@ -33,13 +33,14 @@ class InFlight:
     async def drain(self, seconds: float) -> bool:
         """Refuse new requests and wait for running ones. Returns True if all ended."""
         self.draining = True
-        self._idle.clear()
         if not self._active:
             return True
         log.info("draining: %d requests have %g s to finish", self._active, seconds)
         try:
             async with asyncio.timeout(seconds):
-                await self._idle.wait()
+                while self._active:
+                    self._idle.clear()
+                    await self._idle.wait()
         except TimeoutError:
             return False
         return True
