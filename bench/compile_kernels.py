@@ -239,6 +239,11 @@ def grown(width: int, vocab: int) -> Kernel:
     return kernel(triton_draft._grow, kinds, constants, 4)
 
 
+def chosen_children(width: int) -> Kernel:
+    kinds = "*fp32", "*i32", "*fp32", "*i64", "*i32", "*fp32", "*i32", "*fp32", ("i32", 3)
+    return kernel(triton_draft._children, kinds, {"COUNT": 64, "WIDTH": width}, 1)
+
+
 def descended(dtype: str, width: int) -> Kernel:
     kinds = "*i32", f"*{dtype}", ("*i32", 3), f"*{dtype}", ("*i32", 2), ("i32", 9)
     wide = triton.next_power_of_2(width)
@@ -454,6 +459,7 @@ def matrix(arch: int) -> dict[str, Kernel]:
         "follow": followed("bf16", 32),
         "rotation": turned(64),
         **{f"descend {width} wide": descended("bf16", width) for width in (4, 8, 16)},
+        **{f"children {width} wide": chosen_children(width) for width in (1, 8)},
         "draft inputs": draft_inputs("bf16", 4096),
         "candidates chain": candidates("bf16", chain=True),
         "candidates 4 wide": candidates("bf16", chain=False),

@@ -20,6 +20,7 @@ from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafts.assistant import Assistant, holds_assistant
+from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.gguf_block import holds_block_file
 from forerun.drafts.gguf_prediction import holds_layers_alone, open_in_gguf
 from forerun.drafts.ngram_table import FILE as TABLE
@@ -389,12 +390,15 @@ def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result 
 
 def with_draft(needs: Needs, draft: AnyDraft, item: int | None, slots: int) -> Needs:
     """Return a model's needs with those of its draft model: weights, keys and values of all layers,
-    scratch of a node, and the ring of features of all slots.
+    scratch of a node, and the ring of features of all slots; in captured rounds also the tables of
+    a block drafter whose tokens depend on those above.
 
     item  bytes of a number; None: at most 8 bits of weights, 16 of keys and values
     """
     count = draft.parameters
     weights = count * 34 // 32 if item is None else count * item
+    if needs.captured and isinstance(draft, BlockFile):
+        weights += (item or 4) * draft.head.tables
     return replace(
         needs,
         weights=needs.weights + weights,
@@ -423,14 +427,12 @@ def model_drafter(
     drafter = ModelDrafter(model, limits, shape, mask)
     captured = config.executor == "torch" and config.device != "cpu"
     if captured and not config.disable_cuda_graph and not drafter.traits.drafts_on_device:
-        why = (
-            "they run DFlash and JetSpec alone"
-            if model.traits.on_host
-            else f"{shape.nodes} draft tokens are more than the square of top-k {shape.width}; "
-            "lower speculative-num-draft-tokens or raise speculative-eagle-topk"
+        log.warning(
+            "%s drafts outside of captured rounds, which is slower: %d draft tokens are more than "
+            "the square of top-k %d; lower speculative-num-draft-tokens or raise "
+            "speculative-eagle-topk",
+            *(model.traits.name, shape.nodes, shape.width),
         )
-        name = model.traits.name
-        log.warning("%s drafts outside of captured rounds, which is slower: %s", name, why)
     return CombinedDrafter(lookup, drafter) if config.algorithm.lookup else drafter
 
 

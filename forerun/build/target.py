@@ -239,8 +239,8 @@ def _prepared_costs(
     progress: Progress | None,
 ) -> StepCosts | None:
     """Compile all that steps will run, then return what they cost, as `_costs`."""
-    within = drafts is not None and draft is not None and not drafts.traits.on_host
-    within = within and draft is not None and draft.kind in EXECUTORS[config.executor].within
+    parts = EXECUTORS[config.executor].within
+    within = drafts is not None and draft is not None and draft.kind in parts
     prepare(config, executor, within, progress)
     costs = _costs(config, executor, progress)
     if costs is not None and drafts is not None:

@@ -222,12 +222,11 @@ def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits
     return with_shared_captures(eager, cuda if config.overlap is None else config.overlap)
 
 
-def _joined(executor: Any, model: Any, within: bool = True) -> DraftModel:
-    """Attach a draft model to its executor, if steps shall draft with it, and to the executor's
-    pages, and return it.
+def _joined(executor: Any, model: Any) -> DraftModel:
+    """Attach a draft model to its executor, whose steps draft with it if they can, and to the
+    executor's pages, and return it.
     """
-    if within:
-        executor.draft_with(model)
+    executor.draft_with(model)
     if executor.pages is not None:
         executor.pages.add(model)
     return cast(DraftModel, model)
@@ -259,7 +258,7 @@ def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> Draf
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
     model = TorchBlockModel(executor.draft_target, checkpoint, draft)
-    return _joined(executor, model, within=not model.traits.on_host)
+    return _joined(executor, model)
 
 
 def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:

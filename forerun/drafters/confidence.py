@@ -29,6 +29,11 @@ class _Count:
     def rate(self, believed: float) -> float:
         return (PRIOR * believed + self.right) / (PRIOR + self.tried)
 
+    def line(self, start: float, slope: float) -> tuple[float, float]:
+        """Return `rate` of a belief of start + slope * c, in the same form."""
+        weight = PRIOR + self.tried
+        return (PRIOR * start + self.right) / weight, PRIOR * slope / weight
+
     def learn(self, right: bool) -> None:
         self.tried = DECAY * self.tried + 1.0
         self.right = DECAY * self.right + right
@@ -51,6 +56,21 @@ class Confidence:
         """Count one outcome."""
         for each in (_WHOLE, depth):
             self._count(sampled, each, confidence).learn(right)
+
+    def chances(self, depths: int) -> Floats:
+        """Return `rate` of every confidence, as OnDeviceDraftSpec.chances, at depths below
+        `depths`.
+        """
+        found = np.zeros((2, 2, depths, TENTHS), np.float32)
+        found[1] = 1.0
+        for (sampled, depth, tenth), each in self._counts.items():
+            if depth == _WHOLE:
+                found[:, int(sampled), :, tenth] = np.array(each.line(0.0, 1.0))[:, None]
+        for (sampled, depth, tenth), each in self._counts.items():
+            if 0 <= depth < depths:
+                place = slice(None), int(sampled), depth, tenth
+                found[place] = each.line(*found[place].tolist())
+        return found
 
     def _count(self, sampled: bool, depth: int, confidence: float) -> _Count:
         tenth = min(int(confidence * TENTHS), TENTHS - 1)

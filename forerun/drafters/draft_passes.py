@@ -148,17 +148,10 @@ class DraftPasses:
 
     def learn(self, states: list[DraftState], outcome: Outcome) -> None:
         """Count the outcomes of confident nodes along the tokens that each row emitted."""
-        for row, state in enumerate(states):
-            if not state.confident:
-                continue
-            confident, state.confident = state.confident, {}
-            tokens = outcome.output_tokens[row]
-            for depth, token in enumerate(tokens):
-                stored = confident.get(tuple(tokens[:depth]))
-                if stored is None:
-                    break
-                sampled = state.sampling.temperature > 0
-                self.confidence.learn(sampled, depth, stored[0], stored[1] == token)
+        for state, tokens in zip(states, outcome.output_tokens, strict=True):
+            sampled = state.sampling.temperature > 0
+            for depth, (confidence, best) in enumerate(state.confidences(tokens)):
+                self.confidence.learn(sampled, depth, confidence, best == tokens[depth])
 
     def _trees(self, plan: Plan, states: list[DraftState], rows: list[int]) -> dict[int, Draft]:
         """Grow trees from the rows' roots, one pass per level."""

@@ -1,5 +1,6 @@
 """A model drafter's state of one sequence."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,6 +49,20 @@ class DraftState:
                 real = drafts.log_probs[row] > -np.inf
                 self.next_candidates = drafts.ids[row][real], drafts.log_probs[row][real]
         return self.next_candidates
+
+    def confidences(self, tokens: Sequence[int]) -> Iterator[tuple[float, int]]:
+        """Yield, along emitted tokens as far as the last draft reaches, how sure the model was of
+        its best token, and that token; forgets what is in `confident`.
+        """
+        confident, self.confident = self.confident, {}
+        if self.drafted is not None and self.drafted[0].confident is not None:
+            yield from self.drafted[0].confidences(self.drafted[1], tokens)
+            return
+        for depth in range(len(tokens)):
+            stored = confident.get(tuple(tokens[:depth]))
+            if stored is None:
+                return
+            yield stored
 
     def draft(self, depth: int, nodes: int, constrained: bool) -> Draft | None:
         """Return what the last step drafted, cut to `depth` and `nodes`; None if it is not as deep,

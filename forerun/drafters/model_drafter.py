@@ -49,7 +49,7 @@ class ModelDrafter:
             traits.name,
             depth,
             needs_features=traits.features.kind != "none" and bool(traits.cache),
-            drafts_on_device=shape.full(bool(traits.block_size)) and not traits.on_host,
+            drafts_on_device=shape.full(bool(traits.block_size)),
         )
         self._model, self._traits, self._width = model, traits, shape.width
         self._passes = DraftPasses(model, shape._replace(depth=depth), mask)
@@ -94,7 +94,7 @@ class ModelDrafter:
         states = self._states_of(plan)
         if self._coverage is not None and outcome.drafts is None:
             self._coverage.count(outcome)
-        if any(state.confident for state in states):
+        if self._traits.confident:
             self._passes.learn(states, outcome)
         plain = not plan.max_nodes.any()
         if plain and self._deferred.defer_step(plan, trees, outcome):
@@ -167,8 +167,9 @@ class ModelDrafter:
         if self._traits.runs_roots and wanted.any():
             # A sequence that begins behind shared pages has no root before its first extension.
             wanted &= np.array([state.ready > 0 for state in self._states_of(plan)])
-        slots = plan.slots[wanted]
-        return OnDeviceDraftSpec(slots, self._width, levels) if len(slots) else None
+        slots, sure = plan.slots[wanted], self._passes.confidence
+        chances = sure.chances(self.traits.max_depth) if self._traits.confident else None
+        return OnDeviceDraftSpec(slots, self._width, levels, chances) if len(slots) else None
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
         """Return whether the host needs nothing of the running round: it drafts for every row, or

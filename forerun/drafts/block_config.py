@@ -125,9 +125,18 @@ class BlockHead:
 
     @property
     def parameters(self) -> int:
-        """Number of weights that an executor loads: without what pair_scores.py reads."""
+        """Number of weights that run in a pass: without `tables`."""
+        return self._numbers - self.tables
+
+    @property
+    def tables(self) -> int:
+        """Number of weights that pair_scores.py reads; captured rounds have them on the device."""
         shapes = expected_block_tensors(self).items()
-        return sum(math.prod(shape) for name, shape in shapes if not name.startswith(ON_HOST))
+        return sum(math.prod(shape) for name, shape in shapes if name.startswith(PAIRS))
+
+    @property
+    def _numbers(self) -> int:
+        return sum(map(math.prod, expected_block_tensors(self).values()))
 
     def check_against(self, target: Architecture, where: str) -> None:
         """Raise ModelError if this drafter cannot serve `target`, and say why."""
@@ -167,8 +176,8 @@ class BlockHead:
 KERNEL_SIZE = 2
 """Places that a convolution reads: its own, and the one before it in its block."""
 
-ON_HOST = "markov_head.", "confidence_head.", "candidate_selector."
-"""How the names of tensors begin that no executor loads."""
+PAIRS = "markov_head.", "confidence_head.", "candidate_selector."
+"""How the names of the tensors begin that pair_scores.py reads."""
 
 
 def default_block_features(layers: int, count: int) -> tuple[int, ...]:

@@ -55,6 +55,15 @@ class PairScores:
     def _linear(self, name: str) -> _Linear:
         return _Linear(self._draft.tensor(f"{name}.weight"), self._draft.tensor(f"{name}.bias"))
 
+    def tables(self) -> tuple[Floats, Floats]:
+        """Return W1 and W2, or A and S, float32[V,r] and float32[Vd,r]; r = 0 if they are not
+        read.
+        """
+        if not self.reads_above:
+            counts = self.head.target_vocab, self.head.vocab
+            return np.zeros((counts[0], 0), np.float32), np.zeros((counts[1], 0), np.float32)
+        return self._draft.tensor(self._before), self._draft.tensor(self._after)
+
     @staticmethod
     def count(block: DraftBlock) -> int:
         """Return how many candidates of a place are scored: a token above may bring up others than

@@ -50,7 +50,7 @@ class DraftModelTraits:
     features    what it reads of the target
     block_size  0: it proposes level by level (`expand`); else the most draft tokens it proposes at
                 once (`block`)
-    on_host     the host runs every pass and chooses every tree, whatever a device's steps can draft
+    confident   it says how sure it is of its tokens
     runs_roots  `extend` also computes the root's keys and values and stores them by slot
     """
 
@@ -60,7 +60,7 @@ class DraftModelTraits:
     max_nodes: int
     features: FeatureNeeds = field(default_factory=FeatureNeeds)
     block_size: int = 0
-    on_host: bool = False
+    confident: bool = False
     runs_roots: bool = False
 
     @property

@@ -2,7 +2,10 @@
 its outcome. Both are ordinary values; a device that cannot draft ignores the request.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from forerun.types import Bools, Floats, Ints
 
@@ -15,11 +18,15 @@ class OnDeviceDraftSpec:
             then grow the next draft below them
     width   children per node, and nodes expanded per level
     levels  of draft tokens, at least one; a device without room for all of them grows fewer
+    chances float32[2,2,D,10]: a confidence c in the best token below a node at depth d counts as
+            the chance a + b * c, with a, b = chances[:,s,d,t] for greedy (0) and sampled texts, in
+            the tenth t of c; None if the draft model says none
     """
 
     slots: Ints
     width: int
     levels: int
+    chances: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,8 @@ class NextDrafts:
     ids, log_probs  int32[B,k], float32[B,k] target ids that may follow the rows' last tokens, best
                     first, as `DraftModel.extend` returns; -inf = none. None if no row has a grammar
                     to choose among them
+    confident  float32[B,1+K] how sure the draft model is of the best token below the root, and
+            below each node that is above others; None if it does not say
     """
 
     rows: Bools
@@ -47,3 +56,20 @@ class NextDrafts:
     value: Floats
     ids: Ints | None = None
     log_probs: Floats | None = None
+    confident: Floats | None = None
+
+    def confidences(self, row: int, tokens: Sequence[int]) -> Iterator[tuple[float, int]]:
+        """Yield, along the tokens that a row emitted as far as they were drafted, the confidence in
+        the best token below, and that token. Requires `confident`.
+        """
+        assert self.confident is not None
+        node, value = -1, self.value[row]
+        for token in tokens:
+            below = np.flatnonzero((self.parents[row] == node) & (value > -np.inf))
+            if not len(below):
+                return
+            drafted = self.tokens[row, below]
+            yield float(self.confident[row, 1 + node]), int(drafted[value[below].argmax()])
+            if token not in drafted:
+                return
+            node = int(below[drafted == token][0])

@@ -734,16 +734,17 @@ def test_a_block_drafter_is_served(kinds, tmp_path, algorithm, executor):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "width", "said"),
     [
-        ("DFLASH, DSpark", "dspark drafts outside of captured rounds.* DFlash and JetSpec alone"),
-        ("DFLASH, DFlash2", "dflash2 drafts outside of captured rounds"),
-        ("DFLASH, both ways", None),
+        ("DFLASH, DSpark", 2, "dspark drafts outside of captured rounds.* 5 draft tokens are more"),
+        ("DFLASH, DSpark", 1, None),
+        ("DFLASH, DFlash2", 1, None),
     ],
 )
-def test_what_drafts_outside_of_captured_rounds_says_so(cells, caplog, name, said):
+def test_what_drafts_outside_of_captured_rounds_says_so(cells, caplog, name, width, said):
     cell = cells("torch", name)
-    config = replace(cell.target.config, device="cuda", policy="fixed")
+    shape = {"speculative_num_draft_tokens": 4 + width, "speculative_eagle_topk": width}
+    config = replace(cell.target.config, device="cuda", policy="fixed", **shape)
     lookup = NgramDrafter(1)
     drafting.model_drafter(config, cell.target.memory.limits, cell.model(), lookup, lambda _: None)
     assert re.search(said, caplog.text) if said else not caplog.text

@@ -18,7 +18,7 @@ from tests.parity.test_rounds_that_draft import (
 )
 
 FEW = "NEXTN, by depth", "STANDALONE", "DFLASH"
-METHODS = *FEW, "NEXTN", "STANDALONE, windows", "DFLASH, causal"
+METHODS = *FEW, "NEXTN", "STANDALONE, windows", "DFLASH, causal", "DSpark", "DFlash2"
 CELLS = [
     *((method, "tree", temperature) for method in METHODS for temperature in (0.0, 0.8)),
     *((method, "chain", 0.8) for method in FEW),

@@ -38,7 +38,7 @@ from forerun.drafts.prediction_layers import (
 from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
 from forerun.executors.torch.attention.varlen_attention import flash
-from forerun.executors.torch.captured.block_drafting import drafting_of
+from forerun.executors.torch.captured.drafting_of import drafting_of
 from forerun.executors.torch.captured.graphs import CudaRecorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.decoder import weights
@@ -255,6 +255,7 @@ def kernels():
         follow=draft.follow,
         grow=draft.grow,
         descend=draft.descend,
+        children=draft.children,
         resume=future.resume,
         leave=future.leave,
         parts=Elementwise(

@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
-from forerun.executors.torch.captured.buffers import (
-    BufferDims,
-    PageTables,
-    RoundBuffers,
-    StagingBuffer,
-    changes_of,
-    room_of,
-)
+from forerun.executors.torch.captured.buffers import PageTables, StagingBuffer
+from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, changes_of, room_of
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.triton.record import Size
 from tests.parity.tape import Tape

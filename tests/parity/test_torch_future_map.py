@@ -6,12 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.device_choice import Choosing
-from forerun.executors.torch.captured.buffers import (
-    BufferDims,
-    RoundBuffers,
-    StagingBuffer,
-    room_of,
-)
+from forerun.executors.torch.captured.buffers import StagingBuffer
+from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, room_of
 from forerun.executors.torch.captured.round import prepare_inputs_carried, tree_intervals
 from forerun.executors.torch.captured.runner import LEVELS
 from forerun.executors.torch.triton.record import Record, Size

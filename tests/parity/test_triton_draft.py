@@ -14,7 +14,7 @@ from tests.covering import every, some_of
 from tests.parity.interpreted import load
 from tests.parity.test_choices import SEEDS
 from tests.parity.test_triton_choice import noise_of
-from tests.twins.rounds import descend, follow, grow
+from tests.twins.rounds import children, descend, follow, grow
 
 draft = load("triton.triton_draft")
 
@@ -95,6 +95,26 @@ def test_broken_children_are_worth_nothing():
         values = grown[2].view(torch.float32)
         assert (values[:3] == -torch.inf).all() and values[3].isfinite().all()
         assert set(grown[0, 3].tolist()) <= set(ids.tolist())
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_children_that_depend_on_what_stands_above(width):
+    """Of three nodes in each of two rows, one greedy; some candidates are none, or not finite."""
+    random = torch.Generator().manual_seed(width)
+    scores = torch.randn(6, 11, generator=random) * 3
+    scores[1, 4], scores[4, 2:] = torch.nan, -torch.inf
+    ids = torch.randint(0, 9000, (2, 11), generator=random, dtype=torch.int32)
+    given = (
+        scores,
+        ids,
+        scores.logsumexp(-1) + 0.1,
+        noise_of([(SEEDS[0], 5, 0.0), (SEEDS[1], 9, 0.7)]),
+    )
+    (found, values), (wanted, worth) = (work(*given, width) for work in (draft.children, children))
+    there = worth > -torch.inf
+    assert torch.equal(found[there], wanted[there])
+    torch.testing.assert_close(values, worth, rtol=1e-4, atol=1e-4)
+    assert there[0].all() and there[4].sum() == min(width, 2)
 
 
 @pytest.mark.parametrize("width", [40, 0, 2100])

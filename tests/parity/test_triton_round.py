@@ -10,12 +10,8 @@ from forerun.build.target import open_target
 from forerun.client.completion import make_request
 from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
-from forerun.executors.torch.captured.buffers import (
-    BufferDims,
-    RoundBuffers,
-    StagingBuffer,
-    room_of,
-)
+from forerun.executors.torch.captured.buffers import StagingBuffer
+from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, room_of
 from forerun.executors.torch.captured.round import tree_intervals
 from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.executors.torch.triton.record import Size

@@ -18,7 +18,7 @@ from forerun.executors.torch.shaping import shaped
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.networks.layer_spec import AttentionSpec
 from tests.twins.future import leave, resume
-from tests.twins.rounds import accept, best, choose, descend, follow, grow, keep, prepare
+from tests.twins.rounds import accept, best, children, choose, descend, follow, grow, keep, prepare
 
 
 def attend_dense(
@@ -128,6 +128,7 @@ SLOW_TWINS = Kernels(
     follow=follow,
     grow=grow,
     descend=descend,
+    children=children,
     resume=resume,
     leave=leave,
     parts=replace(twins_of(PLAIN), grouped=grouped_loop),

@@ -216,6 +216,19 @@ def pick(likely: Likely, noise: NodeNoise, width: int) -> tuple[Tensor, Tensor]:
     return tokens.gather(1, order), values.gather(1, order)
 
 
+def children(
+    scores: Tensor, ids: Tensor, normaliser: Tensor, noise: NodeNoise, width: int
+) -> tuple[Tensor, Tensor]:
+    """As kernels.Children."""
+    each = len(scores) // len(ids)
+    which = torch.arange(ids.numel(), device=ids.device).view_as(ids)
+    likely = Likely(scores, which.repeat_interleave(each, 0), normaliser, ids.flatten())
+    wide = (noise.seeds, noise.positions, noise.temperatures)
+    wide = NodeNoise(*(part.repeat_interleave(each) for part in wide))
+    tokens, values = pick(likely, wide, width)
+    return tokens, values.clamp_max(0.0)
+
+
 def _gumbel_of(noise: NodeNoise, tokens: Tensor) -> Tensor:
     """float32[n,k]: forerun.speculative.noise.gumbel_of of n nodes, tokens int64[n,k] for each."""
     seeds, positions = noise.seeds[:, None], noise.positions.long()[:, None]

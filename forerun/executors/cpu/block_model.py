@@ -138,6 +138,7 @@ class CpuBlockModel(CpuHiddenStateModel):
             max_nodes=limits.max_nodes,
             features=FeatureNeeds("aux", head.features),
             block_size=head.depth,
+            confident=head.confidence > 0,
         )
         super().__init__(executor)
         self._head, self._numbers, self._pairs = head, _NUMBERS[dtype], pair_scores(draft)

@@ -51,6 +51,7 @@ class JaxBlockModel:
             max_nodes=limits.max_nodes,
             features=FeatureNeeds("aux", head.features),
             block_size=head.depth,
+            confident=head.confidence > 0,
         )
         if head.places > limits.max_nodes:
             raise EngineError(

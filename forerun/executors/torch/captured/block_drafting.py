@@ -16,26 +16,13 @@ from torch import Tensor
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.attention.tiles import tile_nodes, tiles_of
-from forerun.executors.torch.captured.drafting import Drafting, LevelDrafting
+from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.entries import CommittedRound
 from forerun.executors.torch.drafts.block import TorchBlockModel
-from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.executors.torch.triton.kernels import Kernels
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import Extended, Levels, TreeStarts
-from forerun.interface.executor import ExecutorLimits
 from forerun.speculative.tree import full_size
-
-
-def drafting_of(
-    model: LevelModel | TorchBlockModel, kernels: Kernels, limits: ExecutorLimits
-) -> Drafting:
-    """Return the BlockDrafting or LevelDrafting of this model for the end of rounds. limits: the
-    target's, whose scratch bounds the nodes that run at once.
-    """
-    if isinstance(model, TorchBlockModel):
-        return BlockDrafting(model, kernels, limits.max_nodes, limits.slots)
-    return LevelDrafting(model, kernels, limits.max_nodes)
 
 
 class BlockDrafting(Drafting):
@@ -60,17 +47,18 @@ class BlockDrafting(Drafting):
     # --- launches only: no shape and no branch depends on a value ---------------------------
 
     def work(
-        self, size: Size, committed: CommittedRound, features: Tensor | None, grown: Tensor
+        self, size: Size, committed: CommittedRound, features: Tensor | None, record: Record
     ) -> Tensor | None:
         """Implement Drafting.work. Needs features [M,F*H] of the step."""
         assert features is not None, "the traits ask for features"
         if size not in self._blocks:
             self._blocks[size] = _Blocks(size, self._model)
         blocks = self._blocks[size]
-        starts = self._extend(size, committed, features)
-        read = self._propose(blocks, committed, starts)
-        self._grow(size, starts, read, grown.view(3, size.rows, -1))
-        return self._candidates(read[:, 0]) if size.masked else None
+        starts, accepted = self._extend(size, committed, features), committed.accepted
+        choices = accepted.choices.view(size.rows, -1)
+        roots = choices.gather(1, accepted.last[:, None].long()).clamp_min(0)
+        read = self._propose(blocks, committed, starts, roots)
+        return self._grow(size, starts, roots, read, record)
 
     def _extend(self, size: Size, committed: CommittedRound, features: Tensor) -> TreeStarts:
         """Make keys and values of every node's features, and the accepted ones permanent; also in
@@ -87,19 +75,22 @@ class BlockDrafting(Drafting):
         levels = Levels(size.levels, size.width)
         return kernels.follow(extended, accepted, prepared, committed.inputs, levels)
 
-    def _propose(self, blocks: "_Blocks", committed: CommittedRound, starts: TreeStarts) -> Tensor:
-        """Return [R,levels,H], the output head's input."""
-        model, accepted, size = self._model, committed.accepted, blocks.size
-        choices = accepted.choices.view(size.rows, -1)
-        roots = choices.gather(1, accepted.last[:, None].long()).clamp_min(0)
+    def _propose(
+        self, blocks: "_Blocks", committed: CommittedRound, starts: TreeStarts, roots: Tensor
+    ) -> Tensor:
+        """Return [R,levels,H], the output head's input, of blocks below roots int32[R,1]."""
+        model, size = self._model, blocks.size
         position = (starts.kv_len[:, None] + blocks.places).flatten()
-        attend = self._attend(blocks.slots, blocks.geometry(committed, starts))
+        attend = self._attend(blocks.slots, blocks.geometry(committed, starts, position))
         tokens = torch.cat([roots, blocks.masks], 1)
         read = model.forward(tokens, self._rotary(position)[0], attend)
         return model.read_at(read, size.levels)
 
-    def _grow(self, size: Size, starts: TreeStarts, read: Tensor, grown: Tensor) -> None:
-        """Write full trees into grown int32[3,R,K]."""
+    def _grow(
+        self, size: Size, starts: TreeStarts, roots: Tensor, read: Tensor, record: Record
+    ) -> Tensor | None:
+        """Write full trees into the record's `grown`. Returns what Drafting.work does."""
+        grown = record.grown.view(3, size.rows, -1)
         rows, levels, width = size.rows, size.levels, size.width
         # The best of each depth, whatever stands above them.
         candidates = grown.new_empty(3, rows * levels, width)
@@ -129,6 +120,7 @@ class BlockDrafting(Drafting):
             grown[0, :, place] = tokens[:, level].gather(1, order % width)
             grown[1, :, place] = above + order // width
             whole[:, place] = paths.gather(1, order)
+        return self._candidates(read[:, 0]) if size.masked else None
 
 
 class _Blocks:
@@ -160,8 +152,8 @@ class _Blocks:
         )
         self.slots = there(model.cache.scratch_begin + np.arange(len(place)))
 
-    def geometry(self, committed: CommittedRound, starts: TreeStarts) -> Geometry:
-        """Return the geometry of blocks behind the rows' new ends."""
+    def geometry(self, committed: CommittedRound, starts: TreeStarts, position: Tensor) -> Geometry:
+        """Return the geometry of blocks at position int32[R*P], behind the rows' new ends."""
         return Geometry(
             start=self._start,
             slots=self.slots,
@@ -172,4 +164,5 @@ class _Blocks:
             tile=self._tile,
             page_size=self._cache.page_size,
             both_ways=self._both_ways,
+            position=position if self._cache.partial else None,
         )

@@ -39,15 +39,20 @@ from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary
 from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.level_model import LevelModel, Nodes, nothing_before
 from forerun.executors.torch.triton.kernels import Kernels
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import Extended, Frontier, TreeStarts
 from forerun.interface.draft_model import CANDIDATES
+from forerun.types import Floats
 
 
 class Drafting:
-    """A draft model's part of a round. Between rounds it knows nothing of them."""
+    """A draft model's part of a round. Between rounds it knows nothing of them.
+
+    confident  the model says how sure it is of its tokens
+    """
 
     _model: LevelModel | TorchBlockModel
+    confident = False
 
     def __init__(self, kernels: Kernels, max_nodes: int) -> None:
         self._kernels, self._max_nodes = kernels, max_nodes
@@ -56,14 +61,18 @@ class Drafting:
         """Return whether there is scratch for the nodes that run, and a child for every place."""
         raise NotImplementedError
 
+    def calibrate(self, chances: Floats) -> None:
+        """Use OnDeviceDraftSpec.chances from the next round on."""
+        raise NotImplementedError
+
     # --- launches only: no shape and no branch depends on a value ---------------------------
 
     def work(
-        self, size: Size, committed: CommittedRound, features: Tensor | None, grown: Tensor
+        self, size: Size, committed: CommittedRound, features: Tensor | None, record: Record
     ) -> Tensor | None:
-        """Fill `grown` int32[3*R*K]: tokens, parents and values' bits of the trees. Returns, where
-        grammars hold rows, int32[2*R*CANDIDATES]: ids and bits of log-probabilities of what may
-        follow the roots.
+        """Fill the record's `grown` int32[3*R*K]: tokens, parents and values' bits of the trees;
+        and its `confident`, if the model is. Returns, where grammars hold rows,
+        int32[2*R*CANDIDATES]: ids and bits of log-probabilities of what may follow the roots.
         """
         raise NotImplementedError
 
@@ -91,11 +100,15 @@ class Drafting:
         model = self._model
         logits = model.logits(read).float()
         best, which = logits.topk(min(CANDIDATES, len(model.ids)), -1)
-        missing = (0, CANDIDATES - which.shape[1])
-        ids = F.pad(model.ids[which], missing)
-        log_probs = best - logits.logsumexp(-1, keepdim=True)
-        log_probs = F.pad(log_probs, missing, value=-torch.inf)
-        return torch.cat([ids.flatten(), log_probs.flatten().view(torch.int32)])
+        return padded(model.ids[which], best - logits.logsumexp(-1, keepdim=True))
+
+
+def padded(ids: Tensor, log_probs: Tensor) -> Tensor:
+    """Return the record's `candidates` of ids int32 and log_probs float32[R,k], best first."""
+    missing = (0, CANDIDATES - ids.shape[1])
+    ids = F.pad(ids, missing)
+    log_probs = F.pad(log_probs, missing, value=-torch.inf)
+    return torch.cat([ids.flatten(), log_probs.flatten().view(torch.int32)])
 
 
 class LevelDrafting(Drafting):
@@ -116,7 +129,7 @@ class LevelDrafting(Drafting):
     # --- launches only: no shape and no branch depends on a value ---------------------------
 
     def work(
-        self, size: Size, committed: CommittedRound, features: Tensor | None, grown: Tensor
+        self, size: Size, committed: CommittedRound, features: Tensor | None, record: Record
     ) -> Tensor | None:
         """Implement Drafting.work; features [M,F*H], None if the model reads none."""
         model = self._model
@@ -125,7 +138,8 @@ class LevelDrafting(Drafting):
             self._forests[size] = Forest(size, model.gqa_group, model.cache, device)
         forest = self._forests[size]
         starts, roots = self._extend(forest, committed, features)
-        self._grow(forest, committed.inputs["table"], starts, roots, grown.view(3, size.rows, -1))
+        grown = record.grown.view(3, size.rows, -1)
+        self._grow(forest, committed.inputs["table"], starts, roots, grown)
         return self._candidates(starts.read) if size.masked else None
 
     def _extend(

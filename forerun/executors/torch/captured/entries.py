@@ -20,7 +20,7 @@ Move = Callable[[Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class CommittedRound:
-    """A round after its commit: its inputs (buffers.py), the geometry of its step, and the values
+    """A round after its commit: its inputs (fixed.py), the geometry of its step, and the values
     of round_types.py.
     """
 

@@ -14,6 +14,7 @@ device what this one leaves there (FutureState).
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -26,9 +27,9 @@ from forerun.errors import EngineError
 from forerun.executors.device_choice import device_nodes
 from forerun.executors.host_choice import history_of
 from forerun.executors.host_choice import report as report_of
-from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.buffers import StagingBuffer
 from forerun.executors.torch.captured.declared import declared, row_nodes
+from forerun.executors.torch.captured.drafting_of import drafting_of
 from forerun.executors.torch.captured.graphs import CudaRecorder, recorder
 from forerun.executors.torch.captured.round import (
     CapturedRound,
@@ -253,13 +254,17 @@ class CapturedExecutor(Executor):
         """Launch what `staging` is filled with, after `first`; decided: see CapturedRound."""
         runner, slots, count = self.runner, plan.slots, plan.rows
         staging.buffers["slot"][:count] = slots
-        extends = np.zeros(count, np.bool_)
+        extends, calibration = np.zeros(count, np.bool_), None
         if plan.on_device_draft is not None and size.levels:
             extends = decided & np.isin(slots, plan.on_device_draft.slots)
             staging.buffers["draft_slot"][:count][extends] = slots[extends]
+            if runner.drafting is not None and plan.on_device_draft.chances is not None:
+                calibration = partial(runner.drafting.calibrate, plan.on_device_draft.chances)
         changes, begun = runner.tables.send(staging.buffers, plan), perf_counter()
         try:
-            wait = runner.launch(size, staging, [each for each in (changes, first) if each])
+            wait = runner.launch(
+                size, staging, [each for each in (changes, first, calibration) if each]
+            )
         except BaseException:
             runner.tables.forget()
             raise

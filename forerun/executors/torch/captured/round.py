@@ -76,6 +76,7 @@ class CapturedRound(Round):
             log_probs = log_probs.view(np.float32)
         grown = self.record.grown.reshape(3, size.rows, size.draft_tokens)
         tokens, parents, value = grown[:, :rows].copy()
+        confident = self.record.confident.reshape(size.rows, -1)[:rows]
         return NextDrafts(
             rows=np.isin(self.plan.slots, self.drafting),
             width=size.width,
@@ -85,6 +86,7 @@ class CapturedRound(Round):
             value=value.view(np.float32),
             ids=ids,
             log_probs=log_probs,
+            confident=confident.view(np.float32) if confident.size else None,
         )
 
     def _read_trees(self) -> None:
@@ -110,7 +112,7 @@ class CapturedRound(Round):
 
 
 Buffers = dict[str, AnyArray]
-"""See buffers.py; blank before anything is written."""
+"""See fixed.py; blank before anything is written."""
 
 
 def prepare_inputs(

@@ -25,16 +25,11 @@ from torch import Tensor
 from forerun.executors.torch.attention.attention_shapes import widest_tile
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.attention.kv import PagedCache
-from forerun.executors.torch.captured.buffers import (
-    BufferDims,
-    PageTables,
-    RoundBuffers,
-    StagingBuffer,
-    room_of,
-)
+from forerun.executors.torch.captured.buffers import PageTables, StagingBuffer
 from forerun.executors.torch.captured.declared import covering, padded_rows
 from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.entries import CommittedRound
+from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, room_of
 from forerun.executors.torch.captured.graphs import CapturedPrograms, CudaRecorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.together import chosen_together
@@ -196,7 +191,9 @@ class CudaGraphRunner:
     def of(self, size: Size) -> RoundBuffers:
         """Return the fixed tensors of a size; allocated on first use."""
         if size not in self._fixed:
-            self._fixed[size] = RoundBuffers(size, self._dims, self._room)
+            speaks = self.drafting is not None and self.drafting.confident and size.levels
+            confident = size.rows * (1 + size.draft_tokens) if speaks else 0
+            self._fixed[size] = RoundBuffers(size, self._dims, self._room, confident)
         return self._fixed[size]
 
     # --- the program: launches only, no shape and no branch depends on a value --------------
@@ -241,7 +238,7 @@ class CudaGraphRunner:
         if self.drafting is not None and size.levels:
             committed = CommittedRound(inputs, geometry, prepared, accepted)
             features = None if self.features is None else self.features[:total]
-            candidates = self.drafting.work(size, committed, features, record.grown)
+            candidates = self.drafting.work(size, committed, features, record)
             if candidates is not None:
                 record.candidates.copy_(candidates)
         if size.reports:

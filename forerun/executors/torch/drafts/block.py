@@ -140,6 +140,8 @@ class TorchBlockModel:
     (captured/block_drafting.py).
 
     cache, ids, ropes, gqa_group  as of LevelModel
+    pairs  how tokens depend on those above; None: they do not
+    dtype  of its weights
 
     Raises MemoryPlanError if it does not fit, EngineError if a block is larger than a step.
     """
@@ -153,7 +155,7 @@ class TorchBlockModel:
             max_nodes=limits.max_nodes,
             features=FeatureNeeds("aux", head.features),
             block_size=head.depth,
-            on_host=not head.plain,
+            confident=head.confidence > 0,
         )
         if head.places > limits.max_nodes:
             raise EngineError(
@@ -162,12 +164,13 @@ class TorchBlockModel:
             )
         self._executor, self.about, self._limits = executor, head, limits
         device, dtype = executor.device, executor.dtype
+        self.dtype = dtype
         self._bytes = {
             "draft_weight": head.parameters * dtype.itemsize,
             "draft_cache": DraftCache.bytes(KvShape(head.cache), limits, dtype),
         }
         check_fits(self._bytes, device)
-        self._module, self._pairs = _loaded(executor, draft), pair_scores(draft)
+        self._module, self.pairs = _loaded(executor, draft), pair_scores(draft)
         self._rows = _borrowed_rows(executor, checkpoint, draft)
         scale = head.head_size**-0.5
         windows = tuple(AttentionSpec(scale, window) for window in head.windows)
@@ -236,16 +239,16 @@ class TorchBlockModel:
         """Propose, as many rows in a pass as there are nodes in a step."""
         check_block(block, self.about.depth, self._limits)
         at_once = self._limits.max_nodes // self.about.places
-        if self._pairs is not None:
-            block = replace(block, candidates=self._pairs.count(block))
+        if self.pairs is not None:
+            block = replace(block, candidates=self.pairs.count(block))
         parts = [
             self._propose(block.part(begin, begin + at_once))
             for begin in range(0, len(block.roots), at_once)
         ]
         ids, log_probs, hidden = map(np.concatenate, zip(*parts, strict=True))
         pairs = None
-        if self._pairs is not None:
-            pairs = self._pairs.of(block.roots, ids, log_probs, hidden)
+        if self.pairs is not None:
+            pairs = self.pairs.of(block.roots, ids, log_probs, hidden)
         return BlockCandidates(ids, log_probs, pairs)
 
     def _propose(self, block: DraftBlock) -> tuple[AnyArray, AnyArray, AnyArray]:
@@ -269,7 +272,7 @@ class TorchBlockModel:
         return (
             ids.int().unflatten(0, split).cpu().numpy(),
             log_probs.unflatten(0, split).cpu().numpy(),
-            read[..., : 0 if self._pairs is None else None].float().cpu().numpy(),
+            read[..., : 0 if self.pairs is None else None].float().cpu().numpy(),
         )
 
     def _rotary(self, position: AnyArray) -> Rotary:

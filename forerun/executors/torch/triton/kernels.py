@@ -68,6 +68,12 @@ above   of the frontier before; None at level 1
 roots   each row's root is run before its nodes
 """
 
+Children = Callable[[Tensor, Tensor, Tensor, NodeNoise, int], tuple[Tensor, Tensor]]
+"""(scores float32[n,K] of candidates of n nodes, as many in each of R rows; their target ids
+int32[R,K]; what makes them log-probabilities, float32[n]; noise of rows; width) -> the `width` best
+children of each node, best first: int32[n,width], and float32[n,width] as values of draft trees.
+"""
+
 Resume = Callable[[FutureState, Size, RoundInputs], RoundInputs]
 """(state by slot, size, inputs of the host) -> inputs, those of carried rows from their slots."""
 
@@ -125,6 +131,7 @@ class Kernels:
     follow: Follow
     grow: Grow
     descend: Descend
+    children: Children
     resume: Resume
     leave: Leave
     parts: Elementwise
@@ -181,6 +188,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
         follow=guarded(device, triton_draft.follow),
         grow=guarded(device, triton_draft.grow),
         descend=guarded(device, triton_draft.descend),
+        children=guarded(device, triton_draft.children),
         resume=guarded(device, triton_future.resume),
         leave=guarded(device, triton_future.leave),
         parts=Elementwise(

@@ -38,13 +38,19 @@ class Size(NamedTuple):
         """How many candidates for the token after the next root a record has."""
         return CANDIDATES if self.masked and self.levels else 0
 
+    @property
+    def reported(self) -> int:
+        """How many numbers the reports of all nodes are."""
+        return self.total * (1 + 2 * self.reports) if self.reports else 0
+
 
 class Record(NamedTuple):
     """The parts of a record: the choices of nodes [R*N]; where rounds carry on from each other,
     their tokens and, where N > 1, parents [R*N] and how many nodes each row has [R]; tokens,
     parents and values' bits of the trees that were grown, [3*R*K]; what may follow the roots of
     the next trees, ids and bits of log-probabilities [2*R*candidates]; reports of nodes
-    [R*N*(1+2*reports)], see shaping.reported.
+    [R*N*(1+2*reports)], see shaping.reported; bits of how sure a draft model is of the best token
+    below each root and node, [R*(1+K)] if it says that.
     """
 
     choices: Any
@@ -54,6 +60,7 @@ class Record(NamedTuple):
     grown: Any
     candidates: Any
     reported: Any
+    confident: Any
 
     @classmethod
     def of(cls, size: Size, whole: Any) -> "Record":
@@ -61,5 +68,6 @@ class Record(NamedTuple):
         ends = [size.total, 2 * size.total, 3 * size.total, 3 * size.total + size.rows]
         ends.append(ends[-1] + 3 * size.rows * size.draft_tokens)
         ends.append(ends[-1] + 2 * size.rows * size.candidates)
+        ends.append(ends[-1] + size.reported)
         bounds = zip([0, *ends], [*ends, len(whole)], strict=True)
         return cls(*(whole[begin:end] for begin, end in bounds))

@@ -2,7 +2,7 @@
 The kernels that compute them: triton_round.py, triton_draft.py and triton_future.py; their slow
 twins in torch: tests/twins/rounds.py and future.py.
 
-A round has R rows of N nodes, M = R*N. Its inputs come by name as in captured/buffers.py.
+A round has R rows of N nodes, M = R*N. Its inputs come by name as in captured/fixed.py.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import full_size
 
 RoundInputs = dict[str, Tensor]
-"""By name: captured/buffers.py."""
+"""By name: captured/fixed.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,11 @@ class TreeStarts:
     kv_len: Tensor
     noise: tuple[NodeNoise, ...]
     position: Tensor
+
+    def row_noise(self, level: int, width: int) -> NodeNoise:
+        """Return the noise [R] of the rows' children at a level, the same for all of its nodes."""
+        of, every = self.noise[level], width if level else 1
+        return NodeNoise(*(each[::every] for each in (of.seeds, of.positions, of.temperatures)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,6 +172,21 @@ def _candidates(
         tl.store(keys + best, tl.topk(key, COUNT))
 
 
+@triton.jit
+def _noised(value, token, there, seeds, positions, temperatures, place):
+    """Return log-probabilities of candidates; at T > 0 those of being the greatest with the
+    position's noise.
+    """
+    temperature = tl.load(temperatures + place)
+    if temperature > 0:
+        noise = gumbel_at(tl.load(seeds + place), tl.load(positions + place), token)
+        value = tl.div_rn(value, tl.zeros_like(value) + temperature) + noise
+        value = tl.where(there, value, float("-inf"))
+        greatest = tl.max(value, 0)
+        value = value - (greatest + tl.log(tl.sum(tl.exp(value - greatest), 0)))
+    return tl.where(value != value, float("-inf"), value)  # noqa: PLR0124 - NaN
+
+
 @triton.jit(
     do_not_specialize=[
         *("chunks", "vocab", "every", "rows", "nodes", "places", "begin", "above"),
@@ -207,14 +222,7 @@ def _grow(
     there = (child < CANDIDATES) & (draft >= 0) & (draft < vocab)
     token = tl.load(ids + draft, mask=there, other=0)
     value = tl.where(there, _value(best) - normaliser, float("-inf"))
-    temperature = tl.load(temperatures + node * every)
-    if temperature > 0:
-        noise = gumbel_at(tl.load(seeds + node * every), tl.load(positions + node * every), token)
-        value = tl.div_rn(value, tl.zeros_like(value) + temperature) + noise
-        value = tl.where(there, value, float("-inf"))
-        greatest = tl.max(value, 0)
-        value = value - (greatest + tl.log(tl.sum(tl.exp(value - greatest), 0)))
-    value = tl.where(value != value, float("-inf"), value)  # noqa: PLR0124 - NaN
+    value = _noised(value, token, there, seeds, positions, temperatures, node * every)
     size = rows.to(tl.int64) * places
     into = grown + row.to(tl.int64) * places
     base, parent = 0.0, -1
@@ -270,6 +278,46 @@ def grow(
         CHOSEN=chosen is not None,
         num_warps=4,
     )
+
+
+@triton.jit(do_not_specialize=["count", "nodes", "every"], do_not_specialize_on_alignment=VIEWS)
+def _children(
+    scores, ids, normalisers, seeds, positions, temperatures, ids_out, values_out,
+    count, nodes, every, COUNT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the best children of one node, of its row's candidates."""
+    node = tl.program_id(0)
+    row = node // nodes
+    child = tl.arange(0, COUNT)
+    there = child < count
+    value = tl.load(scores + node * count + child, mask=there, other=float("-inf"))
+    token = tl.load(ids + row * count + child, mask=there, other=0)
+    value = value - tl.load(normalisers + node)
+    value = _noised(value, token, there, seeds, positions, temperatures, row * every)
+    for rank in range(WIDTH):
+        greatest = tl.max(value, 0)
+        which = tl.min(tl.where((value == greatest) & there, child, COUNT), 0)
+        tl.store(ids_out + node * WIDTH + rank, tl.sum(tl.where(child == which, token, 0), 0))
+        tl.store(values_out + node * WIDTH + rank, tl.minimum(greatest, 0.0))
+        value = tl.where(child == which, float("-inf"), value)
+
+
+def children(
+    scores: Tensor, ids: Tensor, normaliser: Tensor, noise: NodeNoise, width: int
+) -> tuple[Tensor, Tensor]:
+    """Choose the children of nodes whose candidates depend on what stands above them: see
+    kernels.Children. Launches only.
+    """
+    nodes, count = scores.shape
+    found, values = ids.new_empty(nodes, width), scores.new_empty(nodes, width)
+    _children[(nodes,)](
+        *(scores, ids, normaliser, noise.seeds, noise.positions, noise.temperatures),
+        *(found, values, count, nodes // len(ids), noise.seeds.stride(0)),
+        COUNT=triton.next_power_of_2(count),
+        WIDTH=width,
+        num_warps=1,
+    )
+    return found, values
 
 
 @triton.jit(

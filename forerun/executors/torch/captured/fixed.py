@@ -1,0 +1,136 @@
+"""The inputs and outputs of a captured round: tensors at fixed addresses.
+
+The inputs of all sizes share one buffer: one on the device, because rounds run one after the
+other; two on the host, used in turn (buffers.py): it fills one while a round reads the other.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.executors.torch.attention.tiles import programs_for, split_of, tile_nodes, tiles_of
+from forerun.executors.torch.shaping import RULES
+from forerun.executors.torch.triton.record import Size
+from forerun.speculative.accept import NOTHING
+from forerun.types import Ints
+
+
+class BufferDims(NamedTuple):
+    """The dimensions that all sizes share: width of a page table's row, slots of sequences, heads
+    that share a key/value head, tokens of the vocabulary, key/value heads, tokens of a page.
+    """
+
+    width: int
+    slots: int
+    gqa_group: int
+    vocab: int
+    groups: int
+    page_size: int
+
+
+def changes_of(size: Size, page_size: int) -> int:
+    """Return the most entries of page tables sent with a round: as many as its rows' new positions
+    may begin, and those of the round before, if its outcome was not read yet.
+    """
+    return size.rows * (1 + -(-2 * size.nodes // page_size))
+
+
+def _tiles(size: Size, dims: BufferDims) -> int:
+    return size.rows * -(-size.nodes // tile_nodes(size.nodes, dims.gqa_group))
+
+
+def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the inputs, all int32, in the order of their addresses.
+
+    Of rows, [R]:
+        where [2,R]     kv_len and position (of the root's output); also under these names
+        count (nodes), low and high halves of the seed, temperature (its bits), decided
+        draft_slot      slot of the draft model's state of a row; -1 = it does not follow the row
+        slot            where the round leaves what the next one needs (FutureState)
+        carried         1: begin with the FutureState of `slot`; then the host knows only:
+        most, deep, last  most draft tokens and levels, and the last position that a draft token
+                          may take
+    Of nodes, [R*N]: tokens, parents and depth within the row; tree_intervals [2,R*N]. Of page
+    tables (PageTables): sent_to [D,2] the places of entries, 64 bits each, and sent [D] their
+    pages. Of attention: split [P,3] (tiles.py). If shaping is needed: RULES of rows; the
+    grammars' masks [R*N,ceil(V/32)], and each node's mask, -1 = none.
+    """
+    of_rows = "count", "low", "high", "temperature", "decided", "draft_slot"
+    asked: dict[str, tuple[int, ...]] = {}
+    if size.shaping:
+        asked |= dict.fromkeys(RULES, (size.rows,))
+    if size.masked:
+        asked |= {"mask_row": (size.total,), "masks": (size.total, -(-dims.vocab // 32))}
+    changes = changes_of(size, dims.page_size)
+    return {
+        "sent_to": (changes, 2),  # First, because 64 bits are read where 64 bits begin.
+        "sent": (changes,),
+        "where": (2, size.rows),
+        **dict.fromkeys((*of_rows, "slot", "carried", "most", "deep", "last"), (size.rows,)),
+        **dict.fromkeys(("tokens", "parents", "depth"), (size.total,)),
+        "tree_intervals": (2, size.total),
+        "split": (programs_for(_tiles(size, dims), dims.groups), 3),
+        **asked,
+    }
+
+
+def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
+    """Return the numbers that the inputs of a round take, of `rows` rows and `nodes` nodes in all
+    at most.
+    """
+    largest = Size(rows, -(-nodes // rows), shaping=1, masked=1)
+    count = sum(int(np.prod(shape)) for shape in _shapes(largest, dims).values())
+    # Other sizes have more tiles, and more changes.
+    count += 3 * programs_for(nodes, dims.groups)
+    return count + 3 * (2 * rows + -(-2 * nodes // dims.page_size))
+
+
+class RoundBuffers:
+    """The fixed tensors of one size, on the device of `room`, int32[room_of], at its beginning.
+
+    whole, buffers  the inputs
+    record  int32[3*R*N + R + 3*R*K + ..] the results, in one copy, see `Record`, of which
+            `confident` numbers are a draft model's confidences
+    blank   the inputs of a round in which no row has a node, up to the masks, which are not read
+            then
+    """
+
+    def __init__(self, size: Size, dims: BufferDims, room: Tensor, confident: int = 0) -> None:
+        self.size, self._shapes = size, _shapes(size, dims)
+        returned = 3 * size.total + size.rows + 3 * size.rows * size.draft_tokens
+        returned += 2 * size.rows * size.candidates
+        returned += size.reported + confident
+        self.whole = room[: sum(int(np.prod(shape)) for shape in self._shapes.values())]
+        self.buffers = self.views(self.whole)
+        self.record = torch.zeros(returned, dtype=torch.int32, device=room.device)
+        start = np.arange(size.rows + 1, dtype=np.int32) * size.nodes
+        self.tile = tile_nodes(size.nodes, dims.gqa_group)
+        self.start = torch.from_numpy(start).to(room.device)
+        self.tiles = torch.from_numpy(tiles_of(start, self.tile)).to(room.device)
+        self.blank = self._blank(dims)
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """Return the parts of inputs int32[.] of this size, by name."""
+        parts = whole.split([int(np.prod(shape)) for shape in self._shapes.values()])
+        named = zip(self._shapes.items(), parts, strict=True)
+        views = {name: part.view(shape) for (name, shape), part in named}
+        return views | {"kv_len": views["where"][0], "position": views["where"][1]}
+
+    def _blank(self, dims: BufferDims) -> Ints:
+        size, whole = self.size, torch.zeros(len(self.whole), dtype=torch.int32)
+        blank = self.views(whole)
+        blank["sent_to"].view(torch.int64)[:] = dims.slots * dims.width
+        blank["parents"][:] = NOTHING
+        blank["draft_slot"][:] = -1
+        blank["slot"][:] = dims.slots
+        parts = split_of(np.zeros(len(self.tiles), np.int32), len(blank["split"]))
+        blank["split"][:] = torch.from_numpy(parts)
+        # What stands in their places sees itself alone.
+        alone = torch.arange(size.nodes, dtype=torch.int32).repeat(size.rows) + 2 * size.nodes
+        blank["tree_intervals"][:] = torch.stack([alone, alone + 1])
+        if size.masked:
+            blank["mask_row"][:] = -1
+            whole = whole[: -blank["masks"].numel()]
+        return whole.numpy().copy()

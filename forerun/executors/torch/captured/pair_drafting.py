@@ -1,0 +1,144 @@
+"""A block drafter at the end of a captured round whose tokens depend on those above, or that says
+how sure it is of them (DSpark, DFlash2): the block's places are scored in one pass, and level by
+level each node's candidates are chosen by what stands above it.
+"""
+
+import torch
+from torch import Tensor
+
+from forerun.executors.pair_scores import PairScores
+from forerun.executors.torch.captured.block_drafting import BlockDrafting
+from forerun.executors.torch.captured.drafting import padded
+from forerun.executors.torch.drafts.block import TorchBlockModel
+from forerun.executors.torch.drafts.pairs import LevelPairs, TorchPairs
+from forerun.executors.torch.memory import check_fits
+from forerun.executors.torch.triton.kernels import Kernels
+from forerun.executors.torch.triton.record import Record, Size
+from forerun.executors.torch.triton.round_types import TreeStarts
+from forerun.interface.draft_model import CANDIDATES
+from forerun.interface.executor import ExecutorLimits
+from forerun.speculative.tree import full_size
+from forerun.types import Floats
+
+TENTHS = 10
+
+
+class PairDrafting(BlockDrafting):
+    """The part of such a drafter in a round.
+
+    scores  its tables and matrices, which are loaded here
+    """
+
+    def __init__(
+        self,
+        model: TorchBlockModel,
+        scores: PairScores,
+        kernels: Kernels,
+        limits: ExecutorLimits,
+    ) -> None:
+        super().__init__(model, kernels, limits.max_nodes, limits.slots)
+        device, dtype = model.cache.paged.device, model.dtype
+        check_fits({"draft_tables": model.about.tables * dtype.itemsize}, device)
+        self._pairs = TorchPairs(scores, device, dtype)
+        self.confident = self._pairs.confident
+        start = torch.zeros(2, 2, model.about.depth, TENTHS, device=device)
+        start[1] = 1.0  # A confidence is a chance until outcomes are counted.
+        self._chances = start
+
+    def fits(self, size: Size) -> bool:
+        """Return whether there is scratch for the blocks, and a child for every place."""
+        return super().fits(size) and size.width <= (self._pairs.top_k or size.width)
+
+    def calibrate(self, chances: Floats) -> None:
+        """Use OnDeviceDraftSpec.chances from the next round on."""
+        there = torch.from_numpy(chances)
+        self._chances[:, :, : there.shape[2]].copy_(there)
+
+    # --- launches only: no shape and no branch depends on a value ---------------------------
+
+    def _grow(
+        self, size: Size, starts: TreeStarts, roots: Tensor, read: Tensor, record: Record
+    ) -> Tensor | None:
+        rows, width = size.rows, size.width
+        model, grown = self._model, record.grown.view(3, rows, -1)
+        logits = model.logits(read.flatten(0, 1)).float()
+        most = self._pairs.top_k or max(CANDIDATES, width)
+        best, which = logits.topk(min(most, len(model.ids)), -1)
+        log_probs = best - logits.logsumexp(-1, keepdim=True)
+        places = (rows, size.levels, -1)
+        which, log_probs = which.view(places), log_probs.view(places)
+        pairs = self._pairs.of(which, log_probs, read)
+        ids = model.ids[which]
+        growing = _Growing(grown, width, roots, roots.new_zeros(rows, 1, dtype=torch.float32))
+        for level in range(size.levels):
+            self._hang(growing, pairs, starts, ids[:, level].contiguous(), level, record)
+        if not size.masked:
+            return None
+        first = pairs.below(0, roots, None)
+        values = (first.scores - first.normaliser[..., None])[:, 0].sort(descending=True)
+        return padded(ids[:, 0].gather(1, values.indices), values.values)
+
+    def _hang(
+        self,
+        growing: "_Growing",
+        pairs: LevelPairs,
+        starts: TreeStarts,
+        ids: Tensor,
+        level: int,
+        record: Record,
+    ) -> None:
+        """Write one level of the trees, the best `width` squared of all children; ids int32[R,K]
+        of its candidates.
+        """
+        width, count = growing.width, growing.tokens.shape[1]
+        below = pairs.below(level, growing.tokens, growing.state)
+        noise = starts.row_noise(level, width)
+        tokens, values = self._kernels.children(
+            below.scores.flatten(0, 1), ids, below.normaliser.flatten(), noise, width
+        )
+        tokens, values = (part.view(len(ids), count, width) for part in (tokens, values))
+        if below.confidence is not None:
+            values = self._calibrated(below.confidence, values, level, noise.temperatures > 0)
+            into = record.confident.view(torch.float32).view(len(ids), -1)
+            begin = 1 + full_size(width, level - 1) if level else 0
+            into[:, begin : begin + count] = below.confidence
+        growing.add(level, tokens, values, below.state)
+
+    def _calibrated(
+        self, confidence: Tensor, values: Tensor, level: int, sampled: Tensor
+    ) -> Tensor:
+        """Return values float32[R,n,width] of which the best is worth the chance that its
+        confidence float32[R,n] stands for, and the others keep their ratios to it; sampled bool[R].
+        """
+        tenth = (confidence * TENTHS).long().clamp_max(TENTHS - 1)
+        start, slope = self._chances[:, :, level][:, sampled.long()[:, None], tenth]
+        chance = (start + slope * confidence)[..., None]
+        ratios = values - values[..., :1]
+        share = torch.minimum(chance, ratios.exp().sum(-1, keepdim=True).reciprocal())
+        return share.log() + ratios
+
+
+class _Growing:
+    """Trees between two levels. tokens int[R,n], values float32[R,n] of the paths down to them,
+    state [R,n,r] of what is above them; at first the roots.
+    """
+
+    def __init__(self, grown: Tensor, width: int, tokens: Tensor, values: Tensor) -> None:
+        self.width, self.tokens, self.values = width, tokens, values
+        self.state: Tensor | None = None
+        self._grown, self._whole = grown, grown[2].view(torch.float32)
+
+    def add(self, level: int, tokens: Tensor, values: Tensor, state: Tensor | None) -> None:
+        """Write the best children [R,n,width] of the newest level into the trees."""
+        width, most = self.width, self.width ** min(level + 1, 2)
+        paths = (self.values[..., None] + values).flatten(1)
+        order = paths.sort(dim=1, descending=True, stable=True).indices[:, :most]
+        begin, above = full_size(width, level), full_size(width, level - 1) if level else -1
+        place, parents = slice(begin, begin + most), order // width
+        self.tokens, self.values = tokens.flatten(1).gather(1, order), paths.gather(1, order)
+        self._grown[0, :, place] = self.tokens
+        self._grown[1, :, place] = parents + above
+        self._whole[:, place] = self.values
+        if state is not None:
+            state = state.gather(1, parents[..., None].expand(-1, -1, state.shape[-1]))
+        self.state = state
