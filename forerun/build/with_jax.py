@@ -14,7 +14,7 @@ from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.prediction_layers import PredictionLayers
 from forerun.drafts.whole_draft import WholeDraft
-from forerun.errors import ConfigError, ModelError
+from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available
@@ -95,11 +95,6 @@ def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> Draf
 def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
     from forerun.executors.jax import JaxBlockModel, JaxExecutor
 
-    if not draft.head.plain:
-        raise ModelError(
-            f"{draft.path}: the jax executor runs DFlash and JetSpec without windows and scales, "
-            f"not this {draft.head.algorithm} drafter: use --executor cpu or torch"
-        )
     assert isinstance(executor, JaxExecutor)
     return JaxBlockModel(executor, checkpoint, draft)
 

@@ -97,12 +97,6 @@ class BlockHead:
         return "dspark" if self.pair or self.confidence else "dflash"
 
     @property
-    def plain(self) -> bool:
-        """Whether it is DFlash as first published, or JetSpec."""
-        bent = self.windows or self.embedding_scale or self.logit_scale != 1.0 or self.logit_cap
-        return self.algorithm == "dflash" and not bent
-
-    @property
     def depth(self) -> int:
         """Draft tokens that a block proposes, at most."""
         return self.places if self.anchored else self.places - 1

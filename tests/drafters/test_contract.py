@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build import drafting, with_jax
+from forerun.build import drafting
 from forerun.build.drafting import open_drafts, with_draft
 from forerun.build.engine import load
 from forerun.build.memory import Needs, plan_memory
@@ -110,7 +110,7 @@ def cells(kinds, compiled, quickly):
 
 # --- what is proposed --------------------------------------------------------------------------
 
-JAX_BLOCKS = on("jax", *(f"DFLASH, {variant}" for variant in VARIANTS))
+JAX_BLOCKS = on("jax", *(f"DFLASH, {variant}" for variant in VARIANTS | PAIRED))
 SPOKEN = [
     *on("torch", "EAGLE", "STANDALONE, first layers", "NEXTN, mimo", "NEXTN of, glm4_moe"),
     *on("torch", "NEXTN of, deepseek_v3", "NEXTN of, qwen3_next"),
@@ -377,8 +377,10 @@ TEXTS = [
     *on("torch", "ASSISTANT, half"),
     *on("cpu", "ASSISTANT, half"),
     *on("cpu", "DFLASH, DSpark, rnn", "DFLASH, DFlash2"),
+    *on("jax", "DFLASH, DSpark", "DFLASH, DFlash2"),
 ]
 SELDOM_TEXTS = [
+    *on("jax", "DFLASH, DSpark", "DFLASH, DFlash2"),
     *on("torch", "DFLASH, DSpark", "DFLASH, DFlash2", "DFLASH, a map, the target's rows"),
     *on("torch", "DFLASH, both ways", "counting, swapped", "ASSISTANT, half", "STANDALONE, poorer"),
     *on("rounds", "DFLASH, DSpark"),
@@ -758,11 +760,7 @@ def test_another_method_for_a_block_drafter_says_which(kinds, algorithm):
 
 
 def test_a_block_that_does_not_fit_into_a_step_is_refused(cells, tmp_path):
-    """And on jax one whose tokens depend on those above."""
     target = cells("jax", "DFLASH, both ways").target
-    pairs = random_block(target.executor.decoder.arch, tmp_path / "pairs", **PAIRED["DSpark"])
-    with pytest.raises(ModelError, match="this dspark drafter: use --executor cpu or torch"):
-        with_jax.ENTRY.draft_models[pairs.kind](target.executor, None, pairs)
     draft = random_block(target.executor.decoder.arch, tmp_path, places=41)
     with pytest.raises(EngineError, match=r"does not fit into a step of 40 nodes"):
         JaxBlockModel(target.executor, FolderCheckpoint(Path(target.config.model)), draft)

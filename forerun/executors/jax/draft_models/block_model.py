@@ -4,6 +4,7 @@ A step that drafts is three dispatches and two copies: the target's round, what 
 the drafter's pages, and the next block.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from forerun.executors.jax.network.kv import put_table
 from forerun.executors.jax.program.functions import Key
 from forerun.executors.jax.rounds.batches import Bucket, chunks, sized
 from forerun.executors.jax.rounds.inputs import total, views_of
+from forerun.executors.pair_scores import pair_scores
 from forerun.interface.draft_model import (
     CANDIDATES,
     BlockCandidates,
@@ -59,6 +61,7 @@ class JaxBlockModel:
                 "raise chunked-prefill-size"
             )
         self._executor, self._about, self._limits = executor, head, limits
+        self._pairs = pair_scores(draft)
         network = BlockNetwork(head, executor.decoder)
         self._bytes = executor.draft_bytes(network.sizes)
         check_fits(self._bytes, *executor.place)
@@ -114,18 +117,24 @@ class JaxBlockModel:
         """
         check_block(block, self._about.depth, self._limits)
         sizes = self._executor.buckets.rows
+        if self._pairs is not None:
+            block = replace(block, candidates=self._pairs.count(block))
         parts = [
             self._propose(block.part(begin, begin + sizes[-1]))
             for begin in range(0, len(block.roots), sizes[-1])
         ]
-        ids = np.concatenate([part[0] for part in parts])
-        log_probs = np.concatenate([part[1] for part in parts])
+        ids, log_probs, hidden = map(np.concatenate, zip(*parts, strict=True))
         if not np.isfinite(log_probs).all():
             raise EngineError("a block drafter's logits are not finite")
-        return BlockCandidates(ids, log_probs)
+        pairs = None
+        if self._pairs is not None:
+            pairs = self._pairs.of(block.roots, ids, log_probs, hidden)
+        return BlockCandidates(ids, log_probs, pairs)
 
-    def _propose(self, block: DraftBlock) -> tuple[AnyArray, AnyArray]:
-        """Draft ids and log-probabilities, each [R,depth,k]."""
+    def _propose(self, block: DraftBlock) -> list[AnyArray]:
+        """Draft ids and log-probabilities, each [R,depth,k], and what the output head reads, if
+        pairs need it.
+        """
         count, vocab = len(block.roots), self.traits.vocab
         rows = next(size for size in self._executor.buckets.rows if size >= count)
         shapes = block_shapes(rows, self._executor.width)
@@ -136,8 +145,9 @@ class JaxBlockModel:
             put_table(views["table"][line], pages)
         most = min(vocab, CANDIDATES if block.candidates <= CANDIDATES else vocab)
         found = self._executor.programs.ask(Key("block", Bucket(rows, most)), whole)
-        found = found[:, :count, : block.depth, : block.candidates]
-        return np.ascontiguousarray(found[0]), np.ascontiguousarray(found[1]).view(np.float32)
+        ids, *bits = np.split(found[:count, : block.depth], [most, 2 * most], -1)
+        log_probs, hidden = (np.ascontiguousarray(part).view(np.float32) for part in bits)
+        return [ids[..., : block.candidates], log_probs[..., : block.candidates], hidden]
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: algorithm, vocab, features, block_size, causal, and bytes

@@ -5,6 +5,7 @@ dictionary each, by the last parts of the canonical names), `ids`, `frequencies`
 `embed` [V,H] and `head` [Vd,H] where they are not the target's.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +14,18 @@ import numpy as np
 from jax import Array
 
 from forerun.checkpoints.checkpoint import Checkpoint
-from forerun.drafts.block_config import BlockHead, expected_block_tensors
+from forerun.drafts.block_config import KERNEL_SIZE, PAIRS, BlockHead, expected_block_tensors
 from forerun.drafts.block_folder import BlockFile
-from forerun.executors.jax.network.decoder import Attend, JaxDecoder
+from forerun.executors.jax.network.decoder import Attend, JaxDecoder, Numbered
 from forerun.executors.jax.network.kv import NetworkSizes, sanitised
-from forerun.executors.jax.network.layers import product, rms_norm, rotate, rotation, swiglu
+from forerun.executors.jax.network.layers import (
+    product,
+    rms_norm,
+    rotate,
+    rotation,
+    softcapped,
+    swiglu,
+)
 from forerun.executors.jax.network.weights import Params
 from forerun.networks.layer_spec import AttentionSpec
 
@@ -73,7 +81,8 @@ class BlockNetwork(NamedTuple):
         return keys, values
 
     def block(self, params: Params, roots: Array, position: Array, attend: Attend) -> Array:
-        """Return logits float32[R,places,Vd] of one block below each root, in one pass.
+        """Return what the output head reads, [R,places,H], of one block below each root, in one
+        pass.
 
         roots     int32[R] target ids of the decided tokens that begin the blocks; mask tokens
                   follow
@@ -85,24 +94,60 @@ class BlockNetwork(NamedTuple):
         embedding = weights if "embed" in weights else params
         x = self.target.embed(embedding, tokens)
         x = self.target.sharding.put(x, None, None, None)
+        if about.embedding_scale is not None:
+            x = x * np.asarray(about.embedding_scale, x.dtype)
         if about.own_mask:
             masks = jnp.broadcast_to(weights["mask_embedding"], x[:, 1:].shape).astype(x.dtype)
             x = jnp.concatenate([x[:, :1], masks], 1)
         rotary = self._rotary(params, position)
-        spec = AttentionSpec(about.head_size**-0.5)
-        for number, layer in enumerate(weights["layers"]):
+        windows = about.windows or (None,) * about.layers
+        for number, (layer, window) in enumerate(zip(weights["layers"], windows, strict=True)):
+            which = number, AttentionSpec(about.head_size**-0.5, window)
+
+            def mixed(normed: Array, layer: Params = layer, which: Numbered = which) -> Array:
+                queries = self._heads(layer, "q", normed, rotary)
+                context = attend(which, queries, *self._keys_values(layer, normed, rotary))
+                return product(context.reshape(*normed.shape[:2], -1), layer["o_proj"])
+
+            def fed(normed: Array, layer: Params = layer) -> Array:
+                opened = product(normed, layer["gate_proj"]), product(normed, layer["up_proj"])
+                return product(swiglu(*opened), layer["down_proj"])
+
             normed = self._normed(layer, "input_layernorm", x)
-            queries = self._heads(layer, "q", normed, rotary)
-            mixed = attend((number, spec), queries, *self._keys_values(layer, normed, rotary))
-            x = x + product(mixed.reshape(*x.shape[:2], -1), layer["o_proj"])
+            x = x + self._around(layer, "attention_conv", normed, mixed)
             normed = self._normed(layer, "post_attention_layernorm", x)
-            wide = swiglu(product(normed, layer["gate_proj"]), product(normed, layer["up_proj"]))
-            x = x + product(wide, layer["down_proj"])
-        read = self._normed(weights, "norm", x)
+            x = x + self._around(layer, "mlp_conv", normed, fed)
+        return self._normed(weights, "norm", x)
+
+    def logits(self, params: Params, read: Array) -> Array:
+        """Return logits float32[n,Vd] of what the output head reads, [n,H]."""
+        about, weights = self.about, params["draft"]
         if "head" in weights:
-            return product(read, weights["head"].T).astype(jnp.float32)
-        flat = self.target.read(params, read.reshape(-1, read.shape[-1]))
-        return flat.reshape(*position.shape, -1)
+            found = product(read, weights["head"].T).astype(jnp.float32)
+        else:
+            found = self.target.read(params, read)
+        return softcapped(found * np.float32(about.logit_scale), about.logit_cap or None)
+
+    def _around(
+        self, layer: Params, name: str, normed: Array, work: Callable[[Array], Array]
+    ) -> Array:
+        """Return `work` of blocks normed [R,places,H], between the layer's convolutions of that
+        name, if it has them: torch/drafts/convolution.py.
+        """
+        group = self.about.convolved
+        if not group:
+            return work(normed)
+        made = product(normed, layer[f"{name}.kernel_projection"])
+        made = made.reshape(*normed.shape[:2], 2, KERNEL_SIZE, -1)
+        kernels = layer[f"{name}.base_kernel"] + jnp.repeat(made, group, -1)
+
+        def convolved(x: Array, side: int) -> Array:
+            before = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+            kernel = kernels[:, :, side]
+            mixed: Array = kernel[:, :, 0] * x + kernel[:, :, 1] * before
+            return mixed.astype(x.dtype)
+
+        return convolved(work(convolved(normed, 0)), 1)
 
     def _rotary(self, params: Params, position: Array) -> tuple[Array, Array]:
         factor = self.about.rope.attention_factor
@@ -129,6 +174,7 @@ class BlockNetwork(NamedTuple):
         return rms_norm(x, weights[name], self.about.norm_eps)
 
 
+_PARTS = "self_attn", "mlp"
 _OWN = {"embed_tokens": "embed", "lm_head": "head"}
 
 
@@ -156,10 +202,13 @@ def load_block(
         "frequencies": put(about.rope.frequencies(about.head_size)),
     }
     for name in expected_block_tensors(about):
+        if name.startswith(PAIRS):
+            continue
         plain = name.removesuffix(".weight")
         if plain.startswith("layers."):
-            _, number, *_, short = plain.split(".")
-            layers[int(number)][short] = put(draft.tensor(name), True)
+            _, number, part, *rest = plain.split(".")
+            short = rest[-1] if rest and part in _PARTS else ".".join([part, *rest])
+            layers[int(number)][short] = put(draft.tensor(name), np.ndim(draft.tensor(name)) == 2)
         elif plain != "d2t":
             params[_OWN.get(plain, plain)] = put(draft.tensor(name), plain == "fc")
     if not about.own_head and about.vocab != about.target_vocab:

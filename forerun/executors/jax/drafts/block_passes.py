@@ -64,8 +64,10 @@ class BlockPasses(NamedTuple):
         return state._replace(draft=held._replace(keys=keys, values=values))
 
     def block(self, params: Params, state: State, whole: Array, *, size: Bucket) -> Array:
-        """Return the candidates of one block below each of R = size.rows roots, int32[2,R,depth,k]:
-        draft ids, and the bits of float32 log-probabilities (nats), best first; k = size.nodes.
+        """Return the candidates of one block below each of R = size.rows roots,
+        int32[R,depth,2*k+h]: draft ids, the bits of float32 log-probabilities (nats), best first,
+        and the bits of h numbers that the output head reads, if tokens depend on those above;
+        k = size.nodes.
 
         whole  int32 vector of `block_shapes`. Changes nothing.
         """
@@ -82,8 +84,10 @@ class BlockPasses(NamedTuple):
             return attend(queries, (keys, values), past, tree, Layer(*layer, self.page_size))
 
         made = self.network.block(params, given["root"], position, of_layer)
-        logits = made[:, self.network.first :]
+        read = made[:, self.network.first :]
+        logits = self.network.logits(params, read.reshape(-1, read.shape[-1]))
         best, ids = lax.top_k(logits, size.nodes)
-        flat = log_normaliser(logits.reshape(-1, logits.shape[-1]))
-        log_probs = best - flat.reshape(*logits.shape[:2], 1)
-        return jnp.stack([ids, lax.bitcast_convert_type(log_probs, jnp.int32)])
+        log_probs = (best - log_normaliser(logits)[:, None]).reshape(*read.shape[:2], -1)
+        numbers = [log_probs, read[..., : 0 if about.algorithm == "dflash" else None]]
+        bits = (lax.bitcast_convert_type(each.astype(jnp.float32), jnp.int32) for each in numbers)
+        return jnp.concatenate([ids.reshape(log_probs.shape), *bits], -1)
