@@ -25,10 +25,12 @@ from forerun.executors.jax.program.programs import JaxPrograms
 from forerun.executors.jax.program.step import Answers
 from forerun.executors.jax.rounds.batches import Bucket, Buckets, batches, chunks
 from forerun.executors.jax.rounds.reports import TOP, line_size, lines, report
+from forerun.executors.torch import TorchExecutor
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
 from tests.drafters.served import padded
 from tests.models import tiny
+from tests.parity import sharded_jax
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
 from tests.parity.test_executors import PARAMETERS, grammar
 
@@ -128,7 +130,7 @@ def test_a_later_start_traces_nothing(checkpoint, pads, warm, compiled, tmp_path
 
     def later(folder):
         made = begun(checkpoint, folder, pads)
-        before = made.programs.state.keys
+        (before,) = made.programs.state.keys
         found = text(made, prompt)
         assert before.is_deleted(), "donated"
         return found
@@ -261,9 +263,26 @@ def test_the_state_is_donated_and_nothing_else_stays(warm, prompt):
 
 def test_no_program_copies_the_cache(warm):
     """Read off the compiled text: no other test sees a copy of all pages."""
-    shape = ",".join(map(str, warm.programs.state.keys.shape))
+    shape = ",".join(map(str, warm.programs.state.keys[0].shape))
     for key in warm.programs.compiled:
         assert not re.search(rf"= f32\[{shape}\]\S* copy\(", warm.programs.text(key)), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [1, 16])
+def test_caches_of_several_shapes(checkpoint, compiled, quickly, page):
+    """Gemma 4's windows, layers that read others' keys and values, and tokens' vectors under trees
+    say what torch says; no cache is copied.
+    """
+    model = checkpoint("gemma4_text")
+    small = limits(tiny.VOCAB, context=128, page_size=page, pages=192 // page + 1, slots=2)
+    made = JaxExecutor(model, small, JaxOptions(draft_nodes=3, cache_dir=compiled))
+    assert sharded_jax.text(made) == sharded_jax.text(TorchExecutor(model, small))
+    (one, other), round = made.programs.state.keys, made.programs.text(Key("round", Bucket(2, 4)))
+    assert one.shape[0] == other.shape[0] == 1 and one.shape[3] < other.shape[3]
+    for held in (one, other):
+        shape = ",".join(map(str, held.shape))
+        assert not re.search(rf"= f32\[{shape}\]\S* copy\(", round)
 
 
 @pytest.mark.parametrize("top", [3, TOP, TOP + 5])

@@ -43,7 +43,6 @@ BEYOND = {
     "olmo2",
     "olmo3",
     "minimax_m2",
-    "gemma4_text",
     *tiny.DELTAS,
     *tiny.CONVOLUTIONS,
 }
@@ -53,6 +52,7 @@ CASES = [
     *(("llama", variant) for variant in VARIANTS if variant != "plain"),
     ("qwen3", "tied"),
     ("gemma3_text", "GELU by erf"),
+    *(("gemma4_text", name) for name in FURTHER["gemma4_text"] if name != "plain"),
     *(
         (family, name)
         for family in ("glm4_moe", "deepseek_v3", "deepseek_v2")

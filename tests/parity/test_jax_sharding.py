@@ -23,6 +23,7 @@ def ran(tmp_path_factory, compiled):
     many["max_position_embeddings"] = 512
     tiny.save_folder(tiny.model("llama", **many), folder / "dense")
     tiny.save_folder(tiny.model("qwen3_moe", num_experts=8, **many), folder / "experts")
+    tiny.save_folder(tiny.model("gemma4_text"), folder / "shapes")
     done = subprocess.run(
         [sys.executable, "-m", "tests.parity.sharded_jax", str(folder), compiled],
         env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
@@ -36,9 +37,9 @@ def ran(tmp_path_factory, compiled):
 
 
 def test_any_number_of_shards_says_the_same(ran):
-    dense, experts = ran["tokens"][:5], ran["tokens"][5:]
-    assert all(tokens == dense[0] for tokens in dense)
-    assert all(tokens == experts[0] for tokens in experts)
+    dense, experts, shapes = ran["tokens"][:5], ran["tokens"][5:7], ran["tokens"][7:]
+    for each in (dense, experts, shapes):
+        assert all(tokens == each[0] for tokens in each)
     assert dense[0] != experts[0]
     assert len(set(dense[0][0][30:])) > 5
 
@@ -47,13 +48,13 @@ def test_collectives_are_two_per_layer_and_one_at_each_end(ran):
     """Two layers; in a scan the compiled text holds one. Embedding: a sum; logits: gathered."""
     apart, scanned = {"all-gather": 1, "all-reduce": 5}, {"all-gather": 1, "all-reduce": 3}
     assert ran["collectives"] == [
-        {}, apart, apart, apart, scanned, {}, apart,
+        {}, apart, apart, apart, scanned, {}, apart, {}, {"all-gather": 1, "all-reduce": 8},
     ]  # fmt: skip
 
 
 def test_shards_that_cannot_be(ran):
     assert ran["refused"] == [
-        "tp-size is 3, but the model's 8 attention heads do not divide by it; choose a number "
+        "tp-size is 3, but the model's 4 attention heads do not divide by it; choose a number "
         "that divides them.",
         "tp-size is 16, but jax sees 8 devices here; lower it to 8 or less.",
     ]

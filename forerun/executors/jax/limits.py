@@ -21,14 +21,6 @@ def refusal(arch: Architecture) -> str | None:
         "norms over all heads at once": any(spec.wide_qk_norm for spec in specs),
         "scaled residuals": any(spec.residual != 1.0 for spec in specs),
         "scaled logits": arch.logit_scale != 1.0,
-        "keys and values of different shapes": len(arch.cache_shapes) > 1,
-        "layers that read other layers' keys and values": any(
-            spec.reads is not None for spec in specs
-        ),
-        "normed values": any(spec.attention.normed_values for spec in specs),
-        "experts beside a feed-forward": any(spec.beside for spec in specs),
-        "embeddings for each layer": arch.token_vector > 0,
-        "scaled layers": any(spec.scaled for spec in specs),
         "a clamped gate": any(spec.activation == "clamped_silu" for spec in specs),
         "a router with biases": any(mixture.router.bias for mixture in mixtures),
         "experts with biases": any(mixture.bias for mixture in mixtures),
@@ -37,6 +29,16 @@ def refusal(arch: Architecture) -> str | None:
     if not needed:
         return None
     return f"the jax executor cannot run this {arch.family} model yet: it needs {', '.join(needed)}"
+
+
+def check_drafts(arch: Architecture) -> None:
+    """Raise ModelError if `check_runs` does, or if the model cannot draft here."""
+    check_runs(arch)
+    if len(arch.cache_shapes) > 1 or any(spec.reads is not None for spec in arch.layer_specs):
+        raise ModelError(
+            f"the jax executor cannot draft with this {arch.family} model yet: its layers keep "
+            "keys and values of different shapes; use the torch executor (--executor torch)"
+        )
 
 
 def check_runs(arch: Architecture) -> None:

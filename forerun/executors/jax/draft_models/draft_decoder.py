@@ -17,7 +17,7 @@ from forerun.drafts.whole_draft import WholeDraft
 from forerun.executors.jax.draft_models.level_model import JaxLevelModel
 from forerun.executors.jax.drafts.draft_network import Ran
 from forerun.executors.jax.executor import JaxExecutor
-from forerun.executors.jax.limits import check_runs
+from forerun.executors.jax.limits import check_drafts
 from forerun.executors.jax.network.decoder import Attend, JaxDecoder
 from forerun.executors.jax.network.kv import NetworkSizes
 from forerun.executors.jax.network.layers import product
@@ -76,7 +76,8 @@ class DraftDecoder(NamedTuple):
         weights = params["draft"]
         own = jnp.take(weights["inputs"], tokens, mode="clip")
         ran = self.decoder.forward(weights, own, position, attend)
-        return Ran(ran.last, hidden, ran.keys, ran.values)
+        (keys,), (values,) = ran.keys, ran.values
+        return Ran(ran.last, hidden, keys, values)
 
     def logits(self, params: Params, read: Array) -> Array:
         """Return float32[n,Vd] from streams [n,H] after its last layer."""
@@ -112,7 +113,7 @@ class JaxDecoderModel(JaxLevelModel):
     """Raises MemoryPlanError if it does not fit."""
 
     def __init__(self, executor: JaxExecutor, draft: WholeDraft) -> None:
-        check_runs(draft.checkpoint.architecture)
+        check_drafts(draft.checkpoint.architecture)
         traits = DraftModelTraits(
             name=draft.algorithm,
             cache=draft.cache,

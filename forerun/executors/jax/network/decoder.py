@@ -4,10 +4,7 @@ How nodes see each other is not known here: `attend` gets a layer's number and s
 and values and returns the context. Layers run in a scan where they are stacked, else one after the
 other; the arithmetic is the same.
 
-In a mixture of experts (arXiv 1701.06538, as in Qwen2-MoE and DeepSeek) every expert runs every
-row, and a row takes from each what its router gives it, mostly nothing: shapes then depend on
-nothing, and each shard runs its own experts. It costs count / top_k times the products that are
-needed. Latent attention (layer_spec.Latent) is absorbed, as torch's: a head's query is brought into
+Latent attention (layer_spec.Latent) is absorbed, as torch's: a head's query is brought into
 the latent's space, where one key serves all heads and its first numbers are the value; what is
 found there is brought out again.
 """
@@ -21,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from forerun.executors.jax.network.beside import beside_experts, token_vectors, with_vector
+from forerun.executors.jax.network.experts import mixture, shared
 from forerun.executors.jax.network.kv import sanitised
 from forerun.executors.jax.network.layers import (
     GATES,
@@ -34,85 +33,17 @@ from forerun.executors.jax.network.layers import (
 from forerun.executors.jax.network.sharding import Sharding
 from forerun.executors.jax.network.weights import Params
 from forerun.networks.arch import Architecture
+from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.layer_spec import (
     NORM_NAMES,
     AttentionSpec,
     Dense,
-    Experts,
     Latent,
     LayerSpec,
-    Router,
 )
 from forerun.networks.rope import Rope
 
 Weights = dict[str, Any]
-
-
-def mixture(weights: Weights, about: Experts, activation: str, x: Array) -> Array:
-    """Return the weighted sum of the experts' outputs, float32[R,N,H], without the shared expert.
-
-    weights  the layer's, `gate` [H,count], its correction and stacked `experts.*`
-    about    how many there are, and how many a row takes
-    x        [R,N,H]
-    """
-    # DeepSeek's scores are so near each other that 16 bits would choose others.
-    sigmoid = about.router.scores == "sigmoid"
-    read, gate = (a.astype(jnp.float32) if sigmoid else a for a in (x, weights["gate"]))
-    logits = product(read, gate).astype(jnp.float32)
-    correction = weights.get("gate.e_score_correction_bias")
-    taken, chosen = routes(logits, about.router, about.top_k, correction)
-    every = jnp.arange(about.count)
-    share = ((chosen[..., None] == every) * taken[..., None]).sum(-2)
-    gate = products("rnh,xih->rnxi", x, weights["experts.gate_proj"])
-    up = products("rnh,xih->rnxi", x, weights["experts.up_proj"])
-    wide = GATES[activation](gate, up)
-    down = products("rnxi,xhi->rnxh", wide, weights["experts.down_proj"]).astype(jnp.float32)
-    # What a row does not take may be infinite.
-    down = jnp.where(share[..., None] > 0, down, 0.0)
-    return (down * share[..., None]).sum(-2)
-
-
-def routes(
-    logits: Array, router: Router, top_k: int, correction: Array | None
-) -> tuple[Array, Array]:
-    """Return each row's expert weights float32[...,k] and numbers int32[...,k], best first.
-
-    logits  float32[...,count]; correction: float32[count], if the router has one
-    """
-    if router.scores == "sigmoid":
-        scores = 1 / (1 + jnp.exp(-logits))
-    else:
-        scores = jnp.exp(logits - logits.max(-1, keepdims=True))
-        scores = scores / scores.sum(-1, keepdims=True)
-    ranked = scores if correction is None else scores + correction
-    if router.groups > 1:
-        grouped = ranked.reshape(*ranked.shape[:-1], router.groups, -1)
-        _, best = lax.top_k(lax.top_k(grouped, router.summed)[0].sum(-1), router.kept)
-        kept = (best[..., None] == jnp.arange(router.groups)).any(-2)
-        ranked = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(ranked.shape)
-    _, chosen = lax.top_k(ranked, top_k)
-    taken = jnp.take_along_axis(scores, chosen, -1)
-    if router.normalised:
-        taken = taken / (taken.sum(-1, keepdims=True) + _LEAST)
-    return taken * router.scale, chosen
-
-
-_LEAST = 1e-20
-"""Keeps a sum of sigmoids from zero."""
-
-
-def shared(weights: Weights, activation: str, x: Array) -> Array:
-    """Return float32[R,N,H], the output of the expert that every row runs, times the sigmoid of its
-    gate, if it has one.
-    """
-    wide = GATES[activation](
-        product(x, weights["shared.gate_proj"]), product(x, weights["shared.up_proj"])
-    )
-    made = product(wide, weights["shared.down_proj"]).astype(jnp.float32)
-    if "shared_expert_gate" not in weights:
-        return made
-    score = product(x.astype(jnp.float32), weights["shared_expert_gate"].astype(jnp.float32))
-    return made / (1 + jnp.exp(-score))
 
 
 def enter(
@@ -163,7 +94,11 @@ def _sanitised(latent: Array, key: Array) -> Array:
 
 
 Numbered = tuple[Any, AttentionSpec]
-"""A layer's number, which is traced in a scan, and how it attends."""
+"""The number of a layer's keys and values among those of their shape, which is traced in a scan,
+and how it attends.
+"""
+
+KeysValues = tuple[Array, Array]
 
 Attend = Callable[[Numbered, Array, Array, Array], Array]
 """(layer, queries [R,N,A,E], keys [R,N,G,E], values [R,N,G,E]), rotated -> context [R,N,A,E]."""
@@ -176,14 +111,14 @@ class Forwarded(NamedTuple):
     """The result of a pass.
 
     last          [R,N,H] residual stream after the last layer
-    keys, values  [L,R,N,G,E] of the nodes, ready to be cached; values of width 0 if keys begin with
-                  them (latent attention)
+    keys, values  of each shape in `arch.cache_shapes` [L,R,N,G,E] of the nodes, ready to be cached;
+                  values of width 0 if keys begin with them (latent attention)
     streams       [R,N,H] input of each requested layer
     """
 
     last: Array
-    keys: Array
-    values: Array
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
     streams: tuple[Array, ...]
 
     @property
@@ -217,42 +152,60 @@ class JaxDecoder(NamedTuple):
 
         The activations' dtype is the parameters'. Pure: writes no pages.
         """
-        specs = self.arch.layer_specs
+        arch, specs = self.arch, self.arch.layer_specs
         rotary = {
-            rope: rotation(positions, frequencies, rope.attention_factor)
-            for (rope, _), frequencies in zip(self.arch.ropes, params["frequencies"], strict=True)
+            which: rotation(positions, frequencies, which[0].attention_factor)
+            for which, frequencies in zip(arch.ropes, params["frequencies"], strict=True)
         }
         x = self.sharding.put(self.embed(params, tokens), None, None, None)
         if self.arch.embedding_scale != 1.0:
             # Rounded to the dtype first, as the models' own code has it.
             x = x * np.asarray(self.arch.embedding_scale, x.dtype)
+        vectors = token_vectors(arch, params, tokens, x) if arch.token_vector else None
         # A function of layers that are alike is traced and lowered once.
         each = {spec: jax.jit(partial(self._numbered, spec, attend)) for spec in set(specs)}
         last, number = x, 0
-        kept: list[tuple[Array, Array]] = []
+        kept: dict[CacheLayer, list[KeysValues]] = {shape: [] for shape in arch.cache_shapes}
+        fresh: dict[int | None, KeysValues] = {}
         streams: dict[int, Array] = {}
         for part in params["layers"]:
             if isinstance(part, dict):
                 spec = specs[number]
                 streams[number] = last
-                last, own = each[spec](part, last, rotary[spec.rope], number)
-                kept.append((own[0][None], own[1][None]))
+                at, source = self._place(number), fresh.get(spec.reads)
+                vector = None if vectors is None else vectors[:, :, number]
+                turned = rotary[arch.rope_of(spec)]
+                last, own = each[spec](part, last, turned, at, (source, vector))
+                if source is None:
+                    fresh[number] = own
+                    kept[arch.cache_of(spec)].append((own[0][None], own[1][None]))
                 number += 1
                 continue
             last, found = self._scanned(part, number, last, rotary, attend, bool(aux_layers))
-            kept.append((found[0], found[1]))
+            kept[arch.cache_layer].append((found[0], found[1]))
             streams |= {number + at: stream for at, stream in enumerate(found[2:] and found[2])}
             number += len(found[0])
         asked = tuple(last if layer == len(specs) else streams[layer] for layer in aux_layers)
-        keys, values = (jnp.concatenate(part) for part in zip(*kept, strict=True))
+        keys, values = (
+            tuple(jnp.concatenate([own[which] for own in mine]) for mine in kept.values())
+            for which in (0, 1)
+        )
         return Forwarded(last, keys, values, asked)
+
+    def _place(self, number: int) -> int:
+        """Return the place of a layer's keys and values, or of those that it reads, among those of
+        their shape.
+        """
+        specs, spec = self.arch.layer_specs, self.arch.layer_specs[number]
+        before = specs[: number if spec.reads is None else spec.reads]
+        return sum(each.reads is None and each.cache == spec.cache for each in before)
 
     def _scanned(
         self,
         pattern: tuple[Params, ...],
         number: int,
         x: Array,
-        rotary: dict[Rope, Rotary],
+        rotary: dict[tuple[Rope, int], Rotary],
         attend: Attend,
         entering: bool,
     ) -> tuple[Array, tuple[Array, ...]]:
@@ -269,7 +222,8 @@ class JaxDecoder(NamedTuple):
             found = []
             for at, (spec, weights) in enumerate(zip(specs, given[0], strict=True)):
                 before, own_number = x, given[1] * period + (number + at)
-                x, own = self._numbered(spec, attend, weights, x, rotary[spec.rope], own_number)
+                turned = rotary[self.arch.rope_of(spec)]
+                x, own = self._numbered(spec, attend, weights, x, turned, own_number)
                 found.append((*own, before) if entering else own)
             return x, tuple(jnp.stack(part) for part in zip(*found, strict=True))
 
@@ -284,13 +238,16 @@ class JaxDecoder(NamedTuple):
         x: Array,
         rotary: Rotary,
         number: Any,
-    ) -> tuple[Array, tuple[Array, Array]]:
-        """Run the layer of this number, as `layer`."""
+        given: tuple[KeysValues | None, Array | None] = (None, None),
+    ) -> tuple[Array, KeysValues]:
+        """Run a layer, whose keys and values, or whose source's, have this number, as `layer`;
+        given: its source and vector.
+        """
 
         def attends(*qkv: Array) -> Array:
             return attend((number, spec.attention), *qkv)
 
-        return self.layer(spec, weights, x, rotary, attends)
+        return self.layer(spec, weights, x, rotary, attends, *given)
 
     def embed(self, params: Params, tokens: Array) -> Array:
         """Return [...,H], rows of the embedding for tokens int32[...], without embedding_scale; ids
@@ -323,7 +280,9 @@ class JaxDecoder(NamedTuple):
         x: Array,
         rotary: Rotary,
         attend: Callable[..., Array],
-    ) -> tuple[Array, tuple[Array, Array]]:
+        source: KeysValues | None = None,
+        vector: Array | None = None,
+    ) -> tuple[Array, KeysValues]:
         """Run one decoder layer. Returns the residual stream [R,N,H] after it, and its keys and
         values [R,N,G,E] each, rotated and ready for pages.
 
@@ -332,14 +291,21 @@ class JaxDecoder(NamedTuple):
         x        [R,N,H] the stream that enters
         rotary   cos and sin of the nodes' positions
         attend   called with queries, keys, values; gives the context
+        source   the nodes' keys and values of the layer that it reads, if it has none of its own
+        vector   [R,N,D] the tokens' own for this layer, if it has some
         """
         names = NORM_NAMES[spec.norms]
         before = self._normed(x, weights, names.before_attention)
-        context, kept = self._attention(spec, weights, before, rotary, attend)
+        context, kept = self._attention(spec, weights, before, rotary, attend, source)
         x = x + self._normed(context, weights, names.after_attention)
         before = self._normed(x, weights, names.before_feed_forward)
-        fed = self._feed_forward(spec, weights, before)
-        return x + self._normed(fed, weights, names.after_feed_forward), kept
+        fed, eps = self._feed_forward(spec, weights, before), self.arch.norm_eps
+        if spec.beside is not None:
+            fed = beside_experts(spec, weights, eps, x, fed)
+        x = x + self._normed(fed, weights, names.after_feed_forward)
+        if vector is not None:
+            x = with_vector(spec, weights, eps, x, vector)
+        return (x * weights["layer_scalar"].astype(x.dtype) if spec.scaled else x), kept
 
     def _normed(self, x: Array, weights: Params, name: str | None) -> Array:
         return x if name is None else rms_norm(x, weights[name], self.arch.norm_eps)
@@ -351,8 +317,9 @@ class JaxDecoder(NamedTuple):
         x: Array,
         rotary: Rotary,
         attend: Callable[..., Array],
-    ) -> tuple[Array, tuple[Array, Array]]:
-        arch, put = self.arch, self.sharding.put
+        source: KeysValues | None,
+    ) -> tuple[Array, KeysValues]:
+        arch, put, own = self.arch, self.sharding.put, spec.attention
         if spec.attention.latent is not None:
             return self._latent(spec.attention.latent, weights, x, rotary, attend)
 
@@ -360,15 +327,22 @@ class JaxDecoder(NamedTuple):
             made = product(x, weights[f"{name}_proj"], weights.get(f"{name}_proj.bias"))
             return put(made.reshape(*x.shape[:2], count, -1), None, None, "model", None)
 
-        q, k, v = heads("q", arch.heads), heads("k", arch.kv_heads), heads("v", arch.kv_heads)
-        if spec.qk_norm and not spec.late_qk_norm:
-            q, k = self._normed(q, weights, "q_norm"), self._normed(k, weights, "k_norm")
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
-        if spec.late_qk_norm:
-            q, k = self._normed(q, weights, "q_norm"), self._normed(k, weights, "k_norm")
-        k, v = sanitised(k, v)
-        context = attend(q, k, v).reshape(*x.shape[:2], -1)
-        return self._summed(weights, "o_proj", context), (k, v)
+        def turned(name: str, made: Array) -> Array:
+            norm = f"{name}_norm" if spec.qk_norm else None
+            if spec.late_qk_norm:
+                return self._normed(rotate(made, *rotary), weights, norm)
+            return rotate(self._normed(made, weights, norm), *rotary)
+
+        queries, kept = turned("q", heads("q", arch.heads)), source
+        if kept is None:
+            count = arch.cache_of(spec).kv_heads
+            keys = heads("k", count)
+            values = keys if own.keyed_values else heads("v", count)
+            if own.normed_values:
+                values = rms_norm(values, jnp.ones(values.shape[-1]), arch.norm_eps)
+            kept = sanitised(turned("k", keys), values)
+        context = attend(queries, *kept).reshape(*x.shape[:2], -1)
+        return self._summed(weights, "o_proj", context), kept
 
     def _latent(
         self,

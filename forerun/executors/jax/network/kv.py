@@ -77,14 +77,15 @@ class DraftArrays(NamedTuple):
 class State(NamedTuple):
     """The bundle.
 
-    keys, values  [L,slots,G,E]; of values no numbers where keys begin with them
+    keys, values  of each shape that layers keep (Architecture.cache_shapes) [L,slots,G,E]; of
+                  values no numbers where keys begin with them
     hidden        [Xh,H] residual streams after the last layer of the step's nodes
     draft         of the draft head, if there is one
     future        what a next round carries on from (future_map.py), where one may
     """
 
-    keys: Array
-    values: Array
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
     hidden: Array
     draft: DraftArrays | None = None
     future: Any = None
@@ -121,7 +122,7 @@ class StateShape:
         """Return the bytes of keys and values of pages and scratch, all devices together;
         `itemsize` bytes per number.
         """
-        per_slot = arch.layers * arch.cache_layer.numbers * itemsize
+        per_slot = sum(layer.numbers for layer in arch.caches) * itemsize
         return (self.slots + self.scratch) * per_slot
 
     def drafting(self, sizes: NetworkSizes, limits: ExecutorLimits) -> tuple[tuple[int, ...], ...]:
@@ -135,10 +136,17 @@ class StateShape:
 
     def made(self, arch: Architecture, dtype: jnp.dtype, sharding: Sharding) -> State:
         """Allocate a State of zeros on the devices."""
-        keys, values = _planes(arch.layers, self.slots + self.scratch, arch.cache_layer)
+        planes = [
+            _planes(arch.caches.count(shape), self.slots + self.scratch, shape)
+            for shape in arch.cache_shapes
+        ]
+        keys, values = (
+            tuple(jnp.zeros(part[which], dtype, device=sharding.cache) for part in planes)
+            for which in (0, 1)
+        )
         return State(
-            keys=jnp.zeros(keys, dtype, device=sharding.cache),
-            values=jnp.zeros(values, dtype, device=sharding.cache),
+            keys=keys,
+            values=values,
             hidden=jnp.zeros((self.hidden, arch.hidden), dtype, device=sharding.whole),
         )
 

@@ -18,8 +18,8 @@ from forerun.errors import ConfigError
 from forerun.networks.arch import Architecture
 from forerun.networks.layer_spec import Dense, Experts
 
-BY_TOKEN = ("embed", "head")
-"""Matrices [V,H], cut by token."""
+BY_TOKEN = ("embed", "head", "token_rows")
+"""Matrices [V,.], cut by token."""
 
 BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Matrices [in, out] that are cut by columns, with their biases."""
@@ -96,11 +96,11 @@ def check_shards(arch: Architecture, shards: int, devices: int) -> None:
             f"tp-size is {shards}, but jax sees {devices} device{'s' * (devices != 1)} here; "
             f"lower it to {devices} or less."
         )
-    parts = {
-        "attention heads": arch.heads,
-        "key/value heads": arch.kv_heads,
-        "tokens of the vocabulary": arch.vocab,
-    }
+    parts = {"attention heads": arch.heads}
+    for shape in arch.cache_shapes:
+        several = f" of {shape.head_size} numbers" * (len(arch.cache_shapes) > 1)
+        parts[f"key/value heads{several}"] = shape.kv_heads
+    parts["tokens of the vocabulary"] = arch.vocab
     for spec in dict.fromkeys(arch.layer_specs):
         match spec.feed_forward:
             case Dense(width):

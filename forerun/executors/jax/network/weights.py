@@ -2,6 +2,8 @@
 
     embed [V,H], norm [H], head [V,H] (absent where it is the embedding)
     frequencies  tuple of [E/2], one for each of the model's `ropes`
+    token_rows [V,L*D], token_projection [H,L*D], token_norm [D]  where tokens have vectors for each
+                 layer
     layers       tuple: a dictionary {name: [...]} for each layer; stacked, the layers of a pattern
                  that repeats are one tuple of its layers, {name: [times, ...]} each
 
@@ -25,8 +27,15 @@ from jax import Array
 
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.executors.jax.network.sharding import BY_TOKEN, Sharding
-from forerun.networks.arch import Architecture
+from forerun.networks.arch import PER_LAYER_ROWS, Architecture
 from forerun.types import AnyArray
+
+TOKENS = {
+    "token_rows": f"{PER_LAYER_ROWS}.weight",
+    "token_projection": "model.per_layer_model_projection.weight",
+    "token_norm": "model.per_layer_projection_norm.weight",
+}
+"""Names of what makes tokens' vectors for each layer."""
 
 Params = dict[str, Any]
 """The pytree."""
@@ -42,9 +51,12 @@ class Pattern(NamedTuple):
     @classmethod
     def of(cls, arch: Architecture) -> "Pattern":
         """Return the pattern in a model's layers that leaves the fewest to be compiled: one layer
-        mostly, six in Gemma 3, all but the first few where experts begin there. 1 time: none.
+        mostly, six in Gemma 3, all but the first few where experts begin there. 1 time: none, or
+        layers keep keys and values of several shapes.
         """
         specs, best = arch.layer_specs, cls(0, len(arch.layer_specs), 1)
+        if len(arch.cache_shapes) > 1 or arch.token_vector:
+            return best
         for begin in range(len(specs)):
             for period in range(1, (len(specs) - begin) // 2 + 1):
                 end = begin + period
@@ -77,6 +89,8 @@ def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked:
             jax.device_put(rope.frequencies(size), sharding.whole) for rope, size in arch.ropes
         ),
     }
+    if arch.token_vector:
+        params |= {short: reader.made(short, name) for short, name in TOKENS.items()}
     if not arch.tied_head:
         params["head"] = reader.made("head", "lm_head.weight")
     prefixes = [f"model.layers.{index}." for index in range(arch.layers)]
@@ -126,8 +140,8 @@ def _grouped(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
     for name in checkpoint.names():
         if not name.startswith(prefix):
             continue
-        *path, module, kind = name.removeprefix(prefix).split(".")
-        short = module if kind == "weight" else f"{module}.{kind}"
+        *path, module, kind = ["", *name.removeprefix(prefix).split(".")]
+        short = module if kind == "weight" else f"{module}.{kind}".lstrip(".")
         if "experts" in path:
             found.setdefault(f"experts.{short}", []).append(name)
         elif "shared_expert" in path:

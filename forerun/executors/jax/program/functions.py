@@ -217,7 +217,10 @@ class Functions:
         return enter(given, state.future, self.future)
 
     def _forward(self, params: Params, state: State, given: Inputs) -> tuple[Inputs, Forwarded]:
-        past = Past(state.keys, state.values, given.table, given.kv_len)
+        pasts = {
+            keys.shape[2:]: Past(keys, values, given.table, given.kv_len)
+            for keys, values in zip(state.keys, state.values, strict=True)
+        }
         position = given.kv_len[:, None] + given.depth
         tree = Tree(given.trees.seen, position)
 
@@ -225,7 +228,7 @@ class Functions:
             layer: tuple[Any, AttentionSpec], queries: Array, keys: Array, values: Array
         ) -> Array:
             how = Layer(*layer, self.page_size)
-            return attend(queries, (keys, values), past, tree, how)
+            return attend(queries, (keys, values), pasts[keys.shape[2:]], tree, how)
 
         wanted = self.network.sizes.features if self.network is not None else ()
         return given, self.decoder.forward(params, given.trees.tokens, position, of_layer, wanted)
@@ -243,8 +246,11 @@ class Functions:
         scratch = self.shape.slots + given.place
         target = after(jnp.where(kept.reshape(-1), self._slots(given), scratch), passed.last)
         keys, values = (
-            held.at[:, target].set(of_nodes(new), mode="drop")
-            for held, new in ((state.keys, passed.keys), (state.values, passed.values))
+            tuple(
+                held.at[:, target].set(of_nodes(new), mode="drop")
+                for held, new in zip(*both, strict=True)
+            )
+            for both in ((state.keys, passed.keys), (state.values, passed.values))
         )
         hidden = _put(state.hidden, passed.last, given.place)
         draft = state.draft
@@ -275,6 +281,8 @@ def _put(held: Array, streams: Array, place: Array) -> Array:
 
 
 def _moved(state: State, source: Array, target: Array) -> State:
-    both = state.keys, state.values
-    keys, values = (held.at[:, target].set(held[:, source]) for held in both)
+    keys, values = (
+        tuple(held.at[:, target].set(held[:, source]) for held in both)
+        for both in (state.keys, state.values)
+    )
     return state._replace(keys=keys, values=values)

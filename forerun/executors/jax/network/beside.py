@@ -1,0 +1,46 @@
+"""What some layers have besides attention and one feed-forward (layer_spec.LayerSpec), as pure
+functions; what they compute is torch/decoder/beside.py's.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from forerun.executors.jax.network.experts import mixture
+from forerun.executors.jax.network.layers import GATES, product, rms_norm
+from forerun.executors.jax.network.weights import Params
+from forerun.networks.arch import Architecture
+from forerun.networks.layer_spec import BESIDE_NORMS, LayerSpec
+
+
+def beside_experts(spec: LayerSpec, weights: Params, eps: float, x: Array, fed: Array) -> Array:
+    """Return [R,N,H] of the stream x [R,N,H] and what the feed-forward made of it, by experts
+    beside it, each of the two with norms of its own.
+    """
+    about = spec.beside
+    assert about is not None
+    behind_fed, before, behind = (weights[name] for name in BESIDE_NORMS)
+    routed = None
+    if about.router.own_input:
+        routed = rms_norm(x, weights["gate.scale"] * np.float32(x.shape[-1] ** -0.5), eps)
+    mixed = mixture(weights, about, spec.activation, rms_norm(x, before, eps), routed)
+    return rms_norm(fed, behind_fed, eps) + rms_norm(mixed.astype(x.dtype), behind, eps)
+
+
+def token_vectors(arch: Architecture, params: Params, tokens: Array, x: Array) -> Array:
+    """Return [R,N,L,D], each token's vectors for all layers, of tokens int32[R,N] and their
+    embeddings [R,N,H], scaled.
+    """
+    shape = *tokens.shape, arch.layers, arch.token_vector
+    made = product(x, params["token_projection"]) * np.asarray(arch.hidden**-0.5, x.dtype)
+    made = rms_norm(made.reshape(shape), params["token_norm"], arch.norm_eps)
+    rows = jnp.take(params["token_rows"], tokens, axis=0, mode="clip")
+    rows = rows.reshape(shape) * np.asarray(arch.token_vector**0.5, x.dtype)
+    return (made + rows) * np.asarray(2**-0.5, x.dtype)
+
+
+def with_vector(spec: LayerSpec, weights: Params, eps: float, x: Array, vector: Array) -> Array:
+    """Return the stream x [R,N,H] with what a layer makes of the tokens' vectors [R,N,D]."""
+    gate = product(x, weights["per_layer_input_gate"])
+    made = product(GATES[spec.activation](gate, vector), weights["per_layer_projection"])
+    return x + rms_norm(made, weights["post_per_layer_input_norm"], eps)

@@ -1,0 +1,89 @@
+"""Mixtures of experts as pure functions (arXiv 1701.06538, as in Qwen2-MoE and DeepSeek).
+
+Every expert runs every row, and a row takes from each what its router gives it, mostly nothing:
+shapes then depend on nothing, and each shard runs its own experts. It costs count / top_k times the
+products that are needed.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from forerun.executors.jax.network.layers import GATES, product, products
+from forerun.networks.layer_spec import Experts, Router
+
+Weights = dict[str, Any]
+
+
+def mixture(
+    weights: Weights, about: Experts, activation: str, x: Array, routed: Array | None = None
+) -> Array:
+    """Return the weighted sum of the experts' outputs, float32[R,N,H], without the shared expert.
+
+    weights  the layer's, `gate` [H,count], its correction and stacked `experts.*`
+    about    how many there are, and how many a row takes
+    x        [R,N,H]
+    routed   what the router reads, [R,N,H]; None: x
+    """
+    # DeepSeek's scores are so near each other that 16 bits would choose others.
+    sigmoid = about.router.scores == "sigmoid"
+    seen = x if routed is None else routed
+    read, gate = (a.astype(jnp.float32) if sigmoid else a for a in (seen, weights["gate"]))
+    logits = product(read, gate).astype(jnp.float32)
+    correction = weights.get("gate.e_score_correction_bias")
+    taken, chosen = routes(logits, about.router, about.top_k, correction)
+    if about.router.scaled:
+        taken = taken * weights["gate.per_expert_scale"][chosen]
+    every = jnp.arange(about.count)
+    share = ((chosen[..., None] == every) * taken[..., None]).sum(-2)
+    gate = products("rnh,xih->rnxi", x, weights["experts.gate_proj"])
+    up = products("rnh,xih->rnxi", x, weights["experts.up_proj"])
+    wide = GATES[activation](gate, up)
+    down = products("rnxi,xhi->rnxh", wide, weights["experts.down_proj"]).astype(jnp.float32)
+    # What a row does not take may be infinite.
+    down = jnp.where(share[..., None] > 0, down, 0.0)
+    return (down * share[..., None]).sum(-2)
+
+
+def routes(
+    logits: Array, router: Router, top_k: int, correction: Array | None
+) -> tuple[Array, Array]:
+    """Return each row's expert weights float32[...,k] and numbers int32[...,k], best first.
+
+    logits  float32[...,count]; correction: float32[count], if the router has one
+    """
+    if router.scores == "sigmoid":
+        scores = 1 / (1 + jnp.exp(-logits))
+    else:
+        scores = jnp.exp(logits - logits.max(-1, keepdims=True))
+        scores = scores / scores.sum(-1, keepdims=True)
+    ranked = scores if correction is None else scores + correction
+    if router.groups > 1:
+        grouped = ranked.reshape(*ranked.shape[:-1], router.groups, -1)
+        _, best = lax.top_k(lax.top_k(grouped, router.summed)[0].sum(-1), router.kept)
+        kept = (best[..., None] == jnp.arange(router.groups)).any(-2)
+        ranked = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(ranked.shape)
+    _, chosen = lax.top_k(ranked, top_k)
+    taken = jnp.take_along_axis(scores, chosen, -1)
+    if router.normalised:
+        taken = taken / (taken.sum(-1, keepdims=True) + _LEAST)
+    return taken * router.scale, chosen
+
+
+_LEAST = 1e-20
+"""Keeps a sum of sigmoids from zero."""
+
+
+def shared(weights: Weights, activation: str, x: Array) -> Array:
+    """Return float32[R,N,H], the output of the expert that every row runs, times the sigmoid of its
+    gate, if it has one.
+    """
+    wide = GATES[activation](
+        product(x, weights["shared.gate_proj"]), product(x, weights["shared.up_proj"])
+    )
+    made = product(wide, weights["shared.down_proj"]).astype(jnp.float32)
+    if "shared_expert_gate" not in weights:
+        return made
+    score = product(x.astype(jnp.float32), weights["shared_expert_gate"].astype(jnp.float32))
+    return made / (1 + jnp.exp(-score))
