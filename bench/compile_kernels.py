@@ -40,6 +40,7 @@ from forerun.executors.torch.triton import (
     triton_merge,
     triton_round,
     triton_shaping,
+    triton_states,
 )
 from forerun.networks.layer_spec import CLAMP, CLAMP_SLOPE
 from forerun.speculative.tree import full_size
@@ -366,6 +367,41 @@ def add_norm(wide: int, dtype: str) -> Kernel:
     return layer(triton_layers._add_norm, pointers, numbers, {"WIDE": wide}, warps, dtype)
 
 
+def scored(dtype: str, known: bool) -> Kernel:
+    """Of Qwen3.5's heads. known: a prompt's tokens, which torch has convolved."""
+    number, pointers = "*fp32" if known else f"*{dtype}", ("*i32", 9)
+    kinds = number, f"*{dtype}", ("*fp32", 5), pointers, "*fp32", ("i32", 3)
+    constants = NET | {"PASSED": known, "KNOWN": known}
+    return kernel(triton_states._score, kinds, constants, 4)
+
+
+def advanced(dtype: str) -> Kernel:
+    kinds = (f"*{dtype}", 2), ("*fp32", 5), ("*i32", 3), "*i8", ("*i32", 3), ("i32", 6)
+    return kernel(triton_states._advance, kinds, NET | {"PAGE": 16}, 4)
+
+
+def shifted(dtype: str, width: int) -> Kernel:
+    kinds = f"*{dtype}", "*fp32", ("*i32", 3), "*i8", ("*i32", 3), ("i32", 4)
+    constants = {"W": width, "WIDE": triton.next_power_of_2(width - 1), "PAGE": 16}
+    constants["BLOCK"] = triton_states.BLOCK
+    return kernel(triton_states._shift, kinds, constants, 4)
+
+
+def convolved(width: int) -> Kernel:
+    kinds = ("*fp32", 4), ("*i32", 3), "*fp32", ("i32", 2)
+    constants = {"W": width, "BIASED": False, "BLOCK": triton_states.BLOCK}
+    return kernel(triton_states._convolve, kinds, constants, 4)
+
+
+def windows(width: int) -> Kernel:
+    kinds = ("*i32", 2), "i32"
+    return kernel(triton_states._ancestors, kinds, {"W": width, "NODES": 16}, 1)
+
+
+NET = {"DK": 128, "DV": 128, "W": 4, "COLUMNS": triton_states.COLUMNS, "TILED": False}
+"""A gated delta net's constants."""
+
+
 def enter(size: int, dtype: str, pages: str | None = None, normed: bool = False) -> Kernel:
     number, scale = f"*{dtype}", "*fp32" if pages else f"*{dtype}"
     norm = "*fp32" if normed else number
@@ -463,6 +499,13 @@ def matrix(arch: int) -> dict[str, Kernel]:
         "draft inputs": draft_inputs("bf16", 4096),
         "candidates chain": candidates("bf16", chain=True),
         "candidates 4 wide": candidates("bf16", chain=False),
+        "score a gated delta net": scored("bf16", known=False),
+        "a prompt through a gated delta net": scored("bf16", known=True),
+        "advance a gated delta net": advanced("bf16"),
+        "shift a gated delta net's window": shifted("bf16", 4),
+        "short convolution": convolved(3),
+        "shift a short convolution's window": shifted("fp32", 3),
+        "windows of nodes": windows(4),
         "grow chain, 32k tokens": grown(1, 32_000),
         "grow 4 wide, 128k tokens": grown(4, 128_256),
     }

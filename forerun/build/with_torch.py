@@ -1,6 +1,5 @@
 """The entry of the torch executor: every family, on the CPU and on CUDA devices."""
 
-import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -22,13 +21,6 @@ from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available, physical_cores
 from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
-
-log = logging.getLogger("forerun.build")
-
-NOT_CAPTURED = (
-    "a model with recurrent states is not captured into CUDA graphs yet; its steps are launched "
-    "operation by operation"
-)
 
 CHUNKS, MOST_CHUNK = ((35, 2048), (60, 4096)), 8192
 """Tokens of prompts in one step: (GiB, tokens) for GPUs with less memory than that; for others."""
@@ -117,8 +109,10 @@ def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> N
 
 
 def _captured_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> Needs:
-    """Add the needs of captured rounds, if there are any."""
-    if config.device == "cpu" or config.disable_cuda_graph or arch.recurrent is not None:
+    """Add the needs of captured rounds, if there are any: what nodes bring to recurrent states is
+    kept in memory of its own (captured/states.py).
+    """
+    if config.device == "cpu" or config.disable_cuda_graph:
         return needs
     fixed = needs.fixed + 8 * (config.max_sequences + 1) * arch.vocab
     return replace(needs, fixed=fixed, captured=True)
@@ -186,8 +180,6 @@ def _build(
     eager.pages, eager.state_contents = TorchPages(eager), eager.states
     if config.disable_cuda_graph:
         return eager
-    if eager.states is not None and config.device != "cpu":
-        log.warning(NOT_CAPTURED)
     # With captured rounds steps overlap by default (decision 0022).
     cuda = config.device.startswith("cuda")
     executor = with_captures(eager, cuda if config.overlap is None else config.overlap)

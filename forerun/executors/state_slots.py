@@ -17,7 +17,7 @@ prompt of many requests).
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,16 +164,18 @@ class StateSlots:
         self._open.pop(slot, None)
 
     def begin(self, slot: int, length: int) -> None:
-        """Begin a step that changes the slot's state. Raises EngineError if the state does not
-        stand for `length` tokens.
-        """
+        """Begin a step that changes the slot's state. Raises EngineError as `check_length`."""
+        self.check_length(slot, length)
+        self._open[slot].length = -1
+
+    def check_length(self, slot: int, length: int) -> None:
+        """Raise EngineError if the slot's state does not stand for `length` tokens."""
         state = self._open[slot]
         if state.length != length:
             raise EngineError(
                 f"slot {slot} has the recurrent state after {state.length} tokens; a step "
                 f"continues behind {length}"
             )
-        state.length = -1
 
     def end(self, slot: int, length: int) -> None:
         """End a step of the slot: its state stands for the first `length` tokens. Raises KeyError
@@ -195,9 +197,7 @@ class StateSlots:
             if known is not None:
                 self._checkpoints.move_to_end(key)
                 continue
-            old = self._open[slot].own.pop(kind, None) if kind else None
-            if old is not None and not old.used and self._checkpoints.get(old.key) is old:
-                self._evict(old)
+            self._replace(self._open[slot], kind)
             if not self._free and self._checkpoints:
                 self._evict(next(iter(self._checkpoints.values())))
             if self._free:
@@ -217,9 +217,43 @@ class StateSlots:
             if claim.kind:
                 self._open[slot].own[claim.kind] = checkpoint
 
-    def drop(self, claims: list[Claim]) -> None:
-        """Free the rows of `claims`, whose step failed."""
-        self._free += [claim.row for claim in claims]
+    def drop(self, rows: Iterable[int]) -> None:
+        """Free reserved rows, whose step failed."""
+        self._free += rows
+
+    def reserve(self, slot: int, end: int) -> int | None:
+        """Reserve a row for a copy of the state that a round may reach, up to token `end` of the
+        slot's sequence, at an end of a page that gets a checkpoint. None if there is no such end or
+        no room. It holds nothing until `settle` or `drop`.
+        """
+        state = self._open[slot]
+        if not self._places(state, state.length, end):
+            return None
+        if not self._free:  # Its own old checkpoint goes before another's.
+            self._replace(state, "answer")
+        if not self._free and self._checkpoints:
+            self._evict(next(iter(self._checkpoints.values())))
+        return self._free.pop() if self._free else None
+
+    def settle(self, slot: int, row: int | None, end: int, emitted: Sequence[int]) -> None:
+        """End a round of the slot, whose state stands for the first `end` tokens. Make a checkpoint
+        of `row`, from `reserve`, if the round has passed an end of a page that gets one: it holds
+        the state at the last.
+
+        emitted  tokens that the round decided, which follow those of the text
+        """
+        state = self._open[slot]
+        begin, state.length = state.length, end
+        if row is None:
+            return
+        length, places = end // self._size * self._size, dict(self._places(state, begin, end))
+        if length not in places:
+            self._free.append(row)
+            return
+        tokens, kind = np.append(state.text.tokens, np.array(emitted, np.int32)), places[length]
+        self._replace(state, kind)
+        key = state.salt, tokens[:length].tobytes()
+        self.register(slot, [Claim(row, length, key, kind)])
 
     def check(self) -> None:
         """Prove that no row leaked. Raises AssertionError. Between steps only."""
@@ -248,6 +282,12 @@ class StateSlots:
             ):
                 return checkpoint
         return None
+
+    def _replace(self, state: _Open, kind: str | None) -> None:
+        """Evict a sequence's checkpoint of this kind unless another has continued from it."""
+        old = state.own.pop(kind, None) if kind else None
+        if old is not None and not old.used and self._checkpoints.get(old.key) is old:
+            self._evict(old)
 
     def _evict(self, checkpoint: StateCheckpoint) -> None:
         del self._checkpoints[checkpoint.key]

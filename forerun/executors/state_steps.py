@@ -123,7 +123,7 @@ class StateSteps(ABC):
         more.
         """
         for claims in step.claims.values():
-            self.book.drop(claims)
+            self.book.drop(claim.row for claim in claims)
         step.claims.clear()
 
     def accept(self, step: StateStep, outcome: Outcome) -> None:
@@ -149,7 +149,7 @@ class StateSteps(ABC):
             for claim in claims:
                 self.copy(slot, claim.row)
         except BaseException:
-            self.book.drop(claims)
+            self.book.drop(claim.row for claim in claims)
             raise
         self.book.register(slot, claims)
         self.book.end(slot, length + 1)

@@ -309,9 +309,9 @@ def test_rounds_in_float8(checkpoint, device):
     assert bool(made.describe().get("captured")) == (device == "cuda")
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2_moe", "qwen3_5_text", "lfm2"])
 def test_other_families_write_the_text_of_the_cpu(checkpoint, device, family):
-    """Windows, caps and sandwich norms in rounds; experts eagerly. In float32, as below."""
+    """Windows, caps, sandwich norms and recurrent states in rounds; experts eagerly. In float32."""
     found = []
     for where in (device, "cpu"):
         made = with_captures(

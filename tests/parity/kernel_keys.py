@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.draft_shape import DraftShape
 from forerun.executors.torch import TorchExecutor, model_runner, with_captures
-from forerun.executors.torch.captured import executor as captured_executor
+from forerun.executors.torch.captured import choice
 from forerun.executors.torch.drafts.eagle import TorchEagleModel
 from forerun.executors.torch.triton import compile_ahead
 from forerun.interface.executor import ExecutorLimits
@@ -69,7 +69,7 @@ def recorded(found):
 def opened():
     """An executor whose every sequence asks for something else, with a draft head."""
     model_runner.kernels_for = lambda device: kernels()
-    captured_executor.recorder = lambda device: Tape()
+    choice.recorder = lambda device: Tape()
     checkpoint = RandomCheckpoint(shape_named("tiny"))
     made = with_captures(TorchExecutor(checkpoint, LIMITS), overlap=True)
     draft = random_draft(checkpoint.architecture, 64)

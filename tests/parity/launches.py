@@ -37,6 +37,7 @@ from forerun.drafts.prediction_layers import (
 )
 from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
+from forerun.executors.torch.attention.state_nodes import StateKernels
 from forerun.executors.torch.attention.varlen_attention import flash
 from forerun.executors.torch.captured.drafting_of import drafting_of
 from forerun.executors.torch.captured.graphs import CudaRecorder
@@ -228,7 +229,7 @@ def counted_kernels(told):
 
 KERNELS = (
     *("attention", "choice", "layers", "round", "draft"),
-    *("future", "shaping", "experts", "merge", "few_bits"),
+    *("future", "shaping", "experts", "merge", "few_bits", "states"),
 )
 """Files of kernels, triton_*.py."""
 
@@ -238,7 +239,8 @@ def modules():
 
 
 def kernels():
-    attention, choice, layers, around, draft, future, shaping, experts, _merge, few_bits = modules()
+    attention, choice, layers, around, draft, *others = modules()
+    future, shaping, experts, _merge, few_bits, states = others
     compiling = import_module("forerun.executors.torch.triton.compile_ahead")
     return Kernels(
         attend=attention.attend,
@@ -258,6 +260,9 @@ def kernels():
         children=draft.children,
         resume=future.resume,
         leave=future.leave,
+        states=StateKernels(
+            *(states.ancestors, states.score, states.convolve, states.advance, states.shift)
+        ),
         parts=Elementwise(
             norm=layers.norm,
             add_norm=layers.add_norm,

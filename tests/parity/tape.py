@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forerun.executors.torch import CapturedExecutor, model_runner
-from forerun.executors.torch.captured import executor as captured_executor
+from forerun.executors.torch.captured import choice
 from forerun.executors.torch.captured.graphs import CudaRecorder
 from tests.twins.kernels import SLOW_TWINS
 
@@ -369,6 +369,6 @@ def on_tape(patch, tape=None, kernels=SLOW_TWINS, warm=True):
     on this tape, or one each, with these kernels. warm: what is declared is captured at once.
     """
     patch.setattr(model_runner, "kernels_for", lambda device: kernels)
-    patch.setattr(captured_executor, "recorder", lambda device: tape or Tape())
+    patch.setattr(choice, "recorder", lambda device: tape or Tape())
     if not warm:
         patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)

@@ -17,8 +17,13 @@ from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.attention.delta_levels import ByLevels
 from forerun.executors.torch.attention.delta_native import NativeDelta
 from forerun.executors.torch.attention.states import States
-from forerun.executors.torch.captured import executor as capturing
-from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, softplus, summed
+from forerun.executors.torch.decoder.delta import (
+    DeltaInputs,
+    DeltaNumbers,
+    Tokens,
+    softplus,
+    summed,
+)
 from forerun.interface.plan import Outcome, Plan
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.networks.config_json import architecture_from
@@ -27,6 +32,7 @@ from forerun.speculative.tree import batch
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, Sequence, as_draft, chain_draft, limits
 from tests.twins.gated_delta import Recurrence
+from tests.twins.states import STATES
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -52,10 +58,10 @@ def bounds(**changes):
 class Way:
     """Trees of random numbers through the layers' states, by torch and by the oracle."""
 
-    def __init__(self, arch, seed, walk=None):
+    def __init__(self, arch, seed, walk=None, kernels=None):
         self.about, self.random = arch.recurrent, np.random.default_rng(seed)
         self.layers = arch.recurrent_layers
-        self.states = States(arch, bounds(), torch.device("cpu"), walk)
+        self.states = States(arch, bounds(), torch.device("cpu"), walk, kernels)
         self.kernel = self.random.normal(size=(self.about.channels, self.about.window))
         self.kernel = self.kernel.astype(np.float32)
         self.texts = {}
@@ -66,8 +72,7 @@ class Way:
         seed = hash((layer, path[-1], len(path))) & 0xFFFFFFFF
         random, about = np.random.default_rng(seed), self.about
         mixed = random.normal(size=about.channels).astype(np.float32)
-        decay, beta = random.uniform(0.2, 1, (2, about.value_heads)).astype(np.float32)
-        return mixed, decay, beta
+        return mixed, random.uniform(-1.4, 4, 2 * about.value_heads).astype(np.float32)
 
     def open(self, slot):
         init = SlotInit(slot, TokenText([]), 0, GREEDY)
@@ -99,18 +104,20 @@ class Way:
         return found, paths
 
     def inputs(self, layer, paths):
-        mixed, decay, beta = map(
-            np.stack, zip(*(self.numbers(layer, p) for p in paths), strict=True)
-        )
-        numbers = (torch.from_numpy(part) for part in (mixed, decay, beta))
-        kernel = torch.from_numpy(self.kernel)
-        return DeltaInputs(self.about, *numbers, torch.zeros(0), kernel)
+        parts = map(np.stack, zip(*(self.numbers(layer, p) for p in paths), strict=True))
+        mixed, gates = (torch.from_numpy(part) for part in parts)
+        heads, kernel = self.about.value_heads, torch.from_numpy(self.kernel)
+        numbers = DeltaNumbers(mixed, gates, kernel, -torch.ones(heads), torch.zeros(heads))
+        return DeltaInputs(self.about, numbers, torch.zeros(0))
 
     def oracle(self, layer, path):
         """The recurrence after a path, and what its last token read."""
         made, read = Recurrence(self.about, self.kernel), None
         for end in range(1, len(path) + 1):
-            read = made.token(*self.numbers(layer, path[:end]))
+            mixed, gates = self.numbers(layer, path[:end])
+            share = 1 / (1 + np.exp(-gates.astype(np.float64)))
+            beta, others = np.split(share, 2)
+            read = made.token(mixed, 1 - others, beta)  # exp(-softplus(a)).
         return made, read
 
 
@@ -150,9 +157,13 @@ def unkept(monkeypatch):
 BUSH = as_draft([5, 6, 7, 8, 9, 10, 11], [-1, 0, 0, 2, -1, 4, 3])
 
 
-@pytest.mark.parametrize("walk", [ByLevels(torch.device("cpu")), NativeDelta()])
-def test_the_states_of_trees_are_the_oracles(arch, unkept, walk):
-    way = Way(arch, 0, walk)
+WAYS = {"levels": (ByLevels(torch.device("cpu")), None), "core": (NativeDelta(), None)}
+WAYS["kernels"] = None, STATES
+
+
+@pytest.mark.parametrize("which", WAYS)
+def test_the_states_of_trees_are_the_oracles(arch, unkept, which):
+    way = Way(arch, 0, *WAYS[which])
     for slot in (0, 2):
         way.open(slot)
     way.step([(0, [1, 2, 3, 4, 5], as_draft([], []), [])])
@@ -367,12 +378,6 @@ def test_sixteen_bits_are_near(checkpoint, executor, random):
     found = TorchExecutor(checkpoint("qwen3_next"), bounds(pages=200), dtype="bfloat16")
     exact, rounded = (logits_of(each, tokens, 16) for each in (executor, found))
     assert np.corrcoef(exact.flatten(), rounded.flatten())[0, 1] > 0.98
-
-
-def test_its_rounds_are_not_captured(executor, monkeypatch):
-    monkeypatch.setattr(capturing, "recorder", lambda device: object())
-    monkeypatch.setattr(executor, "kernels", object())
-    assert capturing.with_captures(executor) is executor
 
 
 class Book:

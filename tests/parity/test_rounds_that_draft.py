@@ -51,10 +51,14 @@ METHODS = {
     "DFLASH": {"speculative_algorithm": "DFLASH", "draft": "both ways"},
     "DFLASH, causal": {"speculative_algorithm": "DFLASH", "draft": "causal"},
     **{name: {"speculative_algorithm": "DFLASH", "draft": name} for name in PAIRED},
-}
+    "NEXTN, states": {"speculative_algorithm": "NEXTN", "model": "nets"},
+    "STANDALONE, states": {
+        "speculative_algorithm": "STANDALONE", "model": "convolutions", "draft": "first layers"
+    },
+}  # fmt: skip
 """Draft and model name a folder of `made`."""
 
-BLIND = "DFLASH", "STANDALONE, windows"
+BLIND = "DFLASH", "STANDALONE, windows", "STANDALONE, states"
 """Random drafters that know only what the position's noise decides, nothing without it."""
 
 SHAPES = {
@@ -75,8 +79,9 @@ CELLS = rarely(
 def weak(layer):
     """What a layer adds becomes small: the last token decides mostly, so drafts are often right."""
     with torch.no_grad():
-        layer.self_attn.o_proj.weight.mul_(0.05)
-        layer.mlp.down_proj.weight.mul_(0.05)
+        for name, weight in layer.named_parameters():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")):
+                weight.mul_(0.05)
 
 
 def prediction_layer(hf, seed):
@@ -110,6 +115,19 @@ def make(root):
     for layer in windows.model.layers:
         weak(layer)
     tiny.save_folder(windows, root / "windows")
+    nets = tiny.model("qwen3_5_text", num_hidden_layers=4)
+    for layer in nets.model.layers:
+        weak(layer)
+    last = type(nets.model.layers[-1])(nets.config, 3)
+    last.load_state_dict(nets.model.layers[-1].state_dict())
+    width = nets.config.hidden_size
+    fuse = torch.cat([torch.eye(width), 0.1 * torch.randn(width, width) / width**0.5], 1)
+    norms = torch.zeros(width), torch.zeros(width), nets.model.norm.weight.detach().clone()
+    with_layers(nets, [(last, *norms, fuse)], root / "nets", "qwen3-next")
+    convolutions = tiny.model("lfm2")
+    for layer in convolutions.model.layers:
+        weak(layer)
+    tiny.save_folder(convolutions, root / "convolutions")
     arch = FolderCheckpoint(root / "target").architecture
     random_block(arch, root / "both ways", features=(1, 2))
     # From the root alone the first draft token is known as well as above.

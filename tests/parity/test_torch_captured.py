@@ -115,13 +115,11 @@ def test_rounds_with_any_trees_give_the_eager_text(pair, plain, seed):
     assert any(size[:2] in ((4, 1 if most == 1 else 8), (4, 2)) for size in sizes)
 
 
-@pytest.mark.parametrize(
-    "family",
-    spread(
-        ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"], 2
-    ),
-)
-def test_windows_caps_experts_and_latents_in_rounds_give_the_eager_text(checkpoint, family):
+FAMILIES = ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"]
+
+
+@pytest.mark.parametrize("family", [*spread(FAMILIES, 2), "qwen3_next", "lfm2"])
+def test_windows_caps_experts_latents_and_states_in_rounds_give_the_eager_text(checkpoint, family):
     captured, eager, tape = pair_of(checkpoint(family))
     expected, _ = texts(eager, no_draft)
     random = np.random.default_rng(0)

@@ -37,7 +37,7 @@ from tests.parity.test_torch_invariance import half_true_draft
 from tests.twins.rounds import accept, prepare
 
 CPU = torch.device("cpu")
-for name in ("choice", "layers", "merge", "future", "shaping"):
+for name in ("choice", "layers", "merge", "future", "shaping", "states"):
     load(f"triton.triton_{name}")
 draft = load("triton.triton_draft")
 attention = load("triton.triton_attention")
@@ -140,7 +140,7 @@ def test_kept_numbers_are_moved(dtype, chosen):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5_text", "lfm2"])
 def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(checkpoint, monkeypatch, family):
     """No twin runs: every kernel of a round does, on one tiny model. Every prefix in two parts, and
     where layers have a window of 24, one text grows beyond it.

@@ -19,6 +19,7 @@ from forerun.executors.torch.triton.kernels import Kernels
 from forerun.networks.layer_spec import AttentionSpec
 from tests.twins.future import leave, resume
 from tests.twins.rounds import accept, best, children, choose, descend, follow, grow, keep, prepare
+from tests.twins.states import STATES
 
 
 def attend_dense(
@@ -131,6 +132,7 @@ SLOW_TWINS = Kernels(
     children=children,
     resume=resume,
     leave=leave,
+    states=STATES,
     parts=replace(twins_of(PLAIN), grouped=grouped_loop),
 )
 """All of them in plain torch, on any device."""

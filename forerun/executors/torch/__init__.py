@@ -1,9 +1,7 @@
 """The torch executor: reference on CPU, and CUDA."""
 
-from forerun.executors.torch.captured.executor import (
-    CapturedExecutor,
-    with_captures,
-)
+from forerun.executors.torch.captured.choice import with_captures
+from forerun.executors.torch.captured.executor import CapturedExecutor
 from forerun.executors.torch.drafts.assistant_model import TorchAssistantModel
 from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.decoder_model import TorchDecoderModel

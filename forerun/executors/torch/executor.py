@@ -194,7 +194,9 @@ class TorchExecutor(ModelRunner, Executor):
         pages = np.arange(-(-nodes // self.limits.page_size), dtype=np.int32)[None]
         no, yes = np.zeros(1, np.bool_), np.ones(1, np.bool_)
         plan = Plan(one, one, (tokens,), yes, one, one, pages, no)
-        self.open(SlotInit(0, TokenText(tokens), nodes, Sampling(temperature=0.0)))
+        salt = b"\xff"  # That of no text: nothing continues behind this.
+        greedy = Sampling(temperature=0.0)
+        self.open(SlotInit(0, TokenText(tokens), nodes, greedy, salt=salt))
         natively, self.prompts_natively = self.prompts_natively, False
         try:
             self.begin(plan, batch([tokens], [NO_DRAFT]))

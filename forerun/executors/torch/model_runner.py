@@ -153,7 +153,10 @@ class ModelRunner:
             narrow=options.dtype == "float8",
         )
         self._cache: PagedCache | None = PagedCache(kv_shape(arch), limits, self.device, pages)
-        self.states = None if arch.recurrent is None else States(arch, limits, self.device)
+        self.states: States | None = None
+        if arch.recurrent is not None:
+            advancing = None if kernels is None else kernels.states
+            self.states = States(arch, limits, self.device, kernels=advancing)
 
     @property
     def decoder(self) -> Decoder:

@@ -7,7 +7,8 @@ state_slots.py:
     matrices  float32[rows, Hv, Dk, Dv]   of a gated delta net
 
 A convolution reads the rows of a node's ancestors, of all nodes of a step at once. A node's matrix
-is computed from its parent's, by the compiled core (delta_native.py) or by torch (delta_levels.py).
+is computed from its parent's, by the compiled core (delta_native.py), by torch (delta_levels.py),
+or on CUDA by a kernel (state_nodes.Score).
 Known tokens are permanent whatever is accepted, so the state after a row's root
 is written to its slot at once. For draft tokens not the states are stored until the outcome is
 known but their inputs, a hundredth of the numbers: an accepted path advances the slot's state by
@@ -15,7 +16,8 @@ the same numbers, multiplied and added in the same order, and so to the same bit
 its last node was scored with.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,15 +30,22 @@ from forerun.executors.state_steps import StateStep, StateSteps
 from forerun.executors.torch.attention.delta_levels import ByLevels, DeltaWalk
 from forerun.executors.torch.attention.delta_native import NativeDelta
 from forerun.executors.torch.attention.kv import indices
+from forerun.executors.torch.attention.state_nodes import (
+    KnownNodes,
+    StateKernels,
+    StateNodes,
+    StateTables,
+)
 from forerun.executors.torch.decoder.convolution import window_sums
-from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, tokens_of
+from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, passed_on, tokens_of
 from forerun.executors.torch.decoder.recurrent import RecurrentInputs
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.networks.arch import Architecture
 from forerun.networks.layer_spec import GatedDelta
 from forerun.speculative.tree import TreeBatch
-from forerun.types import Ints
+from forerun.speculative.verify import intervals
+from forerun.types import AnyArray, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +54,8 @@ class Paths:
 
     past    int64[M,W] rows that the convolution reads: of B windows, then of the nodes
     rows    int64[B] the rows of states at which the trees begin
-    way     through the matrices, from DeltaWalk; None where there are none
+    way     through the matrices, from DeltaWalk, or StateNodes and KnownNodes for kernels; None
+            where there are none
     ends    int64[m] nodes whose windows are stored, and the rows to store them in
     drafts  int64[D] the draft tokens
     """
@@ -80,6 +90,7 @@ class States(StateSteps):
     """The tables, and the bookkeeping of their rows.
 
     walk      advances matrices; None: `chosen_walk`
+    kernels   what runs a step's nodes in its place, if the device has any
     matrices  None where layers have none
     """
 
@@ -89,10 +100,12 @@ class States(StateSteps):
         limits: ExecutorLimits,
         device: torch.device,
         walk: DeltaWalk | None = None,
+        kernels: StateKernels | None = None,
     ) -> None:
         super().__init__(limits)
         about, rows = arch.recurrent, rows_of(limits)
         assert about is not None
+        self._kernels = kernels
         layers, self._width, self._device = arch.recurrent_layers, about.window, device
         self.windows = torch.zeros(layers, rows, about.window - 1, about.channels, device=device)
         self.matrices: Tensor | None = None
@@ -152,8 +165,15 @@ class States(StateSteps):
         tokens, entering = None, inputs.mixed[paths.drafts]
         if isinstance(inputs, DeltaInputs):
             assert self.matrices is not None
-            tokens = tokens_of(inputs, window_sums(rows, paths.past, inputs.kernel))
-            found = self._walk.advance(self.matrices[number], paths.way, tokens)
+            passed = passed_on(window_sums(rows, paths.past, inputs.numbers.kernel))
+            tokens = tokens_of(inputs.about, inputs.numbers, passed)
+            if self._kernels is None:
+                found = self._walk.advance(self.matrices[number], paths.way, tokens)
+            else:
+                numbers = replace(inputs.numbers, mixed=passed)
+                tables = StateTables(windows, self.matrices[number])
+                nodes, known = paths.way
+                found = self._kernels.score(inputs.about, numbers, tables, nodes, None, known)
             tokens = tokens.ordered(paths.drafts)
         else:
             found = window_sums(rows, paths.past, inputs.kernel, inputs.bias)
@@ -197,7 +217,28 @@ class States(StateSteps):
         return Paths(
             past=indices(past, self._device),
             rows=indices(plan.slots, self._device),
-            way=None if self.matrices is None else self._walk.way(trees, plan.slots, ends),
+            way=None if self.matrices is None else self._way(trees, plan.slots, ends),
             ends=(indices(nodes, self._device), indices(targets, self._device)),
             drafts=indices(np.flatnonzero(drafted), self._device),
         )
+
+    def _way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> Any:
+        """Return what all layers share of a step's way through matrices."""
+        if self._kernels is None:
+            return self._walk.way(trees, slots, ends)
+        counts = np.diff(trees.start)
+        begin = np.repeat(trees.start[:-1], counts)
+        parents = np.where(trees.parents < 0, -1, trees.parents - begin)
+        bounds = pairwise(trees.start.tolist())
+        spans = [intervals(parents[first:last]) for first, last in bounds]
+        targets = np.full(len(parents), -1, np.int32)
+        for row, node in ends.items():
+            if row not in slots:
+                targets[node] = row
+        parts = slots, trees.start, counts, parents, np.concatenate(spans, 1)
+        nodes = StateNodes(*map(self._there, parts))
+        return nodes, KnownNodes(self._there(trees.known), self._there(targets))
+
+    def _there(self, numbers: AnyArray) -> Tensor:
+        """Return int32 numbers on the device."""
+        return torch.from_numpy(np.ascontiguousarray(numbers, np.int32)).to(self._device)

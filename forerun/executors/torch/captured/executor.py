@@ -30,7 +30,7 @@ from forerun.executors.host_choice import report as report_of
 from forerun.executors.torch.captured.buffers import StagingBuffer
 from forerun.executors.torch.captured.declared import declared, row_nodes
 from forerun.executors.torch.captured.drafting_of import drafting_of
-from forerun.executors.torch.captured.graphs import CudaRecorder, recorder
+from forerun.executors.torch.captured.graphs import CudaRecorder
 from forerun.executors.torch.captured.round import (
     CapturedRound,
     check_pages,
@@ -346,13 +346,3 @@ class CapturedExecutor(Executor):
         """Let go of programs and of the eager executor's memory. Idempotent."""
         self._runner = self.last = None
         self.eager.shutdown()
-
-
-def with_captures(eager: TorchExecutor, overlap: bool = False) -> TorchExecutor | CapturedExecutor:
-    """Return the executor behind captured rounds, which may begin from each other (`overlap`), if
-    its device captures and all its layers attend (0046); else itself.
-    """
-    records = recorder(eager.device)
-    if records is None or eager.kernels is None or eager.states is not None:
-        return eager
-    return CapturedExecutor(eager, eager.kernels, records, overlap)

@@ -49,6 +49,7 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
         count (nodes), low and high halves of the seed, temperature (its bits), decided
         draft_slot      slot of the draft model's state of a row; -1 = it does not follow the row
         slot            where the round leaves what the next one needs (FutureState)
+        copies          row of recurrent states that gets a copy (KeptNodes); -1 = none
         carried         1: begin with the FutureState of `slot`; then the host knows only:
         most, deep, last  most draft tokens and levels, and the last position that a draft token
                           may take
@@ -57,7 +58,7 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
     pages. Of attention: split [P,3] (tiles.py). If shaping is needed: RULES of rows; the
     grammars' masks [R*N,ceil(V/32)], and each node's mask, -1 = none.
     """
-    of_rows = "count", "low", "high", "temperature", "decided", "draft_slot"
+    of_rows = "count", "low", "high", "temperature", "decided", "draft_slot", "copies"
     asked: dict[str, tuple[int, ...]] = {}
     if size.shaping:
         asked |= dict.fromkeys(RULES, (size.rows,))
@@ -123,7 +124,7 @@ class RoundBuffers:
         blank = self.views(whole)
         blank["sent_to"].view(torch.int64)[:] = dims.slots * dims.width
         blank["parents"][:] = NOTHING
-        blank["draft_slot"][:] = -1
+        blank["draft_slot"][:] = blank["copies"][:] = -1
         blank["slot"][:] = dims.slots
         parts = split_of(np.zeros(len(self.tiles), np.int32), len(blank["split"]))
         blank["split"][:] = torch.from_numpy(parts)

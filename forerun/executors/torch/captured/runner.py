@@ -32,9 +32,11 @@ from forerun.executors.torch.captured.entries import CommittedRound
 from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, room_of
 from forerun.executors.torch.captured.graphs import CapturedPrograms, CudaRecorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
+from forerun.executors.torch.captured.states import RoundStates
 from forerun.executors.torch.captured.together import chosen_together
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.elementwise import AnyHeads
+from forerun.executors.torch.decoder.recurrent import no_states
 from forerun.executors.torch.features import TorchFeatureRing
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.shaping import reported
@@ -64,6 +66,7 @@ class CudaGraphRunner:
     drafting    what a draft model does at the end of a round; None = nothing
     future      what rounds leave for each other by slot, if they overlap; None = nothing
     shaped      what rows need of the sampler beyond a temperature; None = nothing
+    states      of recurrent layers; None = there are none
     tables      the slots' page tables
     logits      [scored_nodes,V] of the last round, by place, in decoder.logits_dtype
     features    [scored_nodes,F*H] likewise; None without a draft model that reads any
@@ -83,6 +86,7 @@ class CudaGraphRunner:
         self._decoder, self._cache, self._limits, self._group = decoder, cache, limits, group
         self.kernels, self._records = kernels, records
         arch = decoder.arch
+        self._specs = arch.attention_specs
         self._dims = BufferDims(
             width=-(-limits.context // limits.page_size),
             slots=limits.slots,
@@ -119,6 +123,7 @@ class CudaGraphRunner:
             state = torch.zeros(limits.slots + 1, 3, dtype=torch.int32, device=self._device)
             self.future = with_room(state, 0, 0)
         self.shaped: ShapedRows | None = None
+        self.states: RoundStates | None = None
 
     def request_aux_hidden_states(self, layers: tuple[int, ...], ring: TorchFeatureRing) -> None:
         """Leave these layers' streams from now on, of plain rounds in `ring` too; what was captured
@@ -220,12 +225,13 @@ class CudaGraphRunner:
         )
 
         def attend(layer: int, heads: AnyHeads) -> Tensor:
-            held, spec = cache.layers[layer], decoder.arch.layer_specs[layer].attention
+            held, spec = cache.layers[layer], self._specs[layer]
             queries = kernels.enter(heads, held, prepared.slots)
             return kernels.attend(queries, *held, geometry, spec, sinks=heads.sinks)
 
         rotary = decoder.by_layer_shape(prepared.rotary)
-        last, streams = decoder.forward(inputs["tokens"], rotary, attend, self.aux_layers)
+        recur = no_states if self.states is None else self.states.enter(size, inputs)
+        last, streams = decoder.forward(inputs["tokens"], rotary, attend, self.aux_layers, recur)
         if self.features is not None:
             torch.cat(streams, -1, out=self.features[:total])
             if self.ring is not None and size.nodes == 1 and not size.levels:
@@ -235,6 +241,8 @@ class CudaGraphRunner:
         accepted = self._accept(size, inputs, logits, prepared, record.choices)
         if size.nodes > 1:  # One node alone is in its page already, or left to the host.
             kernels.move(cache, prepared.slots, prepared.pages, accepted.kept.flatten())
+        if self.states is not None:
+            self.states.commit(size, inputs, accepted)
         if self.drafting is not None and size.levels:
             committed = CommittedRound(inputs, geometry, prepared, accepted)
             features = None if self.features is None else self.features[:total]

@@ -24,22 +24,47 @@ _LEAST = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaInputs:
-    """A delta net's inputs for nodes [M] before their states are known; all float32 but `gate`.
+class DeltaNumbers:
+    """What nodes [M] bring to a gated delta net, in the dtype of its products, and its own float32
+    numbers; of several layers, with a first axis more.
 
-    mixed   [M,C] queries, keys and values that the convolution reads
-    decay   [M,Hv] factor of a node's state
-    beta    [M,Hv] share of the value at its key that is replaced
-    gate    [M,Hv,Dv] z
-    kernel  [C,W] of the convolution
+    mixed  [M,C] queries, keys and values that the convolution reads
+    gates  [M,2Hv] b, then a
+    kernel   [C,W] of the convolution
+    rate   [Hv] -exp(A)
+    step   [Hv] dt
     """
 
-    about: GatedDelta
     mixed: Tensor
-    decay: Tensor
-    beta: Tensor
-    gate: Tensor
+    gates: Tensor
     kernel: Tensor
+    rate: Tensor
+    step: Tensor
+
+    @property
+    def decay(self) -> Tensor:
+        """Factors of nodes' states, float32[M,Hv]."""
+        a = self.gates.float()[:, len(self.rate) :]
+        return torch.exp(self.rate * softplus(a + self.step))
+
+    @property
+    def beta(self) -> Tensor:
+        """Shares of the values at nodes' keys that are replaced, float32[M,Hv]."""
+        return 1 / (1 + torch.exp(-self.gates.float()[:, : len(self.rate)]))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """A delta net's inputs for nodes [M] before their states are known. gate: [M,Hv,Dv] z."""
+
+    about: GatedDelta
+    numbers: DeltaNumbers
+    gate: Tensor
+
+    @property
+    def mixed(self) -> Tensor:
+        """What is convolved, float32[M,C]."""
+        return self.numbers.mixed.float()
 
 
 class DeltaProjections:
@@ -82,20 +107,13 @@ class DeltaProjections:
         self._out = adapting(self._out, named({"out": self._arch.hidden}))
 
     def inputs(self, x: Tensor) -> DeltaInputs:
-        """Return the recurrence's inputs of rows [M,H], in float32, before the convolution; and the
-        gate [M,Hv,Dv] of its output. Positions do not matter.
+        """Return the recurrence's inputs of rows [M,H] before the convolution, and the gate
+        [M,Hv,Dv] of its output. Positions do not matter.
         """
-        about = self._about
+        about, own = self._about, (self._kernel, self._rate, self._step)
         mixed, gate = self._into(x).split([about.channels, about.values], -1)
-        beta, step = self._gates(x).float().chunk(2, -1)
-        return DeltaInputs(
-            about,
-            mixed.float(),
-            torch.exp(self._rate * softplus(step + self._step)),
-            1 / (1 + torch.exp(-beta)),
-            gate.unflatten(-1, (about.value_heads, about.value_size)),
-            self._kernel,
-        )
+        gate = gate.unflatten(-1, (about.value_heads, about.value_size))
+        return DeltaInputs(about, DeltaNumbers(mixed, self._gates(x), *own), gate)
 
     def out(self, found: Tensor, gate: Tensor) -> Tensor:
         """Return [M,H] of the states' results, float32[M,Hv,Dv], and z [M,Hv,Dv]."""
@@ -146,20 +164,26 @@ class Tokens:
         )
 
 
-def tokens_of(inputs: DeltaInputs, sums: Tensor) -> Tokens:
-    """Return the tokens of nodes [M], from the convolution's sums float32[M,C] (`window_sums`)."""
-    about, count = inputs.about, len(sums)
-    mixed = sums / (1 + torch.exp(-sums))
-    queries, keys, values = mixed.split([about.keys, about.keys, about.values], -1)
+def tokens_of(about: GatedDelta, numbers: DeltaNumbers, passed: Tensor) -> Tokens:
+    """Return the tokens of the first nodes, from what convolution and SiLU make of them,
+    float32[n,C] (`passed_on`).
+    """
+    count = len(passed)
+    queries, keys, values = passed.split([about.keys, about.keys, about.values], -1)
     shape = (about.key_heads, about.key_size)
     return Tokens(
         _of_unit_length(queries.unflatten(-1, shape)) * about.key_size**-0.5,
         _of_unit_length(keys.unflatten(-1, shape)),
         values.unflatten(-1, (about.value_heads, about.value_size)),
-        inputs.decay[:count],
-        inputs.beta[:count],
+        numbers.decay[:count],
+        numbers.beta[:count],
         about.tiled,
     )
+
+
+def passed_on(sums: Tensor) -> Tensor:
+    """Return SiLU of a convolution's sums float32[n,C] (`window_sums`)."""
+    return sums / (1 + torch.exp(-sums))
 
 
 def _of_unit_length(x: Tensor) -> Tensor:

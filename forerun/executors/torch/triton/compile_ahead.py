@@ -21,12 +21,13 @@ from forerun.executors.torch.triton import (
     triton_merge,
     triton_round,
     triton_shaping,
+    triton_states,
 )
 from forerun.machine import cores
 
 MODULES = (
     *(triton_attention, triton_choice, triton_shaping, triton_draft, triton_future, triton_layers),
-    *(triton_experts, triton_few_bits, triton_merge, triton_round),
+    *(triton_experts, triton_few_bits, triton_merge, triton_round, triton_states),
 )
 
 

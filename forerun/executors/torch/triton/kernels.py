@@ -11,6 +11,7 @@ from torch import Tensor
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Attend
 from forerun.executors.torch.attention.kv import CacheTensor, Move
+from forerun.executors.torch.attention.state_nodes import StateKernels
 from forerun.executors.torch.attention.varlen_attention import VariableLength, flash
 from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise, Rotary
 from forerun.executors.torch.decoder.few_bits import FewBitsProducts
@@ -134,6 +135,7 @@ class Kernels:
     children: Children
     resume: Resume
     leave: Leave
+    states: StateKernels
     parts: Elementwise
     ahead: Ahead = nothing_to_compile
 
@@ -171,6 +173,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
         triton_layers,
         triton_round,
         triton_shaping,
+        triton_states,
     )
 
     return Kernels(
@@ -191,6 +194,13 @@ def kernels_for(device: torch.device) -> Kernels | None:
         children=guarded(device, triton_draft.children),
         resume=guarded(device, triton_future.resume),
         leave=guarded(device, triton_future.leave),
+        states=StateKernels(
+            ancestors=guarded(device, triton_states.ancestors),
+            score=guarded(device, triton_states.score),
+            convolve=guarded(device, triton_states.convolve),
+            advance=guarded(device, triton_states.advance),
+            shift=guarded(device, triton_states.shift),
+        ),
         parts=Elementwise(
             add_norm=guarded(device, triton_layers.add_norm),
             norm=guarded(device, triton_layers.norm),

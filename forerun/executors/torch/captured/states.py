@@ -1,0 +1,121 @@
+"""Recurrent states in captured rounds: scored over trees, and moved along accepted paths before the
+round ends.
+
+    forward   what the nodes bring to each layer is kept; the states stay as they are
+    accept    every decided row's state advances along its path, in all layers at once; the other
+              branches leave nothing
+
+A path is scored and made permanent by the same numbers in the same order, so it matters to no state
+by which trees it came to be. Kept inputs are a hundredth of the states that as many nodes would
+have.
+"""
+
+import torch
+from torch import Tensor
+
+from forerun.executors.torch.attention.state_nodes import (
+    KeptNodes,
+    StateKernels,
+    StateNodes,
+    StateTables,
+)
+from forerun.executors.torch.attention.states import States
+from forerun.executors.torch.decoder.delta import DeltaInputs, DeltaNumbers
+from forerun.executors.torch.decoder.recurrent import Recur, RecurrentInputs
+from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.triton.round_types import Accepted, RoundInputs
+from forerun.networks.arch import Architecture
+from forerun.networks.layer_spec import GatedDelta
+
+
+class RoundStates:
+    """The states' part of a round's program. Between rounds it knows only what nodes brought."""
+
+    def __init__(
+        self,
+        states: States,
+        kernels: StateKernels,
+        arch: Architecture,
+        most: int,
+        page_size: int,
+    ) -> None:
+        """Allocate room for what `most` nodes bring."""
+        self._kernels, self._page_size = kernels, page_size
+        self._tables, device = StateTables(states.windows, states.matrices), states.windows.device
+        about = arch.recurrent
+        assert about is not None
+        self._about, self._layers, self._width = about, arch.recurrent_layers, about.window
+        self._start: dict[Size, Tensor] = {}
+        self._past = torch.zeros(most, about.window, dtype=torch.int32, device=device)
+        self._mixed = torch.zeros(self._layers, most, about.channels, device=device)
+        self._numbers: DeltaNumbers | None = None
+        if isinstance(about, GatedDelta):
+            kernel = torch.zeros(self._layers, about.channels, about.window, device=device)
+            rate, step = torch.zeros(2, self._layers, about.value_heads, device=device)
+            gates = torch.zeros(self._layers, most, 2 * about.value_heads, device=device)
+            self._numbers = DeltaNumbers(self._mixed, gates, kernel, rate, step)
+        self._known = set[int]()  # Layers whose own numbers are in `_numbers`.
+
+    # --- launches only: no shape and no branch depends on a value ---------------------------
+
+    def enter(self, size: Size, inputs: RoundInputs) -> Recur:
+        """Return what runs the recurrent layers of one round."""
+        nodes = self._nodes(size, inputs)
+        past = self._past[: size.total]
+        past.copy_(self._kernels.ancestors(nodes, self._width))
+
+        def recur(layer: int, found: RecurrentInputs) -> Tensor:
+            tables = self._of_layer(layer)
+            mixed = self._mixed[layer, : size.total]
+            mixed.copy_(found.mixed)
+            if not isinstance(found, DeltaInputs):
+                return self._kernels.convolve(mixed, found.kernel, found.bias, tables, nodes, past)
+            own, numbers = found.numbers, self._kept(layer, found.numbers)
+            gates = numbers.gates[layer, : size.total]
+            gates.copy_(own.gates)
+            brought = DeltaNumbers(mixed, gates, own.kernel, own.rate, own.step)
+            return self._kernels.score(found.about, brought, tables, nodes, past)
+
+        return recur
+
+    def commit(self, size: Size, inputs: RoundInputs, accepted: Accepted) -> None:
+        """Advance the states of rows along their accepted paths; other rows' stay. Copy those at
+        ends of pages to the rows of states that `inputs` names.
+        """
+        self.follow(size, inputs, accepted.kept)
+
+    def follow(self, size: Size, inputs: RoundInputs, kept: Tensor) -> None:
+        """Advance the states of rows along paths, bool[R,N] nodes, of the round that ran last."""
+        nodes, past = self._nodes(size, inputs), self._past[: size.total]
+        path = KeptNodes(kept, inputs["depth"], inputs["kv_len"], inputs["copies"], self._page_size)
+        if self._numbers is not None and isinstance(self._about, GatedDelta):
+            self._kernels.advance(self._about, self._numbers, self._tables, nodes, past, path)
+        self._kernels.shift(self._mixed, self._tables, nodes, past, path)
+
+    def _nodes(self, size: Size, inputs: RoundInputs) -> StateNodes:
+        if size not in self._start:
+            start = torch.arange(size.rows + 1, dtype=torch.int32) * size.nodes
+            self._start[size] = start.to(self._past.device)
+        return StateNodes(
+            inputs["slot"],
+            self._start[size],
+            inputs["count"],
+            inputs["parents"],
+            inputs["tree_intervals"],
+        )
+
+    def _of_layer(self, layer: int) -> StateTables:
+        windows, matrices = self._tables.windows, self._tables.matrices
+        return StateTables(windows[layer], None if matrices is None else matrices[layer])
+
+    def _kept(self, layer: int, own: DeltaNumbers) -> DeltaNumbers:
+        """Return the numbers of all layers; at a layer's first run, which is never a captured one,
+        its own are put there.
+        """
+        numbers = self._numbers
+        assert numbers is not None
+        if layer not in self._known:
+            self._known.add(layer)
+            numbers.kernel[layer], numbers.rate[layer] = own.kernel, own.rate
+            numbers.step[layer] = own.step
+        return numbers
