@@ -143,7 +143,7 @@ def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint
         needs, weights=weights, per_scored=4 * arch.vocab * (config.tp_size + 1) // config.tp_size
     )
     needs = _kept_needs(config, RankCheckpoint(checkpoint, tp), needs)
-    return _captured_needs(config, arch, needs)
+    return _captured_needs(config, arch, _state_needs(tp.architecture(arch), needs))
 
 
 def _first_rank(config: EngineConfig) -> TensorParallel:

@@ -7,7 +7,8 @@ over the ranks. Embedding and head are cut by token. Everything else is on every
 key/value head that more ranks than there are such heads need.
 
 Experts are cut likewise, each by its columns, or divided as wholes: groups of ranks have the same
-number of them each, and only within a group are they cut.
+number of them each, and only within a group are they cut. A recurrent layer is cut by its heads or
+channels, its convolution and its states with them, and its output product by its inputs.
 """
 
 import math
@@ -26,7 +27,14 @@ from forerun.checkpoints.kept import grouped_of
 from forerun.checkpoints.mapped import Packed
 from forerun.errors import ConfigError
 from forerun.networks.arch import Architecture, expected_tensors
-from forerun.networks.layer_spec import Dense, Experts
+from forerun.networks.layer_spec import (
+    Dense,
+    Experts,
+    GatedDelta,
+    LayerSpec,
+    Recurrent,
+    ShortConvolution,
+)
 from forerun.types import Floats
 
 
@@ -37,10 +45,16 @@ class Cut(Enum):
     ROWS = "by its first axis"
     COLUMNS = "by its last axis"
     KV_HEADS = "by its first axis, key/value head by key/value head"
+    PARTS = "by its first axis, each of the parts that a recurrent layer has there"
     ONCE = "rank 0 has it, the others zeros: it is added to a sum over the ranks"
 
 
 _CUTS = {
+    r".*\.linear_attn\.([qkvzba]_proj\.weight|A_log|dt_bias)": Cut.ROWS,
+    r".*\.(linear_attn\.conv1d|conv\.in_proj)\.(weight|bias)": Cut.PARTS,
+    r".*\.conv\.conv\.(weight|bias)": Cut.ROWS,
+    r".*\.out_proj\.weight": Cut.COLUMNS,
+    r".*\.out_proj\.bias": Cut.ONCE,
     r".*\.(q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj)\.(weight|bias)": Cut.ROWS,
     r".*\.(k_proj|v_proj)\.(weight|bias)": Cut.KV_HEADS,
     r".*\.(o_proj|down_proj)\.weight": Cut.COLUMNS,
@@ -103,20 +117,18 @@ class TensorParallel:
         """
         if self.size == 1:
             return arch
-        narrow = {spec: self._feed_forward(spec.feed_forward) for spec in set(arch.layer_specs)}
+        narrow = {spec: self._layer(spec) for spec in set(arch.layer_specs)}
         return replace(
             arch,
             heads=arch.heads // self.size,
             kv_heads=max(1, arch.kv_heads // self.size),
-            layer_specs=tuple(
-                replace(spec, feed_forward=narrow[spec]) for spec in arch.layer_specs
-            ),
+            layer_specs=tuple(narrow[spec] for spec in arch.layer_specs),
         )
 
     def parameters(self, arch: Architecture) -> int:
         """Count the weights that this rank has of `arch`, a tied head once."""
         return sum(
-            math.prod(self.shape(name, shape, arch.kv_heads))
+            math.prod(self.shape(name, shape, arch))
             for name, shape in self.own(expected_tensors(arch), arch).items()
         )
 
@@ -131,27 +143,46 @@ class TensorParallel:
         own_shapes = expected_tensors(self.architecture(arch))
         return {name: shape for name, shape in tensors.items() if name in own_shapes}
 
-    def shape(self, name: str, shape: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
-        """Return the shape of this rank's part of a tensor of that name and shape; kv_heads: G of
-        the whole model.
+    def shape(self, name: str, shape: tuple[int, ...], arch: Architecture) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a tensor of that name and shape; arch: of the
+        whole model.
         """
-        index = self.index(name, shape, kv_heads)
-        return tuple(len(range(*part.indices(n))) for part, n in zip(index, shape, strict=True))
+        pieces = self.pieces(name, shape, arch)
+        rows = sum(len(range(*piece[0].indices(shape[0]))) for piece in pieces)
+        others = zip(pieces[0][1:], shape[1:], strict=True)
+        return rows, *(len(range(*part.indices(n))) for part, n in others)
 
-    def index(self, name: str, shape: tuple[int, ...], kv_heads: int) -> tuple[slice, ...]:
-        """Return which part of a tensor of this name and shape is its own.
-
-        kv_heads  G of the whole model
+    def pieces(
+        self, name: str, shape: tuple[int, ...], arch: Architecture
+    ) -> list[tuple[slice, ...]]:
+        """Return which pieces of a tensor of this name and shape are its own, which follow each
+        other along the first axis: one, or of Cut.PARTS several. arch: of the whole model.
         """
-        all_of, ranks = tuple(slice(0, length) for length in shape), self.among(name)
+        rows, columns = slice(0, shape[0]), tuple(slice(0, length) for length in shape[1:])
+        ranks = self.among(name)
         match cut_of(name):
             case Cut.ROWS:
-                return ranks.span(shape[0]), *all_of[1:]
+                rows = ranks.span(shape[0])
             case Cut.KV_HEADS:
-                return ranks.kv_span(kv_heads, shape[0]), *all_of[1:]
+                rows = ranks.kv_span(arch.kv_heads, shape[0])
+            case Cut.PARTS:
+                parts = _parts(arch.recurrent, shape[0])
+                begins = np.cumsum((0, *parts[:-1])).tolist()
+                spans = [(begin, ranks.span(n)) for begin, n in zip(begins, parts, strict=True)]
+                return [(slice(at + s.start, at + s.stop), *columns) for at, s in spans]
             case Cut.COLUMNS:
-                return *all_of[:-1], ranks.span(shape[-1])
-        return all_of
+                columns = *columns[:-1], ranks.span(shape[-1])
+        return [(rows, *columns)]
+
+    def _layer(self, spec: LayerSpec) -> LayerSpec:
+        recurrent = spec.recurrent
+        if isinstance(recurrent, GatedDelta):
+            heads = recurrent.key_heads // self.size, recurrent.value_heads // self.size
+            recurrent = replace(recurrent, key_heads=heads[0], value_heads=heads[1])
+        elif isinstance(recurrent, ShortConvolution):
+            recurrent = replace(recurrent, channels=recurrent.channels // self.size)
+        fed = self._feed_forward(spec.feed_forward)
+        return replace(spec, feed_forward=fed, recurrent=recurrent)
 
     def _feed_forward(self, spec: Dense | Experts) -> Dense | Experts:
         if isinstance(spec, Dense):
@@ -171,10 +202,11 @@ def check_divides(arch: Architecture, tp: TensorParallel) -> None:
     """Raise ConfigError if a model cannot be shared by the ranks of which `tp` is one; it says
     by how many it could be.
     """
-    if arch.recurrent is not None and tp.size > 1:
+    about = arch.recurrent
+    if isinstance(about, GatedDelta) and about.tiled and about.key_heads > 1 and tp.size > 1:
         raise ConfigError(
-            f"tp-size is {tp.size}, but recurrent states are not cut over ranks yet; this model "
-            "runs on one device."
+            f"tp-size is {tp.size}, but this file's value heads stand in turns, as in GGUF: ranks "
+            "cannot cut them. Use the model's folder of safetensors, or one device."
         )
     _check_experts(arch, tp)
     fault = _fault(arch, tp)
@@ -225,6 +257,11 @@ def _fault(arch: Architecture, tp: TensorParallel) -> str | None:
     if size % tp.experts:
         return f"its {tp.experts} groups of experts do not divide by that"
     parts = [("attention heads", arch.heads, size)]
+    match arch.recurrent:
+        case GatedDelta() as net:
+            parts.append(("key heads of a gated delta net", net.key_heads, size))
+        case ShortConvolution() as convolution:
+            parts.append(("channels of a convolution", convolution.channels, size))
     for spec in dict.fromkeys(arch.layer_specs):
         match spec.feed_forward:
             case Dense(width):
@@ -256,7 +293,6 @@ class RankCheckpoint:
 
     def __init__(self, whole: Checkpoint, tp: TensorParallel) -> None:
         self.whole, self.tp = whole, tp
-        self._kv_heads = whole.architecture.kv_heads
         self._architecture = tp.architecture(whole.architecture)
         shapes = {name: whole.shape(name) for name in whole.names()}
         self._names = tuple(tp.own(shapes, whole.architecture))
@@ -277,15 +313,18 @@ class RankCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's part of a tensor. Raises KeyError for an unknown name."""
-        return self.tp.shape(name, self.whole.shape(name), self._kv_heads)
+        return self.tp.shape(name, self.whole.shape(name), self.whole.architecture)
 
     def tensor(self, name: str) -> Floats:
         """Return the rank's part as float32; zeros where another adds it for all. Raises KeyError
         for an unknown name.
         """
-        index = self._index(name, self.whole.shape(name))
         if cut_of(name) is Cut.ONCE and self.tp.among(name).rank:
             return np.zeros(self.shape(name), np.float32)
+        pieces = [self._piece(name, index) for index in self._pieces(name)]
+        return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+
+    def _piece(self, name: str, index: tuple[slice, ...]) -> Floats:
         packed = self.whole.packed(name)
         if packed is None and len(index) == 2 and isinstance(self.whole, ReadInParts):
             return self.whole.part(name, *index)
@@ -303,19 +342,33 @@ class RankCheckpoint:
         packed = self.whole.packed(name)
         if packed is None:
             return None
-        rows, columns = self._index(name, self.whole.shape(name))
-        blocks = _covering(packed.kind, columns, packed.columns)
-        return _part(packed, rows, columns) if blocks == columns else None
+        pieces = self._pieces(name)
+        columns = pieces[0][1]
+        if _covering(packed.kind, columns, packed.columns) != columns:
+            return None
+        found = [_part(packed, piece[0], columns) for piece in pieces]
+        if len(found) == 1:
+            return found[0]
+        return replace(found[0], rows=np.concatenate([part.rows for part in found]))
 
     def grouped(self, name: str) -> Grouped | None:
         """Return the rank's part of a matrix in few bits; None if there is none, or a part would
-        begin within a group.
+        begin within a group or is in several pieces.
         """
-        found = grouped_of(self.whole, name)
-        return None if found is None else found.cut(*self._index(name, found.shape))
+        found, pieces = grouped_of(self.whole, name), self._pieces(name)
+        return None if found is None or len(pieces) > 1 else found.cut(*pieces[0])
 
-    def _index(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        return self.tp.index(name, shape, self._kv_heads)
+    def _pieces(self, name: str) -> list[tuple[slice, ...]]:
+        return self.tp.pieces(name, self.whole.shape(name), self.whole.architecture)
+
+
+def _parts(about: Recurrent | None, rows: int) -> tuple[int, ...]:
+    """Return the lengths of what follows each other along the first axis of a recurrent layer's
+    tensor of so many rows.
+    """
+    if isinstance(about, GatedDelta):
+        return about.keys, about.keys, about.values
+    return (rows // 3,) * 3
 
 
 def _covering(kind: str, columns: slice, length: int) -> slice:

@@ -203,7 +203,7 @@ def test_parts_of_ranks_are_those_of_the_whole(family, size, tmp_path):
         tp = TensorParallel(rank, size)
         part = RankCheckpoint(whole, tp)
         for name in part.names():
-            index = tp.index(name, whole.shape(name), whole.architecture.kv_heads)
+            (index,) = tp.pieces(name, whole.shape(name), whole.architecture)
             np.testing.assert_array_equal(part.tensor(name), whole.tensor(name)[index], name)
 
 

@@ -17,11 +17,10 @@ from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
 
-RECURRENT = (*tiny.DELTAS, *tiny.CONVOLUTIONS)
-UNABLE = ("olmo2", "olmo3", "minimax_m2", "gemma4_text", *RECURRENT)
+UNABLE = ("olmo2", "olmo3", "minimax_m2", "gemma4_text")
 ABLE = [name for name in FAMILIES if name not in UNABLE]
 """OLMo and MiniMax norm their queries over all heads at once; Gemma 4 has caches by layer."""
-FAST = ("deepseek_v3", "gpt_oss")
+FAST = ("deepseek_v3", "gpt_oss", "qwen3_5_text")
 
 
 def texts(executor, vocab):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from forerun.executors.cpu import native
-from forerun.executors.state_slots import rows_of
+from forerun.executors.state_slots import Claim, rows_of
 from forerun.executors.state_steps import StateStep, StateSteps
 from forerun.executors.torch.attention.delta_levels import ByLevels, DeltaWalk
 from forerun.executors.torch.attention.delta_native import NativeDelta
@@ -79,6 +79,30 @@ class TorchStateStep(StateStep):
     kept: list[tuple[Tensor, Tokens | None]] = field(default_factory=list)
 
 
+COPY, FOLLOW = 0, 1
+
+
+class StateChanges:
+    """What the host does to states between steps."""
+
+    def __init__(self) -> None:
+        self._made: list[Ints] = []
+
+    def add(self, kind: int, first: Ints, second: Ints) -> None:
+        """Append a call, of equally long int32[n]: COPY, one row (-1: zeros) and where it is copied
+        to; or FOLLOW, slots and flat nodes of the last step.
+        """
+        numbers = np.full((2, len(first)), [[len(self._made)], [kind]])
+        self._made.append(np.stack([*numbers, first, second], 1).astype(np.int32))
+
+    def taken(self) -> Ints:
+        """Return int32[n,4], all that was added since the last call: number of the call, its kind,
+        and its two numbers.
+        """
+        made, self._made = self._made, []
+        return np.concatenate([np.zeros((0, 4), np.int32), *made])
+
+
 def chosen_walk(device: torch.device) -> DeltaWalk:
     """Return NativeDelta on a CPU with the compiled core; else ByLevels on `device`."""
     if device.type == "cpu" and native.available() is None:
@@ -92,6 +116,7 @@ class States(StateSteps):
     walk      advances matrices; None: `chosen_walk`
     kernels   what runs a step's nodes in its place, if the device has any
     matrices  None where layers have none
+    changes   calls of `copy` and `follow`, if other ranks must do the same: `change`
     """
 
     def __init__(
@@ -106,6 +131,7 @@ class States(StateSteps):
         about, rows = arch.recurrent, rows_of(limits)
         assert about is not None
         self._kernels = kernels
+        self.changes: StateChanges | None = None
         layers, self._width, self._device = arch.recurrent_layers, about.window, device
         self.windows = torch.zeros(layers, rows, about.window - 1, about.channels, device=device)
         self.matrices: Tensor | None = None
@@ -121,6 +147,8 @@ class States(StateSteps):
 
     def copy(self, row: int | None, to: int) -> None:
         """Implement StateSteps.copy, in all layers."""
+        if self.changes is not None:
+            self.changes.add(COPY, np.array([-1 if row is None else row]), np.array([to]))
         for table in (self.windows, self.matrices):
             if table is not None:
                 table[:, to] = 0.0 if row is None else table[:, row]
@@ -151,8 +179,13 @@ class States(StateSteps):
     def begin(self, plan: Plan, trees: TreeBatch) -> TorchStateStep:
         """Begin a step; return it with the paths of its nodes. Raises EngineError as `prepare`."""
         step = self.prepare(plan, trees)
-        paths = self._paths(plan, trees, step.ends)
-        return TorchStateStep(plan, trees, step.claims, step.ends, paths)
+        return self.way_of(plan, trees, step.claims, step.ends)
+
+    def way_of(
+        self, plan: Plan, trees: TreeBatch, claims: dict[int, list[Claim]], ends: dict[int, int]
+    ) -> TorchStateStep:
+        """Return a step with the paths of its nodes; claims and ends: of StateStep."""
+        return TorchStateStep(plan, trees, claims, ends, self._paths(plan, trees, ends))
 
     def layer(self, step: TorchStateStep, number: int, inputs: RecurrentInputs) -> Tensor:
         """Run recurrent layer `number` (counted among recurrent layers) for a step's nodes; write
@@ -187,6 +220,8 @@ class States(StateSteps):
     def follow(self, step: StateStep, slots: Ints, nodes: Ints) -> None:
         """Implement StateSteps.follow, in all layers."""
         assert isinstance(step, TorchStateStep)
+        if self.changes is not None:
+            self.changes.add(FOLLOW, slots, nodes)
         trees = step.trees
         row = np.searchsorted(trees.start, nodes, side="right") - 1
         known = np.concatenate([[0], np.cumsum(trees.known)])
@@ -198,6 +233,17 @@ class States(StateSteps):
             windows[where] = torch.cat([windows[where][:, 1:], entering], 1)
             if tokens is not None and self.matrices is not None:
                 self._walk.follow(self.matrices[number], slots, tokens.ordered(which))
+
+    @torch.inference_mode()
+    def change(self, step: TorchStateStep | None, changes: Ints) -> None:
+        """Do what another rank has done to its states: StateChanges.taken. step: the last one."""
+        for number in np.unique(changes[:, 0]).tolist():
+            _, kind, first, second = changes[changes[:, 0] == number].T
+            if kind[0] == FOLLOW:
+                assert step is not None
+                self.follow(step, first, second)
+            else:
+                self.copy(None if first[0] < 0 else int(first[0]), int(second[0]))
 
     def _paths(self, plan: Plan, trees: TreeBatch, ends: dict[int, int]) -> Paths:
         count, rows = len(trees.tokens), trees.rows
@@ -241,4 +287,4 @@ class States(StateSteps):
 
     def _there(self, numbers: AnyArray) -> Tensor:
         """Return int32 numbers on the device."""
-        return torch.from_numpy(np.ascontiguousarray(numbers, np.int32)).to(self._device)
+        return torch.from_numpy(np.array(numbers, np.int32)).to(self._device)

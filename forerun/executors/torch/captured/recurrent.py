@@ -36,13 +36,9 @@ class RecurrentExecutor(CapturedExecutor):
     ) -> None:
         super().__init__(eager, kernels, records, overlap)
         assert eager.states is not None
-        limits, self._states = eager.limits, eager.states
+        self._states = eager.states
         self.round_states = self.runner.states = RoundStates(
-            eager.states,
-            kernels.states,
-            eager.decoder.arch,
-            limits.scored_nodes,
-            limits.page_size,
+            eager.states, kernels.states, eager.decoder.arch, eager.limits
         )
         self._reserved: dict[CapturedRound, Reserved] = {}
 

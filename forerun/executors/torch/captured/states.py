@@ -24,6 +24,7 @@ from forerun.executors.torch.decoder.delta import DeltaInputs, DeltaNumbers
 from forerun.executors.torch.decoder.recurrent import Recur, RecurrentInputs
 from forerun.executors.torch.triton.record import Size
 from forerun.executors.torch.triton.round_types import Accepted, RoundInputs
+from forerun.interface.executor import ExecutorLimits
 from forerun.networks.arch import Architecture
 from forerun.networks.layer_spec import GatedDelta
 
@@ -32,15 +33,10 @@ class RoundStates:
     """The states' part of a round's program. Between rounds it knows only what nodes brought."""
 
     def __init__(
-        self,
-        states: States,
-        kernels: StateKernels,
-        arch: Architecture,
-        most: int,
-        page_size: int,
+        self, states: States, kernels: StateKernels, arch: Architecture, limits: ExecutorLimits
     ) -> None:
-        """Allocate room for what `most` nodes bring."""
-        self._kernels, self._page_size = kernels, page_size
+        """Allocate room for what the most nodes of a round bring."""
+        self._kernels, self._page_size, most = kernels, limits.page_size, limits.scored_nodes
         self._tables, device = StateTables(states.windows, states.matrices), states.windows.device
         about = arch.recurrent
         assert about is not None

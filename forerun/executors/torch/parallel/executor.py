@@ -20,6 +20,7 @@ from forerun.errors import ConfigError
 from forerun.executors.host_choice import Logits, ReportsOf
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.torch.attention.kv import Slots
+from forerun.executors.torch.attention.states import StateChanges
 from forerun.executors.torch.decoder.decoder import Ends
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
@@ -103,6 +104,8 @@ class ParallelExecutor(TorchExecutor):
             part = RankCheckpoint(checkpoint, own.tp)
             ModelRunner.__init__(self, part, limits, own.options, group)
             self.shared = group
+            if self.states is not None:
+                self.states.changes = StateChanges()
             self._devices = [message.facts["device"] for message in self.ranks.answers("ready")]
             with self.together():
                 self.ranks.send(RankMessage("agree"))
@@ -130,11 +133,17 @@ class ParallelExecutor(TorchExecutor):
         nodes = self.nodes_of(plan, trees)
         wide = np.setdiff1d(nodes.choosing, nodes.on_device.nodes)
         step = SharedStep(plan, trees, nodes, wide, self.moved())
+        way = None if self.states is None else self.states.begin(plan, trees)
+        if way is not None:
+            ends = np.array(list(way.ends.items()), np.int32).reshape(-1, 2)
+            step = replace(step, changes=self.changed(), ends=ends)
         self.ranks.send(step.message())
         with self.together():
-            round = self.run(plan, trees, nodes, masks)
+            round = self.run(plan, trees, nodes, masks, way)
             found = gathered(self, self.shared, round, wide)
         assert found is not None
+        if self.states is not None and way is not None:
+            self.states.known(way)
         self._last = SharedRound(**vars(round), wide=wide, found=found)
         return self._last
 
@@ -190,6 +199,11 @@ class ParallelExecutor(TorchExecutor):
         none = np.zeros(0, np.int64)
         source, target = zip(*moves, strict=True) if moves else ((none,), (none,))
         return np.concatenate(source), np.concatenate(target)
+
+    def changed(self) -> Ints:
+        """Return what was done to recurrent states since the last call: for the next message."""
+        changes = None if self.states is None else self.states.changes
+        return np.zeros((0, 4), np.int32) if changes is None else changes.taken()
 
     @property
     def draft_target(self) -> TorchTarget:

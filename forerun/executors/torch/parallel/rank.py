@@ -14,6 +14,7 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.checkpoints.tensor_parallel import RankCheckpoint
 from forerun.errors import EngineError
+from forerun.executors.torch.attention.states import TorchStateStep
 from forerun.executors.torch.group import Processes, Waits
 from forerun.executors.torch.model_runner import ModelRunner, TorchRound
 from forerun.executors.torch.parallel.channel import Channel, RankMessage
@@ -72,7 +73,7 @@ def serve(channel: Channel, shared: int) -> None:
         match message.kind:
             case "step":
                 step = SharedStep.of(message)
-                round = run(runner, group, step)
+                round = run(runner, group, step, round)
             case "reports" if round is not None:
                 pairs = list(
                     zip(*(message.arrays[n].tolist() for n in ("nodes", "tokens")), strict=True)
@@ -81,6 +82,9 @@ def serve(channel: Channel, shared: int) -> None:
             case "rounds":
                 rounds = RankRounds(runner, message)
             case "round" if rounds is not None:
+                if runner.states is not None:
+                    last = None if round is None else round.states
+                    runner.states.change(last, message.arrays["changes"])
                 rounds.launch(message)
             case "end":
                 group.close()
@@ -89,14 +93,21 @@ def serve(channel: Channel, shared: int) -> None:
                 raise EngineError(f"rank 0 asks for {other!r}, which is unknown here")
 
 
-def run(runner: ModelRunner, group: Processes, step: SharedStep) -> TorchRound:
-    """Run one step of rank 0's: its copies since the last step, the forward pass, and the exchange
-    between ranks.
+def run(
+    runner: ModelRunner, group: Processes, step: SharedStep, last: TorchRound | None
+) -> TorchRound:
+    """Run one step of rank 0's: its copies since the `last` step, the forward pass, and the
+    exchange between ranks.
     """
     if len(step.moves[0]):
         with torch.inference_mode():
             runner.move(*step.moves)
-    round = runner.run(step.plan, step.trees, step.nodes)
+    states, plan, trees = runner.states, step.plan, step.trees
+    way: TorchStateStep | None = None
+    if states is not None:
+        states.change(None if last is None else last.states, step.changes)
+        way = states.way_of(plan, trees, {}, dict(step.ends.tolist()))
+    round = runner.run(plan, trees, step.nodes, step=way)
     gathered(runner, group, round, step.wide)
     return round
 

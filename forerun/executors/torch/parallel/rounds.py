@@ -18,7 +18,9 @@ from forerun.executors.torch.captured.buffers import StagingBuffer
 from forerun.executors.torch.captured.declared import declared, row_nodes
 from forerun.executors.torch.captured.executor import CapturedExecutor
 from forerun.executors.torch.captured.graphs import CudaRecorder, recorder
+from forerun.executors.torch.captured.recurrent import RecurrentExecutor
 from forerun.executors.torch.captured.runner import CudaGraphRunner
+from forerun.executors.torch.captured.states import RoundStates
 from forerun.executors.torch.captured.warm_up import capture, rehearse_prompts
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner
@@ -43,6 +45,10 @@ class RankRounds:
             *(runner.kernels, records, runner.group),
             overlap=message.facts["overlap"],
         )
+        if runner.states is not None:
+            self._runner.states = RoundStates(
+                runner.states, runner.kernels.states, runner.decoder.arch, runner.limits
+            )
 
     @torch.inference_mode()
     def launch(self, message: RankMessage) -> None:
@@ -80,7 +86,7 @@ class SharedRunner(CudaGraphRunner):
             places, pages = (tensor.numpy() for tensor in each.args)
         source, target = self.eager.moved()
         arrays = {"inputs": staging.whole.numpy(), "places": places, "pages": pages}
-        arrays |= {"source": source, "target": target}
+        arrays |= {"source": source, "target": target, "changes": self.eager.changed()}
         self.eager.ranks.send(RankMessage("round", {"size": list(size)}, arrays))
         with self.eager.together():
             wait = super().launch(size, staging, first)
@@ -140,6 +146,12 @@ class SharedRounds(CapturedExecutor):
         return None if plan.constrained.any() else super().size_of(plan, trees, masked)
 
 
+class SharedRecurrentRounds(RecurrentExecutor, SharedRounds):
+    """The same where layers have recurrent states: each rank has those of its heads or channels."""
+
+    eager: ParallelExecutor
+
+
 def with_shared_captures(
     eager: ParallelExecutor, overlap: bool = False
 ) -> ParallelExecutor | SharedRounds:
@@ -149,4 +161,5 @@ def with_shared_captures(
     records = recorder(eager.device)
     if records is None or eager.kernels is None:
         return eager
-    return SharedRounds(eager, eager.kernels, records, overlap)
+    kind = SharedRounds if eager.states is None else SharedRecurrentRounds
+    return kind(eager, eager.kernels, records, overlap)

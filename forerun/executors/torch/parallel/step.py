@@ -3,7 +3,7 @@ rank 0.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ class SharedStep:
 
     wide   int32[w] choosing nodes whose whole logits rank 0 needs
     moves  rank 0's copies within its cache since the step before
+    changes  int32[n,4] likewise of recurrent states (StateChanges)
+    ends   int32[m,2] rows of states, and the known nodes whose states they get (StateStep)
     """
 
     plan: Plan
@@ -40,6 +42,8 @@ class SharedStep:
     nodes: StepNodes
     wide: Ints
     moves: Moves
+    changes: Ints = field(default_factory=lambda: np.zeros((0, 4), np.int32))
+    ends: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int32))
 
     def message(self) -> RankMessage:
         """Return the message from which `of` makes the step on another rank."""
@@ -52,12 +56,13 @@ class SharedStep:
             "on_device": on_device.nodes, "seeds": on_device.seeds,
             "positions": on_device.positions, "temperatures": on_device.temperatures,
             "wide": self.wide, "source": self.moves[0], "target": self.moves[1],
+            "slots": plan.slots, "changes": self.changes, "ends": self.ends,
         })  # fmt: skip
 
     @staticmethod
     def of(message: RankMessage) -> "SharedStep":
-        """Return the step of this `message`. Of its plan only kv_len, samples and page_table are
-        real: ranks read nothing else.
+        """Return the step of this `message`. Of its plan only slots, kv_len, samples and page_table
+        are real: ranks read nothing else.
         """
         found = message.arrays
         trees = TreeBatch(
@@ -69,14 +74,16 @@ class SharedStep:
             for begin, count in zip(trees.start.tolist(), trees.known.tolist(), strict=False)
         )
         plan = Plan(
-            *(none, found["kv_len"], known, found["samples"], none, none, found["page_table"]),
+            *(found["slots"], found["kv_len"], known, found["samples"], none, none),
+            found["page_table"],
             constrained=np.zeros(len(none), np.bool_),
         )
         on_device = DeviceNodes(
             *(found[name] for name in ("on_device", "seeds", "positions", "temperatures"))
         )
         nodes = StepNodes(found["choosing"], found["reported"], on_device, found["places"])
-        return SharedStep(plan, trees, nodes, found["wide"], (found["source"], found["target"]))
+        moves = found["source"], found["target"]
+        return SharedStep(plan, trees, nodes, found["wide"], moves, found["changes"], found["ends"])
 
 
 @dataclass(frozen=True, slots=True)

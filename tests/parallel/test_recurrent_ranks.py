@@ -1,0 +1,130 @@
+"""Recurrent layers cut over ranks: states follow accepted branches and go on from checkpoints on
+every rank, in eager steps and in captured rounds.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forerun.build.engine import make_engine
+from forerun.build.target import open_target
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.tensor_parallel import TensorParallel, check_divides
+from forerun.client.completion import make_request
+from forerun.errors import ConfigError
+from forerun.executors.state_slots import StateSlots
+from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.model_runner import TorchOptions
+from forerun.executors.torch.parallel.executor import ParallelExecutor
+from forerun.speculative.sampling import Sampling
+from tests.models import tiny
+from tests.parallel.test_captured_ranks import ROUNDS, captured, config, prompt_of, texts
+from tests.parity.driver import Driver, Row, as_draft, limits
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2"])
+def folder(request, tmp_path_factory):
+    return tiny.save_folder(tiny.model(request.param), tmp_path_factory.mktemp("made"))
+
+
+def walked(executor, truth=None):
+    """Texts of two rows, over trees that are right for up to two tokens where the truth is known;
+    and how many tokens of the first a sequence can go on behind.
+    """
+    with Driver(executor) as driver:
+        for slot, temperature in enumerate((0.0, 0.9)):
+            sampling = Sampling(temperature=temperature, seed=slot)
+            driver.open(slot, np.arange(40, 49 + slot), sampling)
+        driver.step([Row(0), Row(1)])
+        for step in range(40):
+            rows = [Row(0), Row(1)]
+            for row in rows if truth else ():
+                done = len(driver.sequences[row.slot].tokens)
+                first, second = truth[row.slot][done : done + 2]
+                wrong = [second, 9][step % 2]
+                row.draft = as_draft([5, first, wrong, second], [-1, -1, 1, 1])
+            driver.step(rows)
+            most = max(len(sequence.tokens) for sequence in driver.sequences.values())
+            if most > (24 if truth else 34):
+                break
+        found = [driver.sequences[slot].tokens for slot in (0, 1)]
+    return found, executor.reusable_prefix_len(np.array(found[0], np.int32))
+
+
+def test_states_follow_accepted_branches_on_every_rank(folder):
+    checkpoint = FolderCheckpoint(folder)
+    room = limits(tiny.VOCAB, context=128, page_size=4, checkpoints=6, pages=80)
+    truth, _ = walked(TorchExecutor(checkpoint, room))
+    shared = ParallelExecutor(checkpoint, room, TorchOptions(), TensorParallel(0, 2), threads=1)
+    try:
+        found, kept = walked(shared, truth)
+    finally:
+        shared.shutdown()
+    assert found == walked(TorchExecutor(checkpoint, room), truth)[0]
+    assert all(mine == text[: len(mine)] for mine, text in zip(found, truth, strict=True))
+    assert kept > 12, "of the answer a state is kept"
+
+
+def predicted(target, changes, expected):
+    """The texts where each request's answer is predicted, and the engine's counters."""
+    engine = make_engine(target, replace(target.config, **changes))
+    found = [[] for _ in expected]
+    for place, how in enumerate(ROUNDS):
+        prompt = np.array(prompt_of(place), np.int32)
+        request = make_request(prompt, max_tokens=20, ignore_eos=True, **how)
+        request = replace(request, prediction=np.array(expected[place], np.int32))
+        engine.submit(request, lambda delta, place=place: found[place].extend(delta.tokens))
+    while engine.step_once():
+        pass
+    stats = engine.stats()
+    engine.shutdown()
+    return found, stats
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "page", "overlap"),
+    [("OFF", 4, True), ("NGRAM", 4, True), ("NGRAM", 1, False)],
+)
+def test_rounds_move_states_on_every_rank(folder, monkeypatch, algorithm, page, overlap):
+    """Preempted in little room, and found again behind what rounds have kept."""
+    resumed, opened = [], StateSlots.open
+
+    def counting(self, slot_init):
+        resumed.append(slot_init.cached)
+        return opened(self, slot_init)
+
+    monkeypatch.setattr(StateSlots, "open", counting)
+    little = {"page_size": page, "kv_tokens": 80, "context": 72}
+    one = open_target(config(folder, **little))
+    try:
+        expected, _ = texts(one, {"speculative_algorithm": "OFF"}, ROUNDS)
+    finally:
+        one.close()
+    told = Counter()
+    settings = config(folder, tp_size=2, overlap=True, **little)
+    with captured(told, settings) as (target, _):
+        told.clear()
+        resumed.clear()
+        changes = {"speculative_algorithm": algorithm, "overlap": overlap}
+        for _ in range(2):
+            found, stats = predicted(target, changes, expected)
+            assert found == expected
+        assert told["round"] >= (10 if algorithm == "OFF" else 5) and any(resumed)
+        assert stats.accepted > 10 or algorithm == "OFF"
+        target.executor.eager.states.book.check()
+
+
+def test_value_heads_in_turns_are_not_cut(folder):
+    arch = FolderCheckpoint(folder).architecture
+    if not hasattr(arch.recurrent, "tiled"):
+        pytest.skip("a convolution has no heads")
+    tiled = tuple(
+        replace(spec, recurrent=replace(spec.recurrent, tiled=True)) if spec.recurrent else spec
+        for spec in arch.layer_specs
+    )
+    check_divides(arch, TensorParallel(0, 2))
+    with pytest.raises(ConfigError, match="value heads stand in turns"):
+        check_divides(replace(arch, layer_specs=tiled), TensorParallel(0, 2))
