@@ -308,10 +308,12 @@ class Models:
                 continue
             if not idle:
                 names = ", ".join(one.source.name for one in loaded)
+                why = f"which takes about {entry.needed / 1e9:.1f} GB of {free / 1e9:.1f} that are free"
+                if not few:
+                    why = f"since {most} models may be loaded (max-loaded-models)"
                 raise unavailable(
-                    f"There is no room for {entry.source.name}, which takes about "
-                    f"{entry.needed / 1e9:.1f} GB of {free / 1e9:.1f} that are free, while {names} "
-                    "answer; try again later.",
+                    f"There is no room for {entry.source.name}, {why}, while {names} answer; try "
+                    "again later.",
                     "no_room",
                     5.0,
                 )

@@ -200,6 +200,7 @@ def test_a_model_that_answers_is_not_let_go_for_another():
         client.portal.call(shelf.models.let_go)
         refused = ask(client, "b")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_room")
+        assert "since 1 models may be loaded" in refused.json()["error"]["message"]
         assert refused.headers["retry-after"] and ask(client, "a").status_code == 200
         shelf.models.entries["a"].active -= 1
         assert ask(client, "b").status_code == 200
