@@ -198,6 +198,11 @@ def prepared(nodes: int, half: int) -> Kernel:
     return kernel(triton_round._prepare, (*kinds, ("*fp32", 2), ("i32", 4)), constants, 1)
 
 
+def near() -> Kernel:
+    constants = {"PAGE": 16, "BLOCK": triton_round.NEAR_BLOCK}
+    return kernel(triton_round._near, (("*i32", 5), ("i32", 5)), constants, 1)
+
+
 def walked(nodes: int, vocab: int) -> Kernel:
     kinds = "*fp32", ("*i32", 8), "*i8", ("*i32", 3), ("i32", 3)
     chunks = triton.next_power_of_2(triton.cdiv(vocab, triton_choice.CHUNK))
@@ -487,6 +492,7 @@ def matrix(arch: int) -> dict[str, Kernel]:
         "edit under a grammar": edit(masked=True),
         "cut": cut(),
         **{f"prepare {nodes} nodes": prepared(nodes, 64) for nodes in (1, 8, 64)},
+        "near": near(),
         **{f"walk {nodes} nodes": walked(nodes, 128_256) for nodes in (1, 8, 64)},
         **{f"resume {n} nodes of a chain": resumed(n, 1, 8) for n in (1, 8)},
         **{f"resume {n} nodes of a tree {w} wide": resumed(n, w, 8) for n, w in ((16, 4), (64, 8))},

@@ -1,6 +1,7 @@
 """Plans memory: everything else is counted before pages of the key/value cache."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from forerun.checkpoints.gguf.parts import parts_of
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.interface.executor import ExecutorLimits, window_pages_of
 from forerun.networks.arch import Architecture
+from forerun.networks.cache_layer import CacheLayer
 from forerun.options.config import EngineConfig
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
@@ -261,13 +263,20 @@ def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
     )
 
 
+def window_needs(config: EngineConfig, arch: Architecture, needs: Needs, windowed: int) -> Needs:
+    """Add that layers with a window give back what lies behind it, if they can; windowed: bytes of
+    one token's keys and values in them. Pages that go to disk hold all layers.
+    """
+    if config.kv_store or not arch.widest_window:
+        return needs
+    return replace(needs, windowed=windowed, window=arch.widest_window + 1)
+
+
 def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) -> Needs:
     """Return the needs of a model whose weights are unpacked to config.dtype, in bytes; does not
     read the checkpoint.
     """
     width = item_bytes(config)
-    # In float8 a head of a token has a scale, of 4 bytes.
-    item, scale = (1, 4) if config.kv_dtype == "float8" else (width, 0)
     # In float32 on the CPU, torch packs a tied head once more.
     twice = arch.tied_head and config.device == "cpu" and width == 4
     embedding = arch.vocab * arch.hidden
@@ -275,9 +284,16 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
     if config.dtype == "float8":  # All but embeddings and head is one byte a number.
         weights -= arch.parameters - embedding * (1 if arch.tied_head else 2)
         weights += arch.token_numbers
-    heads = ((c.planes * c.kv_heads, c.head_size * item + scale) for c in arch.caches)
-    cached = sum(count * numbers for count, numbers in heads)
-    return needs_of(arch, weights, cached)
+    return needs_of(arch, weights, cached_bytes(config, arch.caches))
+
+
+def cached_bytes(config: EngineConfig, caches: Iterable[CacheLayer]) -> int:
+    """Return the bytes of one token's keys and values in layers of torch or XLA: in float8 a head
+    of a token has a scale, of 4 bytes.
+    """
+    item, scale = (1, 4) if config.kv_dtype == "float8" else (item_bytes(config), 0)
+    heads = ((c.planes * c.kv_heads, c.head_size * item + scale) for c in caches)
+    return sum(count * numbers for count, numbers in heads)
 
 
 def few_bits_titles(checkpoint: object, config: EngineConfig) -> list[str]:

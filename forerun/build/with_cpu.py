@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import replace
 
 from forerun.build.executor_entry import ExecutorEntry, Progress
-from forerun.build.memory import Needs, bytes_on_disk, needs_of
+from forerun.build.memory import Needs, bytes_on_disk, needs_of, window_needs
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafts.assistant import Assistant
@@ -65,13 +65,10 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     if there and cpu.widens(checkpoint):
         weights = max(weights, arch.parameters * 9 // 8)
     scratch, stored = cpu.node_numbers(arch)
-    needs = needs_of(arch, weights, per_token)
-    # Pages that go to disk hold all layers.
-    window = 0 if config.kv_store else arch.widest_window
+    windowed = cpu.cache_bytes_per_token(arch.windowed_caches, item)
+    needs = window_needs(config, arch, needs_of(arch, weights, per_token), windowed)
     return replace(
         needs,
-        windowed=cpu.cache_bytes_per_token(arch.windowed_caches, item) if window else 0,
-        window=window + 1 if window else 0,
         per_node=needs.per_node + 4 * scratch,
         per_scored=needs.per_scored + 4 * stored,
     )

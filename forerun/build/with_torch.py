@@ -5,7 +5,14 @@ from functools import partial
 from typing import Any, cast
 
 from forerun.build.executor_entry import ExecutorEntry, Progress
-from forerun.build.memory import CHUNK, Needs, dense_needs, item_bytes
+from forerun.build.memory import (
+    CHUNK,
+    Needs,
+    cached_bytes,
+    dense_needs,
+    item_bytes,
+    window_needs,
+)
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.counted import counted
 from forerun.checkpoints.kept import PARTS, SCRATCH, kept_matrices, saved_bytes
@@ -82,6 +89,7 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     if config.tp_size > 1:
         return _rank_needs(config, arch, checkpoint)
     needs = replace(dense_needs(config, arch, checkpoint), per_scored=4 * arch.vocab)
+    needs = window_needs(config, arch, needs, cached_bytes(config, arch.windowed_caches))
     needs = _kept_needs(config, checkpoint, needs)
     return _captured_needs(config, arch, _state_needs(arch, needs))
 
@@ -155,7 +163,7 @@ def _build(
     config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, progress: Progress
 ) -> Executor:
     try:
-        from forerun.executors.torch import TorchExecutor, TorchPages, with_captures
+        from forerun.executors.torch import TorchPages, torch_executor, with_captures
     except ImportError as error:
         raise ConfigError(
             f"The torch executor needs torch, which cannot be imported ({error}). "
@@ -168,7 +176,7 @@ def _build(
         torch.set_num_threads(threads)
     if config.tp_size > 1:
         return _shared(config, checkpoint, limits)
-    eager = TorchExecutor(
+    eager = torch_executor(limits)(
         counted(checkpoint, item_bytes(config), partial(progress, "loading weights")),
         limits,
         config.device,
@@ -177,7 +185,9 @@ def _build(
         kv_dtype=config.kv_dtype,
         prompts=config.prefill_attention_backend,
     )
-    eager.pages, eager.state_contents = TorchPages(eager), eager.states
+    if not limits.window_pages:  # What was given back cannot be copied.
+        eager.pages = TorchPages(eager)
+    eager.state_contents = eager.states
     if config.disable_cuda_graph:
         return eager
     # With captured rounds steps overlap by default (decision 0022).

@@ -113,6 +113,8 @@ def sentences(size: Sizing) -> dict[str, str]:
             f"{human(size.plan.windows)}{each} of the cache, for the last {limits.window:,} tokens "
             f"of each sequence, {limits.window_pages * limits.page_size:,} in all"
         )
+    elif size.model.architecture.widest_window:
+        lines["windows"] = "layers with a window keep every page"
     if values["state_bytes"]:
         lines["recurrent states"] = (
             f"{human(values['state_bytes'])}{each}: {human(size.needs.state)} for each of "

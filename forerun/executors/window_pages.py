@@ -12,8 +12,8 @@ from collections import OrderedDict, defaultdict
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import Plan
+from forerun.interface.executor import MOST_PATH, ExecutorLimits
+from forerun.interface.plan import Outcome, Plan
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import TreeBatch
 from forerun.types import Ints
@@ -43,7 +43,7 @@ class WindowPages:
         self._held: defaultdict[int, dict[int, int]] = defaultdict(dict)
         # By slot: number and pages of what was read last.
         self._seen: dict[int, tuple[int, bytes]] = {}
-        # By slot: positions that the last step made permanent at least.
+        # By slot: the least positions that are permanent, or will be behind the last step.
         self._lengths: dict[int, int] = {}
 
     def reusable_prefix_len(self, pages: Ints) -> int:
@@ -74,18 +74,41 @@ class WindowPages:
         """Hold what the rows of a step read, and take pages for what they write. Raises EngineError
         if a page that is read was given back, or more sequences run than ExecutorLimits allows for.
         """
-        slots, lengths = plan.slots.tolist(), plan.kv_len.tolist()
+        lengths = plan.kv_len.tolist()
+        ends = plan.kv_len + np.maximum.reduceat(trees.depth, trees.start[:-1]) + 1
+        self._hold(plan, lengths, ends.tolist())
+        known = zip(plan.slots.tolist(), lengths, plan.known_counts, strict=True)
+        self._lengths = {slot: length + count for slot, length, count in known}
+
+    def begin_after(self, plan: Plan, ends: Ints) -> bool:
+        """Do what `begin` does for a round that begins from a running one, of whose lengths only
+        bounds are known: it may read from the least on and write up to the greatest. ends: as of
+        Executor.begin_after. Returns False, and holds nothing, where these are so far apart that
+        the pages of other sequences would be too few.
+        """
+        least = [self._lengths[slot] for slot in plan.slots.tolist()]
+        most = np.minimum(plan.kv_len + plan.max_depth + 1, ends)
+        if (most - np.array(least)).max() > MOST_PATH:
+            return False
+        self._hold(plan, least, most.tolist())
+        return True
+
+    def finish(self, plan: Plan, outcome: Outcome) -> None:
+        """Take note of how many positions of its rows a finished step made permanent."""
+        done = zip(plan.slots.tolist(), plan.kv_len.tolist(), outcome.committed(plan), strict=True)
+        for slot, length, count in done:
+            if slot in self._lengths:
+                self._lengths[slot] = max(self._lengths[slot], length + count)
+
+    def _hold(self, plan: Plan, lengths: list[int], ends: list[int]) -> None:
+        """Hold what rows of so many positions read, and take pages up to `ends`."""
+        slots = plan.slots.tolist()
         for slot in self._lengths.keys() - {*slots}:
             self._leave(slot, self._lengths[slot])
-        ends = plan.kv_len + np.maximum.reduceat(trees.depth, trees.start[:-1]) + 1
         for slot, pages, length in zip(slots, plan.page_table, lengths, strict=True):
             self.read(slot, pages, length)
-        for slot, pages, length, end in zip(
-            slots, plan.page_table, lengths, ends.tolist(), strict=True
-        ):
+        for slot, pages, length, end in zip(slots, plan.page_table, lengths, ends, strict=True):
             self._write(slot, pages, length, end)
-        known = zip(slots, lengths, plan.known_counts, strict=True)
-        self._lengths = {slot: length + count for slot, length, count in known}
 
     def read(self, slot: int, pages: Ints, length: int) -> None:
         """Hold what a slot's sequence reads behind its first `length` positions, in pages int32[.],

@@ -131,6 +131,22 @@ def test_windows_take_what_they_see(capsys, tmp_path):
     assert "47.2 MB of the cache, for the last 513 tokens of each sequence" in said
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_windows_take_as_much_in_torch(capsys, tmp_path, device):
+    """One device gives back; several, JAX and a page store say that they do not."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config("gemma3_text", **GEMMA).to_dict()))
+    words = ["--model", str(tmp_path), "--device-memory", "16", "--executor", "torch"]
+    words += ["--device", device, "--dtype", "float32", "--max-sequences", "4"]
+    words += ["--kv-tokens", "32768", "--chunked-prefill-size", "512"]
+    near, each = 15 * 2 * 256 * 4, -(-(513 + 64) // 16) + 3
+    assert planned(capsys, *words)["window_bytes"] == (4 * each + 32) * 16 * near
+    jax = [*words, "--executor", "jax", "--device", "cpu"]
+    for others in ([*words, "--tp-size", "2"], [*words, "--kv-store", str(tmp_path / "kv")], jax):
+        assert planned(capsys, *others)["window_bytes"] == 0
+        assert main(["plan", *others]) == 0
+        assert "layers with a window keep every page" in " ".join(capsys.readouterr().out.split())
+
+
 def test_windows_leave_memory_for_longer_contexts(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny.config("gemma3_text", **GEMMA).to_dict()))
     words = ["--model", str(tmp_path), "--dtype", "q8_0", "--device-memory", "1.3"]

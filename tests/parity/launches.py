@@ -248,6 +248,7 @@ def kernels():
         enter=layers.enter,
         move=around.move,
         prepare=around.prepare,
+        near=around.near,
         accept=around.accept,
         choose=choice.choose,
         best=choice.best,

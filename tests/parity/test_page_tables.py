@@ -59,7 +59,8 @@ class Device:
         if first is not None:
             first()
         self.sized.whole.copy_(staging.whole)
-        return self.tables.of(self.size, self.sized.buffers).clone().numpy(), first is None
+        table = self.tables.of(self.size, self.sized.buffers)["table"]
+        return table.clone().numpy(), first is None
 
 
 PAGES = st.lists(st.integers(0, 40), max_size=WIDTH)

@@ -120,6 +120,21 @@ def test_windows_and_caps_on_float8_pages(parts):
         np.testing.assert_allclose(pages.ours(spec), slow, atol=3e-6)
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+def test_pages_behind_every_window_may_be_any_others(parts):
+    """As where they were given back: the bits are the same."""
+    trees = batch([np.zeros(3, np.int32)], [as_draft([1, 2, 3, 4], [-1, -1, 0, 2])])
+    pages = Pages([150], trees, 6, 2, 16, 0)
+    inputs = torch.from_numpy(pages.queries), *pages.cache.layers[0]
+    there, spec = geometry(pages, parts), AttentionSpec(0.25, 40)
+    table = there.table.clone()
+    table[0, : (150 - 40) // 16] = table[0, 8]
+    found = attention.attend(*inputs, replace(there, table=table), spec)
+    assert torch.equal(found, attention.attend(*inputs, there, spec))
+    table[0, (150 - 40) // 16 + 1] = table[0, 8]
+    assert not torch.equal(found, attention.attend(*inputs, replace(there, table=table), spec))
+
+
 def test_a_window_without_positions_is_refused():
     pages = Pages([5], batch([np.zeros(3, np.int32)], [as_draft([], [])]), 4, 2, 16, 0)
     inputs = torch.from_numpy(pages.queries), *pages.cache.layers[0]

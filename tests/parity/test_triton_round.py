@@ -2,13 +2,15 @@
 and whole rounds of nothing but interpreted kernels.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from forerun.build.target import open_target
 from forerun.client.completion import make_request
-from forerun.executors.torch import TorchExecutor, model_runner, with_captures
+from forerun.executors.torch import TorchExecutor, model_runner, torch_executor, with_captures
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
 from forerun.executors.torch.captured.buffers import StagingBuffer
 from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, room_of
@@ -34,7 +36,7 @@ from tests.parity.test_rounds_that_draft import (
 )
 from tests.parity.test_torch_captured import no_draft, texts
 from tests.parity.test_torch_invariance import half_true_draft
-from tests.twins.rounds import accept, prepare
+from tests.twins.rounds import accept, near, prepare
 
 CPU = torch.device("cpu")
 for name in ("choice", "layers", "merge", "future", "shaping", "states"):
@@ -96,6 +98,22 @@ def test_facts_say_the_same_of_every_node(seed):
     assert (slots[2, 0] < 1000) == (seed % 2 == 0)
 
 
+@pytest.mark.parametrize("nodes", [1, 13])
+def test_nodes_are_where_their_window_pages_are(nodes):
+    """Of 3 rows, over more programs than one; those in scratch stay there, others are in pages."""
+    random, total = torch.Generator().manual_seed(nodes), 3 * nodes
+    position = torch.randint(0, 6 * 16, (total,), generator=random, dtype=torch.int32)
+    slots = torch.randint(0, 600, (total,), generator=random, dtype=torch.int32)
+    slots[::2] += 1000
+    table = torch.randint(0, 20, (3, 6), generator=random, dtype=torch.int32)
+    shape = RoundShape(16, 1000, torch.ones(1, 4), torch.ones(1))
+    found = rounds.near(position, slots, table, shape, 600)
+    for one, other in zip(found, near(position, slots, table, shape, 600), strict=True):
+        assert torch.equal(one, other) and one.dtype == torch.int32
+    assert torch.equal(found[0][::2], slots[::2] - 600)
+    assert torch.equal(found[0][1::2], found[1][1::2])
+
+
 @pytest.mark.parametrize("seed", spread(range(12), 6))
 def test_paths_are_kept_as_by_the_rule(seed):
     facts = facts_of(Size(4, 6), trees_of(seed), [True, True, seed % 3 == 0], seed)
@@ -140,10 +158,16 @@ def test_kept_numbers_are_moved(dtype, chosen):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5_text", "lfm2"])
-def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(checkpoint, monkeypatch, family):
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [("qwen3", 0), ("gemma3_text", 0), ("gemma3_text", 100), ("qwen3_5_text", 0), ("lfm2", 0)],
+)
+def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(
+    checkpoint, monkeypatch, family, windows
+):
     """No twin runs: every kernel of a round does, on one tiny model. Every prefix in two parts, and
-    where layers have a window of 24, one text grows beyond it.
+    where layers have a window of 24, one text grows beyond it: they keep every page, or have pages
+    of their own.
     """
     # Whatever the lengths are: an eager step's tiles, a round's, and those of a draft head.
     monkeypatch.setattr(tiles, "KEYS", 8)
@@ -151,7 +175,8 @@ def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(checkpoint, mon
     on_tape(monkeypatch, kernels=kernels())
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     monkeypatch.setattr(Tape, "capture", lambda self, work: work)  # A tape holds no kernel of ours.
-    made = with_captures(TorchExecutor(checkpoint(family), small))
+    own = replace(small, window=25 * bool(windows), window_pages=windows)
+    made = with_captures(torch_executor(own)(checkpoint(family), own))
     monkeypatch.setattr(model_runner, "kernels_for", lambda device: None)
     eager = TorchExecutor(checkpoint(family), small)
     expected, _ = texts(eager, no_draft, count=10)

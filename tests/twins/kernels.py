@@ -18,7 +18,18 @@ from forerun.executors.torch.shaping import shaped
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.networks.layer_spec import AttentionSpec
 from tests.twins.future import leave, resume
-from tests.twins.rounds import accept, best, children, choose, descend, follow, grow, keep, prepare
+from tests.twins.rounds import (
+    accept,
+    best,
+    children,
+    choose,
+    descend,
+    follow,
+    grow,
+    keep,
+    near,
+    prepare,
+)
 from tests.twins.states import STATES
 
 
@@ -120,6 +131,7 @@ SLOW_TWINS = Kernels(
     enter=twin(enter),
     move=twin(PagedCache.move),
     prepare=prepare,
+    near=near,
     accept=accept,
     choose=choose,
     best=best,

@@ -54,6 +54,16 @@ def prepare(inputs: RoundInputs, shape: RoundShape) -> Prepared:
     return Prepared(position, pages.int(), slots.int(), noise, rotary)
 
 
+def near(
+    position: Tensor, slots: Tensor, table: Tensor, shape: RoundShape, behind: int
+) -> tuple[Tensor, Tensor]:
+    """Where the nodes are in a cache of window pages. Launches only."""
+    row = torch.arange(len(slots), device=slots.device) // (len(slots) // len(table))
+    page = (position // shape.page_size).clamp_max(table.shape[1] - 1)
+    pages = (table[row, page] * shape.page_size + position % shape.page_size).int()
+    return torch.where(slots < shape.scratch, pages, slots - behind).int(), pages
+
+
 def accept(logits: Tensor, noise: NodeNoise, inputs: RoundInputs, record: Tensor) -> Accepted:
     """Choose at every node, keep a path of every row, and write the choices on it into `record`
     int32[M], NOTHING elsewhere. Launches only.

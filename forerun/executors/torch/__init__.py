@@ -10,6 +10,7 @@ from forerun.executors.torch.drafts.prediction_model import TorchPredictionModel
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.executor import TorchExecutor
 from forerun.executors.torch.page_contents import TorchPages
+from forerun.executors.torch.windowed import WindowedTorchExecutor, torch_executor
 
 __all__ = [
     "CapturedExecutor",
@@ -21,5 +22,7 @@ __all__ = [
     "TorchPages",
     "TorchPredictionModel",
     "TorchTarget",
+    "WindowedTorchExecutor",
+    "torch_executor",
     "with_captures",
 ]

@@ -34,8 +34,19 @@ def activations(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def kv_shape(arch: Architecture) -> KvShape:
-    """Return the shape of the key/value cache of `arch`."""
+    """Return the shape of the key/value cache of `arch`, a draft model: all layers keep every
+    page.
+    """
     return KvShape(arch.caches, arch.cache_places)
+
+
+def target_kv_shape(arch: Architecture, limits: ExecutorLimits) -> KvShape:
+    """Return the shape of a target's: layers with a window have window pages, if there are any."""
+    if not limits.window_pages:
+        return kv_shape(arch)
+    owners = [spec for spec in arch.layer_specs if spec.recurrent is None and spec.reads is None]
+    windowed = tuple(bool(spec.attention.window) for spec in owners)
+    return KvShape(arch.caches, arch.cache_places, windowed)
 
 
 def planned_bytes(

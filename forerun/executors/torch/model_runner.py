@@ -23,6 +23,7 @@ from forerun.executors.torch.attention.kv import PagedCache, Slots, write
 from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_of
 from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
 from forerun.executors.torch.attention.states import States, TorchStateStep
+from forerun.executors.torch.attention.window_cache import target_cache
 from forerun.executors.torch.decoder.decoder import Attend, Decoder
 from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise, compiled
 from forerun.executors.torch.decoder.float8 import FLOAT8
@@ -34,10 +35,11 @@ from forerun.executors.torch.memory import (
     FILE,
     activations,
     check_fits,
-    kv_shape,
     planned_bytes,
+    target_kv_shape,
 )
 from forerun.executors.torch.triton.kernels import Kernels, kernels_for, parts_of
+from forerun.executors.window_pages import WindowPages
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.hidden import hidden_nodes
 from forerun.interface.plan import Plan, Round
@@ -104,10 +106,13 @@ class ModelRunner:
     kernels  ours, if the device supports them
     states   of the layers with a recurrent state; None: there are none
     group    the ranks that have the other parts of the model, if `checkpoint` is a part of one
+    windows  the pages that layers with a window hold; None: they keep every page
 
     Raises ConfigError for an unknown dtype or device or limits that are not the model's,
     MemoryPlanError if weights, cache and scratch do not fit.
     """
+
+    windows: WindowPages | None = None
 
     def __init__(
         self,
@@ -126,7 +131,7 @@ class ModelRunner:
         pages = KV_DTYPES[options.kv_dtype] or self.dtype
         stored = tuple(kept.values())
         self._bytes = planned_bytes(arch, limits, self.device, options.dtype, stored)
-        self._bytes["cache"] = kv_shape(arch).bytes(limits, pages)
+        self._bytes["cache"] = target_kv_shape(arch, limits).bytes(limits, pages)
         if arch.recurrent is not None:
             self._bytes["states"] = States.table_bytes(arch, limits)
         check_fits(self._bytes, self.device)
@@ -152,7 +157,9 @@ class ModelRunner:
             keep=keep,
             narrow=options.dtype == "float8",
         )
-        self._cache: PagedCache | None = PagedCache(kv_shape(arch), limits, self.device, pages)
+        self._cache: PagedCache | None = target_cache(
+            target_kv_shape(arch, limits), limits, self.device, pages
+        )
         self.states: States | None = None
         if arch.recurrent is not None:
             advancing = None if kernels is None else kernels.states
@@ -241,35 +248,45 @@ class ModelRunner:
 
     def _attention(self, plan: Plan, trees: TreeBatch, places: Slots) -> Attend:
         """Return the attention of one step: it writes a layer's keys and values into `places`, then
-        attends.
+        attends. Raises EngineError if one is in a page that was given back.
         """
         kernels, cache, arch = self.kernels, self.cache, self.decoder.arch
         count, specs = len(trees.tokens), arch.attention_specs
+        own = [kind.written(places) for kind in cache.kinds]
         if kernels is not None:
             gqa_group = widest_tile(arch.heads, arch.cache_shapes)
-            geometry = geometry_of(plan, trees, places, cache, gqa_group, self.device)
-            prompts: PromptAttention | None = None
-            if self.prompts_natively and prompt_rows(trees, geometry.tile):
-                prompts = PromptAttention(
-                    kernels.attend, kernels.varlen, geometry, plan, trees, cache
-                )
+            geometries = [
+                geometry_of(plan, trees, mine, kind, gqa_group, self.device)
+                for kind, mine in zip(cache.kinds, own, strict=True)
+            ]
+            prompts: list[PromptAttention] = []
+            if self.prompts_natively and prompt_rows(trees, geometries[0].tile):
+                prompts = [
+                    PromptAttention(kernels.attend, kernels.varlen, geometry, plan, trees, kind)
+                    for kind, geometry in zip(cache.kinds, geometries, strict=True)
+                ]
 
             def launched(layer: int, heads: AnyHeads) -> Tensor:
-                held, spec = cache.layers[layer], specs[layer]
-                queries = kernels.enter(heads, held, geometry.slots)
-                if prompts is not None and takes(spec):
-                    return prompts(queries, *held, spec)
-                return kernels.attend(queries, *held, geometry, spec, sinks=heads.sinks)
+                held, spec, kind = cache.layers[layer], specs[layer], cache.kind_of[layer]
+                queries = kernels.enter(heads, held, geometries[kind].slots)
+                if prompts and takes(spec):
+                    return prompts[kind](queries, *held, spec)
+                return kernels.attend(queries, *held, geometries[kind], spec, sinks=heads.sinks)
 
             return launched
-        windows = dict.fromkeys(spec.window for spec in specs)
-        blocks = {w: key_blocks(plan, trees, places, cache, self.device, w) for w in windows}
-        there = torch.from_numpy(places).to(self.device)
+        sights = [*zip(cache.kind_of, (spec.window for spec in specs), strict=True)]
+        blocks = {
+            (kind, window): key_blocks(
+                plan, trees, own[kind], cache.kinds[kind], self.device, window
+            )
+            for kind, window in dict.fromkeys(sights)
+        }
+        there = [torch.from_numpy(places).to(self.device) for places in own]
 
         def of_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            held, spec = cache.layers[layer], specs[layer]
-            write(held, there, k[:count], v[:count])
-            return attend(q, *held, blocks[spec.window], spec, sinks)
+            held, spec, kind = cache.layers[layer], specs[layer], cache.kind_of[layer]
+            write(held, there[kind], k[:count], v[:count])
+            return attend(q, *held, blocks[kind, spec.window], spec, sinks)
 
         return apart(of_layer)
 
@@ -312,10 +329,14 @@ class ModelRunner:
         return tokens
 
     def move(self, source: Slots, target: Slots) -> None:
-        """Copy keys and values of all layers between slots int64[n] of the cache (kv.py)."""
-        begin, end = (torch.from_numpy(slots).to(self.device) for slots in (source, target))
+        """Copy keys and values of all layers between slots int64[n] of the cache (kv.py). Raises
+        EngineError if one is in a page that was given back.
+        """
         move = self.kernels.move if self.kernels else PagedCache.move
-        move(self.cache, begin, end, None)
+        for kind in self.cache.kinds:
+            mine = (kind.written(slots) for slots in (source, target))
+            begin, end = (torch.from_numpy(slots).to(self.device) for slots in mine)
+            move(kind, begin, end, None)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info. row_sizes: row counts that products are run at."""

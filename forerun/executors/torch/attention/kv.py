@@ -41,23 +41,28 @@ Slots = NDArray[np.int64]
 class KvShape:
     """What layers cache per position.
 
-    caches  of each layer with keys and values of its own (Architecture.caches)
-    places  which of these each layer reads; None: there are no others
+    caches    of each layer with keys and values of its own (Architecture.caches)
+    places    which of these each layer reads; None: there are no others
+    windowed  which of `caches` have window pages; (): none
     """
 
     caches: tuple[CacheLayer, ...]
     places: tuple[int, ...] | None = None
+    windowed: tuple[bool, ...] = ()
 
     def bytes(self, limits: ExecutorLimits, dtype: torch.dtype) -> int:
         """Return the bytes of a PagedCache of this shape with pages in `dtype`: the slots of
-        `limits.pages`, of scratch, and the null slot; in float8 with a scale for each head.
+        `limits.pages` or of `limits.window_pages`, of scratch, and the null slot; in float8 with a
+        scale for each head.
         """
-        slots = limits.pages * limits.page_size + limits.scored_nodes + 1
         scale = SCALE_BYTES if dtype == FLOAT8 else 0
-        return slots * sum(
+        own = [
             layer.planes * layer.kv_heads * (layer.head_size * dtype.itemsize + scale)
             for layer in self.caches
-        )
+        ]
+        near = sum(count for count, windowed in zip(own, self.windowed, strict=False) if windowed)
+        paged = limits.pages * (sum(own) - near) + limits.window_pages * near
+        return paged * limits.page_size + (limits.scored_nodes + 1) * sum(own)
 
 
 SCALE_BYTES = 4
@@ -188,7 +193,12 @@ class PagedCache:
     layers  keys and values of each layer; a layer without any of its own has another one's
     parts   those of all layers, by shape
     groups  the most heads that keys and values of a layer have
+    near    the cache of the layers with window pages (window_cache.py), which are in `layers` too,
+            but in none of `parts`; None: there are none
+    kind_of of each of `layers` its place in `kinds`
     """
+
+    near: "PagedCache | None" = None
 
     def __init__(
         self, shape: KvShape, limits: ExecutorLimits, device: torch.device, dtype: torch.dtype
@@ -196,7 +206,7 @@ class PagedCache:
         self.page_size, self._pages = limits.page_size, limits.pages
         caches, self.device = shape.caches, device
         self.scratch_begin = limits.pages * limits.page_size
-        self.groups = max(layer.kv_heads for layer in caches)
+        self.groups = max((layer.kv_heads for layer in caches), default=1)
         self.null = self.scratch_begin + limits.scored_nodes
 
         def part(layer: CacheLayer) -> CachePart:
@@ -212,6 +222,26 @@ class PagedCache:
             for number, layer in enumerate(caches)
         ]
         self.layers = own if shape.places is None else [own[place] for place in shape.places]
+        self.kind_of = (0,) * len(self.layers)
+
+    @property
+    def kinds(self) -> "tuple[PagedCache, ...]":
+        """The cache itself, and that of the layers with window pages, if there are any."""
+        return (self,) if self.near is None else (self, self.near)
+
+    def own(self, slots: Slots) -> Slots:
+        """Return int64[n], where keys and values of `slots` int64[n], of the first of `kinds`, are
+        in this one.
+        """
+        return slots
+
+    def written(self, slots: Slots) -> Slots:
+        """Return `own` for slots that are written."""
+        return slots
+
+    def table(self, table: Ints) -> Ints:
+        """Return int32[B,W], the pages in this cache of a page table's int32[B,W]."""
+        return table
 
     def slots_of(self, table: Ints, row: AnyArray | int, positions: AnyArray) -> Slots:
         """Return int64[n], the slots of positions [n] in rows [n], or all in one, of a page table

@@ -124,7 +124,7 @@ class PassRows:
             start=there(self.start),
             slots=there(places),
             kv_len=there(self.kv_len),
-            table=there(self.table),
+            table=there(cache.table(self.table)),
             tree_intervals=there(tree_intervals),
             tiles=there(tiles),
             tile=tile,

@@ -59,6 +59,9 @@ class PageTables:
     twin discards the device's tables before every round, so that each gets its whole tables.
     """
 
+    sent: tuple[str, ...] = ("sent",)
+    """The names of what is sent of them, the first by the class itself."""
+
     def __init__(self, slots: int, width: int, rows: int, device: torch.device) -> None:
         """Allocate tables for rounds of at most `rows` rows. The extra last slot is padding."""
         self._table = torch.zeros(slots + 1, width, dtype=torch.int32, device=device)
@@ -66,7 +69,7 @@ class PageTables:
         # What the device has when all that was begun is over; -1: unknown.
         self._mirror: Ints = np.zeros((slots + 1, width), np.int32)
 
-    def send(self, buffers: dict[str, AnyArray], plan: Plan) -> "partial[None] | None":
+    def send(self, buffers: dict[str, AnyArray], plan: Plan) -> Callable[[], None] | None:
         """Write into `buffers` what the device does not have of the plan's tables; where that is
         more than there is room for, returns what writes it there before the round. Rounds begin in
         the order of these calls; where one could not begin, `forget`.
@@ -81,9 +84,9 @@ class PageTables:
         pages = table[rows[row], column]
         places = slots[rows[row]].astype(np.int64) * self._mirror.shape[1] + column
         self._mirror[slots[rows], :width] = table[rows]
-        if len(places) <= len(buffers["sent"]):
-            buffers["sent_to"].view(np.int64)[: len(places), 0] = places
-            buffers["sent"][: len(places)] = pages
+        if len(places) <= len(buffers[self.sent[0]]):
+            buffers[f"{self.sent[0]}_to"].view(np.int64)[: len(places), 0] = places
+            buffers[self.sent[0]][: len(places)] = pages
             return None
         return partial(self.write, torch.from_numpy(places), torch.from_numpy(pages))
 
@@ -91,12 +94,13 @@ class PageTables:
         """Mark the device's tables as unknown, so that the next `send` writes them whole."""
         self._mirror.fill(-1)
 
-    def of(self, size: Size, inputs: dict[str, Tensor]) -> Tensor:
-        """Return int32[R,W], the tables of a round's rows with the entries sent with it. Launches
-        only.
+    def of(self, size: Size, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return `table` int32[R,W], the tables of a round's rows with the entries sent with it.
+        Launches only.
         """
-        self.write(inputs["sent_to"].view(torch.int64)[:, 0], inputs["sent"])
-        return torch.index_select(self._table, 0, inputs["slot"], out=self._rows[: size.rows])
+        self.write(inputs[f"{self.sent[0]}_to"].view(torch.int64)[:, 0], inputs[self.sent[0]])
+        rows = self._rows[: size.rows]
+        return {"table": torch.index_select(self._table, 0, inputs["slot"], out=rows)}
 
     def write(self, places: Tensor, pages: Tensor) -> None:
         """Put pages int32[n] into entries int64[n] of the tables, one behind another."""

@@ -4,12 +4,14 @@ roots stored by slot, and beside outputs of other layers.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.geometry import Geometry
+from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.executors.torch.triton.round_types import Accepted, Prepared, RoundInputs
@@ -28,6 +30,17 @@ class CommittedRound:
     geometry: Geometry
     prepared: Prepared
     accepted: Accepted
+
+
+class KindOfPages(NamedTuple):
+    """What a round has in one of PagedCache.kinds: its geometry, whose `slots` are also here, and
+    `pages` int32[M] as of Prepared.
+    """
+
+    cache: PagedCache
+    geometry: Geometry
+    slots: Tensor
+    pages: Tensor
 
 
 def behind_roots(

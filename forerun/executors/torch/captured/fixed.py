@@ -19,7 +19,8 @@ from forerun.types import Ints
 
 class BufferDims(NamedTuple):
     """The dimensions that all sizes share: width of a page table's row, slots of sequences, heads
-    that share a key/value head, tokens of the vocabulary, key/value heads, tokens of a page.
+    that share a key/value head, tokens of the vocabulary, key/value heads, tokens of a page; and
+    the names of what is sent of each kind of page tables.
     """
 
     width: int
@@ -28,6 +29,7 @@ class BufferDims(NamedTuple):
     vocab: int
     groups: int
     page_size: int
+    sent: tuple[str, ...] = ("sent",)
 
 
 def changes_of(size: Size, page_size: int) -> int:
@@ -55,8 +57,8 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
                           may take
     Of nodes, [R*N]: tokens, parents and depth within the row; tree_intervals [2,R*N]. Of page
     tables (PageTables): sent_to [D,2] the places of entries, 64 bits each, and sent [D] their
-    pages. Of attention: split [P,3] (tiles.py). If shaping is needed: RULES of rows; the
-    grammars' masks [R*N,ceil(V/32)], and each node's mask, -1 = none.
+    pages; the same of window pages. Of attention: split [P,3] (tiles.py). If shaping is needed:
+    RULES of rows; the grammars' masks [R*N,ceil(V/32)], and each node's mask, -1 = none.
     """
     of_rows = "count", "low", "high", "temperature", "decided", "draft_slot", "copies"
     asked: dict[str, tuple[int, ...]] = {}
@@ -66,8 +68,9 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
         asked |= {"mask_row": (size.total,), "masks": (size.total, -(-dims.vocab // 32))}
     changes = changes_of(size, dims.page_size)
     return {
-        "sent_to": (changes, 2),  # First, because 64 bits are read where 64 bits begin.
-        "sent": (changes,),
+        # First, because 64 bits are read where 64 bits begin.
+        **{f"{name}_to": (changes, 2) for name in dims.sent},
+        **dict.fromkeys(dims.sent, (changes,)),
         "where": (2, size.rows),
         **dict.fromkeys((*of_rows, "slot", "carried", "most", "deep", "last"), (size.rows,)),
         **dict.fromkeys(("tokens", "parents", "depth"), (size.total,)),
@@ -85,7 +88,7 @@ def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
     count = sum(int(np.prod(shape)) for shape in _shapes(largest, dims).values())
     # Other sizes have more tiles, and more changes.
     count += 3 * programs_for(nodes, dims.groups)
-    return count + 3 * (2 * rows + -(-2 * nodes // dims.page_size))
+    return count + 3 * len(dims.sent) * (2 * rows + -(-2 * nodes // dims.page_size))
 
 
 class RoundBuffers:
@@ -122,7 +125,8 @@ class RoundBuffers:
     def _blank(self, dims: BufferDims) -> Ints:
         size, whole = self.size, torch.zeros(len(self.whole), dtype=torch.int32)
         blank = self.views(whole)
-        blank["sent_to"].view(torch.int64)[:] = dims.slots * dims.width
+        for name in dims.sent:
+            blank[f"{name}_to"].view(torch.int64)[:] = dims.slots * dims.width
         blank["parents"][:] = NOTHING
         blank["draft_slot"][:] = blank["copies"][:] = -1
         blank["slot"][:] = dims.slots

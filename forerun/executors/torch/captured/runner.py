@@ -28,7 +28,7 @@ from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.captured.buffers import PageTables, StagingBuffer
 from forerun.executors.torch.captured.declared import covering, padded_rows
 from forerun.executors.torch.captured.drafting import Drafting
-from forerun.executors.torch.captured.entries import CommittedRound
+from forerun.executors.torch.captured.entries import CommittedRound, KindOfPages
 from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, room_of
 from forerun.executors.torch.captured.graphs import CapturedPrograms, CudaRecorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
@@ -73,6 +73,8 @@ class CudaGraphRunner:
     ring        where plain rounds store features for a draft model that catches up
     """
 
+    Tables = PageTables
+
     def __init__(
         self,
         decoder: Decoder,
@@ -94,6 +96,7 @@ class CudaGraphRunner:
             vocab=limits.vocab,
             groups=cache.groups,
             page_size=cache.page_size,
+            sent=self.Tables.sent,
         )
         self._device = cache.device
         factors = [rope.attention_factor for rope, _ in decoder.ropes]
@@ -109,7 +112,7 @@ class CudaGraphRunner:
         room = room_of(rows, most, self._dims)
         self._room = torch.zeros(room, dtype=torch.int32, device=self._device)
         self._staging = [StagingBuffer(self._room) for _ in range(2)]
-        self.tables = PageTables(limits.slots, self._dims.width, rows, self._device)
+        self.tables = self.Tables(limits.slots, self._dims.width, rows, self._device)
         self.programs = CapturedPrograms(self.work, records)
         self._runs: dict[Size, Size | None] = {}  # By size, what it is run as.
         shape = most, decoder.head.shape[0]
@@ -207,7 +210,7 @@ class CudaGraphRunner:
         """Launch one round of this size, on what lies on the device."""
         fixed, decoder, cache = self.of(size), self._decoder, self._cache
         kernels, total = self.kernels, size.total
-        inputs = fixed.buffers | {"table": self.tables.of(size, fixed.buffers)}
+        inputs = fixed.buffers | self.tables.of(size, fixed.buffers)
         if self.future is not None:
             inputs = kernels.resume(self.future, size, inputs)
         prepared = kernels.prepare(inputs, self._shape)
@@ -223,11 +226,13 @@ class CudaGraphRunner:
             position=prepared.position,
             split=inputs["split"],
         )
+        kinds = self._kinds(inputs, KindOfPages(cache, geometry, prepared.slots, prepared.pages))
 
         def attend(layer: int, heads: AnyHeads) -> Tensor:
             held, spec = cache.layers[layer], self._specs[layer]
-            queries = kernels.enter(heads, held, prepared.slots)
-            return kernels.attend(queries, *held, geometry, spec, sinks=heads.sinks)
+            kind = kinds[cache.kind_of[layer]]
+            queries = kernels.enter(heads, held, kind.slots)
+            return kernels.attend(queries, *held, kind.geometry, spec, sinks=heads.sinks)
 
         rotary = decoder.by_layer_shape(prepared.rotary)
         recur = no_states if self.states is None else self.states.enter(size, inputs)
@@ -239,8 +244,9 @@ class CudaGraphRunner:
         logits = decoder.logits(last, out=self.logits[:total])
         record = Record.of(size, fixed.record)
         accepted = self._accept(size, inputs, logits, prepared, record.choices)
-        if size.nodes > 1:  # One node alone is in its page already, or left to the host.
-            kernels.move(cache, prepared.slots, prepared.pages, accepted.kept.flatten())
+        # One node alone is in its page already, or left to the host.
+        for kind in kinds if size.nodes > 1 else ():
+            kernels.move(kind.cache, kind.slots, kind.pages, accepted.kept.flatten())
         if self.states is not None:
             self.states.commit(size, inputs, accepted)
         if self.drafting is not None and size.levels:
@@ -256,6 +262,10 @@ class CudaGraphRunner:
             self.shaped.add(inputs, accepted.choices, accepted.kept)
         if self.future is not None:
             kernels.leave(self.future, size, inputs, accepted, record)
+
+    def _kinds(self, inputs: RoundInputs, whole: KindOfPages) -> tuple[KindOfPages, ...]:
+        """Return what each of PagedCache.kinds has of a round, given what the first has."""
+        return (whole,)
 
     def _accept(
         self, size: Size, inputs: RoundInputs, logits: Tensor, prepared: Prepared, record: Tensor

@@ -101,6 +101,12 @@ class TorchAssistantModel:
         if len(streams) != len(extension.tokens):
             raise EngineError("an extension whose features are not one row per token")
         roots = roots_of(extension)
+        if executor.windows is not None:
+            rows = zip(
+                extension.slots.tolist(), extension.pages, roots.kv_len.tolist(), strict=True
+            )
+            for slot, pages, length in rows:
+                executor.windows.read(slot, pages, length)
         hidden = executor.decoder.final_norm(streams[indices(roots.last, executor.device)])
         tokens = extension.next_tokens[roots.last]
         read, outputs = self._pass(tokens, hidden, roots.start, roots.kv_len, extension.pages)
@@ -189,22 +195,27 @@ class _Seen:
         self._cache, self._last, self._device = cache, last, executor.device
         self._dtype = executor.dtype
         self._rows = [
-            RowKeys(
-                mine,
-                cache.slots_of(pages[row][None], 0, np.arange(int(kv_len[row]))),
-                [(empty, mine)],
-            )
-            for row, mine in enumerate(np.split(nodes, start[1:-1]))
+            [
+                RowKeys(
+                    mine,
+                    kind.slots_of(pages[row][None], 0, np.arange(int(kv_len[row]))),
+                    [(empty, mine)],
+                )
+                for row, mine in enumerate(np.split(nodes, start[1:-1]))
+            ]
+            for kind in cache.kinds
         ]
-        self._blocks: dict[int | None, list[KeyBlock]] = {}
+        self._blocks: dict[tuple[int, int | None], list[KeyBlock]] = {}
 
     def attend(self, layer: int, queries: Tensor, spec: AttentionSpec) -> Tensor:
         """Return the context [n,A,E] of queries [n,A,E] over the keys and values of one of the
         target's layers; with a window w, of the last w + 1 positions.
         """
-        window = None if spec.window is None else spec.window + 1
-        if window not in self._blocks:
-            null = self._cache.null
-            self._blocks[window] = blocks_of(self._rows, self._last, null, self._device, window)
+        kind, window = self._cache.kind_of[layer], None if spec.window is None else spec.window + 1
+        if (kind, window) not in self._blocks:
+            null = self._cache.kinds[kind].null
+            self._blocks[kind, window] = blocks_of(
+                self._rows[kind], self._last, null, self._device, window
+            )
         keys, values = self._cache.layers[layer]
-        return attend(queries.to(self._dtype), keys, values, self._blocks[window], spec)
+        return attend(queries.to(self._dtype), keys, values, self._blocks[kind, window], spec)

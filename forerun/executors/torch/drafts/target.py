@@ -7,6 +7,7 @@ import torch
 from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.decoder.decoder import Ends
 from forerun.executors.torch.triton.kernels import Kernels
+from forerun.executors.window_pages import WindowPages
 from forerun.interface.executor import ExecutorLimits
 
 
@@ -50,6 +51,11 @@ class TorchTarget(Protocol):
 
 class CachedTarget(TorchTarget, Protocol):
     """A target whose keys and values a draft model reads, between its steps."""
+
+    @property
+    def windows(self) -> WindowPages | None:
+        """Which pages its layers with a window hold, if they give any back."""
+        ...
 
     @property
     def cache(self) -> PagedCache:

@@ -38,6 +38,12 @@ Enter = Callable[[AnyHeads, tuple[CacheTensor, CacheTensor], Tensor], Tensor]
 Prepare = Callable[[RoundInputs, RoundShape], Prepared]
 """(inputs of a round, what rounds have in common) -> what the inputs say of every node."""
 
+Near = Callable[[Tensor, Tensor, Tensor, RoundShape, int], tuple[Tensor, Tensor]]
+"""(positions int32[M], slots int32[M], window pages int32[R,W] of the rows' tables, what rounds
+have in common, WindowCache.behind) -> slots and pages int32[M] of the same nodes, as in Prepared,
+where layers have window pages.
+"""
+
 Accept = Callable[[Tensor, NodeNoise, RoundInputs, Tensor], Accepted]
 """(logits [M,V] of any dtype, how each node chooses, inputs, int32[M] of the record) -> a path of
 every row, the choices on which are written into the record, NOTHING elsewhere.
@@ -123,6 +129,7 @@ class Kernels:
     enter: Enter
     move: Move
     prepare: Prepare
+    near: Near
     accept: Accept
     choose: Choose
     best: Best
@@ -182,6 +189,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
         enter=guarded(device, triton_layers.enter),
         move=guarded(device, triton_round.move),
         prepare=guarded(device, triton_round.prepare),
+        near=guarded(device, triton_round.near),
         accept=guarded(device, triton_round.accept),
         choose=guarded(device, triton_choice.choose),
         best=guarded(device, triton_choice.best),

@@ -20,6 +20,9 @@ FACTS = (
 )
 """Views of what a round reads and writes: where they begin must not make another kernel."""
 
+NEAR_BLOCK = 32
+"""Nodes that one program places: a warp's."""
+
 
 @triton.jit(
     do_not_specialize=["nodes", "width", "scratch", "total"],
@@ -86,6 +89,41 @@ def prepare(inputs: RoundInputs, shape: RoundShape) -> Prepared:
     )
     noise = NodeNoise(seeds, positions, temperatures)
     return Prepared(position, pages, slots, noise, tuple((each[0], each[1]) for each in turned))
+
+
+@triton.jit(
+    do_not_specialize=["total", "nodes", "width", "scratch", "behind"],
+    do_not_specialize_on_alignment=("position", "slots", "table"),
+)
+def _near(
+    position, slots, table, own, pages, total, nodes, width, scratch, behind,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fill `own` and `pages` of BLOCK nodes: where they are in a cache of window pages."""
+    node = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = node < total
+    where, slot = tl.load(position + node, mask=there, other=0), tl.load(slots + node, mask=there)
+    entry = (node // nodes) * width + tl.minimum(where // PAGE, width - 1)
+    place = tl.load(table + entry, mask=there, other=0) * PAGE + where % PAGE
+    tl.store(pages + node, place, mask=there)
+    tl.store(own + node, tl.where(slot < scratch, place, slot - behind), mask=there)
+
+
+def near(
+    position: Tensor, slots: Tensor, table: Tensor, shape: RoundShape, behind: int
+) -> tuple[Tensor, Tensor]:
+    """Return slots and pages int32[M] in a cache of window pages: see kernels.Near. Launches
+    only.
+    """
+    own, pages, total = torch.empty_like(slots), torch.empty_like(slots), len(slots)
+    _near[(triton.cdiv(total, NEAR_BLOCK),)](
+        *(position, slots, table, own, pages),
+        *(total, total // len(table), table.shape[1], shape.scratch, behind),
+        PAGE=shape.page_size,
+        BLOCK=NEAR_BLOCK,
+        num_warps=1,
+    )
+    return own, pages
 
 
 @triton.jit(do_not_specialize=["nodes", "total", "chunks"], do_not_specialize_on_alignment=FACTS)

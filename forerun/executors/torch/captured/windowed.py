@@ -1,0 +1,110 @@
+"""Captured rounds of a target whose layers with a window have pages of their own: each round has a
+second page table, of window pages.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.executors.torch.attention.geometry import positions_of
+from forerun.executors.torch.attention.window_cache import WindowCache, window_cache
+from forerun.executors.torch.captured.buffers import PageTables
+from forerun.executors.torch.captured.entries import KindOfPages
+from forerun.executors.torch.captured.executor import CapturedExecutor
+from forerun.executors.torch.captured.round import CapturedRound
+from forerun.executors.torch.captured.runner import CudaGraphRunner
+from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.triton.round_types import RoundInputs
+from forerun.executors.torch.windowed import WindowedTorchExecutor
+from forerun.executors.windowed import Windowed
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.speculative.tree import NodeMasks
+from forerun.types import AnyArray, Ints
+
+
+class _Near(PageTables):
+    """The window pages of slots' page tables."""
+
+    sent = ("near_sent",)
+
+
+class WindowTables(PageTables):
+    """Page tables and their window pages. What was given back stays in the device's, where no
+    window shows it.
+
+    cache  which window pages there are; set before the first `send`
+    """
+
+    sent = (*PageTables.sent, *_Near.sent)
+    cache: WindowCache
+
+    def __init__(self, slots: int, width: int, rows: int, device: torch.device) -> None:
+        super().__init__(slots, width, rows, device)
+        self._near = _Near(slots, width, rows, device)
+
+    def send(self, buffers: dict[str, AnyArray], plan: Plan) -> Callable[[], None] | None:
+        """Write what the device does not have into `buffers`, as PageTables.send does, of both."""
+        near = replace(plan, page_table=self.cache.table(plan.page_table))
+        first = super().send(buffers, plan), self._near.send(buffers, near)
+        writes = [write for write in first if write is not None]
+
+        def both() -> None:
+            for write in writes:
+                write()
+
+        return both if writes else None
+
+    def forget(self) -> None:
+        """Mark the device's tables of both kinds as unknown."""
+        super().forget()
+        self._near.forget()
+
+    def of(self, size: Size, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return `table` and `near` int32[R,W], a round's tables of both kinds. Launches only."""
+        near = self._near.of(size, inputs)["table"]
+        return super().of(size, inputs) | {"near": near}
+
+
+class WindowRunner(CudaGraphRunner):
+    """The program of rounds with window pages."""
+
+    Tables = WindowTables
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        assert isinstance(self.tables, WindowTables)
+        self.tables.cache = window_cache(self._cache)
+
+    def _kinds(self, inputs: RoundInputs, whole: KindOfPages) -> tuple[KindOfPages, ...]:
+        table, cache = inputs["near"], window_cache(self._cache)
+        position, shape = positions_of(whole.geometry), self._shape
+        slots, pages = self.kernels.near(position, whole.slots, table, shape, cache.behind)
+        geometry = replace(whole.geometry, slots=slots, table=table)
+        return whole, KindOfPages(cache, geometry, slots, pages)
+
+
+class WindowedRounds(Windowed, CapturedExecutor):
+    """A CapturedExecutor around a WindowedTorchExecutor."""
+
+    Runner = WindowRunner
+
+    def __init__(self, eager: WindowedTorchExecutor, *arguments: Any, **named: Any) -> None:
+        super().__init__(eager, *arguments, **named)
+        self.windows = eager.windows
+
+    def begin_after(self, running: Round, plan: Plan, ends: Ints) -> CapturedRound | None:
+        """Begin a round on what the running one leaves, as CapturedExecutor does; None also where
+        the host knows too little of the sequences' lengths.
+        """
+        if not self.windows.begin_after(plan, ends):
+            return None
+        return super().begin_after(running, plan, ends)
+
+    def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
+        """Wait for a round, as CapturedExecutor does, and learn its sequences' lengths."""
+        outcome = super().finish(round, masks)
+        self.windows.finish(round.plan, outcome)
+        return outcome

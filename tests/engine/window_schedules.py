@@ -1,0 +1,117 @@
+"""Requests to an engine whose executor has window pages, against one that keeps everything."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from forerun.control.policy import FixedPolicy
+from forerun.drafters.none import NoDrafter
+from forerun.engine.options import EngineOptions
+from forerun.engine.request import Finish
+from forerun.engine.thread import Engine
+from forerun.interface.executor import window_pages_of
+from forerun.interface.grammars import NoGrammars
+from tests.engine.toys import TOKENIZER, VOCAB, Ear, ask, make
+from tests.parity.driver import limits
+
+WINDOW = 25
+"""What is kept of a sequence: the models' windows are of 24 tokens."""
+BASE = np.random.default_rng(5).integers(97, 113, 400).astype(np.int32)
+
+
+def shaped(page=16, slots=3, nodes=32, tokens=704, windows=2):
+    """Limits with window pages for so many whole windows and a step."""
+    count = windows * window_pages_of(512, WINDOW, page) + -(-nodes // page)
+    made = limits(VOCAB, page_size=page, pages=tokens // page, slots=slots, max_nodes=nodes)
+    return replace(made, window=WINDOW, window_pages=count)
+
+
+class Known:
+    """Texts of an engine that keeps everything, each run alone and once."""
+
+    LIMITS = limits(VOCAB, slots=4, pages=128)
+
+    def __init__(self, executor):
+        self.executor, self._texts = executor, {}
+
+    def texts(self, request):
+        key = request.prompt.tobytes(), request.sampling.seed, request.sampling.temperature
+        if (*key, request.n) not in self._texts:
+            ear, engine = Ear(), make(executor=self.executor)
+            longest = replace(request.stopping, max_tokens=60)
+            engine.submit(replace(request, stopping=longest, id="known"), ear)
+            while engine.step_once():
+                pass
+            found = [ear.tokens("known", index) for index in range(request.n)]
+            self._texts[(*key, request.n)] = found
+        most = request.stopping.max_tokens
+        return [tokens[:most] for tokens in self._texts[(*key, request.n)]]
+
+    def following(self, slot_init, text, count):
+        """What comes after `text` in some answer that is known: a drafter's future."""
+        for (prompt, *_), answers in self._texts.items():
+            start = np.frombuffer(prompt, np.int32).tolist()
+            for answer in answers:
+                if (start + answer)[: len(text)] == text:
+                    return (start + answer)[len(text) : len(text) + count]
+        return []
+
+
+def engine_on(executor, drafter=None, overlap=False):
+    """An engine that drafts trees of up to six tokens where there is a drafter."""
+    policy = FixedPolicy(6, 4) if drafter else FixedPolicy(0, 0)
+    options = EngineOptions(overlap=overlap)
+    return Engine(executor, drafter or NoDrafter(), policy, TOKENIZER, NoGrammars(), options)
+
+
+def finished(engine, executor):
+    """Run all steps; after each of them nothing is lost."""
+    while engine.step_once():
+        engine.check()
+        executor.windows.check()
+
+
+class Schedule:
+    """Requests that begin alike, come at any time, and are sometimes cancelled."""
+
+    def __init__(self, engine, executor, known, seed):
+        self.engine, self.executor, self.known = engine, executor, known
+        self.random, self.ear, self.asked = np.random.default_rng(seed), Ear(), {}
+
+    def submit(self):
+        pick = self.random.integers
+        prompt = BASE[: pick(1, 180 if pick(2) else 6)]
+        if pick(4) == 0:
+            prompt = np.append(prompt, pick(97, 113, pick(1, 60)).astype(np.int32))
+        how = {"n": int(pick(1, 3)), "seed": int(pick(2)), "temperature": float(pick(2))}
+        request = ask(str(len(self.asked)), prompt, int(pick(1, 60)), **how)
+        self.known.texts(request)
+        self.asked[request.id] = request
+        self.engine.submit(request, self.ear)
+
+    def run(self, requests):
+        while len(self.asked) < requests:
+            if self.random.random() < 0.2:
+                self.submit()
+            if self.asked and self.random.random() < 0.02:
+                self.engine.abort(str(self.random.integers(len(self.asked))))
+            self.engine.step_once()
+            self.engine.check()
+            self.executor.windows.check()
+        finished(self.engine, self.executor)
+        for request in self.asked.values():
+            for index, expected in enumerate(self.known.texts(request)):
+                found = self.ear.tokens(request.id, index)
+                aborted = self.ear.last(request.id, index).finish == Finish.ABORT
+                assert found == expected[: len(found) if aborted else None]
+
+
+def answered(engine, executor, known, *requests):
+    """Run requests to their ends; returns how many tokens of each were in the prefix cache."""
+    ear = Ear()
+    for request in requests:
+        engine.submit(request, ear)
+    finished(engine, executor)
+    for request in requests:
+        assert [ear.tokens(request.id)] == known.texts(request)
+    return [ear.of(request.id)[0].cached_tokens for request in requests]

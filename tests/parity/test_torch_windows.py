@@ -1,0 +1,213 @@
+"""Window pages in torch: eager, by kernels' twins, and in rounds that are captured and begin from
+each other, against an engine that keeps everything.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.control.policy import FixedPolicy
+from forerun.draft_shape import DraftShape
+from forerun.drafters.model_drafter import ModelDrafter
+from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
+from forerun.engine.options import EngineOptions
+from forerun.engine.thread import Engine
+from forerun.errors import EngineError
+from forerun.executors.torch import (
+    TorchDecoderModel,
+    TorchExecutor,
+    model_runner,
+    torch_executor,
+    with_captures,
+)
+from forerun.executors.torch.memory import target_kv_shape
+from forerun.interface.grammars import NoGrammars
+from forerun.interface.slot_init import SlotInit, TokenText
+from forerun.speculative.sampling import Sampling
+from tests.engine.drafters import ErraticDrafter
+from tests.engine.toys import TOKENIZER, VOCAB, Ear, ask
+from tests.engine.window_schedules import (
+    BASE,
+    Known,
+    Schedule,
+    answered,
+    engine_on,
+    finished,
+    shaped,
+)
+from tests.parity.driver import Driver, Row
+from tests.parity.tape import on_tape
+from tests.twins.kernels import SLOW_TWINS
+
+
+@pytest.fixture(scope="module")
+def source(checkpoint):
+    return checkpoint("gemma3_text", vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def known(source):
+    """Of the reference; kernels' twins give the same tokens in float32."""
+    return Known(TorchExecutor(source, Known.LIMITS))
+
+
+@pytest.fixture
+def windowed(source, monkeypatch):
+    """An executor of a kind: "eager"; "kernels", whose prompts are FlashAttention's; or "rounds",
+    which begin from each other.
+    """
+
+    def build(kind="eager", of=None, **shape):
+        with monkeypatch.context() as patch:
+            limits = shaped(**shape)
+            if kind != "eager":
+                patch.setattr(model_runner, "kernels_for", lambda device: SLOW_TWINS)
+            if kind == "rounds":
+                on_tape(patch, warm=False)
+            prompts = "torch_native" if kind == "kernels" else "triton"
+            made = torch_executor(limits)(of or source, limits, prompts=prompts)
+            return with_captures(made, overlap=True) if kind == "rounds" else made
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("kind", "page", "drafts", "seed", "requests"),
+    [
+        ("eager", 16, True, 7, 5),
+        ("rounds", 16, False, 13, 5),
+        *(
+            pytest.param(*values, 10, marks=pytest.mark.slow)
+            for values in [
+                ("eager", 16, True, 2),
+                ("rounds", 1, True, 0),
+                ("rounds", 16, False, 1),
+                ("kernels", 16, True, 3),
+                ("rounds", 16, True, 2),
+                ("rounds", 1, False, 5),
+            ]
+        ),
+    ],
+)
+def test_any_schedule_meets_the_same_texts(windowed, known, kind, page, drafts, seed, requests):
+    """Of window pages there are too few for all sequences at once, and of pages too."""
+    executor = windowed(kind, page=page, tokens=304)
+    drafter = ErraticDrafter(known.following, VOCAB, seed) if drafts else None
+    engine = engine_on(executor, drafter, overlap=kind == "rounds")
+    Schedule(engine, executor, known, seed).run(requests)
+    assert engine.stats().preemptions > 0 or page == 1 or requests < 10
+    assert (engine.stats().acceptance_length > 1.05) == drafts
+    assert kind != "rounds" or drafts or engine.stats().carried > 4
+
+
+@pytest.mark.parametrize("kind", ["eager", "rounds"])
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_text_goes_on_where_its_window_is_still_there(windowed, known, kind, page):
+    executor = windowed(kind, page=page, tokens=1408)
+    engine, whole = engine_on(executor), 389 // page * page
+
+    def cached(prompt):
+        return answered(engine, executor, known, ask("r", prompt, 4))[0]
+
+    assert cached(BASE[:390]) == 0
+    assert cached(BASE[:390]) == whole, "its window was not needed by others"
+    assert cached(np.append(BASE[:48], BASE[300:320])) == 0, "far behind the window"
+    assert cached(np.append(BASE[:48], BASE[340:350])) == 48
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma4_text",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_oss", "exaone4", "mistral")),
+    ],
+)
+def test_layers_of_any_family(checkpoint, windowed, family):
+    """Shared keys and values, sinks, windows everywhere: the logits of a long text, bit for bit."""
+    changes = {"gemma4_text": {"vocab_size_per_layer_input": VOCAB}}.get(family, {})
+    changes |= {"sliding_window": 24} if family == "mistral" else {}
+    source = checkpoint(family, vocab_size=VOCAB, **changes)
+    kept = TorchExecutor(source, replace(shaped(), window=0, window_pages=0))
+    found = []
+    for executor in (kept, windowed(of=source)):
+        with Driver(executor) as driver:
+            driver.open(0, BASE[:200])
+            logits = []
+            while driver.sequences[0].kv_len < 200:
+                result = driver.step([Row(0, known=20)])
+                logits.append(result.logits(0, 0).numpy().copy())
+            found.append(np.stack(logits))
+    assert found[0].tobytes() == found[1].tobytes()
+
+
+def grown(executor, source, known, overlap):
+    """Texts of an engine whose rounds grow trees with the target itself as draft model, and its
+    statistics.
+    """
+    draft = WholeDraft("itself", source, equal_vocabulary(VOCAB, VOCAB))
+    model = TorchDecoderModel(executor.draft_target, draft)
+    executor.draft_with(model)
+    drafter = ModelDrafter(model, executor.limits, DraftShape(nodes=6, width=2, depth=3))
+    options = EngineOptions(overlap=overlap)
+    engine = Engine(executor, drafter, FixedPolicy(6, 3), TOKENIZER, NoGrammars(), options)
+    ear, asked = Ear(), [ask(str(n), BASE[n : 60 + 30 * n], 50, seed=n) for n in range(3)]
+    for request in asked:
+        engine.submit(request, ear)
+    finished(engine, executor)
+    assert [[ear.tokens(request.id)] for request in asked] == [known.texts(r) for r in asked]
+    return engine.stats()
+
+
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_rounds_that_grow_trees_accept_as_much(windowed, source, known, overlap):
+    """All draft tokens are right; the host knows only bounds of how many were accepted."""
+    executor = windowed("rounds", windows=3)
+    stats = grown(executor, source, known, overlap)
+    assert stats.acceptance_length > 3.2
+    assert (stats.carried > 10) == overlap
+
+
+def test_rounds_wait_where_bounds_are_far_apart(windowed, monkeypatch):
+    """A round that might need more window pages than are planned for a sequence does not begin."""
+    executor = windowed("rounds")
+    with Driver(executor) as driver:
+        driver.open(0, BASE[:30], Sampling(temperature=0.0))
+        driver.step([Row(0)])
+        driver.step([Row(0)])
+        plan, _ = driver.plan([Row(0)])
+        late = replace(plan, kv_len=plan.kv_len + 62, max_depth=np.array([3], np.int32))
+        assert executor.begin_after(executor.last, late, np.array([400], np.int32)) is None
+        before = executor.windows.of.copy()
+        assert (executor.windows.of == before).all()
+
+
+def test_what_was_given_back_is_never_read_or_written(windowed):
+    executor = windowed()
+    with Driver(executor) as driver:
+        driver.open(0, BASE[:390])
+        while driver.sequences[0].kv_len < 390:
+            driver.step([Row(0, known=20)])
+        sequence = driver.sequences[0]
+        early = np.array(sequence.pages[:4], np.int32)
+        assert executor.reusable_prefix_len(BASE[:64], pages=early) == 0
+        text = TokenText(BASE[:70])
+        with pytest.raises(EngineError, match="of a window was given back"):
+            executor.open(SlotInit(1, text, 70, Sampling(), cached=64, pages=early))
+        executor.windows.begin = lambda plan, trees: None  # As if nothing had been looked after.
+        sequence.kv_len = 64
+        with pytest.raises(EngineError, match="a page of a window that was given back"):
+            driver.step([Row(0, known=4)])
+
+
+def test_no_more_is_allocated_than_planned(source, windowed):
+    executor = windowed(tokens=2816)
+    near, far = executor.cache.near.parts, executor.cache.parts
+    held = sum(part.numbers.nbytes for part in (*near, *far))
+    limits = executor.limits
+    assert held == target_kv_shape(source.architecture, limits).bytes(limits, torch.float32)
+    assert held == executor.describe()["cache_bytes"]
+    everything = replace(limits, window=0, window_pages=0)
+    kept = TorchExecutor(source, everything).describe()["cache_bytes"]
+    assert held < kept / 2
