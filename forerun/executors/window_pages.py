@@ -24,7 +24,11 @@ class WindowPages:
 
         free  of no page
         held  by the sequences of one or several slots: they may still read it
-        idle  by none, but a text may continue behind it; the longest idle one is taken first
+        idle  by none, but a text may continue behind it
+
+    Texts continue where a prompt or a text ended and where texts part: the idle windows before such
+    places are taken last, the longest idle one first. What else lies in a long prompt is taken
+    before, or one prompt would take every window.
 
     A sequence holds those that its next step may read, and those that its last step wrote. An
     executor calls `begin` before every step, so that all that it reads and writes is there.
@@ -41,6 +45,12 @@ class WindowPages:
         self._holders = [0] * limits.window_pages
         # By slot: window pages by their number in the sequence, ascending.
         self._held: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        # By slot: numbers of the pages before the prompt's end, and before the place where its text
+        # parts from others.
+        self._ends: dict[int, range] = {}
+        self._parts: dict[int, range] = {}
+        # Those of such a place.
+        self._parting: set[int] = set()
         # By slot: number and pages of what was read last.
         self._seen: dict[int, tuple[int, bytes]] = {}
         # By slot: the least positions that are permanent, or will be behind the last step.
@@ -60,15 +70,20 @@ class WindowPages:
         page was given back.
         """
         self.close(slot_init.slot)
+        prompt, parts = slot_init.prompt_len, slot_init.shared
+        # The same prompt again runs its last token.
+        self._ends[slot_init.slot] = range(self._first(prompt - 1), prompt // self._size)
+        parts = parts if parts > slot_init.cached else 0
+        self._parts[slot_init.slot] = range(self._first(parts), parts // self._size)
         if len(slot_init.pages):
             self.read(slot_init.slot, slot_init.pages, slot_init.cached)
 
     def close(self, slot: int) -> None:
         """Give back what a slot's sequence holds."""
-        self._lengths.pop(slot, None)
-        self._seen.pop(slot, None)
+        for by_slot in (self._lengths, self._seen, self._ends, self._parts):
+            by_slot.pop(slot, None)
         for page in self._held.pop(slot, {}).values():
-            self._drop(page)
+            self._drop(page, kept=True)
 
     def begin(self, plan: Plan, trees: TreeBatch) -> None:
         """Hold what the rows of a step read, and take pages for what they write. Raises EngineError
@@ -127,14 +142,19 @@ class WindowPages:
         self._leave(slot, length)
 
     def _first(self, length: int) -> int:
-        """Return the number of the first page that is read behind `length` positions."""
-        return max(length - self._window, 0) // self._size
+        """Return the number of the first page that is read behind `length` positions, or by another
+        text that continues behind the whole pages that they fill.
+        """
+        return max(length // self._size * self._size - self._window, 0) // self._size
 
     def _leave(self, slot: int, length: int) -> None:
         """Give back what a slot's sequence no longer reads behind `length` positions."""
         held, first = self._held[slot], self._first(length)
         while held and (number := next(iter(held))) < first:
-            self._drop(held.pop(number))
+            page = held.pop(number)
+            if number in self._parts.get(slot, ()):
+                self._parting.add(page)
+            self._drop(page, page in self._parting or number in self._ends.get(slot, ()))
 
     def _known(self, page: int, own: int | None) -> int:
         """Return the held window page of a page whose content is read. own: the sequence's, if the
@@ -150,7 +170,7 @@ class WindowPages:
         self._idle.pop(found, None)
         if own is not None:
             self._unlink(own)
-            self._drop(own)
+            self._drop(own, kept=False)
         return found
 
     def _write(self, slot: int, pages: Ints, length: int, end: int) -> None:
@@ -174,8 +194,8 @@ class WindowPages:
         self._holders[taken] = 1
         return taken
 
-    def _drop(self, held: int) -> None:
-        """Hold a window page once less."""
+    def _drop(self, held: int, kept: bool) -> None:
+        """Hold a window page once less; kept: another text may continue behind it."""
         self._holders[held] -= 1
         if self._holders[held]:
             return
@@ -183,6 +203,7 @@ class WindowPages:
             self._free.append(held)
         else:
             self._idle[held] = None
+            self._idle.move_to_end(held, last=kept)
 
     def _link(self, page: int, held: int) -> None:
         """Make `held` the window page of a page, and of no other."""
@@ -198,6 +219,7 @@ class WindowPages:
         self.of[page], self._page[held] = held, page
 
     def _unlink(self, found: int) -> None:
+        self._parting.discard(found)
         if (page := self._page[found]) >= 0:
             self.of[page] = self._page[found] = -1
 

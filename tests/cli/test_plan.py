@@ -120,7 +120,7 @@ def test_windows_take_what_they_see(capsys, tmp_path):
     assert kept["cache_tokens"] == 32768 and kept["window_bytes"] == 0
     assert kept["cache_bytes"] == 32768 * (whole + near) == 603_979_776
     each = -(-(513 + 64) // 16) + 3
-    for sequences, windows in ((1, 4 * each), (5, 5 * each), (64, 1024)):
+    for sequences, windows in ((1, 8 * each), (9, 9 * each), (64, 1024)):
         found = planned(capsys, *words, "--max-sequences", str(sequences))
         assert found["cache_tokens"] == 32768 and found["context"] == 32768
         assert found["window_bytes"] == (windows + 32) * 16 * near
@@ -128,7 +128,7 @@ def test_windows_take_what_they_see(capsys, tmp_path):
         assert found["cache_bytes_per_1k_tokens"] == 1000 * whole
     assert main(["plan", *words, "--max-sequences", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "47.2 MB of the cache, for the last 513 tokens of each sequence" in said
+    assert "86.5 MB of the cache, for the last 513 tokens of each sequence" in said
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -139,7 +139,7 @@ def test_windows_take_as_much_in_torch(capsys, tmp_path, device):
     words += ["--device", device, "--dtype", "float32", "--max-sequences", "4"]
     words += ["--kv-tokens", "32768", "--chunked-prefill-size", "512"]
     near, each = 15 * 2 * 256 * 4, -(-(513 + 64) // 16) + 3
-    assert planned(capsys, *words)["window_bytes"] == (4 * each + 32) * 16 * near
+    assert planned(capsys, *words)["window_bytes"] == (8 * each + 32) * 16 * near
     jax = [*words, "--executor", "jax", "--device", "cpu"]
     for others in ([*words, "--tp-size", "2"], [*words, "--kv-store", str(tmp_path / "kv")], jax):
         assert planned(capsys, *others)["window_bytes"] == 0
