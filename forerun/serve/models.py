@@ -308,7 +308,8 @@ class Models:
                 continue
             if not idle:
                 names = ", ".join(one.source.name for one in loaded)
-                why = f"which takes about {entry.needed / 1e9:.1f} GB of {free / 1e9:.1f} that are free"
+                wanted, left = f"{entry.needed / 1e9:.1f}", f"{free / 1e9:.1f}"
+                why = f"which takes about {wanted} GB of {left} that are free"
                 if not few:
                     why = f"since {most} models may be loaded (max-loaded-models)"
                 raise unavailable(
