@@ -128,6 +128,17 @@ def test_settings_reach_the_server(page):
     assert "temperature" not in body, "what is left empty is the server's choice"
 
 
+def test_an_answer_says_how_full_the_context_is(page):
+    page.options(max_tokens="4")
+    page.open()
+    for turn, text in enumerate(("Hi", "x " * 1100), start=1):
+        page.ask(text)
+        page.answered(turn)
+    facts = page.locator(".message.assistant .facts")
+    assert "context" not in facts.nth(0).inner_text()
+    assert "context 5" in facts.nth(1).inner_text() and "% full" in facts.nth(1).inner_text()
+
+
 def test_a_refused_request_shows_the_servers_own_sentence(page):
     page.options(max_tokens="99999999")
     page.open().ask("Hi")

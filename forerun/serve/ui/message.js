@@ -1,9 +1,13 @@
 /** One message of a conversation on the page. */
 
+import { connection } from "./api.js";
 import { copy, h, icon, iconButton, number, duration } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 
 const WHO = { user: "You", assistant: "Model", tool: "Tool result" };
+
+const CROWDED = 0.5;
+/** The part of the context from which on an answer says how full it is. */
 
 const ANSWER = ["content", "reasoning", "tool_calls", "finish", "usage", "seconds", "speculation", "problem", "stopped", "failed"];
 /** What differs between the variants of an answer. */
@@ -136,6 +140,8 @@ export class MessageView {
     const length = speculation?.mean_acceptance_length;
     if (length) facts.push(`${number(length)} tokens a step`);
     if (finish === "length") facts.push("ended at the token limit");
+    const full = usage && connection.model?.context ? (usage.prompt_tokens + usage.completion_tokens) / connection.model.context : 0;
+    if (full >= CROWDED) facts.push(`context ${Math.round(100 * full)} % full`);
     return h("p.facts", { text: facts.join(" · ") });
   }
 
