@@ -38,9 +38,9 @@ PLATFORMS = [f"manylinux_2_{minor}_aarch64" for minor in (34, 31, 28, 17)]
 PLATFORMS += ["manylinux2014_aarch64"]
 
 
-def run(*command: str | Path, **variables: str) -> None:
-    """Run a command in the checkout; its failure ends this program."""
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=False)
+def run(*command: str | Path, cwd: Path = ROOT) -> None:
+    """Run a command, in the checkout unless elsewhere; its failure ends this program."""
+    done = subprocess.run(command, cwd=cwd, check=False)
     if done.returncode:
         sys.exit(done.returncode)
 
@@ -133,7 +133,8 @@ def answer_from_the_wheel(python: Path, tree: Path) -> None:
         sys.exit("no wheel for aarch64 was built")
     zipfile.ZipFile(wheel).extractall(installed)
     command = launcher("installed-python", installed)
-    run(command, "-m", "forerun", "run", "smollm2-135m", "Say hello", "--max-tokens", "6")
+    asked = ("run", "smollm2-135m", "Say hello", "--max-tokens", "6", "--executor", "cpu")
+    run(command, "-m", "forerun", *asked, cwd=installed)  # Not the checkout's package.
 
 
 def main() -> int:
