@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -78,6 +77,7 @@ GOLDEN = {
 
 
 TWO = ("toy", "other")
+HELD = ("running", "waiting", "pages_held")
 
 _numbers = itertools.count()
 
@@ -130,13 +130,12 @@ class Real(Server):
         return {name: self.answer(name) for name in self.requests}
 
     def load(self):
-        """What all engines hold, by their own account."""
+        """What the engines of all loaded models hold together, by their own account."""
         about = [{"model": model} for model in self.models] or [{}]
         asked = [self.http.get("/server_info", params=one).json() for one in about]
-        total = Counter()
-        for one in asked:
-            total.update(one["stats"]["load"])
-        return total
+        loads = [one["stats"]["load"] for one in asked if "stats" in one]
+        assert len(loads) == len(asked) or self.models, asked
+        return {name: sum(load[name] for load in loads) for name in HELD}
 
     def resident(self) -> int:
         """Bytes of memory that are its own."""

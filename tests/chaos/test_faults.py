@@ -223,6 +223,29 @@ def test_an_engine_is_killed_beside_another_model(tmp_path):
         assert wait_for(lambda: not server.held())
 
 
+def test_two_models_of_which_one_fits(tmp_path):
+    """Each request for one lets the other go, if that does not answer; engines are killed."""
+    flags = ("--max-loaded-models", "1", "--unload-after", "2")
+    with forerun_serve(tmp_path, *flags, models=2) as server:
+        server.golden = server.answers()
+        assert all(status == 200 for status, _ in server.golden.values()), server.golden
+        with Load(server, clients=3) as load:
+            for turn in range(8 if not NIGHTLY else 80):
+                before = load.done - len(load.refused)
+                assert wait_for(lambda b=before: load.done - len(load.refused) >= b + 12), turn
+                pids = server.http.get("/health").json()["engine_pids"]
+                assert len(pids) <= 1
+                if turn % 2:
+                    for pid in filter(None, pids.values()):
+                        os.kill(pid, signal.SIGKILL)
+        assert not load.wrong and not load.broken, (load.wrong, load.broken)
+        assert {error["code"] for _, _, error in load.refused} <= {"no_room", "engine_stopped"}
+        assert server.answers() == server.golden
+        assert wait_for(lambda: not server.held())
+        assert wait_for(lambda: not server.children("engine", helpers=False)), "none is let go"
+        assert "Traceback" not in server.logged()
+
+
 @pytest.mark.model
 def test_the_default_model_survives_the_same(tmp_path):
     names = ("greedy", "chat", "regex")
