@@ -1,6 +1,7 @@
 """The machine's properties: cores, instruction sets, memory. Reads files, starts nothing."""
 
 import ctypes
+import gc
 import os
 import platform
 import sys
@@ -68,10 +69,14 @@ def _memory_total() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def trim_memory() -> None:
+def trim_memory(cycles: bool = False) -> None:
     """Return freed memory to the system, as far as the C library keeps it (glibc only): loading
     leaves hundreds of megabytes behind.
+
+    cycles  free what only refers to itself, too: all threads wait for that
     """
+    if cycles:
+        gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

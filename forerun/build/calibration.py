@@ -5,6 +5,7 @@ compiling what steps run.
 from collections.abc import Callable
 from dataclasses import replace
 from math import log
+from random import Random
 from statistics import median
 from time import perf_counter
 
@@ -74,6 +75,7 @@ def measure_costs(executor: Executor) -> StepCosts:
     times = _time_interleaved(executor, possible)
     most = max(times)
     attend_ms = _attention_ms(executor, min(times[most]) / most)
+    executor.release_scratch()
     return StepCosts(tuple(sorted(times)), estimated_ms(times), attend_ms=attend_ms)
 
 
@@ -123,7 +125,7 @@ def smoothed(counts: list[int], ms: list[float]) -> list[float]:
 
 def _time_interleaved(executor: Executor, possible: list[int]) -> dict[int, list[float]]:
     """Time steps, and return their seconds by number of nodes, for at least two of `possible`."""
-    random, times = np.random.default_rng(0), dict[int, list[float]]()
+    random, times = Random(0), dict[int, list[float]]()  # noqa: S311
     for _ in range(REPEATS):
         for nodes in possible:
             step = _steps(executor.limits, nodes, random)
@@ -247,13 +249,13 @@ class _Step:
         self.drafts = [Draft(chain, parents, scores) for chain in chains]
 
 
-def _steps(limits: ExecutorLimits, nodes: int, random: np.random.Generator) -> _Step:
+def _steps(limits: ExecutorLimits, nodes: int, random: Random) -> _Step:
     """Return a step of `nodes` nodes without context: one row up to PER_ROW nodes, then more rows.
     Tokens are drawn from the whole vocabulary: a sparse model's experts depend on them.
     """
     rows = -(-nodes // PER_ROW)
-    tokens = random.integers(0, limits.vocab, (rows, nodes // rows), np.int32)
-    return _Step(limits, tokens, nodes // rows - 1)
+    drawn = random.choices(range(limits.vocab), k=nodes // rows * rows)
+    return _Step(limits, np.array(drawn, np.int32).reshape(rows, -1), nodes // rows - 1)
 
 
 def _time_step(executor: Executor, step: _Step) -> float:
@@ -320,7 +322,7 @@ def _times_within(executor: Executor, most: int) -> tuple[tuple[float, float] | 
     one level, and for each further level of `most`; None if steps do not draft by themselves.
     Also returns the last step's outcome.
     """
-    step, fastest = _steps(executor.limits, 2, np.random.default_rng(0)), {}
+    step, fastest = _steps(executor.limits, 2, Random(0)), {}  # noqa: S311
     for levels in dict.fromkeys((1, 0, most)):
         request = OnDeviceDraftSpec(step.plan.slots, width=1, levels=levels) if levels else None
         taken = []

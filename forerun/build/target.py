@@ -22,6 +22,7 @@ from forerun.build.registry import EXECUTORS, check_offered, choose_executor, dr
 from forerun.build.token_map import with_token_map
 from forerun.checkpoints.adapter import LoraAdapter, read_adapter
 from forerun.checkpoints.folder import INDEXERS
+from forerun.checkpoints.mapped import release_files
 from forerun.checkpoints.pooling import EmbeddingRule, embedding_rule
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler, open_compiler
@@ -292,7 +293,8 @@ def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
     model = open_model(config.model, revision=config.revision)
     model.tokenizer.warm_up()
     chat = _chat(template_source(config, model.chat_template), model.tokenizer)
-    trim_memory()
+    release_files()
+    trim_memory(cycles=True)
     return model.tokenizer, chat and chat.warmed_up()
 
 

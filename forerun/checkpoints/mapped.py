@@ -4,6 +4,7 @@ import math
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,7 +149,19 @@ def mapped(path: Path) -> NDArray[np.uint8]:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {reason_of(error)}") from error
+    _mappings.add(mapping)
     return np.frombuffer(mapping, np.uint8)
+
+
+_mappings = WeakSet[mmap.mmap]()
+
+
+def release_files() -> None:
+    """Give the memory of all mapped files back to the system, as `release` does: for the moment
+    when a model is loaded.
+    """
+    for mapping in [*_mappings] if hasattr(mmap, "MADV_DONTNEED") else ():
+        mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def release(rows: NDArray[np.uint8]) -> None:

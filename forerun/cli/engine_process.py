@@ -8,6 +8,7 @@ import sys
 
 from forerun.build.engine import Loaded, load
 from forerun.build.executor_entry import Progress
+from forerun.checkpoints.mapped import release_files
 from forerun.cli.console import both, lines, load_with_progress, plain_warnings
 from forerun.cli.main import explained
 from forerun.cli.start_log import model_facts
@@ -45,7 +46,8 @@ def load_started(start: Start, progress: Progress) -> tuple[Loaded, dict[str, st
     configure_logs(options["level"], options["format"])
     quiet = logging.getLogger().level > logging.INFO
     loaded = load_served(start.config, quiet or options["format"] == "json", progress)
-    trim_memory()
+    release_files()
+    trim_memory(cycles=True)
     return loaded, model_facts(loaded)
 
 

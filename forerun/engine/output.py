@@ -212,7 +212,9 @@ class OutputProcessor:
         for sequence, tokens in rows:
             sequence.reported += len(tokens)
             self._metrics.output_tokens += len(tokens)
-            text = b"".join([pieces[token] for token in tokens]).decode()
+            text = b"".join(
+                [pieces.joined[slice(*pieces.starts[token : token + 2])] for token in tokens]
+            ).decode()
             delta = Delta(sequence.request.id, sequence.index, text, tuple(tokens))
             deltas.append((sequence, delta))
         self._send(deltas)

@@ -245,6 +245,12 @@ class Executor(Protocol):
         """
         return
 
+    def release_scratch(self) -> None:
+        """Free buffers that have grown with the largest step so far: between steps, once start-up
+        has timed larger ones than most requests need.
+        """
+        return
+
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
         """Run these adapters beside the weights, for slots that name them by their place
         (`SlotInit.adapter`). Once, before the first slot is opened. Raises ConfigError if it

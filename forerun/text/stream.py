@@ -64,7 +64,11 @@ class TextStream:
         if token in self._skipped:
             return Piece("")
         # The target may have padded its vocabulary.
-        piece = self._pieces[token] if token < len(self._pieces) else b""
+        piece = (
+            self._pieces.joined[slice(*self._pieces.starts[token : token + 2])]
+            if token < self._tokenizer.vocab_size
+            else b""
+        )
         if piece and not self._begun:
             self._begun = True
             piece = self._tokenizer.without_lead(piece)

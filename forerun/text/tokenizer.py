@@ -21,7 +21,7 @@ from forerun.errors import ModelError, RequestError
 from forerun.text.encoders import Encoders, built, check_parts
 from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import UNKNOWN, LengthBound, length_bound
-from forerun.text.pieces import Pieces, pieces_of
+from forerun.text.pieces import Pieces, PieceTable, pieces_of
 from forerun.text.tokenizer_limits import (
     check_limits,
     prefix_of,
@@ -115,7 +115,9 @@ class Tokenizer:
         """
         self.added = {token.text: token for token in added}
         self.special_ids = frozenset(token.id for token in self.added.values() if token.control)
-        self.vocab_size = len(pieces.bytes)
+        table = pieces.table
+        self.pieces = table if isinstance(table, PieceTable) else PieceTable(table)
+        self.vocab_size = len(table)
         self.eos_ids = ends.eos_ids
         self.bos_id = ends.bos_id
         self.suffix = ends.suffix
@@ -124,7 +126,6 @@ class Tokenizer:
         self._plain = plain
         self._within = within or (lambda text: plain(text, False))
         self._bound = bound
-        self.pieces = pieces.bytes
         self._prefix = ends.prefix
         outside = [id for id in self.eos_ids if not 0 <= id < self.vocab_size]
         if outside:
@@ -249,7 +250,7 @@ class Tokenizer:
         ends = TextEnds(eos_ids, bos_id, *around, named)
         texts = [token.text for token in added]
         parts = {name: value for name, value in spec.items() if name != "model"}
-        bound = cache(lambda: length_bound(parts, pieces.bytes, texts))
+        bound = cache(lambda: length_bound(parts, pieces.table, texts))
         return cls(codec, pieces, added, ends, whole, bound, codec.within)
 
     def save(self, path: Path) -> None:

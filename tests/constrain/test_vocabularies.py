@@ -140,6 +140,28 @@ def test_what_is_forced_alone_writes_the_text(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_longest_tokens_are_found_as_in_a_dictionary(name):
+    """Of tokens and what is cut out of them, beside one another; of twins the last counts."""
+    skip_unless_here(name)
+    known, random = longest(name), np.random.default_rng(0)
+    special = set(known.special_token_ids)
+    ids = {piece: id for id, piece in enumerate(known.tokens) if piece and id not in special}
+    most = max(map(len, ids))
+    for _ in range(100):
+        drawn = [known.tokens[id] for id in random.integers(0, len(known.tokens), 3)]
+        data = b"".join(piece[random.integers(2) :] for piece in drawn) + b"\xff"
+        expected, at = [], 0
+        while at < len(data):
+            ends = range(min(len(data), at + most), at, -1)
+            end = next((end for end in ends if data[at:end] in ids), None)
+            if end is None:
+                break
+            expected.append(ids[data[at:end]])
+            at = end
+        assert known.longest(data) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_forced_texts_are_spelled_exactly(name):
     """A space is put before no text that goes on, half a character is no other character."""
     skip_unless_here(name)

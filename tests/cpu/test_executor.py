@@ -52,6 +52,18 @@ def test_it_tells_how_far_its_weights_are(tmp_path):
     assert {total for *_, total in told} == {done[-1]} and 0.9 * weights < done[-1] <= weights
 
 
+def test_no_logits_are_held_when_start_up_is_over(tmp_path):
+    """Those of 64 nodes were, which it times; a step makes room for its own."""
+    folder = tiny.save_folder(tiny.model("llama"), tmp_path)
+    config = EngineConfig(model=str(folder), kv_tokens=512, policy="adaptive", threads=1)
+    with closing(open_target(config)) as target:
+        assert target.costs is not None and not target.executor._logits.size
+        with Driver(target.executor) as driver:
+            driver.open(0, [1, 2, 3])
+            assert driver.step([Row(0)]).emitted(0)
+        assert len(target.executor._logits) == 3
+
+
 def test_models_it_cannot_run(checkpoint, executor):
     with pytest.raises(ModelError, match="multiple of 8, not 20"):
         executor(checkpoint("llama", None, num_attention_heads=4, head_dim=20))

@@ -20,7 +20,7 @@ from forerun.errors import ModelError, RequestError
 from forerun.text import encoders
 from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import length_bound
-from forerun.text.pieces import byte_alphabet
+from forerun.text.pieces import PieceTable, byte_alphabet
 from forerun.text.pre_tokenizers import PRE_TOKENIZERS
 from forerun.text.tokenizer import Tokenizer, as_ids, as_numbers
 from tests.text.corpus import (
@@ -493,6 +493,17 @@ def bounded(kind: str) -> Tokenizer:
 def test_no_text_has_fewer_tokens_than_told_unencoded(text, kind, specials):
     ours = bounded(kind)
     assert ours.least_tokens(text) <= len(ours.encode(text, specials=specials))
+
+
+def test_pieces_are_a_sequence():
+    pieces = [b"a", b"", b"\xff\x00", b"bc"]
+    table = PieceTable(pieces)
+    assert [*table] == pieces and len(table) == 4 and table.index(b"bc") == 3
+    assert table[1:3] == pieces[1:3] and table[-1] == b"bc" and table[::-2] == pieces[::-2]
+    for id in (4, -5):
+        with pytest.raises(IndexError):
+            table[id]
+    assert not len(PieceTable([]))
 
 
 @pytest.mark.parametrize("kind", [*PRES, "sentence piece", "bytes"])

@@ -1,6 +1,6 @@
 """Grammars matched by llguidance."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from threading import Lock
 from time import sleep
@@ -16,6 +16,9 @@ from forerun.constrain.matcher.limits import CALL_LIMITS, LIMITS
 from forerun.constrain.matcher.slashes import Slashes
 from forerun.constrain.schema.paths import locate
 from forerun.constrain.schema.patterns import assertion
+from forerun.machine import trim_memory
+from forerun.text.pieces import PieceTable
+from forerun.types import AnyArray, Ints
 
 LONG = 256
 """Characters of a forced text that are made into tokens at once; the last quarter is dropped
@@ -184,6 +187,9 @@ class Guidance:
         whole = llguidance.LLTokenizer(known, eos_token=list(self._tokenizer.eos_ids), slices=[])
         sleep(_STEP)
         vocabulary = whole.with_slices(SLICES)
+        del whole
+        known.tokens = PieceTable(known.tokens)
+        trim_memory()
         sleep(_STEP)
         return vocabulary, known
 
@@ -221,17 +227,36 @@ class _Vocabulary:
     def __init__(self, tokenizer: Vocabulary) -> None:
         self.eos_token_id = tokenizer.eos_ids[0]
         self.bos_token_id = tokenizer.bos_id
-        self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
+        self.tokens: Sequence[bytes] = [
+            tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)
+        ]
         # A plain token that ends the text, as a line break, is none within it.
         self.special_token_ids = sorted(tokenizer.special_ids.union(tokenizer.eos_ids))
         self._encode, self._ends = tokenizer.encode_within, frozenset(tokenizer.eos_ids)
 
     @cached_property
-    def _spelled(self) -> tuple[dict[bytes, int], int]:
-        """Ids by their bytes, without control tokens, and the length of the longest."""
-        special = set(self.special_token_ids)
-        ids = {piece: id for id, piece in enumerate(self.tokens) if piece and id not in special}
-        return ids, max(map(len, ids), default=0)
+    def _spelled(self) -> tuple[AnyArray, Ints, int]:
+        """Ascending hashes int64[n] of the bytes of ids that are no control tokens, the ids
+        int32[n], and the length of the longest: a dictionary of 262,144 takes 40 MB more.
+        """
+        special, longest = set(self.special_token_ids), max(map(len, self.tokens), default=0)
+        pieces = enumerate(self.tokens)
+        ids = np.fromiter((id for id, piece in pieces if piece and id not in special), np.int32)
+        hashes = np.fromiter((hash(self.tokens[id]) for id in ids), np.int64, len(ids))
+        order = np.argsort(hashes, kind="stable")
+        return hashes[order], ids[order], longest
+
+    def _longest_at(self, data: bytes, at: int) -> int | None:
+        """Return the id of the longest token that `data` has at a place; None if it has none. Of
+        twins the last.
+        """
+        hashes, ids, most = self._spelled
+        texts = [data[at:end] for end in range(min(len(data), at + most), at, -1)]
+        places = np.searchsorted(hashes, [*map(hash, texts)], side="right") - 1
+        for text, place in zip(texts, places.tolist(), strict=True):
+            if place >= 0 and hashes[place] == hash(text) and self.tokens[ids[place]] == text:
+                return int(ids[place])
+        return None
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Return ids of a forced text, with exactly its bytes; of a long one its beginning: it is
@@ -259,14 +284,8 @@ class _Vocabulary:
         text that the tokenizer would write otherwise (it normalizes, or the bytes are no
         characters).
         """
-        spelled, most = self._spelled
-        ids: list[int] = []
-        at = 0
-        while at < len(data):
-            ends = range(min(len(data), at + most), at, -1)
-            end = next((end for end in ends if data[at:end] in spelled), None)
-            if end is None:
-                break
-            ids.append(spelled[data[at:end]])
-            at = end
+        ids, at = list[int](), 0
+        while at < len(data) and (found := self._longest_at(data, at)) is not None:
+            ids.append(found)
+            at += len(self.tokens[found])
         return ids
