@@ -75,7 +75,7 @@ def tokenizer_json(metadata: Mapping[str, Any], merges: bool = True) -> GgufToke
     Raises ModelError that names the key where one is missing, wrong or of an unknown kind.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    tokens = [*_strings(metadata, "tokenizer.ggml.tokens")]
     types: Sequence[int] = list(metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise ModelError(
@@ -304,8 +304,8 @@ def _id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
     return int(value)
 
 
-def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+def _strings(metadata: Mapping[str, Any], key: str) -> Sequence[str]:
     values = metadata.get(key)
     if not isinstance(values, Sequence) or set(map(type, values)) - {str}:
         raise ModelError(f"{key} is missing or is not a list of strings")
-    return list(values)
+    return values

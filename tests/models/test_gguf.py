@@ -8,6 +8,7 @@ import torch
 from gguf.quants import dequantize, quantize
 
 from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.gguf import header
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.checkpoints.gguf.header import read_header
 from forerun.checkpoints.mapped import release, release_files
@@ -73,6 +74,22 @@ def test_vocabulary_is_read_again_from_a_file_that_is_deleted(tmp_path):
     (tmp_path / "x.gguf").unlink()
     assert checkpoint.metadata.keys() < known.keys()
     assert checkpoint.whole_metadata() == known
+
+
+def test_long_vocabularies_stay_in_the_file(tmp_path, monkeypatch):
+    path = tiny.write_gguf(tiny.model("llama"), tmp_path / "x.gguf")
+    expected = GgufCheckpoint(path).metadata["tokenizer.ggml.tokens"]
+    monkeypatch.setattr(header, "_LONG", 8)
+    tokens = GgufCheckpoint(path).metadata["tokenizer.ggml.tokens"]
+    assert isinstance(expected, list) and isinstance(tokens, header.StoredStrings)
+    assert [*tokens] == expected and tokens[3:9:2] == expected[3:9:2] and tokens[-1] == expected[-1]
+    with pytest.raises(IndexError):
+        tokens[len(expected)]
+    data = bytearray(path.read_bytes())
+    data[data.index(expected[5].encode(), data.index(b"tokenizer.ggml.tokens"))] = 0xFF
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match="damaged GGUF header"):
+        GgufCheckpoint(path)
 
 
 def test_rows_that_were_given_back_are_read_again(tmp_path):

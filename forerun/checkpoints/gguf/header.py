@@ -6,8 +6,11 @@ time nor memory. Tensor data is mapped, never read here.
 """
 
 import struct
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +28,7 @@ from forerun.errors import ModelError
 DRAFT_IDS = "d2t"
 """The only tensor that may hold whole numbers: a draft's offsets to target ids."""
 
-Value = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
+Value = bool | int | float | str | Sequence[str] | list[int] | list[float] | list[bool]
 """A metadata value."""
 
 _SCALARS: dict[int, str] = {
@@ -48,6 +51,8 @@ _LENGTH = struct.Struct("<Q")
 _MOST_KEYS = 4096
 _MOST_TENSORS = 16384
 _MOST_ITEMS = 1_000_000
+_LONG = 4096
+"""Strings of an array that are read at once."""
 _MOST_TEXT = 64 << 20
 _MOST_NAME = 256
 _MOST_ALIGNMENT = 1 << 16
@@ -103,6 +108,33 @@ def declared(path: Path, key: str) -> Value | None:
     except (struct.error, UnicodeDecodeError, UnsupportedError, ModelError) as error:
         raise ModelError(f"{path}: {error}") from error
     return None
+
+
+class StoredStrings(Sequence[str]):
+    """The strings of a long array, decoded when they are read: as objects of their own the words
+    and merges of a vocabulary would leave holes in the memory of whatever comes behind them.
+
+    begins  where each string begins in `view`, and 8 bytes behind the end of the last: before each
+            is its length
+    """
+
+    def __init__(self, view: memoryview, begins: "array[int]") -> None:
+        self._view, self._begins = view, begins
+
+    def __len__(self) -> int:
+        """Return the number of strings."""
+        return len(self._begins) - 1
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        """Return a string, or some. Raises IndexError for a place that is not there."""
+        places = range(len(self))[place]
+        if isinstance(places, range):
+            return [self[one] for one in places]
+        return str(self._view[self._begins[places] : self._begins[places + 1] - 8], "utf-8")
 
 
 class _Cursor:
@@ -181,20 +213,23 @@ class _Cursor:
         numbers: list[int] | list[float] | list[bool] = np.frombuffer(raw, _SCALARS[kind]).tolist()
         return numbers
 
-    def _strings(self, count: int) -> list[str]:
+    def _strings(self, count: int) -> Sequence[str]:
         """Read `count` strings; `string` in a tight loop, for vocabularies are long."""
-        texts, view, at, length = [], self._view, self.at, _LENGTH.unpack_from
+        begins, view, at, length = array("Q"), self._view, self.at, _LENGTH.unpack_from
         end = min(len(view), at + 8 * count + self._text_left)
         for _ in range(count):
             (size,) = length(view, at)
             at += 8
             if size > end - at:
                 raise ModelError(f"a string of {size} bytes at byte {at} is too long")
-            texts.append(str(view[at : at + size], "utf-8"))
+            str(view[at : at + size], "utf-8")
+            begins.append(at)
             at += size
         self._text_left -= at - self.at - 8 * count
         self.at = at
-        return texts
+        begins.append(at + 8)
+        texts = StoredStrings(view, begins)
+        return texts if count > _LONG else [*texts]
 
     def _need(self, size: int) -> None:
         if size > self.left:
