@@ -26,8 +26,13 @@ from forerun.options.config import ServeSettings
 from forerun.serve.answers.service import Served, Service, Start
 from forerun.serve.bodies.fields import text
 from forerun.serve.bodies.wire import Bodies, Received, parse_json
-from forerun.serve.http.errors import ApiError, api_error, unavailable, unknown_model
-from forerun.serve.http.in_flight import InFlight
+from forerun.serve.http.errors import (
+    ApiError,
+    api_error,
+    shutting_down,
+    unavailable,
+    unknown_model,
+)
 from forerun.serve.http.tasks import begun
 from forerun.serve.http.workers import Workers
 from forerun.serve.observe.metrics import Metrics
@@ -134,7 +139,6 @@ class Models:
     entries: dict[str, Entry] = field(default_factory=dict)
     _names: dict[str, Entry] = field(default_factory=dict)
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _parsing: InFlight = field(default_factory=InFlight)
     _bodies: Bodies = field(init=False)
     _workers: Workers = field(init=False)
     _watcher: "asyncio.Task[None] | None" = None
@@ -155,7 +159,7 @@ class Models:
         only looks (GET, `?model=NAME`) loads nothing, and keeps nothing loaded.
         """
         if self.draining:
-            raise unavailable("The server is shutting down.", "shutting_down")
+            raise shutting_down()
         if not self.known(scope):
             raise HTTPException(404)
         if scope["method"] in ("GET", "HEAD"):
@@ -168,7 +172,7 @@ class Models:
         request = Request(scope, receive)
         received = await self._received(request)
         if self.draining:  # It may have begun to while the body came.
-            raise unavailable("The server is shutting down.", "shutting_down")
+            raise shutting_down()
         asked = received.value if isinstance(received.value, dict) else {}
         entry = self.named(asked.get("model") or asked.get("name"))
         keep = self._kept(asked["keep_alive"]) if "keep_alive" in asked else None
@@ -217,8 +221,7 @@ class Models:
         """Let no request in any more and wait for those that run. True if all ended."""
         self.draining = True
         loaded = [entry.service for entry in self.entries.values() if entry.app is not None]
-        waits = [one.drain(seconds) for one in (self._parsing, *loaded)]
-        return all(await asyncio.gather(*waits))
+        return all(await asyncio.gather(*(service.drain(seconds) for service in loaded)))
 
     async def close(self) -> None:
         """Let all models go, whatever they do, and take no more requests."""
@@ -247,7 +250,7 @@ class Models:
         loading = entry.loading
         await asyncio.wait([loading])
         if loading.cancelled():
-            raise unavailable("The server is shutting down.", "shutting_down")
+            raise shutting_down()
         loading.result()
 
     async def _load(self, entry: Entry) -> None:
@@ -352,8 +355,7 @@ class Models:
         sent = length != "0" or "transfer-encoding" in request.headers
         data = await self._bodies.receive(request) if sent else b""
         try:
-            with self._parsing.busy():
-                value = await self._workers.run(len(data), parse_json, data)
+            value = await self._workers.run(len(data), parse_json, data)
         except ApiError as fault:
             if data:
                 raise

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from forerun.serve.answers.answering import Json
 from forerun.serve.dialects.ollama import models as ollama
-from forerun.serve.http.errors import unavailable
+from forerun.serve.http.errors import shutting_down
 from forerun.serve.models import Entry, Models
 from forerun.serve.routes import card, version
 
@@ -56,7 +56,7 @@ async def health(request: Request) -> Response:
     """GET /health: 200 while requests are let in, whatever became of single models."""
     every = _of(request)
     if every.draining:
-        raise unavailable("The server is shutting down.", "shutting_down")
+        raise shutting_down()
     states = {name: one.state for name, one in every.entries.items()}
     faults = {name: one.fault for name, one in every.entries.items() if one.fault}
     loaded = [one for one in every.entries.values() if one.served is not None]

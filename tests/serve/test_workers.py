@@ -16,7 +16,7 @@ from forerun.serve.app import create_app
 from forerun.serve.bodies import wire
 from forerun.serve.bodies.wire import dump_json, parse_json
 from forerun.serve.http.errors import ApiError
-from forerun.serve.http.workers import HUGE, LARGE, LARGE_AT_ONCE, Workers
+from forerun.serve.http.workers import HUGE, LARGE, LARGE_AT_ONCE, SMALL_AT_ONCE, Workers
 from forerun.text import json_text
 from forerun.text.json_text import MOST_CONTAINERS
 from forerun.text.rendering import is_large
@@ -217,3 +217,29 @@ def test_answers_with_many_log_probabilities_are_made_beside_the_event_loop(
     answer = client.post("/v1/completions", json=asked)
     assert answer.status_code == 200
     assert ("forerun-large" in threads) is beside
+
+
+@pytest.mark.parametrize("size", [1, LARGE + 1, HUGE + 1])
+def test_work_that_waits_when_the_server_ends_is_told(size):
+    """Not cancelled, which would be an answer of 500; neither is what comes afterwards."""
+
+    async def asked():
+        workers, may = Workers(), threading.Event()
+        waiting = [asyncio.create_task(workers.apart(size, may.wait, PATIENCE)) for _ in range(9)]
+        await asyncio.sleep(0)
+        workers.close()
+        may.set()
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        with pytest.raises(ApiError, match="shutting down"):
+            await workers.apart(size, str)
+        gone = asyncio.create_task(Workers().apart(size, may.wait, PATIENCE))
+        await asyncio.sleep(0)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        return found
+
+    found = asyncio.run(asked())
+    refused = [one.code for one in found if one is not True]
+    assert found.count(True) in (SMALL_AT_ONCE, LARGE_AT_ONCE, 1)
+    assert refused == ["shutting_down"] * (9 - found.count(True))

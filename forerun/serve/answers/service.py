@@ -23,7 +23,7 @@ from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.answers.events import EventQueue
 from forerun.serve.bodies.dialogue import keeps_budgets
 from forerun.serve.bodies.wire import Bodies
-from forerun.serve.http.errors import stuck, unavailable, unknown_model
+from forerun.serve.http.errors import shutting_down, stuck, unavailable, unknown_model
 from forerun.serve.http.in_flight import InFlight
 from forerun.serve.http.tasks import begun
 from forerun.serve.http.workers import Workers
@@ -132,7 +132,7 @@ class Service(InFlight):
     def enter(self) -> Served:
         """Return what a request needs. Raises ApiError (503) while the model cannot answer it."""
         if self.draining:
-            raise unavailable("The server is shutting down.", "shutting_down")
+            raise shutting_down()
         served = self.served()
         if not served.engine.alive:
             raise unavailable("The engine has stopped; see the server's log.", "engine_stopped")

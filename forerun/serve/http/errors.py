@@ -54,6 +54,11 @@ def unavailable(message: str, code: str, retry_after: float = 1.0) -> ApiError:
     return ApiError(503, message, code, headers={"retry-after": str(ceil(retry_after))})
 
 
+def shutting_down() -> ApiError:
+    """Return the 503 of a server that ends; not raised."""
+    return unavailable("The server is shutting down.", "shutting_down")
+
+
 def stuck(since: float | None, limit: float) -> ApiError | None:
     """Return a 503 where a step that began at `since` (time.monotonic) has taken over `limit`
     seconds.

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from forerun.serve.http.errors import shutting_down
+
 LARGE = 1 << 14
 """Bodies above this many bytes are parsed and encoded on another thread: others go on."""
 
@@ -43,13 +45,15 @@ class Workers:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Result:
-        """Do `work` for a body of `size` bytes, on another thread where that may take long."""
+        """Do `work` for a body of `size` bytes, on another thread where that may take long. Raises
+        ApiError (503) once it is closed, also for work that waits.
+        """
         if size <= LARGE:
             return work(*args, **kwargs)
-        loop, call = asyncio.get_running_loop(), partial(work, *args, **kwargs)
+        call = partial(work, *args, **kwargs)
         if size <= HUGE:
-            return await loop.run_in_executor(self._large, call)
-        return await loop.run_in_executor(self._huge, _and_memory_back, call)
+            return await _on(self._large, call)
+        return await _on(self._huge, partial(_and_memory_back, call))
 
     async def apart(
         self,
@@ -61,8 +65,22 @@ class Workers:
         """Do as `run`, for work that waits for another process: on a thread, whatever its size."""
         if size > LARGE:
             return await self.run(size, work, *args, **kwargs)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._small, partial(work, *args, **kwargs))
+        return await _on(self._small, partial(work, *args, **kwargs))
+
+
+async def _on(pool: ThreadPoolExecutor, call: Callable[[], Result]) -> Result:
+    try:
+        found = pool.submit(call)
+    except RuntimeError:  # The pool is closed.
+        raise shutting_down() from None
+    try:
+        return await asyncio.wrap_future(found)
+    except asyncio.CancelledError:
+        # The request itself is not cancelled: the pool was closed while the work waited.
+        task = asyncio.current_task()
+        if found.cancelled() and task is not None and not task.cancelling():
+            raise shutting_down() from None
+        raise
 
 
 def _and_memory_back(call: Callable[[], Result]) -> Result:
