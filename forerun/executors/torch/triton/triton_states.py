@@ -34,7 +34,7 @@ VIEWS = (
 """Parts of larger tensors: where they begin must not make another kernel."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"], do_not_specialize_on_alignment=VIEWS)
 def _ancestors(parents, past, nodes, W: tl.constexpr, NODES: tl.constexpr):
     """Write the windows of one row's nodes, from their own places backwards."""
     begin, each = tl.program_id(0) * nodes, tl.arange(0, NODES)
@@ -214,7 +214,7 @@ def _constants(about: GatedDelta) -> dict[str, int | bool]:
     }
 
 
-@triton.jit(do_not_specialize_on_alignment=VIEWS)
+@triton.jit(do_not_specialize=["nodes"], do_not_specialize_on_alignment=VIEWS)
 def _convolve(
     mixed, kernel, bias, windows, slots, counts, past, out, channels, nodes,
     W: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
@@ -254,7 +254,7 @@ def convolve(
     return out
 
 
-@triton.jit(do_not_specialize=["most", "table"], do_not_specialize_on_alignment=VIEWS)
+@triton.jit(do_not_specialize=["nodes", "most", "table"], do_not_specialize_on_alignment=VIEWS)
 def _advance(
     mixed, gates, kernel, rate, step, windows, states, slots, past, counts, kept, depth, kv_len,
     copies, channels, heads, key_heads, nodes, most, table,
@@ -328,7 +328,7 @@ def _window(mixed, windows, past, node, place, channel, there, channels, W: tl.c
     return own.to(tl.float32) + old
 
 
-@triton.jit(do_not_specialize=["most", "table"], do_not_specialize_on_alignment=VIEWS)
+@triton.jit(do_not_specialize=["nodes", "most", "table"], do_not_specialize_on_alignment=VIEWS)
 def _shift(
     mixed, windows, slots, past, counts, kept, depth, kv_len, copies, channels, nodes, most, table,
     W: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
