@@ -44,7 +44,6 @@ BEYOND = {
     "olmo3",
     "minimax_m2",
     *tiny.DELTAS,
-    *tiny.CONVOLUTIONS,
 }
 """What test_jax_limits.py sees refused."""
 CASES = [

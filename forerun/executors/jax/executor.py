@@ -30,6 +30,7 @@ from forerun.executors.jax.program.drafted import Drafted
 from forerun.executors.jax.program.features import JaxFeatures
 from forerun.executors.jax.program.functions import Functions, Key
 from forerun.executors.jax.program.programs import JaxPrograms, keep_compiled
+from forerun.executors.jax.program.states import JaxStates
 from forerun.executors.jax.program.step import (
     Answers,
     JaxRound,
@@ -41,7 +42,7 @@ from forerun.executors.jax.program.step import (
     receive,
 )
 from forerun.executors.jax.rounds.batches import Batch, Buckets, batches
-from forerun.executors.jax.rounds.inputs import packed, packed_carried, padded_masks
+from forerun.executors.jax.rounds.inputs import Rows, packed, packed_carried, padded_masks
 from forerun.executors.jax.rounds.shaping import EditsByRow, packed_shaping, room_for_edits
 from forerun.interface.executor import (
     Capabilities,
@@ -106,6 +107,7 @@ class JaxExecutor(Executor):
             functions, params, limits, self._buckets, options.cache_dir
         )
         self._sampler = HostSampler(limits.slots, limits.vocab)
+        self._states = None if arch.recurrent is None else JaxStates(limits)
         self._steps = 0
         self._network: DraftNetwork | BlockNetwork | None = None
         self._grown = DraftShape()
@@ -208,12 +210,27 @@ class JaxExecutor(Executor):
         return self._programs
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot. EngineError: it is open, or a token is out of range."""
+        """Bind a sequence to its slot. EngineError: it is open, a token is out of range, or where
+        layers are recurrent the state of its cached tokens was not kept.
+        """
+        if self._states is not None:
+            self._states.open(slot_init, self.programs)
         self._sampler.open(slot_init)
+
+    def reusable_prefix_len(
+        self, tokens: Ints, salt: bytes = b"", pages: Ints | None = None
+    ) -> int:
+        """Return how many of the cached tokens int32[n] a sequence may continue behind: all, or if
+        layers are recurrent, those up to the last checkpoint of a text of this salt.
+        """
+        states = self._states
+        return len(tokens) if states is None else states.book.reusable_prefix_len(tokens, salt)
 
     def close(self, slot: int) -> None:
         """Forget the slot's sequence, if it has one."""
         self._sampler.close(slot)
+        if self._states is not None:
+            self._states.close(slot)
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> JaxRound:
         """Dispatch the step; waits for nothing. Rounds with a row under a grammar begin with
@@ -232,7 +249,8 @@ class JaxExecutor(Executor):
         rows = asked_rows(plan, decided, drafted)
         rows.temperature[:] = self._temperatures(plan.slots, edits)
         weights = {row: len(each) for row, (_, each) in edits.items()}
-        cut = batches(plan, trees, self._buckets, self._shape, self._edits, weights)
+        cuts, reserved = self._began(plan, trees, rows)
+        cut = batches(plan, trees, self._buckets, self._shape, self._edits, weights, cuts)
         place = np.full(count, -1, np.int32)
         for batch in cut:
             for nodes, places in zip(batch.nodes, batch.places(), strict=False):
@@ -241,7 +259,7 @@ class JaxExecutor(Executor):
         can_overlap = self._options.overlap and alone and certain(plan, self._sampler)
         round = JaxRound(
             plan, trees, can_overlap=can_overlap,
-            batches=cut, place=place, rows=rows, edits=edits, drafted=drafted,
+            batches=cut, place=place, rows=rows, edits=edits, drafted=drafted, reserved=reserved,
         )  # fmt: skip
         late = bool((plan.constrained & plan.samples).any())
         self._dispatch(round, [batch for batch in cut if batch.chunk or not late])
@@ -263,10 +281,12 @@ class JaxExecutor(Executor):
         drafted = self._drafting(plan, every)
         rows = asked_rows(plan, every, drafted)
         rows.temperature[:] = self._temperatures(plan.slots, edits)
+        reserved = self._reserved(plan, rows, plan.kv_len + size.nodes)
         batch = Batch(size, False, tuple(range(plan.rows)), (), (0,))
         round = JaxRound(
             plan, previous=running, can_overlap=True,
             batches=[batch], place=plan.slots[:0], rows=rows, edits=edits, drafted=drafted,
+            reserved=reserved,
         )  # fmt: skip
         choosing = self._sampler.choosing
         given = packed_carried(batch, plan, ends, most, choosing, rows, self._width)
@@ -301,6 +321,8 @@ class JaxExecutor(Executor):
             if batch.chunk:
                 self.programs.run(Key("chunk", batch.size), given)
                 round.records.append(None)
+                if self._states is not None:
+                    self._states.passed(round.plan, round.trees, batch, self.programs)
             else:
                 self._round(round, batch, given, masks)
 
@@ -330,12 +352,48 @@ class JaxExecutor(Executor):
         if row is not None:
             raise EngineError(f"row {row}: a position has no page: the page table is too short")
 
+    def _began(
+        self, plan: Plan, trees: TreeBatch, rows: Rows
+    ) -> tuple[dict[int, list[int]], dict[int, int]]:
+        """Run what recurrent states have not passed yet, and reserve rows of states. Returns by row
+        where chunks end, and by slot what is reserved.
+        """
+        if self._states is None:
+            return {}, {}
+        for late in self._states.missing(plan):
+            nothing = asked_rows(late.plan, np.zeros(1, np.bool_))
+            for batch in batches(late.plan, late.trees, self._buckets, self._shape):
+                choosing = self._sampler.choosing
+                given = packed(batch, late.plan, late.trees, choosing, nothing, self._width)
+                self.programs.run(Key("chunk", batch.size), given)
+        cuts = self._states.claims(plan, trees)
+        return cuts, self._reserved(plan, rows, plan.kv_len + np.diff(trees.start))
+
+    def _reserved(self, plan: Plan, rows: Rows, reach: Ints) -> dict[int, int]:
+        """Reserve rows of states for a round that ends behind at most `reach` tokens, and have it
+        copy there.
+        """
+        if self._states is None:
+            return {}
+        reserved = self._states.reserve(plan, np.where(plan.samples, reach, 0))
+        rows.copies[:] = [reserved.get(slot, -1) for slot in plan.slots.tolist()]
+        return reserved
+
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
+        """Finish as `_finished`; where layers are recurrent, a step that fails leaves no state."""
+        assert isinstance(round, JaxRound)
+        try:
+            return self._finished(round, masks)
+        except BaseException:
+            if self._states is not None:
+                self._states.failed(round.plan, round.reserved)
+            raise
+
+    def _finished(self, round: JaxRound, masks: NodeMasks | None) -> Outcome:
         """Wait for the step, decide what programs left open, and return its Outcome. Logits are
         copied to the host where rounding leaves a choice open or a long report is wanted. What the
         host accepted is moved from scratch into pages.
         """
-        assert isinstance(round, JaxRound)
         if round.previous is not None:
             complete(round)
         self._dispatch(round, round.batches[len(round.records) :], masks)
@@ -344,6 +402,7 @@ class JaxExecutor(Executor):
         for batch, record in zip(round.batches, round.records, strict=True):
             if record is not None:
                 receive(record, batch, choice, round, self.limits.vocab)
+        kept = np.add.reduceat(choice >= 0, trees.start[:-1])
         shaped = np.isin(np.arange(plan.rows), list(round.edits))
         round.rows.decided[shaped & (choice[trees.roots] < 0)] = False
         logits = Answers(self.programs, round, self.limits.vocab, round is self._last)
@@ -356,6 +415,8 @@ class JaxExecutor(Executor):
         )
         source, target = left_to_move(round, outcome, self._shape.slots, self.limits.page_size)
         self.programs.move(Key("move"), source, target, self._shape.slots)
+        if self._states is not None:
+            self._states.settle(plan, outcome, kept, round.reserved)
         return outcome
 
     def describe(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from forerun.errors import ModelError
 from forerun.networks.arch import Architecture
-from forerun.networks.layer_spec import Experts, GatedDelta, ShortConvolution
+from forerun.networks.layer_spec import Experts, GatedDelta
 
 
 def refusal(arch: Architecture) -> str | None:
@@ -13,9 +13,6 @@ def refusal(arch: Architecture) -> str | None:
     mixtures = [s.feed_forward for s in specs if isinstance(s.feed_forward, Experts)]
     beyond = {
         "a gated delta net, whose state is recurrent": isinstance(arch.recurrent, GatedDelta),
-        "short convolutions, whose state is recurrent": isinstance(
-            arch.recurrent, ShortConvolution
-        ),
         "gated attention": any(spec.attention.gated for spec in specs),
         "attention sinks": any(spec.attention.sinks for spec in specs),
         "norms over all heads at once": any(spec.wide_qk_norm for spec in specs),

@@ -26,6 +26,7 @@ def planned_bytes(
     return {
         "weight": arch.parameters * itemsize,
         "cache": shape.cache_bytes(arch, itemsize),
+        "states": shape.states * arch.state_bytes,
         "round": nodes * arch.vocab * 4 * 4 + streams + shape.hidden * arch.hidden * itemsize,
     }
 

@@ -30,6 +30,7 @@ from forerun.executors.jax.network.layers import (
     rotation,
     softcapped,
 )
+from forerun.executors.jax.network.recurrent import Recur, inputs, no_states, opened
 from forerun.executors.jax.network.sharding import Sharding
 from forerun.executors.jax.network.weights import Params
 from forerun.networks.arch import Architecture
@@ -114,12 +115,14 @@ class Forwarded(NamedTuple):
     keys, values  of each shape in `arch.cache_shapes` [L,R,N,G,E] of the nodes, ready to be cached;
                   values of width 0 if keys begin with them (latent attention)
     streams       [R,N,H] input of each requested layer
+    mixed         float32[R,N,C] inputs of each recurrent layer
     """
 
     last: Array
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
     streams: tuple[Array, ...]
+    mixed: tuple[Array, ...] = ()
 
     @property
     def features(self) -> Array:
@@ -142,6 +145,7 @@ class JaxDecoder(NamedTuple):
         positions: Array,
         attend: Attend,
         aux_layers: tuple[int, ...] = (),
+        recur: Recur = no_states,
     ) -> Forwarded:
         """Run one forward pass over tokens and positions, int32[R,N] each.
 
@@ -149,6 +153,7 @@ class JaxDecoder(NamedTuple):
         attend      how nodes see pages and each other
         aux_layers  hidden states to keep, numbered as transformers' hidden_states (L = after the
                     last)
+        recur       how recurrent layers read states
 
         The activations' dtype is the parameters'. Pure: writes no pages.
         """
@@ -163,7 +168,15 @@ class JaxDecoder(NamedTuple):
             x = x * np.asarray(self.arch.embedding_scale, x.dtype)
         vectors = token_vectors(arch, params, tokens, x) if arch.token_vector else None
         # A function of layers that are alike is traced and lowered once.
-        each = {spec: jax.jit(partial(self._numbered, spec, attend)) for spec in set(specs)}
+        each = {
+            spec: jax.jit(
+                partial(self._numbered, spec, attend)
+                if spec.recurrent is None
+                else partial(self._recurring, spec, recur)
+            )
+            for spec in set(specs)
+        }
+        mixed: list[Array] = []
         last, number = x, 0
         kept: dict[CacheLayer, list[KeysValues]] = {shape: [] for shape in arch.cache_shapes}
         fresh: dict[int | None, KeysValues] = {}
@@ -172,6 +185,11 @@ class JaxDecoder(NamedTuple):
             if isinstance(part, dict):
                 spec = specs[number]
                 streams[number] = last
+                if spec.recurrent is not None:
+                    last, own = each[spec](part, last, len(mixed))
+                    mixed.append(own)
+                    number += 1
+                    continue
                 at, source = self._place(number), fresh.get(spec.reads)
                 vector = None if vectors is None else vectors[:, :, number]
                 turned = rotary[arch.rope_of(spec)]
@@ -190,7 +208,7 @@ class JaxDecoder(NamedTuple):
             tuple(jnp.concatenate([own[which] for own in mine]) for mine in kept.values())
             for which in (0, 1)
         )
-        return Forwarded(last, keys, values, asked)
+        return Forwarded(last, keys, values, asked, tuple(mixed))
 
     def _place(self, number: int) -> int:
         """Return the place of a layer's keys and values, or of those that it reads, among those of
@@ -198,7 +216,10 @@ class JaxDecoder(NamedTuple):
         """
         specs, spec = self.arch.layer_specs, self.arch.layer_specs[number]
         before = specs[: number if spec.reads is None else spec.reads]
-        return sum(each.reads is None and each.cache == spec.cache for each in before)
+        return sum(
+            each.reads is None and each.recurrent is None and each.cache == spec.cache
+            for each in before
+        )
 
     def _scanned(
         self,
@@ -294,9 +315,32 @@ class JaxDecoder(NamedTuple):
         source   the nodes' keys and values of the layer that it reads, if it has none of its own
         vector   [R,N,D] the tokens' own for this layer, if it has some
         """
-        names = NORM_NAMES[spec.norms]
-        before = self._normed(x, weights, names.before_attention)
+        before = self._normed(x, weights, NORM_NAMES[spec.norms].before_attention)
         context, kept = self._attention(spec, weights, before, rotary, attend, source)
+        return self._after(spec, weights, x, context, vector), kept
+
+    def _recurring(
+        self, spec: LayerSpec, recur: Recur, weights: Params, x: Array, number: Any
+    ) -> tuple[Array, Array]:
+        """Run a layer with a recurrent state. Returns the residual stream after it, and its inputs
+        float32[R,N,C].
+        """
+        assert spec.recurrent is not None
+        before = self._normed(x, weights, NORM_NAMES[spec.norms].before_attention)
+        mixed, gate = inputs(spec.recurrent, weights, before)
+        found = self._summed(weights, "out_proj", opened(recur(number, weights, mixed), gate))
+        return self._after(spec, weights, x, found), mixed
+
+    def _after(
+        self,
+        spec: LayerSpec,
+        weights: Params,
+        x: Array,
+        context: Array,
+        vector: Array | None = None,
+    ) -> Array:
+        """Run what follows attention, or what is in its place."""
+        names = NORM_NAMES[spec.norms]
         x = x + self._normed(context, weights, names.after_attention)
         before = self._normed(x, weights, names.before_feed_forward)
         fed, eps = self._feed_forward(spec, weights, before), self.arch.norm_eps
@@ -305,7 +349,7 @@ class JaxDecoder(NamedTuple):
         x = x + self._normed(fed, weights, names.after_feed_forward)
         if vector is not None:
             x = with_vector(spec, weights, eps, x, vector)
-        return (x * weights["layer_scalar"].astype(x.dtype) if spec.scaled else x), kept
+        return x * weights["layer_scalar"].astype(x.dtype) if spec.scaled else x
 
     def _normed(self, x: Array, weights: Params, name: str | None) -> Array:
         return x if name is None else rms_norm(x, weights[name], self.arch.norm_eps)

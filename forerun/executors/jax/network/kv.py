@@ -17,7 +17,9 @@ import numpy as np
 from jax import Array, lax
 
 from forerun.executors.feature_ring import ring_size
+from forerun.executors.jax.network.recurrent import StateTables
 from forerun.executors.jax.network.sharding import Sharding
+from forerun.executors.state_slots import rows_of
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.networks.arch import Architecture
@@ -82,6 +84,7 @@ class State(NamedTuple):
     hidden        [Xh,H] residual streams after the last layer of the step's nodes
     draft         of the draft head, if there is one
     future        what a next round carries on from (future_map.py), where one may
+    recurrent     states of recurrent layers, if there are any
     """
 
     keys: tuple[Array, ...]
@@ -89,6 +92,7 @@ class State(NamedTuple):
     hidden: Array
     draft: DraftArrays | None = None
     future: Any = None
+    recurrent: StateTables | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +103,14 @@ class StateShape:
     scratch  behind them, for nodes of rounds
     hidden   rows of `State.hidden`: those of rounds, then those of prompt chunks
     nodes    M of a step at most
+    states   rows of recurrent states; the last holds zeros
     """
 
     slots: int
     scratch: int
     hidden: int
     nodes: int
+    states: int = 0
 
     @classmethod
     def of(cls, limits: ExecutorLimits, scratch: int, largest_chunk: int) -> "StateShape":
@@ -116,6 +122,7 @@ class StateShape:
             scratch=scratch,
             hidden=scratch + limits.max_nodes + largest_chunk,
             nodes=limits.max_nodes,
+            states=rows_of(limits) + 1,
         )
 
     def cache_bytes(self, arch: Architecture, itemsize: int) -> int:
@@ -144,7 +151,12 @@ class StateShape:
             tuple(jnp.zeros(part[which], dtype, device=sharding.cache) for part in planes)
             for which in (0, 1)
         )
+        about, tables = arch.recurrent, None
+        if about is not None:
+            shape = arch.recurrent_layers, self.states, about.window - 1, about.channels
+            tables = StateTables(jnp.zeros(shape, jnp.float32, device=sharding.whole))
         return State(
+            recurrent=tables,
             keys=keys,
             values=values,
             hidden=jnp.zeros((self.hidden, arch.hidden), dtype, device=sharding.whole),

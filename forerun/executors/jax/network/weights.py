@@ -52,10 +52,10 @@ class Pattern(NamedTuple):
     def of(cls, arch: Architecture) -> "Pattern":
         """Return the pattern in a model's layers that leaves the fewest to be compiled: one layer
         mostly, six in Gemma 3, all but the first few where experts begin there. 1 time: none, or
-        layers keep keys and values of several shapes.
+        layers keep keys and values of several shapes, or recurrent states.
         """
         specs, best = arch.layer_specs, cls(0, len(arch.layer_specs), 1)
-        if len(arch.cache_shapes) > 1 or arch.token_vector:
+        if len(arch.cache_shapes) > 1 or arch.token_vector or arch.recurrent is not None:
             return best
         for begin in range(len(specs)):
             for period in range(1, (len(specs) - begin) // 2 + 1):
@@ -167,7 +167,7 @@ class _Reader:
         own = self._sharding.weight(short, len(shape) - axes + experts)
         lead = axes - experts
         where = self._sharding.of(*[None] * lead, *own.spec)
-        narrow = len(shape) - axes > 1
+        narrow = len(shape) - axes == 2  # A convolution has three, and stays float32.
         turned = narrow and not experts and short not in BY_TOKEN
         offset = self._offset if "norm" in short else 0.0
 

@@ -16,6 +16,7 @@ from forerun.executors.jax.drafts.drafting import NOWHERE, AcceptedStep, JaxDraf
 from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
 from forerun.executors.jax.network.decoder import Forwarded, JaxDecoder
 from forerun.executors.jax.network.kv import State, StateShape, after, of_nodes, slots_of
+from forerun.executors.jax.network.recurrent import StateTables, Windows
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.program.future_map import enter, leave
 from forerun.executors.jax.rounds.accept import choose, unpacked, walk
@@ -230,8 +231,46 @@ class Functions:
             how = Layer(*layer, self.page_size)
             return attend(queries, (keys, values), pasts[keys.shape[2:]], tree, how)
 
+        tables, windows = state.recurrent, self._windows(given)
+
+        def recur(layer: Any, weights: Params, mixed: Array) -> Array:
+            assert tables is not None and windows is not None
+            kernel, bias = weights["conv"], weights.get("conv.bias")
+            return windows.sums(tables.windows[layer], mixed, kernel, bias)
+
         wanted = self.network.sizes.features if self.network is not None else ()
-        return given, self.decoder.forward(params, given.trees.tokens, position, of_layer, wanted)
+        return given, self.decoder.forward(
+            params, given.trees.tokens, position, of_layer, wanted, recur
+        )
+
+    def _windows(self, given: Inputs) -> Windows | None:
+        """Return where the windows of recurrent layers are; None without such layers."""
+        about = self.decoder.arch.recurrent
+        if about is None:
+            return None
+        slot = jnp.where(given.bounds.slot < 0, self.shape.states - 1, given.bounds.slot)
+        return Windows.of(given.trees.parents, slot, about.window)
+
+    def _advanced(self, state: State, given: Inputs, passed: Forwarded, kept: Array) -> State:
+        """Return the state with recurrent states behind the last kept node of each row, and copies
+        of those at the last end of a page among them, where one is asked for.
+        """
+        tables, windows = state.recurrent, self._windows(given)
+        if tables is None or windows is None:
+            return state
+        ends = kept & ((given.kv_len[:, None] + given.depth + 1) % self.page_size == 0)
+        held = tables.windows
+        for chosen, row in ((ends, given.bounds.copies), (kept, given.bounds.slot)):
+            node = jnp.where(chosen, given.depth + 1, 0).argmax(1)
+            target = jnp.where(chosen.any(1) & (row >= 0), row, NOWHERE)
+            found = windows.behind(tables.windows, jnp.stack(passed.mixed), node)
+            held = held.at[:, target].set(found, mode="drop")
+        return state._replace(recurrent=StateTables(held))
+
+    def states(self, params: Params, state: State, moves: Array) -> State:
+        """Return the state with recurrent states copied from rows moves[0] to rows moves[1]."""
+        assert state.recurrent is not None
+        return state._replace(recurrent=state.recurrent.copied(*moves))
 
     def _slots(self, given: Inputs) -> Array:
         """Return int32[R*N], the slots of nodes in pages."""
@@ -257,6 +296,7 @@ class Functions:
         if draft is not None:
             streams = _put(draft.streams, passed.features, given.place)
             draft = draft._replace(streams=streams)
+        state = self._advanced(state, given, passed, kept)
         return state._replace(keys=keys, values=values, hidden=hidden, draft=draft)
 
     def _in_ring(self, state: State, given: Inputs, passed: Forwarded, kept: Array) -> State:

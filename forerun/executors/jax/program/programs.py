@@ -8,6 +8,7 @@
     logits            of a few nodes, if rounding leaves a choice open
     move              keys and values of what the host accepted, from scratch into pages
     keep              features of the same, from the step's streams into the ring
+    states            recurrent states, from row to row
 
 Those that any text needs (FIRST) are compiled before service, the others during it, or when a step
 needs one sooner. With a draft network rounds of `levels` also follow and draft (drafting.py), and
@@ -55,7 +56,7 @@ log = logging.getLogger("forerun.executors.jax")
 MOVED = 64
 """Nodes that one `move` moves."""
 
-STATE_ONLY = ("move", "keep", "extend", "expand", "enter")
+STATE_ONLY = ("move", "keep", "states", "extend", "expand", "enter")
 """Programs that give the state back and nothing else."""
 
 FEW_ROWS = ("logits", "candidates")
@@ -111,7 +112,8 @@ class JaxPrograms:
         rounds = [
             Key(kind, size, *shape) for kind in ("round", "shaped") for size in self._buckets.rounds
         ]
-        few = Key("report"), Key("logits"), Key("move")
+        few = [Key("report"), Key("logits"), Key("move")]
+        few += [Key("states")] * (self.state.recurrent is not None)
         return *chunks, *rounds, *few, *self._of_drafts()
 
     def _of_drafts(self) -> Iterator[Key]:
@@ -268,8 +270,8 @@ class JaxPrograms:
         return np.concatenate(self.parts(Key("logits"), rows, 0))
 
     def move(self, key: Key, source: np.ndarray, target: np.ndarray, unused: int = 0) -> None:
-        """Run `move` or `keep`: what lies at int[n] goes to int[n]. Nothing is ever moved to
-        `unused`.
+        """Run `move`, `keep` or `states`: what lies at int[n] goes to int[n]. Nothing is ever moved
+        to `unused`.
         """
         for begin in range(0, len(source), MOVED):
             moves = np.full((2, MOVED), unused, np.int32)
@@ -362,7 +364,7 @@ class JaxPrograms:
 
         width = self._functions.width
         match key.kind:
-            case "move" | "keep":
+            case "move" | "keep" | "states":
                 return (ints(2, MOVED),)
             case "report":
                 return (ints(2, REPORTED),)

@@ -33,6 +33,7 @@ class JaxRound(Round):
     edits    sampling parameters of rows that need a `shaped` round
     drafted  its drafts
     reported lines of flat nodes (reports.py)
+    reserved rows of recurrent states by slot, for copies
     """
 
     batches: list[Batch] = field(kw_only=True)
@@ -42,6 +43,7 @@ class JaxRound(Round):
     edits: EditsByRow = field(kw_only=True)
     drafted: Drafted | None = field(kw_only=True)
     reported: dict[int, Ints] = field(default_factory=dict)
+    reserved: dict[int, int] = field(default_factory=dict)
 
 
 def edits_by_row(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
@@ -135,7 +137,8 @@ def asked_rows(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Ro
     """
     follows = np.zeros(plan.rows, np.bool_) if drafted is None else drafted.rows
     cold = np.zeros(plan.rows, np.float32)
-    return Rows(decided, np.where(follows, plan.slots, -1).astype(np.int32), cold)
+    none = np.full(plan.rows, -1, np.int32)
+    return Rows(decided, np.where(follows, plan.slots, -1).astype(np.int32), cold, none)
 
 
 def receive(record: Any, batch: Batch, choice: Ints, round: JaxRound, vocab: int) -> None:

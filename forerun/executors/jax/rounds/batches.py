@@ -131,12 +131,14 @@ def batches(
     shape: StateShape,
     room: int = 0,
     weights: dict[int, int] | None = None,
+    cuts: dict[int, list[int]] | None = None,
 ) -> list[Batch]:
     """Return all dispatches of a step, prompt chunks first, in the order in which they must run.
 
     shape    where chunks begin in State.hidden
     weights  by row of the plan: edits of its logits (shaping.py); other rows weigh nothing
     room     a round's rows weigh at most this together
+    cuts     by row of the plan: numbers of known tokens, ascending, behind which a chunk ends
 
     Of a tree larger than the largest round only the first nodes run, which hold whatever is above
     them; the others count as not drafted.
@@ -150,9 +152,10 @@ def batches(
         if plan.samples[row]:
             sampling.append((row, nodes[known - 1 :][: buckets.nodes[-1]]))
             nodes = nodes[: known - 1]
-        for size, part in chunks(nodes, buckets.chunks):
-            cut.append(Batch(size, True, (row,), (part,), (begin,)))
-            begin += len(part)
+        for piece in np.split(nodes, (cuts or {}).get(row, [])):
+            for size, part in chunks(piece, buckets.chunks):
+                cut.append(Batch(size, True, (row,), (part,), (begin,)))
+                begin += len(part)
     return cut + list(_rounds(_groups(sampling, weights or {}, room), buckets))
 
 

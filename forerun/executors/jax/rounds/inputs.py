@@ -30,7 +30,8 @@ Shapes = dict[str, tuple[int, ...]]
 class Bounds(NamedTuple):
     """Of rows [R]: the slot, or -1; position, the output position that the root decides; whether
     they are carried, in which case position lacks kv_len. For carried ones: most draft tokens,
-    their deepest level, and the positions that the sequence may take.
+    their deepest level, and the positions that the sequence may take. And copies, the row of
+    recurrent states for a copy of the state at the last end of a page, or -1.
     """
 
     slot: Array
@@ -39,6 +40,7 @@ class Bounds(NamedTuple):
     most: Array
     depth: Array
     end: Array
+    copies: Array
 
 
 _BOUNDS = tuple(f"of_{name}" for name in Bounds._fields)
@@ -81,11 +83,13 @@ class Rows(NamedTuple):
     decided     bool[B] a program decides their paths; ignored for a chunk, whose nodes all stay
     draft_slot  int32[B] the slot whose draft shall follow; -1 = none
     temperature float32[B]; 0 = greedy
+    copies      int32[B] as in Bounds
     """
 
     decided: Bools
     draft_slot: Ints
     temperature: Floats
+    copies: Ints
 
 
 def packed(
@@ -107,6 +111,7 @@ def packed(
         views["count"][line] = count
         views["decided"][line] = batch.chunk or asked.decided[row]
         views["draft_slot"][line] = asked.draft_slot[row]
+        views["of_copies"][line] = -1 if batch.chunk else asked.copies[row]
         _put_choosing(views, line, slot, choosing, asked.temperature[row])
         views["of_position"][line] += views["kv_len"][line]
         views["tokens"][line, :count] = trees.tokens[nodes]
@@ -132,7 +137,7 @@ def packed_carried(
     views["count"][rows] = views["decided"][rows] = views["of_carried"][rows] = 1
     views["draft_slot"][rows] = asked.draft_slot
     views["of_most"][rows], views["of_depth"][rows] = most, plan.max_depth
-    views["of_end"][rows] = ends
+    views["of_end"][rows], views["of_copies"][rows] = ends, asked.copies
     views["table"][rows, : plan.page_table.shape[1]] = np.maximum(plan.page_table, 0)
     for line, slot in enumerate(plan.slots.tolist()):
         _put_choosing(views, line, slot, choosing, asked.temperature[line])
@@ -144,7 +149,7 @@ def _blank(batch: Batch, width: int) -> tuple[Ints, dict[str, Any]]:
     size = batch.size
     whole = np.zeros(packed_size(size, width), np.int32)
     views = views_of(whole, _shapes(size, width))
-    views["draft_slot"][:] = views["of_slot"][:] = -1
+    views["draft_slot"][:] = views["of_slot"][:] = views["of_copies"][:] = -1
     views["parents"][:] = -1
     # What is no node sees itself alone.
     views["intervals"][0] = 2 * size.nodes + np.arange(size.nodes)
