@@ -16,7 +16,6 @@ from tests.parity.driver import limits
         ("granite", "scaled residuals"),
         ("qwen3_next", "a gated delta net, whose state is recurrent, gated attention"),
         ("qwen3_5_text", "a gated delta net, whose state is recurrent, gated attention"),
-        ("lfm2", "short convolutions, whose state is recurrent"),
     ],
 )
 def test_what_is_beyond_it_is_named(checkpoint, family, named):
