@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from forerun.executors.feature_ring import ring_size
-from forerun.executors.jax.network.recurrent import StateTables
+from forerun.executors.jax.network.recurrent import RecurrentTables
 from forerun.executors.jax.network.sharding import Sharding
 from forerun.executors.state_slots import rows_of
 from forerun.interface.executor import ExecutorLimits
@@ -92,7 +92,7 @@ class State(NamedTuple):
     hidden: Array
     draft: DraftArrays | None = None
     future: Any = None
-    recurrent: StateTables | None = None
+    recurrent: RecurrentTables | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class StateShape:
         about, tables = arch.recurrent, None
         if about is not None:
             shape = arch.recurrent_layers, self.states, about.window - 1, about.channels
-            tables = StateTables(jnp.zeros(shape, jnp.float32, device=sharding.whole))
+            tables = RecurrentTables(jnp.zeros(shape, jnp.float32, device=sharding.whole))
         return State(
             recurrent=tables,
             keys=keys,

@@ -25,14 +25,14 @@ def no_states(layer: Any, weights: Params, mixed: Array) -> Array:
     raise TypeError("a layer with a recurrent state runs where no states are kept")
 
 
-class StateTables(NamedTuple):
+class RecurrentTables(NamedTuple):
     """The recurrent states of all layers; windows: float32[L,rows+1,W-1,C]."""
 
     windows: Array
 
-    def copied(self, source: Array, target: Array) -> "StateTables":
+    def copied(self, source: Array, target: Array) -> "RecurrentTables":
         """Return the tables with the rows int32[n] `source` copied to `target`."""
-        return StateTables(self.windows.at[:, target].set(self.windows[:, source]))
+        return RecurrentTables(self.windows.at[:, target].set(self.windows[:, source]))
 
 
 class Windows(NamedTuple):

@@ -16,7 +16,7 @@ from forerun.executors.jax.drafts.drafting import NOWHERE, AcceptedStep, JaxDraf
 from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
 from forerun.executors.jax.network.decoder import Forwarded, JaxDecoder
 from forerun.executors.jax.network.kv import State, StateShape, after, of_nodes, slots_of
-from forerun.executors.jax.network.recurrent import StateTables, Windows
+from forerun.executors.jax.network.recurrent import RecurrentTables, Windows
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.program.future_map import enter, leave
 from forerun.executors.jax.rounds.accept import choose, unpacked, walk
@@ -265,7 +265,7 @@ class Functions:
             target = jnp.where(chosen.any(1) & (row >= 0), row, NOWHERE)
             found = windows.behind(tables.windows, jnp.stack(passed.mixed), node)
             held = held.at[:, target].set(found, mode="drop")
-        return state._replace(recurrent=StateTables(held))
+        return state._replace(recurrent=RecurrentTables(held))
 
     def states(self, params: Params, state: State, moves: Array) -> State:
         """Return the state with recurrent states copied from rows moves[0] to rows moves[1]."""
