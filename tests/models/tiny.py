@@ -106,8 +106,6 @@ DELTAS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families with gated delta nets."""
 CONVOLUTIONS = ("lfm2", "lfm2_moe")
 """Families with short convolutions."""
-RECURRENT_ON_JAX = ("lfm2",)
-FOLDERS_ON_JAX = ("convolutions",)
 _CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
 _CONV |= {"norm_eps": 1e-5, "tie_word_embeddings": True}
 DEEPSEEKS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")

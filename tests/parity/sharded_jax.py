@@ -25,7 +25,7 @@ CASES = [
     *(("dense", shards, page, False) for shards, page in ((1, 16), (2, 1), (4, 64), (8, 5))),
     ("dense", 2, 16, True),
     *(("experts", shards, 16, False) for shards in (1, 8)),
-    *(("shapes", shards, 16, False) for shards in (1, 2)),
+    *((name, shards, 16, False) for name in ("shapes", "states") for shards in (1, 2)),
 ]
 """Model, shards, page size, layers in a scan."""
 COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute)\w*\(")

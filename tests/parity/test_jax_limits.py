@@ -14,8 +14,6 @@ from tests.parity.driver import limits
         ("gpt_oss", "attention sinks"),
         ("olmo2", "norms over all heads at once"),
         ("granite", "scaled residuals"),
-        ("qwen3_next", "a gated delta net, whose state is recurrent, gated attention"),
-        ("qwen3_5_text", "a gated delta net, whose state is recurrent, gated attention"),
     ],
 )
 def test_what_is_beyond_it_is_named(checkpoint, family, named):

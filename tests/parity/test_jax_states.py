@@ -25,7 +25,7 @@ TEXT = list(range(40, 58))
 ROOM = limits(tiny.VOCAB, page_size=4, pages=60, checkpoints=6, context=128, max_nodes=32, slots=4)
 
 
-@pytest.fixture(scope="module", params=tiny.RECURRENT_ON_JAX)
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text"])
 def pair(request, checkpoint, compiled, quickly):
     source = checkpoint(request.param)
     options = JaxOptions(draft_nodes=4, cache_dir=compiled)
@@ -119,9 +119,9 @@ def test_a_step_behind_another_length_is_refused(pair):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "overlap"), [(4, True), (1, False)])
-@pytest.mark.parametrize("model", tiny.FOLDERS_ON_JAX)
+@pytest.mark.parametrize("method", ["STANDALONE, states", "NEXTN, states"])
 def test_preempted_texts_are_those_of_plain_decoding(
-    tmp_path, monkeypatch, quickly, model, page, overlap
+    tmp_path, monkeypatch, quickly, method, page, overlap
 ):
     resumed, opened = [], StateSlots.open
 
@@ -132,9 +132,8 @@ def test_preempted_texts_are_those_of_plain_decoding(
     monkeypatch.setattr(StateSlots, "open", counting)
     folders = make(tmp_path)
     config = replace(
-        configured(folders, "STANDALONE, states", page),
+        configured(folders, method, page),
         **{"executor": "jax", "threads": None, "kv_tokens": 96, "context": 96},
-        model=str(folders / model),
         overlap=overlap,
     )
     begin = np.random.default_rng(4).integers(3, 300, 24).astype(np.int32)

@@ -2,7 +2,7 @@
 
 from forerun.errors import ModelError
 from forerun.networks.arch import Architecture
-from forerun.networks.layer_spec import Experts, GatedDelta
+from forerun.networks.layer_spec import Experts
 
 
 def refusal(arch: Architecture) -> str | None:
@@ -12,8 +12,6 @@ def refusal(arch: Architecture) -> str | None:
     specs = arch.layer_specs
     mixtures = [s.feed_forward for s in specs if isinstance(s.feed_forward, Experts)]
     beyond = {
-        "a gated delta net, whose state is recurrent": isinstance(arch.recurrent, GatedDelta),
-        "gated attention": any(spec.attention.gated for spec in specs),
         "attention sinks": any(spec.attention.sinks for spec in specs),
         "norms over all heads at once": any(spec.wide_qk_norm for spec in specs),
         "scaled residuals": any(spec.residual != 1.0 for spec in specs),

@@ -30,7 +30,7 @@ from forerun.executors.jax.network.layers import (
     rotation,
     softcapped,
 )
-from forerun.executors.jax.network.recurrent import Recur, inputs, no_states, opened
+from forerun.executors.jax.network.recurrent import Brought, Recur, inputs, no_states, opened
 from forerun.executors.jax.network.sharding import Sharding
 from forerun.executors.jax.network.weights import Params
 from forerun.networks.arch import Architecture
@@ -115,14 +115,14 @@ class Forwarded(NamedTuple):
     keys, values  of each shape in `arch.cache_shapes` [L,R,N,G,E] of the nodes, ready to be cached;
                   values of width 0 if keys begin with them (latent attention)
     streams       [R,N,H] input of each requested layer
-    mixed         float32[R,N,C] inputs of each recurrent layer
+    brought       what the nodes bring to the states of each recurrent layer
     """
 
     last: Array
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
     streams: tuple[Array, ...]
-    mixed: tuple[Array, ...] = ()
+    brought: tuple[Brought, ...] = ()
 
     @property
     def features(self) -> Array:
@@ -176,7 +176,7 @@ class JaxDecoder(NamedTuple):
             )
             for spec in set(specs)
         }
-        mixed: list[Array] = []
+        brought: list[Brought] = []
         last, number = x, 0
         kept: dict[CacheLayer, list[KeysValues]] = {shape: [] for shape in arch.cache_shapes}
         fresh: dict[int | None, KeysValues] = {}
@@ -186,8 +186,8 @@ class JaxDecoder(NamedTuple):
                 spec = specs[number]
                 streams[number] = last
                 if spec.recurrent is not None:
-                    last, own = each[spec](part, last, len(mixed))
-                    mixed.append(own)
+                    last, made = each[spec](part, last, len(brought))
+                    brought.append(made)
                     number += 1
                     continue
                 at, source = self._place(number), fresh.get(spec.reads)
@@ -208,7 +208,7 @@ class JaxDecoder(NamedTuple):
             tuple(jnp.concatenate([own[which] for own in mine]) for mine in kept.values())
             for which in (0, 1)
         )
-        return Forwarded(last, keys, values, asked, tuple(mixed))
+        return Forwarded(last, keys, values, asked, tuple(brought))
 
     def _place(self, number: int) -> int:
         """Return the place of a layer's keys and values, or of those that it reads, among those of
@@ -321,15 +321,17 @@ class JaxDecoder(NamedTuple):
 
     def _recurring(
         self, spec: LayerSpec, recur: Recur, weights: Params, x: Array, number: Any
-    ) -> tuple[Array, Array]:
-        """Run a layer with a recurrent state. Returns the residual stream after it, and its inputs
-        float32[R,N,C].
+    ) -> tuple[Array, Brought]:
+        """Run a layer with a recurrent state. Returns the residual stream after it, and what the
+        nodes bring to its states.
         """
-        assert spec.recurrent is not None
+        about, eps = spec.recurrent, self.arch.norm_eps
+        assert about is not None
         before = self._normed(x, weights, NORM_NAMES[spec.norms].before_attention)
-        mixed, gate = inputs(spec.recurrent, weights, before)
-        found = self._summed(weights, "out_proj", opened(recur(number, weights, mixed), gate))
-        return self._after(spec, weights, x, found), mixed
+        made, gate = inputs(about, weights, before)
+        found, made = recur(number, weights, made)
+        found = self._summed(weights, "out_proj", opened(about, weights, found, gate, eps))
+        return self._after(spec, weights, x, found), made
 
     def _after(
         self,
@@ -386,6 +388,9 @@ class JaxDecoder(NamedTuple):
                 values = rms_norm(values, jnp.ones(values.shape[-1]), arch.norm_eps)
             kept = sanitised(turned("k", keys), values)
         context = attend(queries, *kept).reshape(*x.shape[:2], -1)
+        if own.gated:
+            gate = product(x, weights["heads_gate_proj"]).astype(jnp.float32)
+            context = (context / (1 + jnp.exp(-gate))).astype(x.dtype)
         return self._summed(weights, "o_proj", context), kept
 
     def _latent(

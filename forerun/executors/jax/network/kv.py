@@ -24,6 +24,7 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.networks.arch import Architecture
 from forerun.networks.cache_layer import CacheLayer
+from forerun.networks.layer_spec import GatedDelta
 from forerun.types import AnyArray, Ints
 
 
@@ -154,7 +155,11 @@ class StateShape:
         about, tables = arch.recurrent, None
         if about is not None:
             shape = arch.recurrent_layers, self.states, about.window - 1, about.channels
-            tables = RecurrentTables(jnp.zeros(shape, jnp.float32, device=sharding.whole))
+            windows, matrices = jnp.zeros(shape, jnp.float32, device=sharding.whole), None
+            if isinstance(about, GatedDelta):
+                sizes = about.value_heads, about.key_size, about.value_size
+                matrices = jnp.zeros((*shape[:2], *sizes), jnp.float32, device=sharding.whole)
+            tables = RecurrentTables(windows, matrices)
         return State(
             recurrent=tables,
             keys=keys,

@@ -1,5 +1,5 @@
-"""Layers with a recurrent state as pure functions: short convolutions
-(layer_spec.ShortConvolution). What they compute is torch/decoder's.
+"""Layers with a recurrent state as pure functions: short convolutions (layer_spec.ShortConvolution)
+and gated delta nets (layer_spec.GatedDelta, delta.py). What they compute is torch/decoder's.
 
 A node reads its ancestors' inputs and, before its row's root, the window in its row of states. Rows
 of states are state_slots.py's, and one more, which holds zeros.
@@ -11,28 +11,53 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from forerun.executors.jax.network.layers import product
+from forerun.executors.jax.network.layers import product, rms_norm
 from forerun.executors.jax.network.weights import Params
-from forerun.networks.layer_spec import Recurrent, ShortConvolution
-
-Recur = Callable[[Any, Params, Array], Array]
-"""(number among recurrent layers, the layer's parameters, inputs float32[R,N,C]) -> what is read of
-the states, float32[R,N,C]."""
+from forerun.networks.layer_spec import GatedDelta, Recurrent
 
 
-def no_states(layer: Any, weights: Params, mixed: Array) -> Array:
+class Brought(NamedTuple):
+    """What nodes bring to a layer's states.
+
+    mixed  float32[R,N,C] what is convolved
+    gates  float32[R,N,2Hv] b, then a, of a gated delta net
+    after  float32[R,Hv,Dk,Dv] its states behind the last nodes, where these are chains and all stay
+    """
+
+    mixed: Array
+    gates: Array | None = None
+    after: Array | None = None
+
+
+Recur = Callable[[Any, Params, Brought], tuple[Array, Brought]]
+"""(number among recurrent layers, the layer's parameters, what nodes bring) -> what is read of the
+states, float32[R,N,C] or [R,N,Hv,Dv]; and the same with `after`."""
+
+
+def no_states(layer: Any, weights: Params, brought: Brought) -> tuple[Array, Brought]:
     """Raise TypeError: the pass has no states to read."""
     raise TypeError("a layer with a recurrent state runs where no states are kept")
 
 
 class RecurrentTables(NamedTuple):
-    """The recurrent states of all layers; windows: float32[L,rows+1,W-1,C]."""
+    """The recurrent states of all layers: windows float32[L,rows+1,W-1,C], and of gated delta nets
+    matrices float32[L,rows+1,Hv,Dk,Dv].
+    """
 
     windows: Array
+    matrices: Array | None = None
 
     def copied(self, source: Array, target: Array) -> "RecurrentTables":
         """Return the tables with the rows int32[n] `source` copied to `target`."""
-        return RecurrentTables(self.windows.at[:, target].set(self.windows[:, source]))
+        matrices = None if self.matrices is None else self.matrices[:, source]
+        return self.put(target, RecurrentTables(self.windows[:, source], matrices))
+
+    def put(self, rows: Array, states: "RecurrentTables") -> "RecurrentTables":
+        """Return the tables with `states` [L,n,...] at rows int32[n]; those beyond are dropped."""
+        windows = self.windows.at[:, rows].set(states.windows, mode="drop")
+        if self.matrices is None or states.matrices is None:
+            return RecurrentTables(windows)
+        return RecurrentTables(windows, self.matrices.at[:, rows].set(states.matrices, mode="drop"))
 
 
 class Windows(NamedTuple):
@@ -83,14 +108,25 @@ class Windows(NamedTuple):
         return jnp.stack(found)
 
 
-def inputs(about: Recurrent, weights: Params, x: Array) -> tuple[Array, Array]:
-    """Return a layer's inputs float32[R,N,C] of x [R,N,H], and the gate [R,N,C] of its output."""
-    assert isinstance(about, ShortConvolution)
+def inputs(about: Recurrent, weights: Params, x: Array) -> tuple[Brought, Array]:
+    """Return what x [R,N,H] brings to a layer's states, and the gate [R,N,.] of its output."""
+    if isinstance(about, GatedDelta):
+        mixed, gates = (
+            jnp.concatenate([product(x, weights[f"{part}_proj"]) for part in parts], -1)
+            for parts in ("qkv", "ba")
+        )
+        gate = product(x, weights["z_proj"])
+        return Brought(mixed.astype(jnp.float32), gates.astype(jnp.float32)), gate
     made = product(x, weights["in_proj"], weights.get("in_proj.bias"))
     b, gate, inner = jnp.split(made, 3, -1)
-    return b.astype(jnp.float32) * inner.astype(jnp.float32), gate
+    return Brought(b.astype(jnp.float32) * inner.astype(jnp.float32)), gate
 
 
-def opened(found: Array, gate: Array) -> Array:
-    """Return the output product's input, in the dtype of `gate`."""
-    return (found * gate.astype(jnp.float32)).astype(gate.dtype)
+def opened(about: Recurrent, weights: Params, found: Array, gate: Array, eps: float) -> Array:
+    """Return the output product's input [R,N,.], in the dtype of `gate`."""
+    wide = gate.astype(jnp.float32)
+    if isinstance(about, GatedDelta):
+        found = rms_norm(found.astype(gate.dtype), weights["head_weight"], eps)
+        found = found.reshape(gate.shape).astype(jnp.float32)
+        wide = wide / (1 + jnp.exp(-wide))
+    return (found * wide).astype(gate.dtype)

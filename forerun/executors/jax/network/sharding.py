@@ -21,7 +21,7 @@ from forerun.networks.layer_spec import Dense, Experts
 BY_TOKEN = ("embed", "head", "token_rows")
 """Matrices [V,.], cut by token."""
 
-BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "heads_gate_proj", "gate_proj", "up_proj")
 """Matrices [in, out] that are cut by columns, with their biases."""
 
 BY_INPUT = ("o_proj", "down_proj")

@@ -37,6 +37,9 @@ TOKENS = {
 }
 """Names of what makes tokens' vectors for each layer."""
 
+OWN = {("self_attn", "gate_proj"): "heads_gate_proj", ("linear_attn", "norm"): "head_weight"}
+"""Names of what is named so elsewhere in a layer: a feed-forward's gate; norms with an offset."""
+
 Params = dict[str, Any]
 """The pytree."""
 
@@ -142,6 +145,7 @@ def _grouped(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
             continue
         *path, module, kind = ["", *name.removeprefix(prefix).split(".")]
         short = module if kind == "weight" else f"{module}.{kind}".lstrip(".")
+        short = OWN.get(("".join(path[-1:]), short), short)
         if "experts" in path:
             found.setdefault(f"experts.{short}", []).append(name)
         elif "shared_expert" in path:

@@ -16,7 +16,8 @@ from forerun.executors.jax.drafts.drafting import NOWHERE, AcceptedStep, JaxDraf
 from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
 from forerun.executors.jax.network.decoder import Forwarded, JaxDecoder
 from forerun.executors.jax.network.kv import State, StateShape, after, of_nodes, slots_of
-from forerun.executors.jax.network.recurrent import RecurrentTables, Windows
+from forerun.executors.jax.network.recurrent import Windows, no_states
+from forerun.executors.jax.network.recurrent_step import RecurrentStep, StepNodes
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.program.future_map import enter, leave
 from forerun.executors.jax.rounds.accept import choose, unpacked, walk
@@ -91,8 +92,9 @@ class Functions:
 
         whole  int32 vector of inputs.py for `size`
         """
-        given, passed = self._forward(params, state, Inputs.of(whole, size, self.width))
-        return self._kept(state, given, passed, given.trees.real), jnp.zeros(0, jnp.int32)
+        given = Inputs.of(whole, size, self.width)
+        given, passed = self._forward(params, state, given, chain=True)
+        return self._kept(params, state, given, passed, given.trees.real), jnp.zeros(0, jnp.int32)
 
     def round(self, params: Params, state: State, whole: Array, *, key: Key) -> tuple[State, Array]:
         """Run one step of R rows: forward, choose, walk, commit; with key.levels also extend and
@@ -181,7 +183,7 @@ class Functions:
         """
         given, passed, choices = chosen
         kept = walk(choices, given.trees)
-        state = self._in_ring(self._kept(state, given, passed, kept), given, passed, kept)
+        state = self._in_ring(self._kept(params, state, given, passed, kept), given, passed, kept)
         state, grown = self._drafted(params, state, (given, passed, choices, kept), key)
         if self.future is None:
             return state, kept, grown
@@ -217,7 +219,9 @@ class Functions:
             return given
         return enter(given, state.future, self.future)
 
-    def _forward(self, params: Params, state: State, given: Inputs) -> tuple[Inputs, Forwarded]:
+    def _forward(
+        self, params: Params, state: State, given: Inputs, chain: bool = False
+    ) -> tuple[Inputs, Forwarded]:
         pasts = {
             keys.shape[2:]: Past(keys, values, given.table, given.kv_len)
             for keys, values in zip(state.keys, state.values, strict=True)
@@ -231,41 +235,43 @@ class Functions:
             how = Layer(*layer, self.page_size)
             return attend(queries, (keys, values), pasts[keys.shape[2:]], tree, how)
 
-        tables, windows = state.recurrent, self._windows(given)
-
-        def recur(layer: Any, weights: Params, mixed: Array) -> Array:
-            assert tables is not None and windows is not None
-            kernel, bias = weights["conv"], weights.get("conv.bias")
-            return windows.sums(tables.windows[layer], mixed, kernel, bias)
-
         wanted = self.network.sizes.features if self.network is not None else ()
+        recur = no_states
+        if state.recurrent is not None:
+            recur = RecurrentStep(self._nodes(given), state.recurrent, chain).read
         return given, self.decoder.forward(
             params, given.trees.tokens, position, of_layer, wanted, recur
         )
 
-    def _windows(self, given: Inputs) -> Windows | None:
-        """Return where the windows of recurrent layers are; None without such layers."""
-        about = self.decoder.arch.recurrent
-        if about is None:
-            return None
-        slot = jnp.where(given.bounds.slot < 0, self.shape.states - 1, given.bounds.slot)
-        return Windows.of(given.trees.parents, slot, about.window)
+    def _nodes(self, given: Inputs) -> StepNodes:
+        about, bounds = self.decoder.arch.recurrent, given.bounds
+        assert about is not None
+        slot = jnp.where(bounds.slot < 0, self.shape.states - 1, bounds.slot)
+        windows = Windows.of(given.trees.parents, slot, about.window)
+        return StepNodes(about, windows, given.trees.parents, given.trees.real)
 
-    def _advanced(self, state: State, given: Inputs, passed: Forwarded, kept: Array) -> State:
+    def _advanced(
+        self, params: Params, state: State, given: Inputs, passed: Forwarded, kept: Array
+    ) -> State:
         """Return the state with recurrent states behind the last kept node of each row, and copies
-        of those at the last end of a page among them, where one is asked for.
+        of those at the last end of a page among them, where one is requested.
         """
-        tables, windows = state.recurrent, self._windows(given)
-        if tables is None or windows is None:
+        tables = state.recurrent
+        if tables is None:
             return state
         ends = kept & ((given.kv_len[:, None] + given.depth + 1) % self.page_size == 0)
-        held = tables.windows
-        for chosen, row in ((ends, given.bounds.copies), (kept, given.bounds.slot)):
-            node = jnp.where(chosen, given.depth + 1, 0).argmax(1)
+        weights = [
+            layer
+            for layer, spec in zip(params["layers"], self.decoder.arch.layer_specs, strict=True)
+            if spec.recurrent is not None
+        ]
+        step = RecurrentStep(self._nodes(given), tables, chain=False)
+        found, copies = step.advanced(weights, passed.brought, given.depth, kept, ends)
+        bounds = given.bounds
+        for states, chosen, row in ((copies, ends, bounds.copies), (found, kept, bounds.slot)):
             target = jnp.where(chosen.any(1) & (row >= 0), row, NOWHERE)
-            found = windows.behind(tables.windows, jnp.stack(passed.mixed), node)
-            held = held.at[:, target].set(found, mode="drop")
-        return state._replace(recurrent=RecurrentTables(held))
+            tables = tables.put(target, states)
+        return state._replace(recurrent=tables)
 
     def states(self, params: Params, state: State, moves: Array) -> State:
         """Return the state with recurrent states copied from rows moves[0] to rows moves[1]."""
@@ -277,7 +283,9 @@ class Functions:
         position = given.kv_len[:, None] + given.depth
         return slots_of(given.table, position, self.page_size).reshape(-1)
 
-    def _kept(self, state: State, given: Inputs, passed: Forwarded, kept: Array) -> State:
+    def _kept(
+        self, params: Params, state: State, given: Inputs, passed: Forwarded, kept: Array
+    ) -> State:
         """Keep streams, and keys and values: of kept nodes in pages, of others in scratch.
 
         Of a chunk what is not kept is no node, and goes nowhere.
@@ -296,7 +304,7 @@ class Functions:
         if draft is not None:
             streams = _put(draft.streams, passed.features, given.place)
             draft = draft._replace(streams=streams)
-        state = self._advanced(state, given, passed, kept)
+        state = self._advanced(params, state, given, passed, kept)
         return state._replace(keys=keys, values=values, hidden=hidden, draft=draft)
 
     def _in_ring(self, state: State, given: Inputs, passed: Forwarded, kept: Array) -> State:
