@@ -14,7 +14,7 @@ _LEAST = 1e-6
 """Keeps the length of a query or a key from zero; the published model's."""
 
 
-class Tokens(NamedTuple):
+class DeltaTokens(NamedTuple):
     """What nodes advance states by and read them with: float32.
 
     queries, keys  [R,N,Hv,Dk], values [R,N,Hv,Dv]
@@ -27,12 +27,12 @@ class Tokens(NamedTuple):
     decay: Array
     beta: Array
 
-    def by_node(self) -> "Tokens":
+    def by_node(self) -> "DeltaTokens":
         """Return the same with the axis of nodes first."""
-        return Tokens(*(part.swapaxes(0, 1) for part in self))
+        return DeltaTokens(*(part.swapaxes(0, 1) for part in self))
 
 
-def tokens_of(about: GatedDelta, weights: Params, sums: Array, gates: Array) -> Tokens:
+def tokens_of(about: GatedDelta, weights: Params, sums: Array, gates: Array) -> DeltaTokens:
     """Return the tokens of nodes, from the convolution's sums float32[R,N,C], and b and a
     [R,N,2Hv].
     """
@@ -46,7 +46,7 @@ def tokens_of(about: GatedDelta, weights: Params, sums: Array, gates: Array) -> 
     b, a = jnp.split(gates, 2, -1)
     a = a + weights["linear_attn.dt_bias"]
     soft = jnp.maximum(a, 0) + jnp.log1p(jnp.exp(-jnp.abs(a)))
-    return Tokens(
+    return DeltaTokens(
         queries * about.key_size**-0.5,
         keys,
         parts[2].reshape(*passed.shape[:2], *heads),
@@ -65,7 +65,7 @@ def _of_value_heads(about: GatedDelta, x: Array) -> Array:
     return jnp.tile(x, (1, 1, times, 1)) if about.tiled else jnp.repeat(x, times, 2)
 
 
-def _step(states: Array, token: Tokens) -> Array:
+def _step(states: Array, token: DeltaTokens) -> Array:
     """Return states [R,Hv,Dk,Dv] behind one token of each row."""
     keys = token.keys[..., None]
     states = states * token.decay[..., None, None]
@@ -73,16 +73,16 @@ def _step(states: Array, token: Tokens) -> Array:
     return states + keys * change[..., None, :]
 
 
-def _read(states: Array, token: Tokens) -> Array:
+def _read(states: Array, token: DeltaTokens) -> Array:
     return (states * token.queries[..., None]).sum(-2)
 
 
-def along_chains(states: Array, tokens: Tokens, real: Array) -> tuple[Array, Array]:
+def along_chains(states: Array, tokens: DeltaTokens, real: Array) -> tuple[Array, Array]:
     """Return float32[R,N,Hv,Dv], what nodes of chains read, and the states behind the last that are
     `real`, bool[R,N].
     """
 
-    def once(states: Array, given: tuple[Tokens, Array]) -> tuple[Array, Array]:
+    def once(states: Array, given: tuple[DeltaTokens, Array]) -> tuple[Array, Array]:
         token, there = given
         after = jnp.where(there[:, None, None, None], _step(states, token), states)
         return after, _read(after, token)
@@ -91,7 +91,7 @@ def along_chains(states: Array, tokens: Tokens, real: Array) -> tuple[Array, Arr
     return found.swapaxes(0, 1), last
 
 
-def along_trees(states: Array, tokens: Tokens, parents: Array) -> Array:
+def along_trees(states: Array, tokens: DeltaTokens, parents: Array) -> Array:
     """Return float32[R,N,Hv,Dv], what nodes with these parents [R,N] (below 0: none) read: each
     state is made of its parent's, and all are kept until the last node.
     """
@@ -99,7 +99,7 @@ def along_trees(states: Array, tokens: Tokens, parents: Array) -> Array:
     every = jnp.zeros((nodes + 1, *states.shape), states.dtype).at[0].set(states)
     each = jnp.arange(rows)
 
-    def once(every: Array, given: tuple[Tokens, Array, Array]) -> tuple[Array, Array]:
+    def once(every: Array, given: tuple[DeltaTokens, Array, Array]) -> tuple[Array, Array]:
         token, parent, number = given
         after = _step(every[jnp.maximum(parent + 1, 0), each], token)
         return every.at[number].set(after), _read(after, token)
@@ -109,11 +109,11 @@ def along_trees(states: Array, tokens: Tokens, parents: Array) -> Array:
     return found.swapaxes(0, 1)
 
 
-def along_path(states: Array, tokens: Tokens, kept: Array, ends: Array) -> tuple[Array, Array]:
+def along_path(states: Array, tokens: DeltaTokens, kept: Array, ends: Array) -> tuple[Array, Array]:
     """Return the states behind the nodes bool[R,N] of a path, and behind the last of `ends`."""
 
     def once(
-        held: tuple[Array, Array], given: tuple[Tokens, Array, Array]
+        held: tuple[Array, Array], given: tuple[DeltaTokens, Array, Array]
     ) -> tuple[tuple[Array, Array], None]:
         states, copy = held
         token, there, full = (given[0], *(each[:, None, None, None] for each in given[1:]))

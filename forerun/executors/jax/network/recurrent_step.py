@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from forerun.executors.jax.network.delta import (
-    Tokens,
+    DeltaTokens,
     along_chains,
     along_path,
     along_trees,
@@ -18,7 +18,7 @@ from forerun.executors.jax.network.weights import Params
 from forerun.networks.layer_spec import GatedDelta, Recurrent
 
 
-class StepNodes(NamedTuple):
+class RecurrentNodes(NamedTuple):
     """The nodes of R rows of N; real: bool[R,N] those that exist, of rows that are decided here."""
 
     about: Recurrent
@@ -34,7 +34,7 @@ class RecurrentStep:
     chain  nodes are chains that stay
     """
 
-    nodes: StepNodes
+    nodes: RecurrentNodes
     tables: RecurrentTables
     chain: bool
 
@@ -89,7 +89,7 @@ class RecurrentStep:
         assert self.tables.matrices is not None
         return self.tables.matrices[layer][self.nodes.windows.slot]
 
-    def _tokens(self, layer: Any, weights: Params, brought: Brought) -> Tokens:
+    def _tokens(self, layer: Any, weights: Params, brought: Brought) -> DeltaTokens:
         about, windows = self.nodes.about, self.nodes.windows
         assert isinstance(about, GatedDelta) and brought.gates is not None
         kernel = weights["conv1d"]

@@ -17,7 +17,7 @@ from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
 from forerun.executors.jax.network.decoder import Forwarded, JaxDecoder
 from forerun.executors.jax.network.kv import State, StateShape, after, of_nodes, slots_of
 from forerun.executors.jax.network.recurrent import Windows, no_states
-from forerun.executors.jax.network.recurrent_step import RecurrentStep, StepNodes
+from forerun.executors.jax.network.recurrent_step import RecurrentNodes, RecurrentStep
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.program.future_map import enter, leave
 from forerun.executors.jax.rounds.accept import choose, unpacked, walk
@@ -243,12 +243,12 @@ class Functions:
             params, given.trees.tokens, position, of_layer, wanted, recur
         )
 
-    def _nodes(self, given: Inputs) -> StepNodes:
+    def _nodes(self, given: Inputs) -> RecurrentNodes:
         about, bounds = self.decoder.arch.recurrent, given.bounds
         assert about is not None
         slot = jnp.where(bounds.slot < 0, self.shape.states - 1, bounds.slot)
         windows = Windows.of(given.trees.parents, slot, about.window)
-        return StepNodes(about, windows, given.trees.parents, given.trees.real)
+        return RecurrentNodes(about, windows, given.trees.parents, given.trees.real)
 
     def _advanced(
         self, params: Params, state: State, given: Inputs, passed: Forwarded, kept: Array
