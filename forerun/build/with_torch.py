@@ -91,17 +91,21 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     needs = replace(dense_needs(config, arch, checkpoint), per_scored=4 * arch.vocab)
     needs = window_needs(config, arch, needs, cached_bytes(config, arch.windowed_caches))
     needs = _kept_needs(config, checkpoint, needs)
-    return _captured_needs(config, arch, _state_needs(arch, needs))
+    return _captured_needs(config, arch, _state_needs(config, arch, needs))
 
 
-def _state_needs(arch: Architecture, needs: Needs) -> Needs:
-    """Add the scratch of a draft token if layers have recurrent states: the inputs of its states,
-    and three times the state of one layer.
+def _state_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> Needs:
+    """Add the scratch of recurrent states, if layers have any: for a draft token the inputs of its
+    states; and three times the state of one layer for each, or with kernels, which keep no draft
+    token's state, for each sequence.
     """
     if arch.recurrent is None:
         return needs
-    states = 4 * arch.draft_state_numbers + 12 * arch.recurrent.state_numbers
-    return replace(needs, per_scored=needs.per_scored + states)
+    inputs, state = 4 * arch.draft_state_numbers, 12 * arch.recurrent.state_numbers
+    if config.device == "cpu":
+        return replace(needs, per_scored=needs.per_scored + inputs + state)
+    fixed = needs.fixed + state * config.max_sequences
+    return replace(needs, per_scored=needs.per_scored + inputs, fixed=fixed)
 
 
 def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> Needs:
@@ -151,7 +155,7 @@ def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint
         needs, weights=weights, per_scored=4 * arch.vocab * (config.tp_size + 1) // config.tp_size
     )
     needs = _kept_needs(config, RankCheckpoint(checkpoint, tp), needs)
-    return _captured_needs(config, arch, _state_needs(tp.architecture(arch), needs))
+    return _captured_needs(config, arch, _state_needs(config, tp.architecture(arch), needs))
 
 
 def _first_rank(config: EngineConfig) -> TensorParallel:

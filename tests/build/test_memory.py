@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forerun.build import with_torch
 from forerun.build.memory import Needs, human, needs_of, plan_memory
 from forerun.build.shapes import RandomCheckpoint
 from forerun.build.target import open_target
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.executors import cpu
 from forerun.networks.arch import Architecture, plain_layers
+from forerun.networks.config_json import architecture_from
 from forerun.networks.layer_spec import AttentionSpec, Experts, Latent, Router
 from forerun.networks.rope import Rope
 from forerun.options.config import EngineConfig
@@ -49,6 +51,21 @@ def test_what_does_not_fit_is_refused_with_the_parts():
         plan_memory(EngineConfig(), SMALL, 10**8)
     with pytest.raises(MemoryPlanError, match=r"1,000,000 tokens 20\.0 GB"):
         plan_memory(EngineConfig(kv_tokens=10**6), SMALL, 10**9)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_kernels_keep_no_draft_tokens_state(tmp_path, family):
+    """On a CPU each draft token has its own; on CUDA each sequence has one while it advances."""
+    arch = architecture_from(tiny.config(family).to_dict(), tmp_path)
+    config = EngineConfig(executor="torch", device="cpu", dtype="float32", max_sequences=7)
+    here, there = (
+        with_torch.ENTRY.needs(replace(config, device=device), arch, RandomCheckpoint(arch))
+        for device in ("cpu", "cuda")
+    )
+    state = 12 * arch.recurrent.state_numbers
+    assert here.per_scored - there.per_scored == state
+    assert there.fixed - here.fixed == 7 * state + 8 * 8 * arch.vocab
+    assert there.captured and not here.captured
 
 
 def test_captured_rounds_have_memory_of_their_own():
