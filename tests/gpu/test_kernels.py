@@ -1,10 +1,12 @@
 """Our kernels on the device against plain torch there; captured rounds against eager steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch import TorchExecutor, with_captures
+from forerun.executors.torch import TorchExecutor, torch_executor, with_captures
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.attention.kv import Narrow, enter
@@ -309,14 +311,18 @@ def test_rounds_in_float8(checkpoint, device):
     assert bool(made.describe().get("captured")) == (device == "cuda")
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen2_moe", "qwen3_5_text", "lfm2"])
-def test_other_families_write_the_text_of_the_cpu(checkpoint, device, family):
-    """Windows, caps, sandwich norms and recurrent states in rounds; experts eagerly. In float32."""
-    found = []
-    for where in (device, "cpu"):
-        made = with_captures(
-            TorchExecutor(checkpoint(family), limits(tiny.VOCAB), where, "float32")
-        )
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [("gemma3_text", 0), ("gemma3_text", 48), ("qwen2_moe", 0), ("qwen3_5_text", 0), ("lfm2", 0)],
+)
+def test_other_families_write_the_text_of_the_cpu(checkpoint, device, family, windows):
+    """Windows, caps, sandwich norms and recurrent states in rounds; experts eagerly. In float32.
+    windows: so many window pages on the device.
+    """
+    found, kept = [], limits(tiny.VOCAB)
+    near = replace(kept, window=25 * bool(windows), window_pages=windows)
+    for where, room in ((device, near), ("cpu", kept)):
+        made = with_captures(torch_executor(room)(checkpoint(family), room, where, "float32"))
         with Driver(made) as driver:
             for slot in range(3):
                 driver.open(slot, np.arange(20, 60 + slot), Sampling(temperature=0.0))
