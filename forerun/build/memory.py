@@ -175,7 +175,14 @@ def plan_memory(
     minimum = config.kv_tokens or config.context or min(context, 4 * page, 1024)
     room, windows = left // max(1, needs.per_token), 0
     if needs.windowed:
-        room, windows = _with_windows(config, needs, left, nodes, wanted) or (room, 0)
+        # On a device of its own many run at once: as many beyond their windows as if every page
+        # were kept, MOST_WINDOWS at most.
+        running = min(room // needs.window, MOST_WINDOWS) if fill else 0
+        plans = (
+            _with_windows(config, needs, left, nodes, wanted, fewest)
+            for fewest in (max(running, FEWEST_WINDOWS), FEWEST_WINDOWS)
+        )
+        room, windows = next(filter(None, plans), (room, 0))
     if room < minimum:
         raise MemoryPlanError(_refusal(needs, (scratch + graphs, states), minimum, budget, share))
     tokens = room if fill and not config.kv_tokens else min(wanted, room)
@@ -198,16 +205,16 @@ def plan_memory(
 
 
 def _with_windows(
-    config: EngineConfig, needs: Needs, left: int, nodes: int, wanted: int
+    config: EngineConfig, needs: Needs, left: int, nodes: int, wanted: int, fewest: int
 ) -> tuple[int, int] | None:
     """Return the tokens that `left` bytes have room for if layers that see a window give back what
     lies behind it, and the pages of these layers; None if they would not have fewer so, for
-    `wanted` tokens or as many as fit.
+    `wanted` tokens or as many as fit. fewest: whole windows, if memory is short.
     """
     page = config.page_size
     token = needs.per_token - needs.windowed  # Bytes, in layers that see everything.
     spare = (left - wanted * token) // (needs.windowed * page)
-    windows = _window_pages(config, needs, ceil(nodes / page), spare)
+    windows = _window_pages(config, needs, ceil(nodes / page), spare, fewest)
     rest = left - windows * page * needs.windowed
     # Where every layer has a window, tokens behind it cost nothing.
     room = rest // token if token else (wanted + page) * (rest >= 0)
@@ -215,17 +222,16 @@ def _with_windows(
     return (room, windows) if windows * page < wanted and room > kept else None
 
 
-def _window_pages(config: EngineConfig, needs: Needs, step: int, spare: int) -> int:
+def _window_pages(config: EngineConfig, needs: Needs, step: int, spare: int, fewest: int) -> int:
     """Return the pages of layers that see a window: those that a step writes, `step`, and whole
-    windows, as many as the texts of max_sequences need, or as fit into `spare` pages, FEWEST at
-    least.
+    windows, as many as the texts of max_sequences need, or as fit into `spare` pages, at least
+    `fewest`.
     """
     sequences, page = config.max_sequences, config.page_size
     whole = window_pages_of(needs.context, needs.window, page)
     short = ceil(sequences * TOKENS_PER_SEQUENCE / page)  # If most texts are shorter than windows.
     enough = min(max(sequences, KEPT_WINDOWS) * whole, max(short, MOST_WINDOWS * whole))
-    least = min(sequences, FEWEST_WINDOWS) * whole
-    return step + max(least, min(enough, spare - step))
+    return step + max(min(sequences, fewest) * whole, min(enough, spare - step))
 
 
 def _refusal(needs: Needs, scratch: tuple[int, int], tokens: int, budget: int, share: float) -> str:

@@ -131,6 +131,20 @@ def test_windows_take_what_they_see(capsys, tmp_path):
     assert "86.5 MB of the cache, for the last 513 tokens of each sequence" in said
 
 
+def test_windows_leave_a_device_to_many_sequences(capsys, tmp_path):
+    """With little memory a device has windows for many sequences, and more tokens than without."""
+    sizes = GEMMA | {"vocab_size": 4096, "max_position_embeddings": 131072}
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config("gemma3_text", **sizes).to_dict()))
+    words = ["--model", str(tmp_path), "--device", "cuda", "--device-memory", "1.2"]
+    words += ["--dtype", "float32", "--chunked-prefill-size", "512"]
+    kept = planned(capsys, *words, "--kv-store", str(tmp_path / "kv"))
+    each = -(-(513 + 64) // 16) + 3
+    for sequences, windows in ((2, 2), (64, 16)):
+        found = planned(capsys, *words, "--max-sequences", str(sequences))
+        assert found["window_bytes"] == (windows * each + 32) * 16 * 15 * 2 * 256 * 4
+        assert found["cache_tokens"] > kept["cache_tokens"] > 16 * 513
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_windows_take_as_much_in_torch(capsys, tmp_path, device):
     """One device gives back; several, JAX and a page store say that they do not."""
