@@ -302,6 +302,14 @@ def norm(wide: int, dtype: str) -> Kernel:
     return layer(triton_layers._norm, pointers, numbers, {"WIDE": wide}, warps, dtype)
 
 
+def gated_norm(wide: int, dtype: str) -> Kernel:
+    numbers = ("row_stride", "head_stride", "width", "eps")
+    made = layer(
+        triton_layers._gated_norm, ("x", "weight", "gate", "out"), numbers, {"WIDE": wide}, 1, dtype
+    )
+    return replace(made, signature=made.signature | {"x": "*fp32"})
+
+
 def gate(dtype: str, gelu: bool = False, clamped: bool = False) -> Kernel:
     numbers, pointers = ("gate_stride", "up_stride", "width"), ("gate", "up", "out")
     constants: Constants = {"BLOCK": 1024, "GELU": gelu}
@@ -512,6 +520,7 @@ def matrix(arch: int) -> dict[str, Kernel]:
         "short convolution": convolved(3),
         "shift a short convolution's window": shifted("fp32", 3),
         "windows of nodes": windows(4),
+        "norm and gate of a gated delta net": gated_norm(128, "bf16"),
         "grow chain, 32k tokens": grown(1, 32_000),
         "grow 4 wide, 128k tokens": grown(4, 128_256),
     }

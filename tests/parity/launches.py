@@ -38,10 +38,12 @@ from forerun.drafts.prediction_layers import (
 from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
 from forerun.executors.torch.attention.state_nodes import StateKernels
+from forerun.executors.torch.attention.states import States
 from forerun.executors.torch.attention.varlen_attention import flash
 from forerun.executors.torch.captured.drafting_of import drafting_of
 from forerun.executors.torch.captured.graphs import CudaRecorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
+from forerun.executors.torch.captured.states import RoundStates
 from forerun.executors.torch.decoder import weights
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.elementwise import Elementwise
@@ -272,6 +274,7 @@ def kernels():
             gelu_gate=layers.gelu_gate,
             draft_inputs=draft.draft_inputs,
             clamped_gate=layers.clamped_gate,
+            gated_norm=layers.gated_norm,
             grouped=experts.grouped,
             few_bits=FewBitsProducts(few_bits.product, few_bits.gated_product),
         ),
@@ -368,6 +371,9 @@ def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
         *(decoder(arch, setting.numbers), cache, limits, kernels(), Nothing()),
         overlap=setting.carries,
     )
+    if arch.recurrent is not None:
+        states = States(arch, limits, META, kernels=kernels().states)
+        runner.states = RoundStates(states, kernels().states, arch, limits)
     if setting.drafts:
         attach(runner, limits, setting.method)
     if setting.carries:

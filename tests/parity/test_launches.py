@@ -1,13 +1,26 @@
 """Launches of a captured round at the size of an 8B: what they are today, and no more."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
+from forerun.executors.torch.triton.record import Size
+from forerun.networks.config_json import architecture_from
 from tests.covering import spread
+from tests.models import tiny
 from tests.parity.interpreted import load
-from tests.parity.launches import AIMS, COUNTED, KERNELS, Budget, Launches, budget, budget_of
+from tests.parity.launches import (
+    AIMS,
+    COUNTED,
+    KERNELS,
+    Budget,
+    Launches,
+    Setting,
+    budget,
+    budget_of,
+    count,
+)
 
 for name in KERNELS:
     load(f"triton.triton_{name}")  # Interpreted, for whoever shares this process.
@@ -54,6 +67,20 @@ OTHERS = {
 def test_other_draft_models_launch_no_more_than_they_did(method):
     found, (first, level) = budget(COUNTED["drafted"], method=method), OTHERS[method]
     assert found.first <= first and found.level <= level, found
+
+
+@pytest.mark.parametrize(("family", "layer"), [("qwen3_5_text", 12), ("lfm2", 13)])
+def test_a_recurrent_layer_launches_no_more_than_it_did(tmp_path, family, layer):
+    """Beside the layers two or three launches that all share: windows, and what moves states."""
+    arch = architecture_from(tiny.config(family).to_dict(), tmp_path)
+    first = next(n for n, spec in enumerate(arch.layer_specs) if spec.recurrent)
+    fewer = arch.layer_specs[:first] + arch.layer_specs[first + 1 :]
+    small = Setting(arch, drafts=False, pages=64, slots=8, context=256)
+    settings = small, replace(small, arch=replace(arch, layer_specs=fewer))
+    whole, rest = (count(setting, Size(1, 4)).found for setting in settings)
+    assert whole.total() - rest.total() <= layer, whole - rest
+    assert rest["_shift"] == rest["_ancestors"] == 1
+    assert rest["_advance"] == (family != "lfm2")
 
 
 def test_what_is_launched_is_counted():

@@ -33,6 +33,15 @@ def test_norm(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_norm(dtype):
+    """The gate is a part of a wider row."""
+    found, weight = torch.randn(5, 3, 24) * 2, torch.rand(24)
+    gate = torch.randn(5, 100).to(dtype)[:, 20:92].unflatten(-1, (3, 24))
+    wanted = found, weight, 1e-5, gate
+    same(layers.gated_norm(*wanted), PLAIN.gated_norm(*wanted))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_gate(dtype):
     both = torch.randn(3, 2 * 1100).to(dtype) * 4
     same(layers.gate(*both.chunk(2, -1)), PLAIN.gate(*both.chunk(2, -1)))

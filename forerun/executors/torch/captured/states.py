@@ -63,11 +63,12 @@ class RoundStates:
         def recur(layer: int, found: RecurrentInputs) -> Tensor:
             tables = self._of_layer(layer)
             mixed = self._mixed[layer, : size.total]
-            mixed.copy_(found.mixed)
             if not isinstance(found, DeltaInputs):
+                mixed.copy_(found.mixed)
                 return self._kernels.convolve(mixed, found.kernel, found.bias, tables, nodes, past)
             own, numbers = found.numbers, self._kept(layer, found.numbers)
             gates = numbers.gates[layer, : size.total]
+            mixed.copy_(own.mixed)
             gates.copy_(own.gates)
             brought = DeltaNumbers(mixed, gates, own.kernel, own.rate, own.step)
             return self._kernels.score(found.about, brought, tables, nodes, past)

@@ -56,11 +56,11 @@ class ConvolutionProjections:
         Positions do not matter.
         """
         b, c, x = self._into(x).chunk(3, -1)
-        return ConvolutionInputs(b.float() * x.float(), c, self._kernel, self._bias)
+        return ConvolutionInputs(b.float() * x, c, self._kernel, self._bias)
 
     def out(self, found: Tensor, gate: Tensor) -> Tensor:
         """Return [M,H] of the convolution's sums, float32[M,C], and c [M,C]."""
-        return self._out((found * gate.float()).to(gate.dtype))
+        return self._out((found * gate).to(gate.dtype))
 
 
 def window_sums(rows: Tensor, past: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -117,10 +117,8 @@ class DeltaProjections:
 
     def out(self, found: Tensor, gate: Tensor) -> Tensor:
         """Return [M,H] of the states' results, float32[M,Hv,Dv], and z [M,Hv,Dv]."""
-        rows, wide = found.to(gate.dtype).flatten(0, 1), gate.float()
-        normed = self._parts.norm(rows, self._norm, self._arch.norm_eps).view(gate.shape)
-        opened = normed.float() * (wide / (1 + torch.exp(-wide)))
-        return self._out(opened.to(gate.dtype).flatten(1))
+        opened = self._parts.gated_norm(found, self._norm, self._arch.norm_eps, gate)
+        return self._out(opened.flatten(1))
 
 
 def softplus(x: Tensor) -> Tensor:

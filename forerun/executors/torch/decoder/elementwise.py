@@ -37,7 +37,8 @@ class DraftInputs(Protocol):
 @dataclass(frozen=True, slots=True)
 class Elementwise:
     """The operations between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,
-    `geglu`, `clamped_swiglu`, and before a draft model's first product `draft_inputs`.
+    `geglu`, `clamped_swiglu`, before a draft model's first product `draft_inputs`, and before a
+    gated delta net's last one `gated_norm`.
     `grouped`: the product of experts, which only launches; None: one product per expert, whose rows
     the host selects. `few_bits`: products whose weight is quantised.
     """
@@ -49,6 +50,7 @@ class Elementwise:
     gelu_gate: Callable[[Tensor, Tensor], Tensor]
     draft_inputs: DraftInputs
     clamped_gate: Callable[[Tensor, Tensor], Tensor]
+    gated_norm: Callable[[Tensor, Tensor, float, Tensor], Tensor]
     grouped: GroupedProduct | None = None
     few_bits: FewBitsProducts = IN_TORCH
 
@@ -244,7 +246,17 @@ def rotation(
     return torch.where(frequencies == 0, 1.0, angles.cos() * factor), angles.sin() * factor
 
 
-PLAIN = Elementwise(rms_norm, add_norm, swiglu, turned, geglu, draft_inputs, clamped_swiglu)
+def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+    """Return [M,heads,W] in the dtype of `gate` [M,heads,W]: RMSNorm of x float32[M,heads,W] by a
+    weight [W], times SiLU of the gate.
+    """
+    normed, wide = rms_norm(x.to(gate.dtype), weight, eps), gate.float()
+    return (normed.float() * (wide / (1 + torch.exp(-wide)))).to(gate.dtype)
+
+
+PLAIN = Elementwise(
+    *(rms_norm, add_norm, swiglu, turned, geglu, draft_inputs, clamped_swiglu, gated_norm)
+)
 
 
 def compiled(parts: Elementwise) -> Elementwise:

@@ -217,6 +217,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
             rotate=guarded(device, triton_layers.rotate),
             draft_inputs=guarded(device, triton_draft.draft_inputs),
             clamped_gate=guarded(device, triton_layers.clamped_gate),
+            gated_norm=guarded(device, triton_layers.gated_norm),
             grouped=guarded(device, triton_experts.grouped),
             few_bits=FewBitsProducts(
                 guarded(device, triton_few_bits.product),

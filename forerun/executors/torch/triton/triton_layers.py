@@ -30,6 +30,25 @@ def _norm(x, weight, out, row_stride, head_stride, width, eps, WIDE: tl.constexp
     tl.store(place, wide.to(x.dtype.element_ty), mask=there)
 
 
+@triton.jit(do_not_specialize=["eps"])
+def _gated_norm(
+    x, weight, gate, out, row_stride, head_stride, width, eps, WIDE: tl.constexpr
+):  # fmt: skip
+    """Norm one head of a row, and open it."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, WIDE)
+    there, place = at < width, (row * tl.num_programs(1) + head) * width + at
+    value = tl.load(x + place, mask=there, other=0.0)
+    wide = value.to(gate.dtype.element_ty).to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    wide = wide * tl.load(weight + at, mask=there, other=0.0)
+    wide = wide.to(gate.dtype.element_ty).to(tl.float32)
+    opened = tl.load(gate + row * row_stride + head * head_stride + at, mask=there, other=0.0)
+    opened = opened.to(tl.float32)
+    found = wide * (opened / (1 + tl.exp(-opened)))
+    tl.store(out + place, found.to(gate.dtype.element_ty), mask=there)
+
+
 @triton.jit
 def gated(opened, value, GELU: tl.constexpr, CLAMP: tl.constexpr, SLOPE: tl.constexpr):
     """Apply a gate, float32. CLAMP: 0, or layer_spec.CLAMP, with its SLOPE."""
@@ -188,6 +207,21 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = triton.next_power_of_2(width)
     _norm[len(x), heads](
         *(x, weight, out, x.stride(0), x.stride(1) if x.dim() == 3 else 0, width, eps),
+        WIDE=wide,
+        num_warps=warps_for(wide),
+    )
+    return out
+
+
+def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+    """Return the RMSNorm of x float32[M,heads,W] by a weight [W], times SiLU of a gate of the same
+    shape, in its dtype: elementwise.gated_norm. Launches only.
+    """
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    rows, heads, width = gate.shape
+    wide = triton.next_power_of_2(width)
+    _gated_norm[rows, heads](
+        *(x.contiguous(), weight, gate, out, gate.stride(0), gate.stride(1), width, eps),
         WIDE=wide,
         num_warps=warps_for(wide),
     )
