@@ -46,12 +46,15 @@ class Cut(Enum):
     COLUMNS = "by its last axis"
     KV_HEADS = "by its first axis, key/value head by key/value head"
     PARTS = "by its first axis, each of the parts that a recurrent layer has there"
+    COLUMN_PARTS = "by its last axis, likewise"
     ONCE = "rank 0 has it, the others zeros: it is added to a sum over the ranks"
 
 
 _CUTS = {
-    r".*\.linear_attn\.([qkvzba]_proj\.weight|A_log|dt_bias)": Cut.ROWS,
-    r".*\.(linear_attn\.conv1d|conv\.in_proj)\.(weight|bias)": Cut.PARTS,
+    r".*\.linear_attn\.[qk]_proj\.weight": Cut.ROWS,
+    r".*\.linear_attn\.([vzba]_proj\.weight|conv1d\.weight|A_log|dt_bias)": Cut.PARTS,
+    r".*\.linear_attn\.out_proj\.weight": Cut.COLUMN_PARTS,
+    r".*\.conv\.in_proj\.(weight|bias)": Cut.PARTS,
     r".*\.conv\.conv\.(weight|bias)": Cut.ROWS,
     r".*\.out_proj\.weight": Cut.COLUMNS,
     r".*\.out_proj\.bias": Cut.ONCE,
@@ -147,16 +150,18 @@ class TensorParallel:
         """Return the shape of this rank's part of a tensor of that name and shape; arch: of the
         whole model.
         """
-        pieces = self.pieces(name, shape, arch)
-        rows = sum(len(range(*piece[0].indices(shape[0]))) for piece in pieces)
-        others = zip(pieces[0][1:], shape[1:], strict=True)
-        return rows, *(len(range(*part.indices(n))) for part, n in others)
+        pieces, axis = self.pieces(name, shape, arch), axis_of(name)
+        found = [[part.stop - part.start for part in piece] for piece in pieces]
+        whole = found[0]
+        whole[axis] = sum(each[axis] for each in found)
+        return tuple(whole)
 
     def pieces(
         self, name: str, shape: tuple[int, ...], arch: Architecture
     ) -> list[tuple[slice, ...]]:
         """Return which pieces of a tensor of this name and shape are its own, which follow each
-        other along the first axis: one, or of Cut.PARTS several. arch: of the whole model.
+        other along `axis_of` its name: one, or where it is cut by parts several. arch: of the whole
+        model.
         """
         rows, columns = slice(0, shape[0]), tuple(slice(0, length) for length in shape[1:])
         ranks = self.among(name)
@@ -166,13 +171,22 @@ class TensorParallel:
             case Cut.KV_HEADS:
                 rows = ranks.kv_span(arch.kv_heads, shape[0])
             case Cut.PARTS:
-                parts = _parts(arch.recurrent, shape[0])
-                begins = np.cumsum((0, *parts[:-1])).tolist()
-                spans = [(begin, ranks.span(n)) for begin, n in zip(begins, parts, strict=True)]
-                return [(slice(at + s.start, at + s.stop), *columns) for at, s in spans]
+                spans = ranks.spans(_parts(arch.recurrent, name, shape[0]))
+                return [(span, *columns) for span in spans]
+            case Cut.COLUMN_PARTS:
+                spans = ranks.spans(_parts(arch.recurrent, name, shape[-1]))
+                return [(rows, *columns[:-1], span) for span in spans]
             case Cut.COLUMNS:
                 columns = *columns[:-1], ranks.span(shape[-1])
         return [(rows, *columns)]
+
+    def spans(self, lengths: tuple[int, ...]) -> list[slice]:
+        """Return this rank's part of each of the parts, of such lengths, that follow each other
+        along an axis.
+        """
+        begins = np.cumsum((0, *lengths[:-1])).tolist()
+        spans = zip(begins, map(self.span, lengths), strict=True)
+        return [slice(begin + span.start, begin + span.stop) for begin, span in spans]
 
     def _layer(self, spec: LayerSpec) -> LayerSpec:
         recurrent = spec.recurrent
@@ -202,12 +216,6 @@ def check_divides(arch: Architecture, tp: TensorParallel) -> None:
     """Raise ConfigError if a model cannot be shared by the ranks of which `tp` is one; it says
     by how many it could be.
     """
-    about = arch.recurrent
-    if isinstance(about, GatedDelta) and about.tiled and about.key_heads > 1 and tp.size > 1:
-        raise ConfigError(
-            f"tp-size is {tp.size}, but this file's value heads stand in turns, as in GGUF: ranks "
-            "cannot cut them. Use the model's folder of safetensors, or one device."
-        )
     _check_experts(arch, tp)
     fault = _fault(arch, tp)
     if fault is None:
@@ -322,7 +330,7 @@ class RankCheckpoint:
         if cut_of(name) is Cut.ONCE and self.tp.among(name).rank:
             return np.zeros(self.shape(name), np.float32)
         pieces = [self._piece(name, index) for index in self._pieces(name)]
-        return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+        return np.concatenate(pieces, axis_of(name)) if len(pieces) > 1 else pieces[0]
 
     def _piece(self, name: str, index: tuple[slice, ...]) -> Floats:
         packed = self.whole.packed(name)
@@ -342,14 +350,15 @@ class RankCheckpoint:
         packed = self.whole.packed(name)
         if packed is None:
             return None
-        pieces = self._pieces(name)
-        columns = pieces[0][1]
-        if _covering(packed.kind, columns, packed.columns) != columns:
+        pieces, axis = self._pieces(name), axis_of(name)
+        if any(_covering(packed.kind, each, packed.columns) != each for _, each in pieces):
             return None
-        found = [_part(packed, piece[0], columns) for piece in pieces]
+        found = [_part(packed, *piece) for piece in pieces]
         if len(found) == 1:
             return found[0]
-        return replace(found[0], rows=np.concatenate([part.rows for part in found]))
+        columns = self.shape(name)[1]
+        octets = np.concatenate([part.rows for part in found], axis)
+        return replace(found[0], rows=octets, columns=columns)
 
     def grouped(self, name: str) -> Grouped | None:
         """Return the rank's part of a matrix in few bits; None if there is none, or a part would
@@ -362,13 +371,22 @@ class RankCheckpoint:
         return self.tp.pieces(name, self.whole.shape(name), self.whole.architecture)
 
 
-def _parts(about: Recurrent | None, rows: int) -> tuple[int, ...]:
-    """Return the lengths of what follows each other along the first axis of a recurrent layer's
-    tensor of so many rows.
+def axis_of(name: str) -> int:
+    """Return the axis along which a rank's pieces of the tensor of this canonical name lie."""
+    return -1 if cut_of(name) is Cut.COLUMN_PARTS else 0
+
+
+def _parts(about: Recurrent | None, name: str, length: int) -> tuple[int, ...]:
+    """Return the lengths of what follows each other along the axis, of this length, by which a
+    recurrent layer's tensor is cut. Value heads that stand in turns make as many parts as there are
+    to a key head.
     """
-    if isinstance(about, GatedDelta):
-        return about.keys, about.keys, about.values
-    return (rows // 3,) * 3
+    if not isinstance(about, GatedDelta):
+        return (length // 3,) * 3
+    times = about.value_heads // about.key_heads if about.tiled else 1
+    if name.endswith("conv1d.weight"):
+        return about.keys, about.keys, *((about.values // times,) * times)
+    return (length // times,) * times
 
 
 def _covering(kind: str, columns: slice, length: int) -> slice:

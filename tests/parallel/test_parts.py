@@ -11,12 +11,12 @@ from forerun.checkpoints.tensor_parallel import (
     Cut,
     RankCheckpoint,
     TensorParallel,
+    axis_of,
     check_divides,
     cut_of,
 )
 from forerun.errors import ConfigError
 from forerun.networks.arch import FAMILIES
-from forerun.networks.layer_spec import GatedDelta
 from tests.models import tiny
 
 AXIS = {Cut.ROWS: 0, Cut.COLUMNS: -1, Cut.KV_HEADS: 0}
@@ -33,16 +33,24 @@ def joined(whole, parts, name):
         return found[-1]
     if cut is Cut.ONCE:
         return np.sum(found, 0)
-    if cut is Cut.PARTS:
-        about = parts[0].architecture.recurrent
-        lengths = [len(found[0]) // 3] * 3
-        if isinstance(about, GatedDelta):
-            lengths = [about.keys, about.keys, about.values]
-        split = [np.split(part, np.cumsum(lengths)[:-1]) for part in found]
-        return np.concatenate([piece for pieces in zip(*split, strict=True) for piece in pieces])
+    if cut in (Cut.PARTS, Cut.COLUMN_PARTS):
+        return placed(whole, parts, name)
     if cut is Cut.KV_HEADS and len(parts) > whole.architecture.kv_heads:
         found = found[:: len(parts) // whole.architecture.kv_heads]
     return np.concatenate(found, AXIS[cut])
+
+
+def placed(whole, parts, name):
+    """Pieces put where each rank says that they are."""
+    made = np.full(whole.shape(name), np.nan, np.float32)
+    for part in parts:
+        pieces = part.tp.pieces(name, whole.shape(name), whole.architecture)
+        axis, tensor = axis_of(name), part.tensor(name)
+        ends = np.cumsum([piece[axis].stop - piece[axis].start for piece in pieces])
+        for piece, numbers in zip(pieces, np.split(tensor, ends[:-1], axis), strict=True):
+            assert np.isnan(made[piece]).all(), "a number is in two parts"
+            made[piece] = numbers
+    return made
 
 
 @pytest.mark.parametrize(
@@ -77,6 +85,31 @@ def test_blocks_are_not_cut(tmp_path, storage, size):
     np.testing.assert_array_equal(joined(whole, parts, name), whole.tensor(name))
     ends = storage == "BF16" or size == 2
     assert all((part.packed(name) is not None) == ends for part in parts)
+
+
+@pytest.mark.parametrize("storage", ["Q8_0", "F32"])
+def test_value_heads_in_turns_are_cut_with_their_key_heads(tmp_path, storage):
+    """Three value heads to a key head, as GGUF files of Qwen3.5 have them; a rank's own stand in
+    turns too. Of 32 numbers each, so that blocks end where heads do.
+    """
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 32}
+    path = tmp_path / "model.gguf"
+    tiny.write_gguf(tiny.model("qwen3_5_text", **heads), path, storage)
+    whole = GgufCheckpoint(path)
+    net, parts = whole.architecture.recurrent, parts_of(whole, 2)
+    own = parts[1].architecture.recurrent
+    assert net.tiled and own.tiled and (own.key_heads, own.value_heads) == (1, 3)
+    for name in whole.names():
+        np.testing.assert_array_equal(joined(whole, parts, name), whole.tensor(name), name)
+        for part in parts:
+            packed = part.packed(name)
+            if packed is not None:
+                np.testing.assert_array_equal(packed.floats(), part.tensor(name))
+    name = "model.layers.0.linear_attn.out_proj.weight"
+    assert storage == "F32" or all(part.packed(name) is not None for part in parts)
+    values = parts[1].tensor("model.layers.0.linear_attn.v_proj.weight").reshape(3, 32, -1)
+    every = whole.tensor("model.layers.0.linear_attn.v_proj.weight").reshape(6, 32, -1)
+    np.testing.assert_array_equal(values, every[1::2])
 
 
 def test_a_rank_reads_its_part_alone(tmp_path, monkeypatch):

@@ -11,9 +11,9 @@ import pytest
 from forerun.build.engine import make_engine
 from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
-from forerun.checkpoints.tensor_parallel import TensorParallel, check_divides
+from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.client.completion import make_request
-from forerun.errors import ConfigError
 from forerun.executors.state_slots import StateSlots
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.model_runner import TorchOptions
@@ -21,6 +21,7 @@ from forerun.executors.torch.parallel.executor import ParallelExecutor
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parallel.test_captured_ranks import ROUNDS, captured, config, prompt_of, texts
+from tests.parallel.test_families import same_texts
 from tests.parity.driver import Driver, Row, as_draft, limits
 
 
@@ -117,14 +118,8 @@ def test_rounds_move_states_on_every_rank(folder, monkeypatch, algorithm, page, 
         target.executor.eager.states.book.check()
 
 
-def test_value_heads_in_turns_are_not_cut(folder):
-    arch = FolderCheckpoint(folder).architecture
-    if not hasattr(arch.recurrent, "tiled"):
-        pytest.skip("a convolution has no heads")
-    tiled = tuple(
-        replace(spec, recurrent=replace(spec.recurrent, tiled=True)) if spec.recurrent else spec
-        for spec in arch.layer_specs
-    )
-    check_divides(arch, TensorParallel(0, 2))
-    with pytest.raises(ConfigError, match="value heads stand in turns"):
-        check_divides(replace(arch, layer_specs=tiled), TensorParallel(0, 2))
+@pytest.mark.slow
+def test_ranks_of_a_file_whose_value_heads_stand_in_turns_write_the_same(tmp_path):
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 32}
+    tiny.write_gguf(tiny.model("qwen3_5_text", **heads), tmp_path / "model.gguf", "Q8_0")
+    same_texts(GgufCheckpoint(tmp_path / "model.gguf"), TensorParallel(0, 2))
