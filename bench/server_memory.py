@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("options", nargs="*", help="of forerun serve, behind --")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     command = [sys.executable, "-m", "forerun", "serve", args.model, "--port", str(PORT)]
     seconds, idle, structured = [], [], []
     for _ in range(args.rounds):
