@@ -98,7 +98,7 @@ def test_rounds_move_states_on_every_rank(folder, monkeypatch, algorithm, page, 
         return opened(self, slot_init)
 
     monkeypatch.setattr(StateSlots, "open", counting)
-    little = {"page_size": page, "kv_tokens": 80, "context": 72}
+    little = {"page_size": page, "kv_tokens": 56, "context": 56}
     one = open_target(config(folder, **little))
     try:
         expected, _ = texts(one, {"speculative_algorithm": "OFF"}, ROUNDS)
