@@ -65,7 +65,8 @@ def measure_costs(executor: Executor) -> StepCosts:
     Raises ConfigError if the executor is too small to time two nodes.
     """
     limits = executor.limits
-    possible = [nodes for nodes in NODES if nodes <= limits.scored_nodes and _fits(limits, nodes)]
+    most = min(limits.scored_nodes, executor.capabilities.timed)
+    possible = [nodes for nodes in NODES if nodes <= most and _fits(limits, nodes)]
     if len(possible) < 2:
         raise ConfigError(
             f"a step of at most {limits.scored_nodes} nodes and a context of {limits.context} "

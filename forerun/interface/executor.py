@@ -82,6 +82,7 @@ class Capabilities:
     unwritten    a step may read pages that were never written: its results mean nothing but its
                  time is typical, so start-up can time steps behind long texts
     hidden       it returns hidden states of known tokens (`Plan.hidden`)
+    timed        most nodes of a step that start-up times, where larger ones are compiled later
     """
 
     needs_masks_before_forward: bool = False
@@ -90,6 +91,7 @@ class Capabilities:
     padded: bool = False
     unwritten: bool = False
     hidden: bool = False
+    timed: int = 1 << 30
 
 
 class PageContents(Protocol):

@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import jax
 import jax.monitoring
@@ -92,11 +93,53 @@ def test_start_up_compiles_what_any_text_needs_and_the_rest_afterwards(warm, pad
     rows = 1 if pads else 2
     keys, first = warm.programs.keys, set(warm.first)
     assert [news[1:] for news in warm.told] == [(n, len(first)) for n in range(len(first) + 1)]
-    assert len(first) == 1 + 2 * rows and {key.kind for key in first} == {"chunk", "round"}
+    assert len(first) == 1 + 2 and {key.kind for key in first} == {"chunk", "round"}
+    assert {key.size.rows for key in first} == {1, warm.buckets.rows[0]}
     assert set(warm.programs.compiled) == set(keys)
     assert warm.describe()["compiled"] == len(keys) == 1 + 4 * rows + 3
     assert warm.describe()["to_compile"] == 0
     assert warm.capabilities.padded
+
+
+@pytest.mark.slow
+def test_what_comes_out_of_jaxs_cache_is_not_kept(checkpoint, quickly, tmp_path, prompt):
+    """XLA would write it without its functions, and a later start fail when it runs."""
+    found = []
+    for start in range(3):
+        found.append(text(begun(checkpoint, tmp_path, ("rows",)), prompt))
+        if not start:
+            shutil.rmtree(tmp_path / "programs")
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+def test_steps_run_in_the_sizes_that_there_are(checkpoint, compiled, quickly, prompt, monkeypatch):
+    """While rounds of more rows are compiled their rows run one by one, and say the same."""
+    made = JaxExecutor(checkpoint("llama"), SMALL, JaxOptions(draft_nodes=3, cache_dir=compiled))
+    made.warm_up(DraftShape(3), lambda *_: None)
+    programs, gate, ran = made.programs, Event(), []
+    make, run = programs._made, programs.run
+    monkeypatch.setattr(programs, "_made", lambda key: gate.wait(60) and make(key))
+    monkeypatch.setattr(programs, "run", lambda key, *given: ran.append(key) or run(key, *given))
+
+    def texts():
+        ran.clear()
+        with Driver(made) as driver:
+            for slot in range(3):
+                driver.open(slot, prompt[slot:9], Sampling(temperature=0.8, seed=slot))
+            driver.step([Row(0), Row(1), Row(2)])
+            for _ in range(4):
+                driver.step([Row(slot, draft=chain_draft([5, 6])) for slot in range(3)])
+            return [driver.sequences[slot].tokens for slot in range(3)]
+
+    made.warm_up_rest()
+    alone = texts()
+    assert {key.size.rows for key in ran} == {1} and programs.late == 0
+    gate.set()
+    programs.wait()
+    assert texts() == alone
+    assert {key.size.rows for key in ran if key.kind == "round"} == {4}
+    made.shutdown()
 
 
 @pytest.fixture

@@ -57,7 +57,9 @@ from forerun.speculative.tree import NodeMasks, TreeBatch, full_size
 from forerun.types import Bools, Floats, Ints
 
 TIMED_NODES = 7
-"""Draft tokens of a row in the measurement of costs (forerun.build.calibration), at least."""
+"""Draft tokens of a row in the measurement of costs (forerun.build.calibration), at least; steps of
+more rows are compiled later, and steps that run correct what they are expected to cost.
+"""
 
 
 class JaxExecutor(Executor):
@@ -83,7 +85,12 @@ class JaxExecutor(Executor):
         options = options or JaxOptions()
         arch = checkpoint.architecture
         self.limits, self._options = limits, options
-        self.capabilities = Capabilities(overlap=options.overlap, padded=True)
+        self.capabilities = Capabilities(
+            overlap=options.overlap,
+            padded=True,
+            unwritten=arch.recurrent is None,
+            timed=TIMED_NODES + 1,
+        )
         check_runs(arch)
         check_options(arch, limits, options)
         sharding = make_sharding(arch, options.shards, options.platform)
@@ -250,7 +257,8 @@ class JaxExecutor(Executor):
         rows.temperature[:] = self._temperatures(plan.slots, edits)
         weights = {row: len(each) for row, (_, each) in edits.items()}
         cuts, reserved = self._began(plan, trees, rows)
-        cut = batches(plan, trees, self._buckets, self._shape, self._edits, weights, cuts)
+        buckets = self.programs.ready(self._buckets)
+        cut = batches(plan, trees, buckets, self._shape, self._edits, weights, cuts)
         place = np.full(count, -1, np.int32)
         for batch in cut:
             for nodes, places in zip(batch.nodes, batch.places(), strict=False):
@@ -271,7 +279,7 @@ class JaxExecutor(Executor):
         depth = np.minimum(plan.max_depth, levels).tolist()
         bounds = zip(plan.max_nodes.tolist(), depth, strict=True)
         most = np.array([min(nodes, full_size(width, deep)) for nodes, deep in bounds], np.int32)
-        size = self._buckets.round(plan.rows, 1 + int(most.max()))
+        size = self.programs.ready(self._buckets).round(plan.rows, 1 + int(most.max()))
         edits = edits_by_row(plan, self._sampler, self._edits)
         if size is None or sum(len(each) for _, each in edits.values()) > self._edits:
             return None

@@ -1,13 +1,15 @@
 """Compiled programs of earlier starts, in a folder: what lies there is neither traced nor lowered.
 
 JAX's own cache is keyed by the lowered program, so a start that finds everything there still traces
-and lowers it all, which takes longer than reading it.
+and lowers it all, which takes longer than reading it. What comes out of it is not stored here:
+XLA's CPU backend writes such a program without its functions, and it fails when it runs.
 """
 
 import hashlib
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.monitoring
 import jaxlib.version
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
@@ -25,9 +28,30 @@ log = logging.getLogger("forerun.executors.jax")
 
 KEPT = 16
 """Settings whose programs are kept: each model, shape of drafts or version is one."""
+_HIT = "/jax/compilation_cache/cache_hits"
 _DIGEST = hashlib.sha256().digest_size
 _VARIABLES = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 _SWITCHES = "jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion"
+
+
+_loaded = threading.local()
+
+
+def loads() -> int:
+    """Return how many programs JAX's own cache has given this thread, since the first call in this
+    process.
+    """
+    _listen()
+    return getattr(_loaded, "count", 0)
+
+
+@lru_cache(maxsize=1)
+def _listen() -> None:
+    def heard(event: str, **_: Any) -> None:
+        if event == _HIT:
+            _loaded.count = getattr(_loaded, "count", 0) + 1
+
+    jax.monitoring.register_event_listener(heard)
 
 
 class KeptPrograms:

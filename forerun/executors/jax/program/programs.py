@@ -10,10 +10,11 @@
     keep              features of the same, from the step's streams into the ring
     states            recurrent states, from row to row
 
-Those that any text needs (FIRST) are compiled before service, the others during it, or when a step
-needs one sooner. With a draft network rounds of `levels` also follow and draft (drafting.py), and
-there are the passes of draft_passes.py. All take the state (kv.py), donated, and return it. No
-shape and no branch depends on a value.
+Those that one short text needs (FIRST) are compiled before service, the others during it. Meanwhile
+steps run in the sizes that there are (`ready`); what else a step needs it compiles itself. With a
+draft network rounds of `levels` also follow and draft (drafting.py), and there are the passes of
+draft_passes.py. All take the state (kv.py), donated, and return it. No shape and no branch depends
+on a value.
 """
 
 import logging
@@ -43,7 +44,7 @@ from forerun.executors.jax.network.kv import DraftArrays
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.program.functions import Functions, Key
 from forerun.executors.jax.program.future_map import FutureMap
-from forerun.executors.jax.program.kept import KeptPrograms
+from forerun.executors.jax.program.kept import KeptPrograms, loads
 from forerun.executors.jax.rounds.batches import Bucket, Buckets
 from forerun.executors.jax.rounds.inputs import packed_size, total
 from forerun.executors.jax.rounds.reports import REPORTED
@@ -63,8 +64,11 @@ FEW_ROWS = ("logits", "candidates")
 """Programs that read a few rows of the state."""
 
 FIRST = ("chunk", "round", "enter", "block")
-"""Programs that any text needs, and that are timed at start-up, rounds up to EARLY rows."""
-EARLY = 8
+"""Programs that any text needs: the least chunk, and of the others those of one row, which are also
+timed at start-up. (A stand-in of eight layers with an EAGLE-3 head on two of four forced devices,
+16 sequences, beside load 5: 20 s of processor time for these 3 programs, 64 s for the 8 of up to 16
+rows and both chunks.)
+"""
 
 NO_STATE = (*FEW_ROWS, "block", "report")
 """Programs that change nothing."""
@@ -185,14 +189,35 @@ class JaxPrograms:
         if self._folder is not None:
             devices = list(self._whole.mesh.devices.flat)
             self._kept = KeptPrograms(Path(self._folder) / "programs", self._about, devices)
-        early = next((rows for rows in buckets.rows if rows >= EARLY), EARLY)
-        first = [key for key in self.keys if key.kind in FIRST and key.size.rows <= early]
+        most = {"chunk": buckets.chunks[0], "enter": buckets.chunks[0]}
+        first = [
+            key
+            for key in self.keys
+            if key.kind in FIRST
+            and key.size.rows <= buckets.rows[0]
+            and key.size.nodes <= most.get(key.kind, key.size.nodes)
+        ]
         self._rest = dict.fromkeys(sorted(set(self.keys) - set(first), key=_soon))
         progress(0, len(first))
         with ThreadPoolExecutor(threads) as pool:
             for done, _ in enumerate(pool.map(self._made, first)):
                 progress(done + 1, len(first))
         self.compile_seconds = perf_counter() - began
+
+    def ready(self, buckets: Buckets) -> Buckets:
+        """Return the sizes that steps may have now: while others are compiled (`compile_rest`)
+        those of compiled rounds and chunks, else all.
+        """
+        if self._pool is None or not self._rest:
+            return buckets
+        missing = [key for key in list(self._rest) if key not in self._compiled]
+        wide = {key.size.rows for key in missing if key.kind == "round"}
+        long = {key.size.nodes for key in missing if key.kind == "chunk"}
+        if not missing:
+            self._rest.clear()
+        rows = tuple(count for count in buckets.rows if count not in wide)
+        chunks = tuple(count for count in buckets.chunks if count not in long)
+        return replace(buckets, rows=rows or buckets.rows, chunks=chunks or buckets.chunks)
 
     def compile_rest(self) -> None:
         """Begin to compile what `warm_up` left, one after the other in a thread; returns at once.
@@ -314,8 +339,9 @@ class JaxPrograms:
         """Return a program, loaded if it is kept, else compiled and kept."""
         made = self._kept and self._kept.load(key, self._trees(key))
         if made is None:
-            made = self._lowered(key).compile()
-            if self._kept is not None:
+            lowered, loaded = self._lowered(key), loads()
+            made = lowered.compile()
+            if self._kept is not None and loads() == loaded:
                 self._kept.store(key, made)
         self._compiled[key] = made
         return made

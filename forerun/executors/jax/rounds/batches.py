@@ -221,9 +221,8 @@ def sized(
     rows  (row of the plan, its flat nodes), at least one
     full  allow no empty rows, so that several lists of rows take no more nodes than one
     """
-    largest = max(len(nodes) for _, nodes in rows)
-    size = Bucket(_at_least(buckets.rows, len(rows)), _at_least(buckets.nodes, largest))
-    if size in buckets.rounds and not full:
+    size = buckets.round(len(rows), max(len(nodes) for _, nodes in rows))
+    if size is not None and not full:
         yield size, rows
         return
     for nodes in buckets.nodes:
