@@ -28,6 +28,7 @@ from forerun.serve.http.in_flight import InFlight
 from forerun.serve.http.tasks import begun
 from forerun.serve.http.workers import Workers
 from forerun.serve.observe.decode_log import DecodeLog
+from forerun.serve.observe.draft_alarm import watch
 from forerun.serve.observe.metrics import Meter, Metrics
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
@@ -274,6 +275,8 @@ class Service(InFlight):
                 "--reasoning-end names the closing one",
                 name,
             )
+        if loaded.config.algorithm.model:
+            self._tasks.append(begun(watch(engine.stats), "the watch over the draft model"))
         if self.settings.decode_log_interval:
             decode_log = DecodeLog(self.settings.decode_log_interval, engine.last_stats)
             self._tasks.append(begun(decode_log.run(engine.stats), "the decode log"))

@@ -1,0 +1,47 @@
+"""Warns once if a draft model is hardly ever right: a draft for another model, or one that is
+misread, costs time and changes no text, so nothing else shows it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from forerun.engine.stats import Stats
+
+LOOK_SECONDS = 10.0
+LEAST, ENOUGH = 0.1, 200
+"""Of so many first draft tokens so small a share is right in none of our trained stand-ins and
+shipped drafts (the worst has .75); DSpark read as DFlash had .003.
+"""
+
+log = logging.getLogger("forerun.serve")
+
+
+def seldom_right(stats: Stats) -> str | None:
+    """Return the warning if the draft model's first tokens are hardly ever right, of at least
+    ENOUGH drafts; else None.
+    """
+    first = [count for count in stats.by_source if count.source == "draft_model"]
+    counts = [count for count in first if count.depth == 1]
+    # Of siblings one can be right: drafts are counted, not their tokens.
+    drafts = min(sum(count.verified for count in counts), stats.drafts)
+    right = sum(count.accepted for count in counts)
+    if drafts < ENOUGH or right >= LEAST * drafts:
+        return None
+    return (
+        f"the draft model is hardly ever right: {right} of {drafts} first draft tokens were "
+        "accepted. It may be made for another model, or its files may not be what their "
+        "configuration says; --speculative-algorithm NGRAM drafts without it."
+    )
+
+
+async def watch(stats: Callable[[], Awaitable[Stats]]) -> None:
+    """Check every LOOK_SECONDS until the warning was given, once, or until cancelled. stats:
+    returns the engine's counters.
+    """
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        warning = seldom_right(await stats())
+        if warning is not None:
+            log.warning("%s", warning)
+            return
