@@ -31,7 +31,7 @@ from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.hub import huggingface
 from forerun.hub.catalog import Model, shipped_draft
 from forerun.hub.reference import hub_reference
-from forerun.hub.well_known import known_assistant, known_head
+from forerun.hub.well_known import known_assistant, known_block, known_head
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
@@ -100,6 +100,8 @@ def _besides(config: EngineConfig, layered: bool) -> str:
     if layered:
         return ", or use NEXTN: the model has prediction layers of its own"
     known = {"head": known_head, "assistant": known_assistant}.get(config.algorithm.kind)
+    if config.algorithm.block:
+        known = known_block
     draft = known(config.model) if known is not None else None
     return f", such as {draft}" if draft else ""
 

@@ -90,6 +90,21 @@ def _plain(reference: str) -> str:
     return name.removesuffix("-gguf").removesuffix("-instruct").removeprefix("meta-")
 
 
+_BLOCKS = {
+    "lfm2.5-1.2b": "LiquidAI/LFM2.5-1.2B-Instruct-DSpark",
+    "lfm2.5-2.6b": "LiquidAI/LFM2.5-2.6B-DSpark",
+    "lfm2.5-8b-a1b": "LiquidAI/LFM2.5-8B-A1B-DSpark",
+}
+"""Hub ids of the block drafters that models' owners publish for them."""
+
+
+def known_block(reference: str) -> str | None:
+    """Return the hub id of the block drafter that the owner of a model publishes, for the model of
+    a reference, in any form and from any owner; None if none is known.
+    """
+    return _BLOCKS.get(_plain(reference))
+
+
 _ASSISTANTS = ("E2B", "E4B", "26B-A4B", "31B")
 """Sizes of Gemma 4 for which Google publishes an assistant that drafts."""
 

@@ -99,6 +99,11 @@ def test_a_head_that_nobody_has_is_named_with_what_there_is():
             with_shipped(replace(asked, model=name))
     with pytest.raises(ConfigError, match=r"FOLDER\."):
         with_shipped(replace(asked, model="Qwen/Qwen3-14B"))
+    block = replace(asked, speculative_algorithm="DFLASH", model=f"meta-llama/{llama}")
+    with pytest.raises(ConfigError, match=r"FOLDER\."):  # No EAGLE head.
+        with_shipped(block)
+    with pytest.raises(ConfigError, match=r"such as LiquidAI/LFM2\.5-1\.2B-Instruct-DSpark\."):
+        with_shipped(replace(block, model="unsloth/LFM2.5-1.2B-Instruct-GGUF:Q8_0"))
 
 
 def test_ngrams_alone_may_fill_a_step_of_sixteen_where_nodes_are_bought():
