@@ -164,7 +164,7 @@ def test_a_rank_that_is_lost(started, report, phase, rank, fault):
         assert server.process.poll() is None, server.logged()
         server.ask()
     server.at_phase()
-    assert health(server) == (200 if serving else 503)
+    assert wait_for(lambda: health(server) == (200 if serving else 503))
     began = monotonic()
     fault(server.ranks[rank])
     server.go_on()
@@ -189,7 +189,7 @@ def test_a_rank_that_is_lost(started, report, phase, rank, fault):
 
 
 def health(server):
-    """The status of /health; 0: nobody listens yet."""
+    """Return the status of /health; 0: the server does not listen yet."""
     try:
         return server.http.get("/health").status_code
     except httpx.TransportError:
