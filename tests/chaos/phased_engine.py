@@ -63,9 +63,9 @@ def main(path: str, phase: str, connection: str) -> int:
         phases.reached("load")
         prepare(self, *args)
 
-    def worked(self, plan, *args):
+    def worked(self, plan, *args, **kwargs):
         phases.reached(phases.of_step(plan))
-        return work(self, plan, *args)
+        return work(self, plan, *args, **kwargs)
 
     Ranks.__init__ = lambda self, starts, command: begin(self, starts, RANK)
     ModelRunner.__init__ = prepared

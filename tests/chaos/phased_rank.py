@@ -14,9 +14,9 @@ def limited(argv: list[str]) -> int:
     """Be the rank."""
     work, kept = ModelRunner.run, []
 
-    def worked(self, *args):
+    def worked(self, *args, **kwargs):
         hoard(kept)
-        return work(self, *args)
+        return work(self, *args, **kwargs)
 
     ModelRunner.run = worked
     return main(argv)
