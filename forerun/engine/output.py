@@ -208,16 +208,14 @@ class OutputProcessor:
 
     def _emit_bulk(self, rows: list[tuple[Sequence, list[int]]]) -> None:
         """Report all tokens of these sequences, without stop conditions."""
-        pieces, deltas = self._pieces, list[tuple[Sequence, Delta]]()
+        joined, starts = self._pieces.joined, self._pieces.starts
+        news = list[tuple[Sequence, Delta]]()
         for sequence, tokens in rows:
             sequence.reported += len(tokens)
             self._metrics.output_tokens += len(tokens)
-            text = b"".join(
-                [pieces.joined[slice(*pieces.starts[token : token + 2])] for token in tokens]
-            ).decode()
-            delta = Delta(sequence.request.id, sequence.index, text, tuple(tokens))
-            deltas.append((sequence, delta))
-        self._send(deltas)
+            text = b"".join([joined[starts[t] : starts[t + 1]] for t in tokens]).decode()
+            news.append((sequence, Delta(sequence.request.id, sequence.index, text, tuple(tokens))))
+        self._send(news)
 
     def _emit_row(
         self, step: Step, outcome: Outcome, row: int, committed: Committed | None
