@@ -95,7 +95,9 @@ def test_compiled_parts_compute_the_same(monkeypatch):
     torch.testing.assert_close(parts.rotate(heads, cos, sin), PLAIN.rotate(heads, cos, sin))
     inputs = torch.tensor([2, 0, 1]), torch.randn(4, 32), x, (weight, weight * 2), 1e-5
     torch.testing.assert_close(parts.draft_inputs(*inputs), PLAIN.draft_inputs(*inputs))
-    assert seen == [True] * 7
+    gated = torch.randn(3, 2, 32), weight, 1e-5, torch.randn(3, 2, 32)
+    torch.testing.assert_close(parts.gated_norm(*gated), PLAIN.gated_norm(*gated))
+    assert seen == [True] * 8
 
 
 def test_float8_pages_cost_little_and_take_half(checkpoint, random):
