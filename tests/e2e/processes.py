@@ -25,6 +25,10 @@ PATIENCE = 300.0
 """Seconds for what should come soon: machines that test are slow, and busy with other things."""
 
 
+HELD = ("running", "waiting", "pages_held")
+"""What a server holds while it answers, by its own names."""
+
+
 class Server:
     """A running server process and its address."""
 
@@ -45,9 +49,14 @@ class Server:
     def complete(self, **body):
         return self.post("/v1/completions", {"prompt": "Hi", "temperature": 0, **body})
 
-    def load(self):
-        """What the engine holds, by its own account."""
-        return self.http.get("/server_info").json()["stats"]["load"]
+    def load(self, **named):
+        """What the engine holds, by its own account; nothing where its model was let go. named:
+        `model` where there are several.
+        """
+        answer = self.http.get("/server_info", params=named)
+        if answer.status_code == 503 and answer.json()["error"]["code"] == "not_loaded":
+            return dict.fromkeys(HELD, 0)
+        return answer.json()["stats"]["load"]
 
     def idle(self):
         """Wait until nothing runs, waits or holds a page. True if that came."""
@@ -55,7 +64,7 @@ class Server:
 
     def held(self):
         load = self.load()
-        return load["running"] + load["waiting"] + load["pages_held"]
+        return sum(load[name] for name in HELD)
 
     def own(self) -> list[int]:
         """Ids of its own processes: HTTP, and the engine where that has one."""
