@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from forerun.text.reasoning import overlap
 from forerun.text.tagged_calls import DeclaredTypes
-from forerun.text.tool_bodies import NOTHING, CallPiece, Tools, loads_or, merged
+from forerun.text.tool_bodies import NOTHING, CallPiece, Openings, Tools, loads_or, merged
 
 QUOTE, CALL = '<|"|>', "call:"
 _NAME = re.compile(r"\s*+call:([\w.:-]{1,256})\s*+\{")
@@ -67,7 +67,7 @@ class _Arguments:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = sorted(names, key=len, reverse=True)
+        self._keys = Openings(f"{name}:" for name in names)
         self.ended = False
         self._open: list[str] = []
         self._quoted = False
@@ -97,12 +97,11 @@ class _Arguments:
     def _next(self, text: str) -> tuple[str, str] | None:
         """Read one sign, key or value that is not quoted; None: it is not whole."""
         if self._key and len(self._open) == 1:
-            for name in self._names:
-                if text.startswith(f"{name}:"):
-                    self._key = False
-                    return json.dumps(name, ensure_ascii=False), text[len(name) :]
-                if f"{name}:".startswith(text):
-                    return None
+            if self._keys.begun(text):
+                return None
+            if key := next(self._keys.at(text), ""):
+                self._key = False
+                return json.dumps(key[:-1], ensure_ascii=False), text[len(key) - 1 :]
         first = text[0]
         if first.isspace() or first in "{}[],:":
             return self._sign(first), text[1:]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from forerun.text.tagged_calls import DeclaredTypes, member
-from forerun.text.tool_bodies import NOTHING, CallPiece, JsonCalls, Tools, merged
+from forerun.text.tool_bodies import NOTHING, CallPiece, JsonCalls, Openings, Tools, merged
 
 _MOST_LEVELS = 64
 """Of lists and objects within each other; a deeper value is text."""
@@ -97,18 +97,25 @@ class _Names:
 
     def __init__(self, declared: Sequence[str]) -> None:
         self._declared = {name.lstrip(_BETWEEN): name for name in declared}
-        longest_first = sorted(self._declared, key=len, reverse=True)
-        self.pattern = "|".join(map(re.escape, longest_first)) if declared else r"\w+"
-        self._key = re.compile(rf"({self.pattern})\s*+=") if declared else _KEY
+        self._heads = Openings(self._declared)
 
     def key(self, text: str) -> tuple[str, int] | None:
         """Return the name that a text begins with, and the place behind its `=`; None without, or
         where a longer one may come.
         """
-        found = self._key.match(text) or _KEY.match(text)
-        if found is None or any(name.startswith(text) for name in self._declared):
+        if text in self._declared or self._heads.begun(text):
             return None
-        return self._declared.get(found[1], found[1]), found.end()
+        for name in self._heads.at(text):
+            if behind := _EQUALS.match(text, len(name)):
+                return self._declared[name], behind.end()
+        found = _KEY.match(text)
+        return found and (found[1], found.end())
+
+    def follows(self, text: str, at: int) -> bool:
+        """Return whether a name and its `=` stand at a place, a declared one if there are any."""
+        if not self._declared:
+            return _WORD_EQUALS.match(text, at) is not None
+        return any(_EQUALS.match(text, at + len(name)) for name in self._heads.at(text, at))
 
     def begun(self, text: str) -> bool:
         """Return whether a text may be the beginning of a name and its `=`."""
@@ -116,9 +123,8 @@ class _Names:
 
     def declared_begun(self, text: str) -> bool:
         """Return whether a text may be the beginning of a declared name and its `=`."""
-        return any(
-            name.startswith(text) or (text.startswith(name) and not text[len(name) :].strip())
-            for name in self._declared
+        return self._heads.begun(text) or any(
+            not text[len(name) :].strip() for name in self._heads.at(text)
         )
 
 
@@ -131,9 +137,6 @@ class _Value:
     def __init__(self, names: _Names) -> None:
         self._at, self._quote, self._depth = 0, "", 0
         self._names = names
-        self._behind = re.compile(
-            rf"\s*+(?:,\s*+(?:{names.pattern})\s*+=|\)\s*+(?:[\],;<]|\w[\w.]*+\())"
-        )
 
     def end(self, text: str) -> int | None:
         """Return the place of the comma or bracket behind the value; None: not there yet. `text` is
@@ -172,15 +175,20 @@ class _Value:
 
     def _closes(self, text: str, at: int) -> bool | None:
         """Return whether the quote before `at` ends its string; None: it depends on what comes."""
-        if (self._behind if not self._depth else _BEHIND_ITEM).match(text, at):
+        if (_BEHIND_ITEM if self._depth else _BEHIND_CALL).match(text, at):
             return True
         further = None if self._depth else _FURTHER.match(text, at)
+        if further is not None and self._names.follows(text, further.end()):
+            return True
         begun = further is not None and self._names.declared_begun(text[further.end() :])
         return None if begun or _UNDECIDED.fullmatch(text, at) else False
 
 
 _BETWEEN = " \t\r\n,"
 _FURTHER = re.compile(r"\s*+,\s*+")
+_EQUALS = re.compile(r"\s*+=")
+_WORD_EQUALS = re.compile(r"\w++\s*+=")
+_BEHIND_CALL = re.compile(r"\s*+\)\s*+(?:[\],;<]|\w[\w.]*+\()")
 _NAME = re.compile(r"[\w.\-]{0,256}+\s*+")
 _CALL = re.compile(r"([A-Za-z_][\w.\-]{0,255}+)\s*+\(")
 _KEY = re.compile(r"([^\s=(),'\"]{1,256}+)\s*+=")
@@ -197,7 +205,7 @@ def json_of_literal(text: str, declared: Any = None) -> str:
     declared  the type of the argument; what is to be a string and has no quotes is one as it stands
     """
     number = None if declared == "string" else _JSON_NUMBER.fullmatch(text)
-    if number and (not number[1] or math.isfinite(float(text))):
+    if number and (declared == "number" or not number[1] or math.isfinite(float(text))):
         return text
     value = text if declared == "string" and text[:1] not in ("'", '"') else _literal(text)
     return json.dumps(text if value is NOTHING else value, ensure_ascii=False)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.text.tool_bodies import NOTHING, CallPiece, Tools, loads_or, merged
+from forerun.text.tool_bodies import NOTHING, CallPiece, Openings, Tools, loads_or, merged
 
 _TYPES: dict[type, tuple[str, ...]] = {
     str: ("string",),
@@ -158,7 +158,8 @@ class FunctionCalls:
         self._name: str | None = None
         self._pairs = 0
         # By how a declared parameter begins: its key, and whether it is said to be a string.
-        self._heads: dict[str, tuple[str, bool]] = {}
+        self._declared_as: dict[str, tuple[str, bool]] = {}
+        self._heads = Openings(())
         # Place in a parameter that is not whole before which it does not end.
         self._read = 0
 
@@ -178,7 +179,8 @@ class FunctionCalls:
                     waits = _may_become(begun, (self._function_mark, self._closer))
                     return merged(calls), text, waits
                 self._name, self._pairs = opened[1].strip(), 0
-                self._heads = self._declared_heads(self._name)
+                self._declared_as = self._declared_heads(self._name)
+                self._heads = Openings(self._declared_as)
                 calls.append(CallPiece(self.count, self._name))
                 self.count += 1
                 text = begun[opened.end() :]
@@ -235,11 +237,10 @@ class FunctionCalls:
         """Return a parameter's key, whether it is said to be a string, and the place of its value:
         of the declared one with the longest beginning, else of any. None where more may come.
         """
-        if any(len(head) > len(text) and head.startswith(text) for head in self._heads):
+        if self._heads.begun(text):
             return None
-        known = max(filter(text.startswith, self._heads), key=len, default=None)
-        if known is not None:
-            return (*self._heads[known], len(known))
+        if known := next(self._heads.at(text), ""):
+            return (*self._declared_as[known], len(known))
         found = self._begins.match(text)
         if found is None:
             return None

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
@@ -225,6 +226,28 @@ class MarkedCalls:
             calls.append(CallPiece(self.count, name.rpartition(":")[0] or name))
             self.count += 1
             self._inside, text = True, rest
+
+
+class Openings:
+    """Texts of which one may stand next, such as the names of arguments. Looking for them takes
+    hardly longer if there are 100,000.
+    """
+
+    def __init__(self, heads: Iterable[str]) -> None:
+        self._known = frozenset(heads)
+        self._sorted = sorted(self._known)
+        self._lengths = sorted({*map(len, self._known)}, reverse=True)
+
+    def at(self, text: str, place: int = 0) -> Iterator[str]:
+        """Yield those that stand at a place of a text, the longest first."""
+        for length in self._lengths:
+            if length <= len(text) - place and text[place : place + length] in self._known:
+                yield text[place : place + length]
+
+    def begun(self, text: str) -> bool:
+        """Return whether a text is the beginning of a longer one."""
+        place = bisect_right(self._sorted, text)
+        return place < len(self._sorted) and self._sorted[place].startswith(text)
 
 
 _DIVIDED = re.compile(r"\s*([\w.:-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
