@@ -116,7 +116,9 @@ class WindowPages:
                 self._lengths[slot] = max(self._lengths[slot], length + count)
 
     def _hold(self, plan: Plan, lengths: list[int], ends: list[int]) -> None:
-        """Hold what rows of so many positions read, and take pages up to `ends`."""
+        """Hold the pages that rows read behind their `lengths` positions, and take pages for the
+        positions from there up to `ends`.
+        """
         slots = plan.slots.tolist()
         for slot in self._lengths.keys() - {*slots}:
             self._leave(slot, self._lengths[slot])

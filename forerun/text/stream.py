@@ -37,7 +37,8 @@ class TextStream:
         skip_special: bool = True,
         before: Iterable[int] = (),
     ) -> None:
-        self._tokenizer, self._pieces = tokenizer, tokenizer.pieces
+        self._tokenizer = tokenizer
+        self._joined, self._starts = tokenizer.pieces.joined, tokenizer.pieces.starts
         self._stops = StopStrings(stop) if stop else None
         self._include_stop = include_stop
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
@@ -51,8 +52,12 @@ class TextStream:
     @property
     def passes(self) -> bool:
         """Whether text of `Tokenizer.whole_tokens` comes next as it is, without `push`."""
-        held = self._stops is not None or self._decoder.getstate()[0]
-        return self._begun and not held and self._skipped is self._tokenizer.special_ids
+        return (
+            self._begun
+            and self._stops is None
+            and not self._decoder.getstate()[0]
+            and self._skipped is self._tokenizer.special_ids
+        )
 
     def push(self, token: int, early: bool = False) -> Piece:
         """Return the text that token id `token` makes final; none after a stop string.
@@ -65,7 +70,7 @@ class TextStream:
             return Piece("")
         # The target may have padded its vocabulary.
         piece = (
-            self._pieces.joined[slice(*self._pieces.starts[token : token + 2])]
+            self._joined[self._starts[token] : self._starts[token + 1]]
             if token < self._tokenizer.vocab_size
             else b""
         )

@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 
 from forerun.build import calibration
-from forerun.errors import EngineError
 from forerun.executors.cpu import CpuExecutor, WindowedCpuExecutor
-from forerun.interface.slot_init import SlotInit, TokenText
-from forerun.speculative.sampling import Sampling
 from tests.engine.drafters import ErraticDrafter
 from tests.engine.toys import VOCAB, ask
-from tests.engine.window_schedules import BASE, Known, Schedule, answered, engine_on, shaped
+from tests.engine.window_schedules import (
+    BASE,
+    Known,
+    Schedule,
+    answered,
+    engine_on,
+    reads_what_was_given_back,
+    shaped,
+)
 from tests.parity.driver import Driver, Row
 
 CACHES = {"float32": (None, "same"), "float16": ("Q8_0", "same"), "q8_0": ("Q8_0", "q8_0")}
@@ -114,21 +119,7 @@ def test_layers_of_any_family(checkpoint, windowed, family):
 
 
 def test_what_was_given_back_is_never_read(windowed):
-    executor = windowed()
-    with Driver(executor) as driver:
-        driver.open(0, BASE[:390])
-        while driver.sequences[0].kv_len < 390:
-            driver.step([Row(0, known=20)])
-        sequence = driver.sequences[0]
-        early = np.array(sequence.pages[:19], np.int32)
-        assert executor.reusable_prefix_len(BASE[:304], pages=early) < 300
-        text = TokenText(BASE[:310])
-        with pytest.raises(EngineError, match="of a window was given back"):
-            executor.open(SlotInit(1, text, 310, Sampling(), cached=304, pages=early))
-        executor.windows.begin = lambda plan, trees: None  # As if nothing had been looked after.
-        sequence.kv_len = 304
-        with pytest.raises(EngineError, match="a page of a window that was given back"):
-            driver.step([Row(0, known=4)])
+    reads_what_was_given_back(windowed())
 
 
 def test_steps_are_timed(windowed, monkeypatch):

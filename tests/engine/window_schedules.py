@@ -3,16 +3,20 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.none import NoDrafter
 from forerun.engine.options import EngineOptions
 from forerun.engine.request import Finish
 from forerun.engine.thread import Engine
+from forerun.errors import EngineError
 from forerun.interface.executor import window_pages_of
 from forerun.interface.grammars import NoGrammars
+from forerun.interface.slot_init import SlotInit, TokenText
+from forerun.speculative.sampling import Sampling
 from tests.engine.toys import TOKENIZER, VOCAB, Ear, ask, make
-from tests.parity.driver import limits
+from tests.parity.driver import Driver, Row, limits
 
 WINDOW = 25
 """What is kept of a sequence: the models' windows are of 24 tokens."""
@@ -115,3 +119,21 @@ def answered(engine, executor, known, *requests):
     for request in requests:
         assert [ear.tokens(request.id)] == known.texts(request)
     return [ear.of(request.id)[0].cached_tokens for request in requests]
+
+
+def reads_what_was_given_back(executor):
+    """What lies behind a window is found no more, and neither read nor written."""
+    with Driver(executor) as driver:
+        driver.open(0, BASE[:390])
+        while driver.sequences[0].kv_len < 390:
+            driver.step([Row(0, known=20)])
+        sequence = driver.sequences[0]
+        early = np.array(sequence.pages[:19], np.int32)
+        assert executor.reusable_prefix_len(BASE[:304], pages=early) < 300
+        text = TokenText(BASE[:310])
+        with pytest.raises(EngineError, match="of a window was given back"):
+            executor.open(SlotInit(1, text, 310, Sampling(), cached=304, pages=early))
+        executor.windows.begin = lambda plan, trees: None  # As if nothing had been looked after.
+        sequence.kv_len = 304
+        with pytest.raises(EngineError, match="a page of a window that was given back"):
+            driver.step([Row(0, known=4)])

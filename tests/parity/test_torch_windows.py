@@ -14,7 +14,6 @@ from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
-from forerun.errors import EngineError
 from forerun.executors.torch import (
     TorchDecoderModel,
     TorchExecutor,
@@ -24,7 +23,6 @@ from forerun.executors.torch import (
 )
 from forerun.executors.torch.memory import target_kv_shape
 from forerun.interface.grammars import NoGrammars
-from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from tests.engine.drafters import ErraticDrafter
 from tests.engine.toys import TOKENIZER, VOCAB, Ear, ask
@@ -35,6 +33,7 @@ from tests.engine.window_schedules import (
     answered,
     engine_on,
     finished,
+    reads_what_was_given_back,
     shaped,
 )
 from tests.parity.driver import Driver, Row
@@ -184,21 +183,7 @@ def test_rounds_wait_where_bounds_are_far_apart(windowed, monkeypatch):
 
 
 def test_what_was_given_back_is_never_read_or_written(windowed):
-    executor = windowed()
-    with Driver(executor) as driver:
-        driver.open(0, BASE[:390])
-        while driver.sequences[0].kv_len < 390:
-            driver.step([Row(0, known=20)])
-        sequence = driver.sequences[0]
-        early = np.array(sequence.pages[:19], np.int32)
-        assert executor.reusable_prefix_len(BASE[:304], pages=early) < 300
-        text = TokenText(BASE[:310])
-        with pytest.raises(EngineError, match="of a window was given back"):
-            executor.open(SlotInit(1, text, 310, Sampling(), cached=304, pages=early))
-        executor.windows.begin = lambda plan, trees: None  # As if nothing had been looked after.
-        sequence.kv_len = 304
-        with pytest.raises(EngineError, match="a page of a window that was given back"):
-            driver.step([Row(0, known=4)])
+    reads_what_was_given_back(windowed())
 
 
 def test_no_more_is_allocated_than_planned(source, windowed):

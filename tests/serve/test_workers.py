@@ -92,7 +92,7 @@ def test_a_lost_process_is_a_503():
 
 def test_huge_bodies_are_worked_on_one_at_a_time_and_large_ones_beside_them(monkeypatch):
     returned = []
-    monkeypatch.setattr("forerun.serve.http.workers.give_memory_back", lambda: returned.append(1))
+    monkeypatch.setattr("forerun.serve.http.workers.trim_memory", lambda: returned.append(1))
 
     async def run():
         workers, may, begun = Workers(), threading.Event(), []

@@ -1,13 +1,12 @@
 """Where a request's work outside of the engine runs: on the event loop, or beside it."""
 
 import asyncio
-import ctypes
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from forerun.machine import trim_memory
 from forerun.serve.http.errors import shutting_down
 
 LARGE = 1 << 14
@@ -87,11 +86,4 @@ def _and_memory_back(call: Callable[[], Result]) -> Result:
     try:
         return call()
     finally:
-        give_memory_back()
-
-
-def give_memory_back() -> None:
-    """Return free memory to the system, where its C library can: glibc keeps it otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+        trim_memory()

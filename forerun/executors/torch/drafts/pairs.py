@@ -33,7 +33,7 @@ class TorchPairs:
     """A drafter's tables, in `dtype`, and its matrices.
 
     rank   r
-    top_k  of each place only so many candidates are; 0 = as many as there are
+    top_k  candidates of each place, the best; 0 = the whole map
     """
 
     def __init__(self, scores: PairScores, device: torch.device, dtype: torch.dtype) -> None:
