@@ -191,3 +191,19 @@ def as_draft(tokens, parents) -> Draft:
 
 def chain_draft(tokens) -> Draft:
     return as_draft(tokens, np.arange(len(tokens)) - 1)
+
+
+def emitted_behind(executor, text, kept):
+    """Return what follows `text` where a sequence continues behind its first `kept` tokens, whose
+    pages and state another one has left.
+    """
+    greedy, whole = Sampling(temperature=0.0), TokenText(np.array(text, np.int32))
+    with Driver(executor, seed=2) as driver:
+        driver.open(1, text[:kept], greedy)
+        driver.step([Row(1)])
+        pages = driver.sequences[1].pages
+        executor.open(SlotInit(2, whole, kept, greedy, cached=kept, shared=kept))
+        driver.sequences[2] = Sequence(whole, list(text), kept, pages)
+        again = driver.step([Row(2)]).emitted(0)
+        driver.sequences[2].pages = driver.sequences[2].pages[len(pages) :]
+        return again

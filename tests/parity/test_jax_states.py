@@ -14,10 +14,9 @@ from forerun.errors import EngineError
 from forerun.executors.jax import JaxExecutor, JaxOptions
 from forerun.executors.state_slots import StateSlots
 from forerun.executors.torch import TorchExecutor
-from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, Sequence, as_draft, limits
+from tests.parity.driver import Driver, Row, as_draft, emitted_behind, limits
 from tests.parity.test_rounds_that_draft import configured, make
 
 GREEDY = Sampling(temperature=0.0)
@@ -77,14 +76,7 @@ def test_a_sequence_goes_on_behind_a_checkpoint(pair):
     text, length, found = ran(executor)
     kept = max(n for n in found if n < length)
     assert executor.reusable_prefix_len(np.array(text, np.int32)) == kept > 12
-    with Driver(executor, seed=2) as driver:
-        driver.open(1, text[:kept], GREEDY)
-        driver.step([Row(1)])
-        pages, sequence = driver.sequences[1].pages, TokenText(np.array(text, np.int32))
-        executor.open(SlotInit(2, sequence, kept, GREEDY, cached=kept, shared=kept))
-        driver.sequences[2] = Sequence(sequence, list(text), kept, pages)
-        again = driver.step([Row(2)]).emitted(0)
-        driver.sequences[2].pages = driver.sequences[2].pages[len(pages) :]
+    again = emitted_behind(executor, text, kept)
     with Driver(eager, seed=3) as driver:
         driver.open(3, text, GREEDY)
         assert again == driver.step([Row(3)]).emitted(0)

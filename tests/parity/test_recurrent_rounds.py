@@ -13,11 +13,10 @@ from forerun.errors import EngineError
 from forerun.executors.state_slots import StateSlots
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.captured.recurrent import RecurrentExecutor
-from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NodeMasks
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, Sequence, as_draft, limits
+from tests.parity.driver import Driver, Row, as_draft, emitted_behind, limits
 from tests.parity.tape import Tape, on_tape
 from tests.parity.test_rounds_that_draft import answered, configured, make, plain, tokens
 
@@ -140,15 +139,7 @@ def test_a_sequence_goes_on_behind_what_a_round_has_kept(pair):
     kept = max(n for n in found if n < length)
     assert captured.reusable_prefix_len(np.array(text, np.int32)) == kept
     for made in (captured, eager):
-        with Driver(made, seed=2) as driver:
-            driver.open(1, text[:kept], GREEDY)
-            driver.step([Row(1)])
-            pages, sequence = driver.sequences[1].pages, TokenText(np.array(text, np.int32))
-            made.open(SlotInit(2, sequence, kept, GREEDY, cached=kept, shared=kept))
-            driver.sequences[2] = Sequence(sequence, list(text), kept, pages)
-            again = driver.step([Row(2)]).emitted(0)
-            driver.sequences[2].pages = driver.sequences[2].pages[len(pages) :]
-            assert again == driver_text(eager, text)
+        assert emitted_behind(made, text, kept) == driver_text(eager, text)
 
 
 def driver_text(made, text):

@@ -11,7 +11,8 @@ from forerun.engine.stats import Stats
 LOOK_SECONDS = 10.0
 LEAST, ENOUGH = 0.1, 200
 """The share of accepted first draft tokens that is warned of, and how many drafts are counted
-first. The worst of our trained stand-ins and shipped drafts has .75; DSpark read as DFlash had .003.
+first. The worst of our trained stand-ins and shipped drafts has .75; DSpark read as DFlash had
+.003.
 """
 
 log = logging.getLogger("forerun.serve")
