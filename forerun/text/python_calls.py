@@ -175,7 +175,7 @@ class _Value:
 
     def _closes(self, text: str, at: int) -> bool | None:
         """Return whether the quote before `at` ends its string; None: it depends on what comes."""
-        if (_BEHIND_ITEM if self._depth else _BEHIND_CALL).match(text, at):
+        if _BEHIND_ITEM.match(text, at) if self._depth else _BEHIND_CALL.match(text, at):
             return True
         further = None if self._depth else _FURTHER.match(text, at)
         if further is not None and self._names.follows(text, further.end()):
