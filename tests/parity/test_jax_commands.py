@@ -36,24 +36,28 @@ def place(tmp_path_factory):
     """A folder with both models under their names."""
     folder = tmp_path_factory.mktemp("models")
     many = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
-    hf = tiny.model("qwen3", max_position_embeddings=512, num_hidden_layers=6, **many)
-    (folder / DRAFT).mkdir(parents=True)
-    saved = tiny.save_folder(hf, folder / TARGET)
-    Twin(Target(FolderCheckpoint(saved)), folder / DRAFT, {})
+    save_models(folder, max_position_embeddings=512, num_hidden_layers=6, **many)
     return folder
 
 
+def save_models(folder, **sizes):
+    """Save a random target with these sizes and an EAGLE-3 head, under their names."""
+    (folder / DRAFT).mkdir(parents=True)
+    saved = tiny.save_folder(tiny.model("qwen3", **sizes), folder / TARGET)
+    Twin(Target(FolderCheckpoint(saved)), folder / DRAFT, {})
+
+
 @contextmanager
-def serving(place, flags):
-    """The address of a server with these flags."""
+def serving(place, flags, program="tests.parity.sgl_jax", cache=None):
+    """The address of a server with these flags, once it is ready. cache: its cache directory."""
     forced = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(ROOT)}
     # In one process, which is where devices are pretended.
     more = ["--port", "0", "--json", "--kv-tokens", "4096", "--policy", "fixed"]
     more += ["--no-engine-process"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.parity.sgl_jax", "serve", *flags, *more],
+        [sys.executable, "-m", program, "serve", *flags, *more],
         cwd=place,
-        env=os.environ | forced | {"XDG_CACHE_HOME": str(place / "cache")},
+        env=os.environ | forced | {"XDG_CACHE_HOME": str(cache or place / "cache")},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -65,9 +65,8 @@ FEW_ROWS = ("logits", "candidates")
 
 FIRST = ("chunk", "round", "enter", "block")
 """Programs that any text needs: the least chunk, and of the others those of one row, which are also
-timed at start-up. (A stand-in of eight layers with an EAGLE-3 head on two of four forced devices,
-16 sequences, beside load 5: 20 s of processor time for these 3 programs, 64 s for the 8 of up to 16
-rows and both chunks.)
+timed at start-up. (bench/jax_start.py, beside load 5: 20 s of processor time for these 3 programs,
+64 s for the 8 of up to 16 rows and both chunks.)
 """
 
 NO_STATE = (*FEW_ROWS, "block", "report")
