@@ -229,8 +229,8 @@ class MarkedCalls:
 
 
 class Openings:
-    """Texts of which one may stand next, such as the names of arguments. Looking for them takes
-    hardly longer if there are 100,000.
+    """Texts of which one may stand next, such as the names of arguments. Looking for one takes
+    hardly longer if there are 20,000.
     """
 
     def __init__(self, heads: Iterable[str]) -> None:

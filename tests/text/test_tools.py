@@ -405,7 +405,7 @@ def test_declared_names_may_be_long(length):
 
 @pytest.mark.parametrize("format", [LFM2, QWEN, GEMMA], ids=lambda format: format.name)
 def test_reading_takes_no_longer_where_a_tool_declares_many_arguments(format):
-    """A body of 4 MB has room for 100,000; a pattern of so many alternatives took seconds."""
+    """A tool of 256 KiB has room for 20,000; a pattern of so many alternatives took seconds."""
     text = {
         LFM2: "<|tool_call_start|>[f(name7='a, b', name8=1)]<|tool_call_end|>",
         QWEN: in_tags(QWEN, ["name7", "name8"]),
