@@ -12,8 +12,9 @@ from forerun.drafts.assistant import holds_assistant, open_assistant
 from forerun.drafts.gguf_prediction import holds_layers_alone, open_layers_alone
 from forerun.errors import ConfigError, ModelError
 from forerun.hub import huggingface
+from forerun.hub.known_drafts import known_draft
 from forerun.hub.reference import hub_reference, plain_name
-from forerun.hub.well_known import known_assistant
+from forerun.options.algorithms import algorithm
 from forerun.options.config import EngineConfig
 
 ALGORITHM = "FROZEN_KV_MTP"
@@ -46,7 +47,7 @@ def with_beside(
         return replace(config, speculative_algorithm=meant(config, "NEXTN")) if alone else config
     auto = auto and not layered
     if method.kind == "assistant" or (auto and _runs(config)):
-        found = assistant_beside(config.model)
+        found = assistant_beside(config.model, config.speculative_known_drafts)
         if found is not None and (not auto or _opens(found, target)):
             return _chosen(config, found)
     unlayered = method.kind == "layers" and not layered
@@ -106,15 +107,19 @@ def _runs(config: EngineConfig) -> bool:
     )
 
 
-def assistant_beside(reference: str) -> Path | None:
+def assistant_beside(reference: str, known_drafts: str | None = None) -> Path | None:
     """Return the assistant beside a model: beside the folder NAME the folder NAME-assistant; beside
     a file also NAME-assistant*.gguf; for a hub id the one published for that model, if it is on
     this machine. None if there is none. Contacts no host.
+
+    known_drafts  the user's table of published drafts. Raises ConfigError for what is wrong in it
     """
     found = _beside(reference, "{}-assistant", holds_assistant)
-    known = known_assistant(reference) if hub_reference(reference) is not None else None
-    if found is not None or known is None or _path(reference) is not None:
+    if found is not None or hub_reference(reference) is None or _path(reference) is not None:
         return found
+    known = known_draft(reference, algorithm(ALGORITHM), known_drafts)
+    if known is None:
+        return None
     folder = huggingface.here(known)
     return folder if folder is not None and holds_assistant(folder) else None
 

@@ -30,8 +30,8 @@ from forerun.drafts.whole_draft import WholeDraft
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.hub import huggingface
 from forerun.hub.catalog import Model, shipped_draft
+from forerun.hub.known_drafts import known_draft, known_drafts
 from forerun.hub.reference import hub_reference
-from forerun.hub.well_known import known_assistant, known_block, known_head
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
@@ -99,10 +99,7 @@ def _besides(config: EngineConfig, layered: bool) -> str:
     """Return, as the rest of a sentence, a draft that a model without a named one could use."""
     if layered:
         return ", or use NEXTN: the model has prediction layers of its own"
-    known = {"head": known_head, "assistant": known_assistant}.get(config.algorithm.kind)
-    if config.algorithm.block:
-        known = known_block
-    draft = known(config.model) if known is not None else None
+    draft = known_draft(config.model, config.algorithm, config.speculative_known_drafts)
     return f", such as {draft}" if draft else ""
 
 
@@ -151,7 +148,7 @@ def drafting_sentence(
         why = f"AUTO: {named} is {'a whole model' if method.kind == 'whole' else 'such a draft'}"
     elif asked.speculative_draft_model_path is None:
         why = "AUTO: no draft is given" + (", and the model's own has an n-gram table" * table)
-        why += "; --speculative-algorithm OFF is plain decoding"
+        why += "; --speculative-algorithm OFF is plain decoding" + _published(asked)
     else:
         why = f"AUTO: {named} holds no draft model"
     if method.model and resolved.speculative_token_map is not None:
@@ -162,6 +159,13 @@ def drafting_sentence(
         meaning = "lookup in the text so far" + ", the draft's n-gram table" * table
         meaning += ", finished answers" * counts
     return f"drafting: {method.name}, {meaning} ({why}{_seldom(resolved)})"
+
+
+def _published(config: EngineConfig) -> str:
+    """Return the note which drafts the hub has for the model; "" if none is known."""
+    rows = known_drafts(config.model, config.speculative_known_drafts)
+    named = ", ".join(f"{row.draft} ({row.method.name})" for row in rows)
+    return f"; the hub has {named}: --speculative-draft-model-path takes one" if rows else ""
 
 
 def _seldom(config: EngineConfig) -> str:

@@ -87,6 +87,20 @@ def test_the_start_says_what_drafts_and_why():
     assert drafting_sentence(said, layers, False, None).endswith("by the target's own layers)")
 
 
+def test_the_start_names_what_the_hub_has():
+    """What drafts is n-grams until one is named."""
+    asked = EngineConfig(model="unsloth/Qwen3-8B-GGUF:Q8_0")
+    ngram = resolved_drafting(asked, head=False, fault=None)
+    told = drafting_sentence(asked, ngram, False, None)
+    assert "; the hub has AngelSlim/Qwen3-8B_eagle3 (EAGLE3), z-lab/Qwen3-8B-DFlash-b16 " in told
+    assert told.endswith("(DFLASH): --speculative-draft-model-path takes one)")
+    for other in (
+        {"model": "m"}, {"speculative_draft_model_path": "none"}, {"speculative_algorithm": "NGRAM"}
+    ):  # fmt: skip
+        told = drafting_sentence(replace(asked, **other), ngram, False, None)
+        assert "the hub" not in told
+
+
 def test_a_head_that_nobody_has_is_named_with_what_there_is():
     asked = EngineConfig(model="org/model", speculative_algorithm="EAGLE3")
     with pytest.raises(ConfigError, match=r"none comes with org/model; add .*-path FOLDER\."):

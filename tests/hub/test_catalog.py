@@ -21,9 +21,11 @@ from forerun import cache_dir
 from forerun.errors import DownloadError, ModelError
 from forerun.hub import catalog, huggingface, wheel
 from forerun.hub.catalog import open_model
+from forerun.hub.known_drafts import known_draft
 from forerun.hub.reference import HubReference, hub_reference
 from forerun.hub.well_known import WELL_KNOWN, well_known
 from forerun.hub.wheel import WheelModel, fetched
+from forerun.options.algorithms import algorithm
 from tests.models import tiny
 
 MEMBER = "tinywheel/tiny.gguf"
@@ -114,7 +116,8 @@ def test_names_known_from_elsewhere_are_answered_with_a_hub_id(typed, named):
 def test_the_page_of_models_has_the_table():
     page = Path("docs/use/models.md").read_text()
     for model in WELL_KNOWN:
-        draft = f"`{model.draft}`" if model.draft else "none (n-grams)"
+        head = known_draft(model.reference, algorithm("EAGLE3"))
+        draft = f"`{head}`" if head else "none (n-grams)"
         begin, end = f"| `{model.reference}` | {model.gigabytes} | ", f" | {draft} |"
         assert any(row.startswith(begin) and row.endswith(end) for row in page.splitlines())
         assert well_known(model.names[0]) is model
@@ -185,6 +188,7 @@ def test_an_interruption_leaves_nothing_and_no_process(index, content, tmp_path,
 FETCH = """
 import json, pathlib, sys
 from forerun.hub.wheel import WheelModel, fetched
+from forerun.options.algorithms import algorithm
 seen = []
 path = fetched(WheelModel(**json.loads(sys.argv[1])), pathlib.Path(sys.argv[2]),
                lambda what, done, total: seen.append(what))
