@@ -134,21 +134,26 @@ def mapped(_: str, seed: int) -> StandIn:
     return StandIn("EAGLE", found.model, found.draft, {"speculative_token_map": str(path)})
 
 
-def prediction(family: str, seed: int) -> StandIn:
-    """A model trained with its prediction layer; a MiMo is a Qwen2 under another name."""
+def prediction(which: str, seed: int) -> StandIn:
+    """A model trained with its prediction layer, or with two; a MiMo is a Qwen2 under another
+    name.
+    """
+    family, _, two = which.partition(", ")
 
     def make(folder: Path) -> None:
         hf = untrained("qwen2" if family == "mimo" else family)
         how = "qwen3-next" if family in tiny.DELTAS else "mimo" if family == "mimo" else "deepseek"
-        layer = train.with_prediction_layer(hf, seed, STEPS, how, family in ZEROED)
-        with_layers(hf, [layer], folder, how)
+        layers = train.with_prediction_layers(
+            hf, 2 if two else 1, seed, STEPS, how, family in ZEROED
+        )
+        with_layers(hf, layers, folder, how)
         write_tokenizer(folder)
         if family == "mimo":
             config = json.loads((folder / "config.json").read_text())
             config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
             (folder / "config.json").write_text(json.dumps(config))
 
-    return StandIn("NEXTN", kept(family, seed, make))
+    return StandIn("NEXTN", kept(which, seed, make))
 
 
 def standalone(_: str, seed: int) -> StandIn:

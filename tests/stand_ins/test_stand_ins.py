@@ -34,20 +34,26 @@ LEAST = {
     "NEXTN of qwen3_5_text": (0.9, 0.65, 0.55),
     "NEXTN of glm4_moe": (0.9, 0.8, 0.8),
     "NEXTN of deepseek_v3": (0.9, 0.7, 0.7),
+    "NEXTN of deepseek_v3, two layers": (0.9, 0.9, 0.7),
     "NEXTN of mimo": (0.9, 0.85, 0.8),
     "DSpark": (0.85, 0.8, 0.8),
     "FROZEN_KV_MTP": (0.9, 0.8, 0.85),
 }
-"""Share of a chain's draft tokens that are accepted at each depth, once the one above was."""
+"""Share of a chain's draft tokens that are accepted at each depth, once the one above was. (The
+first of two layers in the place of both: .87 at depth 2, not .96.)"""
+
+CELLS = [*((name, "cpu") for name in LEAST), ("NEXTN of deepseek_v3, two layers", "torch")]
 
 
-@pytest.mark.parametrize("name", LEAST)
-def test_drafts_are_accepted_and_texts_are_the_same(name):
+@pytest.mark.parametrize(("name", "executor"), CELLS)
+def test_drafts_are_accepted_and_texts_are_the_same(name, executor):
     made, served = stand_in(name, SEED), split(SEED)[1]
     prompts = tuple(Prompt(chat.question, "", chat.messages) for chat in served)
     target = open_target(
         EngineConfig(
             model=str(made.model),
+            executor=executor,
+            device="cpu",
             speculative_algorithm=made.method,
             speculative_draft_model_path=None if made.draft is None else str(made.draft),
             draft_on_error="stop",
@@ -76,8 +82,8 @@ def test_drafts_are_accepted_and_texts_are_the_same(name):
                 row["right"] = sum(each.text.startswith(chat.answer) for each, chat in pairs)
     finally:
         target.close()
-    (KEPT / f"{name}.json").write_text(json.dumps(row))
-    print(name, row)
+    (KEPT / f"{name}, {executor}.json").write_text(json.dumps(row))
+    print(name, executor, row)
     length, *reached = row[f"T=0.0, {CHAIN.nodes}"]
     assert all(got >= least for got, least in zip(reached, LEAST[name], strict=True)), row
     assert row[f"T=0.0, {TREE.nodes}"][0] > 1.2 * length

@@ -69,41 +69,59 @@ def whole_model(hf, seed, steps):
     return hf.eval()
 
 
-def with_prediction_layer(hf, seed, steps, naming, zeroed):
-    """Train a model and a prediction layer beside it, which counts half. Returns the layer as
-    tests/drafters/prediction.py has them: its decoder layer, its norms, its fuse.
+def with_prediction_layers(hf, count, seed, steps, naming, zeroed):
+    """Train a model and prediction layers beside it, each of which counts half. Returns the layers
+    as tests/drafters/prediction.py has them: a decoder layer, its norms, its fuse.
 
-    naming  of NAMINGS there: Qwen's norms are stored without their 1, MiMo's layer reads the state
+    naming  of NAMINGS there: Qwen's norms are stored without their 1, MiMo's layers read the state
             before the token
-    zeroed  its first row reads no token
+    zeroed  their first row reads no token
     """
-    width, eps = hf.config.hidden_size, hf.config.rms_norm_eps
-    made = type(hf.model.layers[-1])(hf.config, hf.config.num_hidden_layers - 1)
-    made.load_state_dict(hf.model.layers[-1].state_dict())
-    norms = [torch.ones(width, requires_grad=True) for _ in range(3)]
-    fuse = (torch.randn(width, 2 * width) / (2 * width) ** 0.5).requires_grad_()
+    layers = [_untrained_layer(hf) for _ in range(count)]
 
     def loss_of(ids, wanted):
         states = hf.model(ids).last_hidden_state
-        read = hf.model.embed_tokens(ids[:, 1:])
-        if zeroed:
-            read = torch.cat([torch.zeros_like(read[:, :1]), read[:, 1:]], 1)
-        parts = rms(read, norms[0], eps), rms(states[:, :-1], norms[1], eps)
-        x = torch.cat(parts[::-1] if naming == "mimo" else parts, -1) @ fuse.T
-        position = torch.arange(x.shape[1])[None]
-        mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)[None, None]
-        rotary = hf.model.rotary_emb(x, position)
-        y = made(x, attention_mask=mask, position_ids=position, position_embeddings=rotary)
-        y = rms(y[0] if isinstance(y, tuple) else y, norms[2], eps)
-        first = said(hf.lm_head, states, ids, wanted, 1)
-        return first + 0.5 * said(hf.lm_head, y, ids, wanted, 2)
+        loss = said(hf.lm_head, states, ids, wanted, 1)
+        for depth, layer in enumerate(layers, 1):
+            read = hf.model.embed_tokens(ids[:, depth:])
+            if zeroed:
+                read = torch.cat([torch.zeros_like(read[:, :1]), read[:, 1:]], 1)
+            states = _rows(hf, layer, states[:, :-1], read, naming == "mimo")
+            loss = loss + 0.5 * said(hf.lm_head, states, ids, wanted, depth + 1)
+        return loss
 
     hf.train()
-    learn([*hf.parameters(), *made.parameters(), *norms, fuse], loss_of, seed, steps)
+    weights = [weight for made, *own in layers for weight in (*made.parameters(), *own)]
+    learn([*hf.parameters(), *weights], loss_of, seed, steps)
     hf.eval()
-    made.eval()
-    stored = [norm.detach() - float(naming == "qwen3-next") for norm in norms]
-    return made, *stored, fuse.detach()
+    one = float(naming == "qwen3-next")
+    return [
+        (made.eval(), *(norm.detach() - one for norm in norms), fuse.detach())
+        for made, *norms, fuse in layers
+    ]
+
+
+def _untrained_layer(hf):
+    width = hf.config.hidden_size
+    made = type(hf.model.layers[-1])(hf.config, hf.config.num_hidden_layers - 1)
+    made.load_state_dict(hf.model.layers[-1].state_dict())
+    norms = [torch.ones(width, requires_grad=True) for _ in range(3)]
+    return made, *norms, (torch.randn(width, 2 * width) / (2 * width) ** 0.5).requires_grad_()
+
+
+def _rows(hf, layer, states, read, hidden_first):
+    """Normed outputs [B,T,H] of a prediction layer's rows, each of which reads a state and a
+    token's embedding.
+    """
+    made, embedding_norm, hidden_norm, final_norm, fuse = layer
+    eps = hf.config.rms_norm_eps
+    parts = rms(read, embedding_norm, eps), rms(states, hidden_norm, eps)
+    x = torch.cat(parts[::-1] if hidden_first else parts, -1) @ fuse.T
+    position = torch.arange(x.shape[1])[None]
+    mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+    rotary = hf.model.rotary_emb(x, position)
+    y = made(x, attention_mask=mask, position_ids=position, position_embeddings=rotary)
+    return rms(y[0] if isinstance(y, tuple) else y, final_norm, eps)
 
 
 def assistant(hf, made, seed, steps):
