@@ -129,6 +129,15 @@ def write_at(file: IO[bytes], offset: int, data: bytes) -> None:
         left = left[file.write(left) :]
 
 
+def read_at(file: IO[bytes], offset: int, into: memoryview) -> int:
+    """Fill `into`. Returns how many bytes there were, fewer where the file ends; or OSError."""
+    file.seek(offset)
+    done = 0
+    while done < len(into) and (count := file.readinto(into[done:])):  # type: ignore[attr-defined]
+        done += count
+    return done
+
+
 def owned(path: Path) -> IO[bytes] | None:
     """Return a file, open and locked; None if it is gone or another server writes to it."""
     try:

@@ -8,19 +8,21 @@ written before its entry, so what a killed process leaves is an entry of zeros: 
 to its first entry that is not whole. No entry that was read is ever changed.
 
 A page's digest covers its tokens, its salt and all pages before it, under the folder's secret. It
-only finds a record: checksum and tokens decide. Any doubt is a miss.
+only finds a record: checksum and tokens decide. Any doubt is a miss. A segment of another format
+is not read, and goes when its room is needed.
 """
 
 import logging
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from forerun.cache.folder import StoreFolder, owned, usable, write_at
+from forerun.cache.checksum import RowSums
+from forerun.cache.folder import StoreFolder, owned, read_at, usable, write_at
 from forerun.errors import ConfigError
 
 log = logging.getLogger("forerun.cache")
@@ -29,7 +31,7 @@ HEADER = struct.Struct("<8sQ16s")
 """MAGIC, the number of entries, a checksum of these two."""
 ENTRY = struct.Struct("<16s16s16s")
 """A record's digest, its checksum, a checksum of these two."""
-MAGIC = b"FRPAGES1"
+MAGIC = b"FRPAGES2"
 SEGMENT_BYTES = 256 << 20
 _WHAT = {"pages": "a page", "states": "a recurrent state"}
 
@@ -41,6 +43,10 @@ class RecordPlace:
     path: Path
     offset: int
     checksum: bytes
+
+    def follows(self, other: "RecordPlace", size: int) -> bool:
+        """Return whether it lies behind another record of this size."""
+        return self.path == other.path and self.offset == other.offset + size
 
 
 class PageStore:
@@ -67,6 +73,7 @@ class PageStore:
     ) -> None:
         self.folder, self._fingerprint, self._kind = folder, fingerprint, kind
         self._tokens, self._record = tokens, tokens + content
+        self._sums = RowSums(folder.secret)
         self._places: dict[bytes, RecordPlace] = {}
         self._file: IO[bytes] | None = None
         self._used = self.corrupt = 0
@@ -104,27 +111,35 @@ class PageStore:
         """
         return self.folder.hash(parent + key)
 
-    def read(self, digest: bytes, tokens: bytes) -> bytes | None:
-        """Return the content of the page with this digest and these tokens; None if its record is
-        gone, damaged or of other tokens: then it is not found again.
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a record."""
+        return self._record
+
+    def read(self, pages: Sequence[tuple[bytes, bytes]], into: memoryview) -> list[memoryview]:
+        """Read pages, a digest and tokens each, up to the first whose record is gone, damaged or of
+        other tokens, which is not found again.
+
+        into  for the records, side by side
+
+        Returns their contents, parts of `into`.
         """
-        place = self._places.get(digest)
-        if place is None:
-            return None
-        record = b""
-        with suppress(FileNotFoundError), place.path.open("rb") as file:
-            file.seek(place.offset)
-            record = file.read(self._record)
-            if hasattr(os, "posix_fadvise"):  # Weights shall stay in memory instead.
-                where = file.fileno(), place.offset, self._record
-                os.posix_fadvise(*where, os.POSIX_FADV_DONTNEED)
-        if self.folder.hash(digest + record) == place.checksum and record.startswith(tokens):
-            return record[self._tokens :]
-        del self._places[digest]
-        if record:
-            self.corrupt += 1
-            log.warning("kv-store: a damaged page in %s is not used", place.path)
-        return None
+        contents: list[memoryview] = []
+        while run := self._run(pages[len(contents) :]):
+            rest = into[len(contents) * self._record :][: len(run) * self._record]
+            there = self._read_records(run[0], rest)
+            for place, (digest, tokens) in zip(run, pages[len(contents) :], strict=False):
+                key, content = rest[: self._tokens], rest[self._tokens : self._record]
+                sound = there >= self._record and key == tokens
+                if not sound or self._checksum(digest, tokens, content) != place.checksum:
+                    del self._places[digest]
+                    if there > 0:
+                        self.corrupt += 1
+                        log.warning("kv-store: a damaged page in %s is not used", place.path)
+                    return contents
+                contents.append(content)
+                rest, there = rest[self._record :], there - self._record
+        return contents
 
     def touch(self, digests: Iterable[bytes]) -> None:
         """Mark the segments of these pages as used now: the least recently used goes first."""
@@ -141,7 +156,7 @@ class PageStore:
         if self._file is None:
             self._open_segment()
         assert self._file is not None
-        offset, checksum = self._offset(self._used), self.folder.hash(digest + record)
+        offset, checksum = self._offset(self._used), self._checksum(digest, tokens, content)
         write_at(self._file, offset, record)
         entry = digest + checksum
         write_at(self._file, HEADER.size + self._used * ENTRY.size, entry + self.folder.hash(entry))
@@ -156,6 +171,29 @@ class PageStore:
         if file is not None:
             with file:
                 file.truncate(self._offset(self._used))
+
+    def _run(self, pages: Sequence[tuple[bytes, bytes]]) -> list[RecordPlace]:
+        """Return where the first of these pages are, as far as they lie one behind another."""
+        run: list[RecordPlace] = []
+        for digest, _ in pages:
+            place = self._places.get(digest)
+            if place is None or (run and not place.follows(run[-1], self._record)):
+                break
+            run.append(place)
+        return run
+
+    def _read_records(self, first: RecordPlace, into: memoryview) -> int:
+        """Read records from the first one on. Returns how many bytes there were."""
+        with suppress(FileNotFoundError), first.path.open("rb", buffering=0) as file:
+            there = read_at(file, first.offset, into)
+            if hasattr(os, "posix_fadvise"):  # Weights shall stay in memory instead.
+                where = file.fileno(), first.offset, len(into)
+                os.posix_fadvise(*where, os.POSIX_FADV_DONTNEED)
+            return there
+        return 0
+
+    def _checksum(self, digest: bytes, tokens: bytes, content: bytes | memoryview) -> bytes:
+        return self.folder.hash(digest + tokens + self._sums(content))
 
     def _offset(self, number: int) -> int:
         return HEADER.size + self._capacity * ENTRY.size + number * self._record

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from time import monotonic
 from typing import TypeVar
 
@@ -34,6 +35,7 @@ from forerun.cache.store import PageStore
 from forerun.engine.disk_states import DiskStates
 from forerun.engine.prompt_pace import PromptPace
 from forerun.engine.sequence import Sequence
+from forerun.engine.store_stats import StoreStats
 from forerun.interface.executor import PageContents
 from forerun.types import Ints
 
@@ -82,30 +84,6 @@ class _Reading:
     usable: int = 0
     over: bool = False
     miss: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """What a page store did since the engine was made.
-
-    hits       sequences that got pages from disk; tokens: of these pages
-    misses     sequences that got none or not all, by reason: absent, corrupt, late (the disk was
-               slower than reading the prompt), failed (it reported an error), full (no page was
-               free)
-    dropped    pages that were not written: evicted before, or the disk failed
-    size       bytes of the folder
-    seconds_saved  what reading those tokens as prompts would have taken, less the time of the disk
-    """
-
-    hits: int
-    tokens: int
-    misses: dict[str, int]
-    read_bytes: int
-    written_bytes: int
-    dropped: int
-    pages: int
-    size: int
-    seconds_saved: float
 
 
 class DiskPages:
@@ -281,7 +259,7 @@ class DiskPages:
             reading.usable = self._usable(sequence.tokens, reading.chain, sequence.table.salt)
         return len(reading.chain)
 
-    def _insert(self, reading: _Reading, contents: list[bytes]) -> bool:
+    def _insert(self, reading: _Reading, contents: list[memoryview]) -> bool:
         """Put pages into the index. Returns False if no more are wanted or no page is free."""
         index, chain = self._index, reading.chain
         for content in contents:
@@ -309,7 +287,7 @@ class DiskPages:
         size = self._index.page_size
         return max(self._states.places(tokens[: len(known) * size], size, salt), default=0)
 
-    def _insert_state(self, reading: _Reading, content: bytes) -> None:
+    def _insert_state(self, reading: _Reading, content: memoryview) -> None:
         """Put the state after the last page of a reading where its text can continue from it."""
         assert self._states is not None
         tokens = reading.sequence.tokens[: len(reading.keys) * self._index.page_size]
@@ -352,6 +330,10 @@ class DiskPages:
         """Run `work` on the engine's thread and return its result. Raises what it raises;
         _ClosedError once the store is closing.
         """
+        return self._answer(self._start(work))
+
+    def _start(self, work: Callable[[], Answer]) -> Future[Answer]:
+        """Have the engine's thread run `work`."""
         answer = Future[Answer]()
 
         def run() -> None:
@@ -363,6 +345,10 @@ class DiskPages:
 
         self._post(run)
         self._posted.set()
+        return answer
+
+    def _answer(self, answer: Future[Answer]) -> Answer:
+        """Wait for what `_start` began. Raises as `_on_engine`."""
         while not self._closing:
             try:
                 return answer.result(0.2)
@@ -404,45 +390,51 @@ class DiskPages:
             return partial(self._write, *self._writes.pop())
 
     def _read(self, reading: _Reading) -> None:
-        """Read a sequence's pages that are not in memory, up to a damaged one; then its state."""
+        """Read a sequence's pages that are not in memory, up to a damaged one; then its state. A
+        part is copied into pages while the next one is read.
+        """
         self._current = reading
-        first, last = self._on_engine(partial(self._begin, reading)), len(reading.keys) - 1
-        most = max(READ_BYTES // self._contents.page_bytes, 1)
-        part = list[bytes]()
-        for place in range(first, last + 1):
-            content = self._content(self.store, reading, place)
-            if content is None:
+        first, last = self._on_engine(partial(self._begin, reading)), len(reading.keys)
+        most = max(READ_BYTES // self.store.record_bytes, 1)
+        copied: Future[bool] | None = None
+        buffers = [_buffer(self.store, min(most, last - first)) for _ in range(2)]
+        for begin, into in zip(range(first, last, most), cycle(buffers), strict=False):
+            places = range(begin, min(begin + most, last))
+            contents = self._contents_on_disk(self.store, reading, places, into)
+            if copied is not None:
+                self._answer(copied)
+            copied = self._start(partial(self._insert, reading, contents))
+            if len(contents) < len(places):
                 break
-            part.append(content)
-            if len(part) == most:
-                self._on_engine(partial(self._insert, reading, part))
-                part = []
-        self._on_engine(partial(self._insert, reading, part))
+        if copied is not None:
+            self._answer(copied)
         if self._states is not None and not reading.miss:
-            state = self._content(self._states.store, reading, last)
-            if state is not None:
+            store, place = self._states.store, range(last - 1, last)
+            for state in self._contents_on_disk(store, reading, place, _buffer(store, 1)):
                 self._on_engine(partial(self._insert_state, reading, state))
         self._on_engine(partial(self._end, reading, reading.miss))
 
-    def _content(self, store: PageStore, reading: _Reading, place: int) -> bytes | None:
-        """Return what a store has of a page of a reading. None if the reading is over, or if there
-        is no sound copy: then `reading.miss` says why.
+    def _contents_on_disk(
+        self, store: PageStore, reading: _Reading, places: range, into: memoryview
+    ) -> list[memoryview]:
+        """Return what a store has of pages of a reading, as PageStore.read does: up to the first
+        without a sound copy; then `reading.miss` says why. None if the reading is over.
         """
         if reading.over:
-            return None
-        digest, damaged = reading.digests[place], store.corrupt
+            return []
+        pages = [(reading.digests[each], reading.keys[each]) for each in places]
+        damaged = store.corrupt
         try:
-            content = store.read(digest, reading.keys[place])
-            store.touch([digest] if content is not None else [])
+            contents = store.read(pages, into)
+            store.touch(digest for digest, _ in pages[: len(contents)])
         except OSError as error:
             log.warning("kv-store: a page could not be read: %s", error)
             reading.miss = "failed"
-            return None
-        if content is None:
+            return []
+        if len(contents) < len(pages):
             reading.miss = "corrupt" if store.corrupt > damaged else "absent"
-            return None
-        self._read_bytes += len(content)
-        return content
+        self._read_bytes += sum(len(content) for content in contents)
+        return contents
 
     def _write(self, salt: bytes, chain: list[CachedPage]) -> None:
         """Write the pages of a text that are not on disk, in order."""
@@ -497,3 +489,8 @@ class DiskPages:
             return False
         self._written += len(content)
         return True
+
+
+def _buffer(store: PageStore, records: int) -> memoryview:
+    """Return room for records of a store."""
+    return np.empty(records * store.record_bytes, np.uint8).data

@@ -7,9 +7,9 @@ from typing import Any
 
 from forerun.control.policy import Budget
 from forerun.engine.adapter_counts import AdapterCount
-from forerun.engine.disk_pages import StoreStats
 from forerun.engine.metrics import EngineMetrics, LiveHistogram
 from forerun.engine.request import Finish
+from forerun.engine.store_stats import StoreStats
 from forerun.speculative.tree import DraftSource
 
 

@@ -58,7 +58,7 @@ class StateSteps(ABC):
         """Return the state of a row, in all layers."""
 
     @abstractmethod
-    def put(self, row: int, content: bytes) -> None:
+    def put(self, row: int, content: bytes | memoryview) -> None:
         """Make the state of a row what `content` returned, of state_bytes."""
 
     def state_lengths(self, tokens: Ints, salt: bytes = b"") -> list[int]:
@@ -70,7 +70,7 @@ class StateSteps(ABC):
         row = self.book.row(tokens, salt)
         return None if row is None else self.content(row)
 
-    def write_state(self, tokens: Ints, content: bytes, salt: bytes = b"") -> bool:
+    def write_state(self, tokens: Ints, content: bytes | memoryview, salt: bytes = b"") -> bool:
         """Implement StateContents.write_state."""
         if len(content) != self.state_bytes:
             raise EngineError(f"{len(content)} bytes are not a state of {self.state_bytes}")

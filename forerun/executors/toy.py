@@ -58,7 +58,7 @@ class ToyPages:
         """Return a page's positions and tokens as bytes."""
         return bytes(self.keys[page].tobytes() + self.values[page].tobytes())
 
-    def write_page(self, page: int, content: bytes) -> None:
+    def write_page(self, page: int, content: bytes | memoryview) -> None:
         """Make a page hold what `read_page` returned."""
         self.keys[page], self.values[page] = np.frombuffer(content, np.int32).reshape(2, -1)
 

@@ -108,7 +108,7 @@ class PageContents(Protocol):
         """
         ...
 
-    def write_page(self, page: int, content: bytes) -> None:
+    def write_page(self, page: int, content: bytes | memoryview) -> None:
         """Make a page hold what `read_page` returned, here or of an executor of the same weights,
         drafts and page size. Raises EngineError if it cannot.
         """
@@ -135,7 +135,7 @@ class StateContents(Protocol):
         """Return the state after `tokens` int32[T] of this salt; None if it is not here."""
         ...
 
-    def write_state(self, tokens: Ints, content: bytes, salt: bytes = b"") -> bool:
+    def write_state(self, tokens: Ints, content: bytes | memoryview, salt: bytes = b"") -> bool:
         """Put what `read_state` returned, here or of an executor of the same weights, in place of
         the least recently used state. Returns False if there is no room for any. Raises EngineError
         if it cannot.

@@ -206,7 +206,9 @@ def test_damaged_records_are_misses(engines, tmp_path, every):
     assert cached(answer(third, ask(prompt=LONG))) == 92  # It was written again.
 
 
-def test_a_record_damaged_while_serving(engines, tmp_path):
+@pytest.mark.parametrize("bytes_before_a_step", [1, 150, 10**6])
+def test_a_record_damaged_while_serving(engines, tmp_path, monkeypatch, bytes_before_a_step):
+    monkeypatch.setattr(disk_pages, "READ_BYTES", bytes_before_a_step)
     first = engines()
     answer(first, ask(prompt=LONG))
     second = restarted(engines, first)
@@ -255,7 +257,7 @@ def test_a_disk_that_cannot_be_read(engines, monkeypatch):
     answer(first, ask(prompt=LONG))
     second = restarted(engines, first)
 
-    def broken(self, digest, tokens):
+    def broken(self, pages, into):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(PageStore, "read", broken)
@@ -270,12 +272,12 @@ def test_a_stalling_disk_delays_no_longer_than_reading_the_prompt(engines, monke
     monkeypatch.setattr(disk_pages, "FIRST_SECONDS", 0.05)
     monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 0.05)
     go, read = threading.Event(), PageStore.read
-    pages = iter(range(100))
+    parts = iter(range(100))
 
-    def stalling(self, digest, tokens):
-        if next(pages) == 5:
+    def stalling(self, pages, into):
+        if next(parts) == 0:
             go.wait(30)
-        return read(self, digest, tokens)
+        return read(self, pages, into)
 
     monkeypatch.setattr(PageStore, "read", stalling)
     ear = answer(second, ask("a", LONG))

@@ -3,21 +3,31 @@
 import json
 import os
 import shutil
+from hashlib import shake_256
 
+import numpy as np
 import pytest
 
 from forerun.cache import folder as folders
 from forerun.cache import store as module
+from forerun.cache.checksum import RowSums
 from forerun.cache.folder import StoreFolder
 from forerun.cache.store import ENTRY, HEADER, PageStore
 from forerun.errors import ConfigError
 
 TOKENS, CONTENT = 8, 100
-SLOT = ENTRY.size + TOKENS + CONTENT
+SIZE = TOKENS + CONTENT
+SLOT = ENTRY.size + SIZE
 
 
 def opened(folder, fingerprint="a", limit=20_000):
     return PageStore(StoreFolder(folder, limit), fingerprint, TOKENS, CONTENT)
+
+
+def read(store, *pages):
+    """Contents of pages, a digest and tokens each, up to the first that is a miss."""
+    into = memoryview(bytearray(len(pages) * store.record_bytes))
+    return [bytes(content) for content in store.read(pages, into)]
 
 
 def tokens(number):
@@ -47,7 +57,7 @@ def filled(folder, count=5, **how):
 
 def found(folder, pages, **how):
     store = opened(folder, **how)
-    return [store.read(digest, key) == text for digest, key, text in pages]
+    return [read(store, (digest, key)) == [text] for digest, key, text in pages]
 
 
 def segments(folder):
@@ -60,7 +70,7 @@ def size(folder):
 
 def test_pages_are_found_again(tmp_path):
     store, pages = filled(tmp_path / "new" / "folder")
-    assert [store.read(digest, key) for digest, key, _ in pages] == [p[2] for p in pages]
+    assert read(store, *(page[:2] for page in pages)) == [page[2] for page in pages]
     store.close()
     folder = tmp_path / "new" / "folder"
     assert all(found(folder, pages))
@@ -69,7 +79,7 @@ def test_pages_are_found_again(tmp_path):
     assert len(again) == 5 and pages[0][0] in again
     salted = chain(again, 2, b"salt")
     assert salted[1][0] not in again  # All pages behind another salt's first are others, too.
-    assert again.read(pages[0][0], tokens(1)) is None  # The digest finds it, its tokens differ.
+    assert not read(again, (pages[0][0], tokens(1)))  # The digest finds it, its tokens differ.
     assert (folder / "store.json").stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
 
@@ -108,7 +118,7 @@ def _flip(path, offset):
 
 ENTRIES = HEADER.size + ENTRY.size  # The second entry.
 CAPACITY = (20_000 // 4 - HEADER.size) // SLOT
-RECORDS = HEADER.size + CAPACITY * ENTRY.size + TOKENS + CONTENT  # The second record.
+RECORDS = HEADER.size + CAPACITY * ENTRY.size + SIZE  # The second record.
 
 
 @pytest.mark.parametrize(
@@ -126,11 +136,56 @@ def test_a_damaged_byte_is_a_miss(tmp_path, offset, left):
     assert found(tmp_path, pages) == [number in left for number in range(5)]
     store = opened(tmp_path)
     for page in pages:
-        assert store.read(*page[:2]) in (page[2], None)
+        assert read(store, page[:2]) in ([page[2]], [])
         if page[0] not in store:
             store.write(*page)
     assert store.corrupt == (1 if left == (0, 2, 3, 4) else 0)
-    assert all(store.read(*page[:2]) == page[2] for page in pages)
+    assert all(read(store, page[:2]) == [page[2]] for page in pages)
+
+
+def test_a_damaged_page_among_others_that_are_read_with_it(tmp_path):
+    store, pages = filled(tmp_path, 7)
+    _flip(segments(tmp_path)[0], RECORDS + SIZE - 1)
+    keys = [page[:2] for page in pages]
+    assert read(store, *keys) == [pages[0][2]] and pages[1][0] not in store
+    assert read(store, *keys[2:]) == [page[2] for page in pages[2:]] and store.corrupt == 1
+    store.write(*pages[1])  # Behind the others: three runs of records.
+    assert read(store, *keys) == [page[2] for page in pages]
+
+
+@pytest.mark.parametrize("size", [1, 4, 2047, 2048, 2049, 128 * 2048 + 4, 300 * 2048])
+def test_row_sums(size):
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
+    sums = RowSums(b"secret")
+    key = np.frombuffer(shake_256(b"rows of records" + b"secret").digest(2048), "<u4").tolist()
+    filled = data + bytes(-size % 2048)
+    for row in {0, len(filled) // 2048 - 1}:
+        x = np.frombuffer(filled[2048 * row :][:2048], "<u4").tolist()
+        mixed = [(a + k) % 2**32 for a, k in zip(x, key, strict=True)]
+        total = sum(a * b for a, b in zip(mixed[:256], mixed[256:], strict=True)) % 2**64
+        assert sums(data)[8 * row :][:8] == total.to_bytes(8, "little")
+    assert len(sums(data)) == len(filled) // 256
+    assert sums(b"x" + data)[:8] == sums(memoryview(b"xx" + data)[1:])[:8]  # At any address.
+    assert sums(data) != RowSums(b"other")(data)
+    for place in {0, size // 2, size - 1}:
+        changed = bytearray(data)
+        changed[place] ^= 128
+        assert sums(changed) != sums(data)
+
+
+def test_a_segment_of_another_format_is_not_read_and_makes_room(tmp_path):
+    store, _pages = filled(tmp_path)
+    store.close()
+    (old,) = segments(tmp_path)
+    facts = b"FRPAGES1" + old.read_bytes()[8:16]  # As an older version wrote it.
+    with old.open("r+b") as file:
+        file.write(facts + store.folder.hash(facts))
+    os.utime(old, (0, 0))
+    again = opened(tmp_path)
+    assert not len(again)
+    for page in chain(again, 200):
+        again.write(*page)
+    assert not old.exists() and all(found(tmp_path, chain(again, 200)[-40:]))
 
 
 @pytest.mark.parametrize("length", [0, 5, HEADER.size, ENTRIES + 3, RECORDS + 20])
@@ -148,7 +203,7 @@ def test_the_limit_holds_at_every_moment(tmp_path):
     for page in pages:
         store.write(*page)
         assert size(tmp_path) <= 10_000
-        assert store.read(*page[:2]) == page[2]
+        assert read(store, page[:2]) == [page[2]]
     assert store.folder.deleted > 5 and not segments(tmp_path / "other")
     assert store.folder.size() == size(tmp_path) > 7_000
     store.close()
@@ -165,13 +220,13 @@ def test_what_is_used_stays(tmp_path):
         store.write(*page)
         if not number % 5:
             store.touch([pages[0][0]])
-    assert store.read(*pages[0][:2]) == pages[0][2] and pages[30][0] not in store
+    assert read(store, pages[0][:2]) == [pages[0][2]] and pages[30][0] not in store
 
 
 def test_two_servers_in_one_folder(tmp_path):
     one, pages = filled(tmp_path)
     two = opened(tmp_path)
-    assert all(two.read(*page[:2]) == page[2] for page in pages)
+    assert all(read(two, page[:2]) == [page[2]] for page in pages)
     more = chain(two, 8)[5:]
     for page in more:
         two.write(*page)
@@ -180,11 +235,11 @@ def test_two_servers_in_one_folder(tmp_path):
     for page in many:
         two.write(*page)  # The limit is both's; a segment that is written to stays.
         assert size(tmp_path) <= 20_000
-    assert one.read(*pages[0][:2]) == pages[0][2]
+    assert read(one, pages[0][:2]) == [pages[0][2]]
     one.close()
     for page in many:
         two.write(os.urandom(16), *page[1:])
-    assert one.read(*pages[0][:2]) is None and pages[0][0] not in one  # The other deleted it.
+    assert not read(one, pages[0][:2]) and pages[0][0] not in one  # The other deleted it.
 
 
 def test_segments_of_others_fill_the_folder(tmp_path):

@@ -166,7 +166,7 @@ class CpuModel:
             self._copy_page(model, page, parts[-1], out=True)
         return b"".join([part.tobytes() for part in parts + [a[:, page] for a in self.by_page]])
 
-    def write_page(self, page: int, content: bytes) -> None:
+    def write_page(self, page: int, content: bytes | memoryview) -> None:
         """Write what `read_page` returned into a page of target and drafts. Raises EngineError if
         its size is wrong or there is no such page.
         """

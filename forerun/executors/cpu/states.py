@@ -72,7 +72,7 @@ class CpuStates(StateSteps):
         )
         return content.tobytes()
 
-    def put(self, row: int, content: bytes) -> None:
+    def put(self, row: int, content: bytes | memoryview) -> None:
         """Implement StateSteps.put."""
         state = np.frombuffer(content, np.uint8)
         self._check(

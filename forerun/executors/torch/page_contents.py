@@ -45,7 +45,7 @@ class TorchPages:
         return bytes(torch.cat(parts).cpu().numpy().tobytes())
 
     @torch.inference_mode()
-    def write_page(self, page: int, content: bytes) -> None:
+    def write_page(self, page: int, content: bytes | memoryview) -> None:
         """Make a page hold what `read_page` returned. Raises EngineError if it cannot."""
         if len(content) != self.page_bytes:
             raise EngineError(f"{len(content)} bytes are not a page of {self.page_bytes}")

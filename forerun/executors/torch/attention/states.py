@@ -165,7 +165,7 @@ class States(StateSteps):
         return bytes(torch.cat(parts).cpu().numpy().tobytes())
 
     @torch.inference_mode()
-    def put(self, row: int, content: bytes) -> None:
+    def put(self, row: int, content: bytes | memoryview) -> None:
         """Implement StateSteps.put."""
         left = torch.from_numpy(np.frombuffer(content, np.float32).copy()).to(self._device)
         for part in self._of_row(row):
