@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from forerun.checkpoints.prediction_naming import (
     FUSE,
     HIDDEN_NORM,
 )
-from forerun.drafts.block_config import BlockHead
+from forerun.drafts.block_config import BlockHead, expected_block_tensors
 from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.prediction_layers import (
     PredictionLayers,
@@ -40,6 +40,7 @@ from forerun.executors.torch.attention.kv import KvShape, PagedCache
 from forerun.executors.torch.attention.state_nodes import StateKernels
 from forerun.executors.torch.attention.states import States
 from forerun.executors.torch.attention.varlen_attention import flash
+from forerun.executors.torch.captured import pair_drafting
 from forerun.executors.torch.captured.drafting_of import drafting_of
 from forerun.executors.torch.captured.graphs import CudaRecorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
@@ -128,7 +129,7 @@ ONE = {
     *("bitwise_left_shift", "bitwise_right_shift", "logical_and", "constant_pad_nd", "isfinite"),
     *("any", "sum", "max", "amax", "argmax", "cumsum", "gather", "scatter_", "index_select"),
     *("index", "masked_fill", "repeat", "roll", "bitwise_xor", "tanh"),
-    *("scalar_tensor",),
+    *("scalar_tensor", "sigmoid", "logaddexp", "reciprocal"),
 }
 
 MULTIPLICITY: dict[str, Callable] = {
@@ -449,7 +450,14 @@ def smaller(beside, arch):
     return decoder_model.TorchDecoderModel(beside, draft)
 
 
-def block(beside, arch):
+class UnreadBlock(BlockFile):
+    """Of a block drafter: what its pairs read has its shape alone."""
+
+    def tensor(self, name):
+        return np.broadcast_to(np.float32(0), expected_block_tensors(self.head)[name])
+
+
+def block(beside, arch, **changes):
     head = BlockHead(
         layers=5,
         hidden=arch.hidden,
@@ -464,16 +472,25 @@ def block(beside, arch):
         rope=arch.rope,
         context=arch.context,
         features=(1, 9, 16, 23, 30),
-        places=16,
-        mask=0,
+        **{"places": 16, "mask": 0, **changes},
     )
     with META:
         module = BlockDrafter(head, kernels().parts).to(DTYPE).requires_grad_(False)
     for layer in module.layers:
         loading.stack(layer)
-    draft = BlockFile(Path(), head, np.arange(arch.vocab, dtype=np.int32), (), {})
+    draft = UnreadBlock(Path(), head, np.arange(arch.vocab, dtype=np.int32), (), {})
     with patch.object(block_model, "_loaded", lambda *_: module):
         return block_model.TorchBlockModel(beside, RandomCheckpoint(arch), draft)
+
+
+def paired(beside, arch, **changes):
+    """DSpark or DFlash2; the rank of tables changes no launch."""
+    return block(beside, arch, **{"places": 8, "rank": 16, **changes})
+
+
+def dspark(beside, arch, pair):
+    confidence = arch.hidden + 16
+    return paired(beside, arch, anchored=True, pair=pair, confidence=confidence)
 
 
 SMALLER = "llama-3.2-1b"
@@ -482,6 +499,10 @@ DRAFTS = {
     "NEXTN, one layer": prediction_layer,
     f"STANDALONE, {SMALLER}": smaller,
     "DFLASH, five layers, blocks of 16": block,
+    "DSpark, vanilla": partial(dspark, pair="vanilla"),
+    "DSpark, gated": partial(dspark, pair="gated"),
+    "DSpark, rnn": partial(dspark, pair="rnn"),
+    "DFlash2": partial(paired, pair="selector", top_k=16, convolved=16),
 }
 """(what it is beside, the target's architecture) -> a draft model whose weights nobody reads."""
 
@@ -489,12 +510,12 @@ DRAFTS = {
 def attach(runner, limits, method):
     """A draft model."""
     beside = Beside(limits, runner._decoder, kernels(), runner)
-    modules = loading, prediction_model, decoder_model, block_model
+    modules = loading, prediction_model, decoder_model, block_model, pair_drafting
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(patch.object(module, "check_fits", lambda *_: None))
         model = DRAFTS[method](beside, runner._decoder.arch)
-    runner.drafting = drafting_of(model, kernels(), limits)
+        runner.drafting = drafting_of(model, kernels(), limits)
 
 
 @dataclass(frozen=True)

@@ -57,13 +57,17 @@ def test_budgets_reach_what_is_aimed_at():
 
 OTHERS = {
     "NEXTN, one layer": (22, 16),
-    "STANDALONE, llama-3.2-1b": (193, 167),
+    "DSpark, gated": (164, 53),
+    "DSpark, vanilla": (159, 49),
     "DFLASH, five layers, blocks of 16": (85, 12),
+    "DFlash2": (280, 29),
+    "STANDALONE, llama-3.2-1b": (193, 167),
+    "DSpark, rnn": (172, 60),
 }
 """The first level, with what follows the step, and a level more."""
 
 
-@pytest.mark.parametrize("method", OTHERS)
+@pytest.mark.parametrize("method", spread(OTHERS, 3))
 def test_other_draft_models_launch_no_more_than_they_did(method):
     found, (first, level) = budget(COUNTED["drafted"], method=method), OTHERS[method]
     assert found.first <= first and found.level <= level, found
