@@ -102,7 +102,7 @@ def _chosen(config: EngineConfig, path: Path) -> EngineConfig:
 def _runs(config: EngineConfig) -> bool:
     """Return whether the chosen executor runs assistants."""
     eager = config.device == "cpu" or config.disable_cuda_graph
-    return config.executor == "cpu" or (
+    return config.executor in ("cpu", "jax") or (
         config.executor == "torch" and eager and config.tp_size == 1
     )
 

@@ -10,6 +10,7 @@ from forerun.build.memory import ITEM_BYTES, dense_needs
 from forerun.cache_dir import cache_dir
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.counted import counted
+from forerun.drafts.assistant import Assistant
 from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.prediction_layers import PredictionLayers
@@ -113,6 +114,13 @@ def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers)
     return JaxPredictionModel(executor, draft)
 
 
+def _assistant(executor: Executor, checkpoint: Checkpoint, draft: Assistant) -> DraftModel:
+    from forerun.executors.jax import JaxAssistantModel, JaxExecutor
+
+    assert isinstance(executor, JaxExecutor)
+    return JaxAssistantModel(executor, draft)
+
+
 ENTRY = ExecutorEntry(
     name="jax",
     title="jax executor",
@@ -127,7 +135,8 @@ ENTRY = ExecutorEntry(
         BlockFile.kind: _block,
         WholeDraft.kind: _whole,
         PredictionLayers.kind: _layers,
+        Assistant.kind: _assistant,
     },
-    within=frozenset({DraftFile.kind, WholeDraft.kind, PredictionLayers.kind}),
+    within=frozenset({DraftFile.kind, WholeDraft.kind, PredictionLayers.kind, Assistant.kind}),
     shards=True,
 )

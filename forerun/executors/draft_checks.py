@@ -58,6 +58,12 @@ def check_block(block: DraftBlock, size: int, limits: ExecutorLimits) -> None:
     })  # fmt: skip
 
 
+def check_borrows(kv_len: Ints) -> None:
+    """Raise EngineError if a row of an assistant's pass has no token in the cache, int32[R]."""
+    if not (kv_len > 0).all():
+        raise EngineError("a draft step was refused: an assistant needs a token in the cache")
+
+
 def _of_rows(work: DraftExtension | DraftLevel | DraftBlock, limits: ExecutorLimits) -> Bounds:
     known = work.pages.shape[1] * limits.page_size + 1
     return {"slots": (work.slots, 0, limits.slots), "kv_len": (work.kv_len, 0, known)}

@@ -253,7 +253,7 @@ RIGHT = [
     *on("cpu", "right, NEXTN"),
     *on("torch", "qwen, 1", "qwen, 3"),
     *on("cpu", "qwen, 1", "qwen, 3"),
-    *on("jax", "right, EAGLE", "right, NEXTN", "STANDALONE, itself"),
+    *on("jax", "right, EAGLE", "right, NEXTN", "STANDALONE, itself", "ASSISTANT, right"),
     *on("torch", "counting, right"),
     *on("cpu", "counting, right"),
     *on("torch", "ASSISTANT, right"),
@@ -261,7 +261,7 @@ RIGHT = [
 ]
 
 
-WHOLE = "right, NEXTN", "right, EAGLE", "STANDALONE, itself"
+WHOLE = "right, NEXTN", "right, EAGLE", "STANDALONE, itself", "ASSISTANT, right"
 """On JAX with the slow tests; a head that rested, and trees, are in test_jax_overlap.py always."""
 SELDOM_RIGHT = [
     *(cell for cell in RIGHT if cell[0] == "torch" and not cell[1].startswith("right")),

@@ -1,4 +1,6 @@
-"""Run by test_jax_sharding.py in a process of its own: a draft head on 1 and on 4 forced devices.
+"""Run by test_jax_sharding.py in a process of its own: a draft on 1 and on more forced devices.
+
+    python -m tests.parity.sharded_head FOLDER SHARDS      with a target and a draft in FOLDER
 
 Prints one JSON line: by number of shards, the trees that six rounds drafted, and the text.
 """
@@ -11,8 +13,9 @@ import jax
 import numpy as np
 
 from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.drafts.assistant import holds_assistant, open_assistant
 from forerun.drafts.eagle_folder import open_draft
-from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
+from forerun.executors.jax import JaxAssistantModel, JaxEagleModel, JaxExecutor, JaxOptions
 from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
@@ -25,7 +28,10 @@ def drafted(folder: Path, shards: int) -> dict:
     small = limits(tiny.VOCAB, context=128, pages=24, slots=1)
     options = JaxOptions(draft_nodes=3, shards=shards, stacked=True)
     made = JaxExecutor(checkpoint, small, options)
-    JaxEagleModel(made, checkpoint, open_draft(folder / "head", checkpoint.architecture))
+    if holds_assistant(folder / "draft"):
+        JaxAssistantModel(made, open_assistant(folder / "draft", checkpoint.architecture))
+    else:
+        JaxEagleModel(made, checkpoint, open_draft(folder / "draft", checkpoint.architecture))
     request = OnDeviceDraftSpec(np.zeros(1, np.int32), width=2, levels=3)
     trees = []
     with Driver(made) as driver:
@@ -40,4 +46,4 @@ def drafted(folder: Path, shards: int) -> dict:
 if __name__ == "__main__":
     assert jax.device_count() == 4
     with little_optimised():
-        print(json.dumps([drafted(Path(sys.argv[1]), shards) for shards in (1, 4)]))
+        print(json.dumps([drafted(Path(sys.argv[1]), shards) for shards in (1, int(sys.argv[2]))]))

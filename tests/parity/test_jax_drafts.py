@@ -168,6 +168,8 @@ BLOCKS = (4, 4, 1), (16, 4, 3)
         *(("NEXTN, mimo", CHAIN, 0.8), ("NEXTN, mimo", TREE, 0.0)),
         *(("STANDALONE, first layers", CHAIN, 0.0), ("STANDALONE, first layers", TREE, 1.0)),
         *(("NEXTN of, glm4_moe", CHAIN, 0.8), ("NEXTN of, deepseek_v3", TREE, 0.8)),
+        *(("ASSISTANT, shared", TREE, 0.8), ("ASSISTANT, values of keys", CHAIN, 0.0)),
+        ("ASSISTANT, ordered", TREE, 1.0),
         *(("DFLASH, both ways", BLOCKS[0], 1.0), ("DFLASH, both ways", BLOCKS[1], 0.8)),
         *(("DFLASH, DSpark", BLOCKS[1], 0.8), ("DFLASH, DFlash2", BLOCKS[1], 0.8)),
     ],
@@ -370,13 +372,19 @@ KINDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["right, NEXTN", "STANDALONE, itself"])
+@pytest.mark.parametrize("name", ["right, NEXTN", "STANDALONE, itself", "ASSISTANT, right"])
 def test_a_drafting_step_is_one_dispatch_and_one_copy(cells, name, monkeypatch):
+    """And reads pages where they are, the target's among them."""
     cell = cells(name, speculative_num_draft_tokens=4, speculative_eagle_topk=1)
     steps = stepped(cell.target, monkeypatch, [{"temperature": 0.0}, {"temperature": 0.0}])
     drafting = steps[4:-1]  # The last may have room for no draft token.
     assert all((count, len(sizes)) == (1, 1) for count, sizes in drafting), steps
     assert 7 < len(steps) < 20
+    programs = cell.target.executor.programs
+    rounds = [key for key in programs.compiled if key.kind == "round" and key.levels]
+    for held in programs.state.keys:
+        moved = re.compile(rf"= f32\[{','.join(map(str, held.shape))}\]\S* copy\(")
+        assert rounds and not any(moved.search(programs.text(key)) for key in rounds)
 
 
 @pytest.mark.slow

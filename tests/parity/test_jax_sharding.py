@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from forerun.checkpoints.folder import FolderCheckpoint
+from tests.drafters import assistants
 from tests.models import tiny
 from tests.parity.heads import Target, Twin
 from tests.shape.tree import ROOT
@@ -67,10 +68,24 @@ def test_a_head_on_four_devices_drafts_the_same(tmp_path, vocab):
     many = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
     hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6, **many)
     saved = tiny.save_folder(hf, tmp_path / "target")
-    (tmp_path / "head").mkdir()
-    Twin(Target(FolderCheckpoint(saved)), tmp_path / "head", {}, range(1, 2 * vocab + 1, 2))
+    (tmp_path / "draft").mkdir()
+    Twin(Target(FolderCheckpoint(saved)), tmp_path / "draft", {}, range(1, 2 * vocab + 1, 2))
+    the_same_on(tmp_path, 4)
+
+
+@pytest.mark.parametrize("columns", [48, 47])
+def test_an_assistant_on_two_devices_drafts_the_same(tmp_path, columns):
+    """It reads the target's pages, which are cut, whether or not its own columns divide."""
+    hf = tiny.model("gemma4_text")
+    tiny.save_folder(hf, tmp_path / "target")
+    made = assistants.beside(hf, ordered=True, intermediate_size=columns)
+    made.save_pretrained(tmp_path / "draft")
+    the_same_on(tmp_path, 2)
+
+
+def the_same_on(folder, shards):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.parity.sharded_head", str(tmp_path)],
+        [sys.executable, "-m", "tests.parity.sharded_head", str(folder), str(shards)],
         env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
         cwd=ROOT,
         capture_output=True,
@@ -78,6 +93,6 @@ def test_a_head_on_four_devices_drafts_the_same(tmp_path, vocab):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    one, four = json.loads(done.stdout.splitlines()[-1])
-    assert one == four
+    one, many = json.loads(done.stdout.splitlines()[-1])
+    assert one == many
     assert len({tuple(tokens[0]) for tokens, _ in one["trees"]}) > 2

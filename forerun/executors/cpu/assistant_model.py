@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from forerun.drafts.assistant import BEFORE, BEHIND, CENTROIDS, Assistant
-from forerun.errors import EngineError, MemoryPlanError, ModelError
+from forerun.errors import MemoryPlanError, ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.draft_pass import CpuDraftPass, launch, likeliest
 from forerun.executors.cpu.executor import CpuExecutor
@@ -16,7 +16,7 @@ from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.places import Place, RopeTable, layer_kind, matrices, vectors
 from forerun.executors.cpu.weights import Packer, set_layer
 from forerun.executors.cpu.windowed import WindowedCpuExecutor
-from forerun.executors.draft_checks import roots_of
+from forerun.executors.draft_checks import check_borrows, roots_of
 from forerun.interface.draft_model import (
     Candidates,
     DraftExtension,
@@ -137,8 +137,7 @@ class CpuAssistantModel(CpuHiddenStateModel):
         return self._run(work, extension.candidates)
 
     def _run(self, work: CpuDraftPass, candidates: int) -> Candidates:
-        if not (work.kv_len > 0).all():
-            raise EngineError("a draft step was refused: an assistant needs a token in the cache")
+        check_borrows(work.kv_len)
         if isinstance(self._executor, WindowedCpuExecutor):
             rows = zip(work.slots.tolist(), work.pages, work.kv_len.tolist(), strict=True)
             for slot, pages, length in rows:

@@ -1,5 +1,6 @@
 """The JAX executor: one step as one XLA program, for TPUs and whatever else XLA compiles to."""
 
+from forerun.executors.jax.draft_models.assistant import JaxAssistantModel
 from forerun.executors.jax.draft_models.block_model import JaxBlockModel
 from forerun.executors.jax.draft_models.draft_decoder import JaxDecoderModel
 from forerun.executors.jax.draft_models.eagle import JaxEagleModel
@@ -9,6 +10,7 @@ from forerun.executors.jax.memory import free_bytes
 from forerun.executors.jax.options import JaxOptions
 
 __all__ = [
+    "JaxAssistantModel",
     "JaxBlockModel",
     "JaxDecoderModel",
     "JaxEagleModel",

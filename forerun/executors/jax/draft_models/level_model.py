@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.executors.draft_checks import check_extension, check_level, check_pages
+from forerun.executors.draft_checks import (
+    check_borrows,
+    check_extension,
+    check_level,
+    check_pages,
+    roots_of,
+)
 from forerun.executors.jax.draft_models.draft_features import streams_of
 from forerun.executors.jax.drafts.draft_network import DraftNetwork
 from forerun.executors.jax.drafts.draft_passes import (
@@ -47,14 +53,16 @@ class _Line(NamedTuple):
 
 
 class _Chains(NamedTuple):
-    """The nodes of an extension: its tokens' or, with roots, one more per row.
+    """The nodes of an extension: its tokens' or, with roots, one more per row, or roots alone.
 
+    kv_len  int32[R] positions before them
     tokens  int32[n] target ids
     start   int32[R+1] row r owns tokens start[r]:start[r+1]
     stream  int32[n] rows of the streams that they read; zeros if they read none
     scored  int32[s] nodes to return candidates of
     """
 
+    kv_len: Ints
     tokens: Ints
     start: Ints
     stream: Ints
@@ -63,7 +71,18 @@ class _Chains(NamedTuple):
     @classmethod
     def of(cls, extension: DraftExtension, stream: Ints) -> "_Chains":
         """Return the chains for a network that reads features, with the token after each."""
-        return cls(extension.next_tokens, extension.start, stream, extension.scored)
+        tokens = extension.next_tokens
+        return cls(extension.kv_len, tokens, extension.start, stream, extension.scored)
+
+    @classmethod
+    def of_roots(cls, extension: DraftExtension, stream: Ints) -> "_Chains":
+        """Return the chains for a network that borrows the target's pages: roots alone. Raises
+        EngineError for one without a token before it.
+        """
+        roots = roots_of(extension)
+        check_borrows(roots.kv_len)
+        tokens, stream = extension.next_tokens[roots.last], stream[roots.last]
+        return cls(roots.kv_len, tokens, roots.start, stream, roots.scored)
 
     @classmethod
     def with_roots(cls, extension: DraftExtension) -> "_Chains":
@@ -77,7 +96,7 @@ class _Chains(NamedTuple):
         tokens[np.arange(len(row)) + row] = extension.tokens
         tokens[start[1:] - 1] = extension.next_tokens[extension.start[1:] - 1]
         scored = (extension.scored + row[extension.scored] + 1).astype(np.int32)
-        return cls(tokens, start, np.zeros_like(tokens), scored)
+        return cls(extension.kv_len, tokens, start, np.zeros_like(tokens), scored)
 
 
 class JaxLevelModel:
@@ -99,7 +118,7 @@ class JaxLevelModel:
     ) -> None:
         self.traits, self._facts = traits, facts
         self._executor, self._limits = executor, executor.limits
-        self._roots = network.sizes.runs_root
+        self._sizes = network.sizes
         self._bytes = executor.draft_bytes(network.sizes)
         check_fits(self._bytes, *executor.place)
         executor.attach(network, load())
@@ -116,8 +135,9 @@ class JaxLevelModel:
         """
         check_extension(extension, self._limits)
         check_pages(extension, self._limits)
-        chains = _Chains.with_roots(extension) if self._roots else self._beside(extension, features)
-        programs, buckets = self._executor.programs, self._executor.buckets.widest
+        chains = self._chains(extension, features)
+        programs, buckets = self._executor.programs, self._executor.buckets
+        buckets = buckets.narrowest if self._sizes.borrows else buckets.widest
         start = chains.start
         rows = [
             (r, np.arange(start[r], start[r + 1], dtype=np.int32)) for r in range(len(start) - 1)
@@ -139,7 +159,7 @@ class JaxLevelModel:
         whole, views = blank(extend_shapes(size, self._executor.width))
         for line, (row, nodes) in enumerate(lines):
             count, first = len(nodes), int(chains.start[row])
-            views["kv_len"][line] = extension.kv_len[row] + nodes[0] - first
+            views["kv_len"][line] = chains.kv_len[row] + nodes[0] - first
             if nodes[-1] + 1 == chains.start[row + 1]:
                 views["root"][line] = self._limits.max_nodes + extension.slots[row]
             views["tokens"][line, :count] = chains.tokens[nodes]
@@ -149,9 +169,15 @@ class JaxLevelModel:
             put_table(views["table"][line], extension.pages[row])
         return whole
 
-    def _beside(self, extension: DraftExtension, features: Features | None) -> _Chains:
-        """Return the chains with the rows of the streams that hold their features."""
-        return _Chains.of(extension, streams_of(extension, features))
+    def _chains(self, extension: DraftExtension, features: Features | None) -> _Chains:
+        """Return the chains with the rows of the streams that hold their features, if any are
+        read.
+        """
+        if self._sizes.runs_root:
+            return _Chains.with_roots(extension)
+        stream = streams_of(extension, features)
+        borrows = self._sizes.borrows
+        return (_Chains.of_roots if borrows else _Chains.of)(extension, stream)
 
     def expand(self, level: DraftLevel) -> Candidates:
         """Run one level of n draft tokens, at most `level_nodes` of a row in one dispatch.
@@ -160,6 +186,8 @@ class JaxLevelModel:
         """
         count = len(level.tokens)
         check_level(level, self._limits)
+        if self._sizes.borrows:
+            check_borrows(level.kv_len)
         numbers = level.first + np.arange(count, dtype=np.int32)
         self._above[numbers] = level.parents
         paths = [self._path(number) for number in level.parents.tolist()]
@@ -209,7 +237,7 @@ class JaxLevelModel:
 
     def _candidates(self, nodes: Ints, asked: int, first: int = 0) -> Candidates:
         """Return candidates of nodes of the last pass, whose numbers begin at `first`."""
-        vocab = self.traits.vocab
+        vocab = self._sizes.vocab
         count = min(vocab, CANDIDATES if asked <= CANDIDATES else vocab)
         key = Key("candidates", Bucket(FEW, count))
         found = self._executor.programs.parts(key, np.asarray(nodes + first, np.int32))

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 from forerun.executors.jax.drafts.drafting import NOWHERE, JaxDrafting, committed, log_normaliser
-from forerun.executors.jax.network.attention import Past, Tree
+from forerun.executors.jax.network.attention import Tree
 from forerun.executors.jax.network.kv import DraftArrays, State, after, slots_of
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.rounds.batches import Bucket
@@ -95,10 +95,11 @@ class DraftPrograms(NamedTuple):
         held, given = _held(state), views_of(whole, extend_shapes(size, self.width))
         hidden = self.drafting.network.enter(params, held.streams[given["stream"]])
         position = given["kv_len"][:, None] + jnp.arange(size.nodes)
-        past = Past(held.keys, held.values, given["table"], given["kv_len"])
+        pages = state.keys, state.values
+        pasts = self.drafting.pasts(held, pages, given["table"], given["kv_len"])
         order = jnp.arange(size.nodes)
         seen = jnp.broadcast_to(order[:, None] >= order, (*size, size.nodes))
-        attend = self.drafting.attention(past, Tree(seen, position))
+        attend = self.drafting.attention(pasts, Tree(seen, position))
         ran = self.drafting.network.run(params, given["tokens"], hidden, position, attend)
         target = slots_of(given["table"], position, self.drafting.page_size)
         target = jnp.where(given["real"] > 0, target, NOWHERE)
@@ -122,8 +123,11 @@ class DraftPrograms(NamedTuple):
         whole  int32[total] vector of `expand_shapes(size, width, levels)`
         """
         held, given = _held(state), views_of(whole, expand_shapes(size, self.width, levels))
-        position = given["kv_len"][:, None] + given["depth"] + self._runs_root
-        past = Past(held.keys, held.values, given["table"], given["kv_len"])
+        below = given["depth"] + self._runs_root
+        further = 0 if self.drafting.network.sizes.borrows else below
+        position = given["kv_len"][:, None] + further * jnp.ones_like(below)
+        pages = state.keys, state.values
+        pasts = self.drafting.pasts(held, pages, given["table"], given["kv_len"])
         above = given["path"].reshape(size.rows, -1)
         own = jnp.eye(size.nodes, dtype=bool)
         seen = jnp.repeat(own, levels, 1) & (above >= 0)[:, None]
@@ -134,7 +138,7 @@ class DraftPrograms(NamedTuple):
         room = ((0, 0), (0, 0), (0, size.nodes), (0, 0), (0, 0))
         before = jnp.pad(held.keys[:, place], room), jnp.pad(held.values[:, place], room)
         seen = jnp.concatenate([seen, jnp.broadcast_to(own, (*size, size.nodes))], -1)
-        attend = self.drafting.attention(past, Tree(seen, position), before, above.shape[1])
+        attend = self.drafting.attention(pasts, Tree(seen, position), before, above.shape[1])
         hidden = held.outputs[given["above"]]
         ran = self.drafting.network.run(params, given["tokens"], hidden, position, attend)
         number = given["number"]

@@ -12,6 +12,9 @@ the nodes stand for themselves, and the target's token at the path's end, the ne
 node, which attends to the path. Only that path is written to pages. The nodes of a level attend to
 the cached prefix, the accepted path and their ancestors, whose keys and values stay in the program:
 drafted ones are never written.
+
+A network that borrows the target's pages runs that root alone, beside the features of the path's
+end, and then draft tokens at the same position; it writes nothing.
 """
 
 from typing import Any, NamedTuple
@@ -21,9 +24,22 @@ import numpy as np
 from jax import Array, lax
 
 from forerun.executors.jax.drafts.draft_network import DraftNetwork, Ran
-from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
+from forerun.executors.jax.network.attention import (
+    Layer,
+    Pages,
+    Pasts,
+    Tree,
+    attend,
+    pasts_of,
+)
 from forerun.executors.jax.network.decoder import Attend, Numbered
-from forerun.executors.jax.network.kv import DraftArrays, after, of_nodes, slots_of
+from forerun.executors.jax.network.kv import (
+    DraftArrays,
+    NetworkSizes,
+    after,
+    of_nodes,
+    slots_of,
+)
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.rounds.inputs import Inputs
 from forerun.executors.jax.rounds.noise import approximate, words_of
@@ -39,12 +55,14 @@ class AcceptedStep(NamedTuple):
     choices   int32[R,N] of all nodes
     kept      bool[R,N] nodes on an accepted path
     streams   [R,N,F*H] features of the nodes
+    pages     the target's
     """
 
     given: Inputs
     choices: Array
     kept: Array
     streams: Array
+    pages: Pages = ((), ())
 
 
 class _Roots(NamedTuple):
@@ -100,6 +118,7 @@ class _Extended(NamedTuple):
     """The nodes of an extension: the N nodes of the step, and the next root if that is a node.
 
     tokens, position  int32[R,N']
+    streams           [R,N',.] the features beside them; of width 0 if none are read
     seen              bool[R,N',N'] what each attends to
     path              bool[R,N'] the permanent ones
     last              int32[R] the last of those
@@ -107,27 +126,35 @@ class _Extended(NamedTuple):
 
     tokens: Array
     position: Array
+    streams: Array
     seen: Array
     path: Array
     last: Array
 
     @classmethod
-    def of(cls, accepted: AcceptedStep, kept: Array, count: Array, root: bool) -> "_Extended":
+    def of(
+        cls, accepted: AcceptedStep, kept: Array, count: Array, sizes: NetworkSizes
+    ) -> "_Extended":
         """Return the extension of permanent nodes, kept bool[R,N], of which count int32[R] are
         true.
         """
         given = accepted.given
         position = given.kv_len[:, None] + given.depth
         seen = given.trees.seen
-        last = jnp.where(kept, given.depth + 1, 0).argmax(1)
-        if not root:
-            return cls(jnp.maximum(accepted.choices, 0), position, seen, kept, last)
+        last, streams = jnp.where(kept, given.depth + 1, 0).argmax(1), accepted.streams
+        if not (sizes.runs_root or sizes.borrows):
+            return cls(jnp.maximum(accepted.choices, 0), position, streams, seen, kept, last)
         next_root = jnp.maximum(jnp.take_along_axis(accepted.choices, last[:, None], 1), 0)
+        if sizes.borrows:
+            beside = jnp.take_along_axis(streams, last[:, None, None], 1)
+            end, own = (given.kv_len + count)[:, None], jnp.ones((len(count), 1, 1), bool)
+            return cls(next_root, end, beside, own, ~own[:, 0], jnp.zeros_like(last))
         path = jnp.pad(kept, ((0, 0), (0, 1)), constant_values=True)
         before = jnp.pad(seen, ((0, 0), (0, 0), (0, 1)))
         return cls(
             jnp.concatenate([given.trees.tokens, next_root], 1),
             jnp.concatenate([position, (given.kv_len + count)[:, None]], 1),
+            jnp.zeros((*path.shape, 0), streams.dtype),
             jnp.concatenate([before, path[:, None]], 1),
             path,
             jnp.full_like(last, kept.shape[1]),
@@ -165,8 +192,8 @@ class JaxDrafting(NamedTuple):
         Returns the new arrays and a record int32[3*R*K], K = full_size(width, levels): tokens,
         parents and bits of values. Rows with draft_slot -1 keep nothing.
         """
-        roots, past, target = self._extend(params, held, accepted)
-        grown = self._grow(params, accepted.given, roots, past, (width, levels))
+        roots, pasts, target = self._extend(params, held, accepted)
+        grown = self._grow(params, accepted.given, roots, pasts, (width, levels))
         whole = [jnp.concatenate(part, 1) for part in zip(*grown, strict=True)]
         whole[2] = lax.bitcast_convert_type(whole[2], jnp.int32)
         record = jnp.concatenate([part.reshape(-1) for part in whole])
@@ -177,41 +204,55 @@ class JaxDrafting(NamedTuple):
         place = jnp.where(follows, self.nodes + accepted.given.draft_slot, NOWHERE)
         return held._replace(outputs=held.outputs.at[place].set(roots.hidden, mode="drop")), record
 
+    def pasts(self, held: DraftArrays, pages: Pages, table: Array, kv_len: Array) -> Pasts:
+        """Return what the network's layers read of rows with these page tables and so many cached
+        tokens: its own pages, or the target's, `pages`, if it borrows them.
+        """
+        own = (held.keys,), (held.values,)
+        return pasts_of(pages if self.network.sizes.borrows else own, table, kv_len)
+
     def attention(
-        self, past: Past, tree: Tree, held: tuple[Array, Array] | None = None, begin: Any = 0
+        self, pasts: Pasts, tree: Tree, held: tuple[Array, Array] | None = None, begin: Any = 0
     ) -> Attend:
         """Return the attention of a draft network's layer: to the cached prefix and the pass's own
-        nodes.
+        nodes. A layer that borrows has no keys and values of its own nodes and a number that names
+        whose it reads: (shape, number in that shape).
 
         held  keys and values [layers,R,T,G,E] of nodes that ran before; the own ones are inserted
               from index `begin` on
         """
 
-        def of_layer(layer: Numbered, queries: Array, keys: Array, values: Array) -> Array:
+        def of_layer(layer: Numbered, queries: Array, *fresh: Array) -> Array:
+            number, spec = layer
+            if not fresh:
+                shape, number = number
+                return attend(queries, (), pasts[shape], tree, Layer(number, spec, self.page_size))
             if held is not None:
                 place = (0, begin, 0, 0)
-                keys = lax.dynamic_update_slice(held[0][layer[0]], keys, place)
-                values = lax.dynamic_update_slice(held[1][layer[0]], values, place)
-            return attend(queries, (keys, values), past, tree, Layer(*layer, self.page_size))
+                fresh = tuple(
+                    lax.dynamic_update_slice(before[number], own, place)
+                    for before, own in zip(held, fresh, strict=True)
+                )
+            past = pasts[fresh[0].shape[2:]]
+            return attend(queries, fresh, past, tree, Layer(number, spec, self.page_size))
 
         return of_layer
 
     def _extend(
         self, params: Params, held: DraftArrays, accepted: AcceptedStep
-    ) -> tuple[_Roots, Past, Array]:
+    ) -> tuple[_Roots, Pasts, Array]:
         """Run every node. Where trees begin, what they can read, and int32[R,N'] slots of what is
         to stay: accepted nodes of rows that are followed.
         """
         given, network = accepted.given, self.network
-        past = Past(held.keys, held.values, given.table, given.kv_len)
         kept = accepted.kept & (given.draft_slot >= 0)[:, None]
         count = kept.sum(1, dtype=jnp.int32)
-        extended = _Extended.of(accepted, kept, count, network.sizes.runs_root)
-        hidden = network.enter(params, accepted.streams)
-        if network.sizes.runs_root:
-            hidden = jnp.zeros((*extended.tokens.shape, 0), accepted.streams.dtype)
+        cached = given.kv_len + count * network.sizes.borrows
+        pasts = self.pasts(held, accepted.pages, given.table, cached)
+        extended = _Extended.of(accepted, kept, count, network.sizes)
+        hidden = network.enter(params, extended.streams)
         tree = Tree(extended.seen, extended.position)
-        of_layer = self.attention(past, tree)
+        of_layer = self.attention(pasts, tree)
         ran = network.run(params, extended.tokens, hidden, extended.position, of_layer)
         follows = given.draft_slot >= 0
         place = jnp.where(follows, self.nodes + given.draft_slot, NOWHERE)
@@ -222,10 +263,10 @@ class JaxDrafting(NamedTuple):
         last = extended.last[:, None, None]
         read, output = (jnp.take_along_axis(x, last, 1)[:, 0] for x in (ran.read, ran.output))
         position = given.kv_len + count + network.sizes.runs_root
-        return _Roots(read, output, position, count, (ran, extended.path)), past, target
+        return _Roots(read, output, position, count, (ran, extended.path)), pasts, target
 
     def _grow(
-        self, params: Params, given: Inputs, roots: _Roots, past: Past, shape: tuple[int, int]
+        self, params: Params, given: Inputs, roots: _Roots, pasts: Pasts, shape: tuple[int, int]
     ) -> list[tuple[Array, Array, Array]]:
         """Return tokens, parents and values, [R,.] each: of the first level, then of all others."""
         width, levels = shape
@@ -240,7 +281,7 @@ class JaxDrafting(NamedTuple):
             """Run the best nodes of the level above; gives the level below them."""
             chosen = jnp.sort(lax.top_k(growing.values, width)[1], -1)
             seen = jnp.take_along_axis(growing.seen, (chosen // width)[..., None], 1)
-            growing, ran = self._run(params, growing, (chosen, seen), (roots, past), number)
+            growing, ran = self._run(params, growing, (chosen, seen), (roots, pasts), number)
             read = ran.read.reshape(-1, ran.read.shape[-1])
             below = noise._replace(positions=noise.positions + number)
             tokens, values = self._children(params, read, below, width)
@@ -262,11 +303,11 @@ class JaxDrafting(NamedTuple):
         params: Params,
         growing: "_Growing",
         which: tuple[Array, Array],
-        below: tuple[_Roots, Past],
+        below: tuple[_Roots, Pasts],
         number: Array,
     ) -> tuple["_Growing", Ran]:
         """Run nodes chosen int32[R,width] of the newest level, which attend to their ancestors."""
-        (chosen, seen), (roots, past) = which, below
+        (chosen, seen), (roots, pasts) = which, below
         rows, width = chosen.shape
         path = roots.path[1].shape[1]
         own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (rows, width, width))
@@ -274,8 +315,9 @@ class JaxDrafting(NamedTuple):
         seen = lax.dynamic_update_slice(seen, own, (0, 0, begin))
         hidden = jnp.take_along_axis(growing.hidden, (chosen // width)[..., None], 1)
         token = jnp.take_along_axis(growing.tokens, chosen, 1)
-        position = jnp.broadcast_to((roots.position + (number - 1))[:, None], token.shape)
-        of_layer = self.attention(past, Tree(seen, position), growing.keys, begin)
+        further = 0 if self.network.sizes.borrows else number - 1
+        position = jnp.broadcast_to((roots.position + further)[:, None], token.shape)
+        of_layer = self.attention(pasts, Tree(seen, position), growing.keys, begin)
         ran = self.network.run(params, token, hidden, position, of_layer)
         keys = tuple(
             lax.dynamic_update_slice(held, new, (0, 0, begin, 0, 0))

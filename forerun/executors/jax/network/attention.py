@@ -33,6 +33,21 @@ class Past(NamedTuple):
     kv_len: Array
 
 
+Pages = tuple[tuple[Array, ...], tuple[Array, ...]]
+"""Keys and values as State has them, of each shape."""
+
+Pasts = dict[tuple[int, ...], Past]
+"""By shape [G,E] of keys."""
+
+
+def pasts_of(pages: Pages, table: Array, kv_len: Array) -> Pasts:
+    """Return what rows with these page tables and lengths can read of pages, by shape."""
+    return {
+        keys.shape[2:]: Past(keys, values, table, kv_len)
+        for keys, values in zip(*pages, strict=True)
+    }
+
+
 class Layer(NamedTuple):
     """Which layer attends: its number (traced, in a scan) and how; tokens per page."""
 
@@ -61,25 +76,28 @@ class Tree(NamedTuple):
     position: Array
 
 
-def attend(queries: Array, fresh: tuple[Array, Array], past: Past, tree: Tree, how: Layer) -> Array:
+def attend(queries: Array, fresh: tuple[Array, ...], past: Past, tree: Tree, how: Layer) -> Array:
     """Return the attention of R rows of N nodes: context [R,N,A,E], in the dtype of the queries.
 
     queries  [R,N,A,E], rotated
     fresh    keys and values [R,T,G,E] that are not in pages, those of the same nodes among them; of
-             latent attention the context is of `rank` numbers, the first of the keys
+             latent attention the context is of `rank` numbers, the first of the keys; (): nodes see
+             pages alone
     past     pages of which row r reads positions 0 .. kv_len[r]-1
     tree     which fresh keys each node sees
 
     Scores and sums are float32; the prefix is read in blocks and merged by online softmax (arXiv
-    1805.02867). A node that sees no key gives NaN; every node sees itself at least.
+    1805.02867). A node that sees no key gives NaN.
     """
     rows, nodes, heads, size = queries.shape
-    groups, spec = fresh[0].shape[2], how.spec
+    groups, spec = past.keys.shape[2], how.spec
     grouped = (queries * spec.scale).reshape(rows, nodes, groups, heads // groups, size)
-    seen = tree.seen
-    if spec.window is not None:
-        seen = seen & (tree.position[:, :, None] - tree.position[:, None] < spec.window)
-    running = _first(_masked(_scores(grouped, fresh[0]), seen, spec), _values(*fresh, spec))
+    running = _nothing(grouped, past, spec)
+    if fresh:
+        (keys, values), seen = fresh, tree.seen
+        if spec.window is not None:
+            seen = seen & (tree.position[:, :, None] - tree.position[:, None] < spec.window)
+        running = _first(_masked(_scores(grouped, keys), seen, spec), _values(keys, values, spec))
 
     def block(index: Array, running: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         position = index * BLOCK + jnp.arange(BLOCK)
@@ -136,6 +154,15 @@ def _first(scores: Array, values: Array) -> tuple[Array, Array, Array]:
     most = scores.max(-1)
     weights = jnp.exp(scores - most[..., None])
     return most, weights.sum(-1), _mixed(weights, values)
+
+
+def _nothing(queries: Array, past: Past, spec: AttentionSpec) -> tuple[Array, Array, Array]:
+    """Return the same where nothing was seen yet."""
+    rows, nodes, *heads, _ = queries.shape
+    none = jnp.zeros((rows, *heads, nodes), jnp.float32)
+    size = _values(past.keys, past.values, spec).shape[-1]
+    least = jnp.full_like(none, jnp.finfo(jnp.float32).min)
+    return least, none, jnp.zeros((*none.shape, size), jnp.float32)
 
 
 def _merged(

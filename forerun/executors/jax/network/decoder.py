@@ -99,10 +99,12 @@ Numbered = tuple[Any, AttentionSpec]
 and how it attends.
 """
 
-KeysValues = tuple[Array, Array]
+KeysValues = tuple[Array, ...]
 
-Attend = Callable[[Numbered, Array, Array, Array], Array]
-"""(layer, queries [R,N,A,E], keys [R,N,G,E], values [R,N,G,E]), rotated -> context [R,N,A,E]."""
+Attend = Callable[..., Array]
+"""(layer, queries [R,N,A,E], keys [R,N,G,E], values [R,N,G,E]), rotated -> context [R,N,A,E]; layer
+is Numbered. Without keys and values the layer borrows another model's (drafting.py).
+"""
 
 Rotary = tuple[Array, Array]
 """Cos and sin, each float32[R,N,E/2]."""
@@ -190,7 +192,7 @@ class JaxDecoder(NamedTuple):
                     brought.append(made)
                     number += 1
                     continue
-                at, source = self._place(number), fresh.get(spec.reads)
+                at, source = self.place(number), fresh.get(spec.reads)
                 vector = None if vectors is None else vectors[:, :, number]
                 turned = rotary[arch.rope_of(spec)]
                 last, own = each[spec](part, last, turned, at, (source, vector))
@@ -210,7 +212,7 @@ class JaxDecoder(NamedTuple):
         )
         return Forwarded(last, keys, values, asked, tuple(brought))
 
-    def _place(self, number: int) -> int:
+    def place(self, number: int) -> int:
         """Return the place of a layer's keys and values, or of those that it reads, among those of
         their shape.
         """
@@ -312,7 +314,8 @@ class JaxDecoder(NamedTuple):
         x        [R,N,H] the stream that enters
         rotary   cos and sin of the nodes' positions
         attend   called with queries, keys, values; gives the context
-        source   the nodes' keys and values of the layer that it reads, if it has none of its own
+        source   the nodes' keys and values of the layer that it reads, if it has none of its own;
+                 () if that is another model's
         vector   [R,N,D] the tokens' own for this layer, if it has some
         """
         before = self._normed(x, weights, NORM_NAMES[spec.norms].before_attention)

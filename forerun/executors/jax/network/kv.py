@@ -37,11 +37,13 @@ class NetworkSizes:
     cache       what each layer keeps of a position; all layers alike
     hidden      numbers of what a next draft step receives
     read        numbers of what its output head reads
-    vocab       Vd
+    vocab       Vd, or how many of these are scored at once (an assistant's clusters)
     parameters  numbers of weights that it brings
     cut         its keys and values lie by head on the shards; else whole on each
     runs_root   it reads tokens alone, and each row's root is a node of its own
     block       draft tokens that it proposes at once; 0 = it proposes level by level
+    borrows     it keeps nothing of a position and reads the target's pages; all of a draft stands
+                at one position (drafts/assistant.py)
     """
 
     features: tuple[int, ...]
@@ -54,6 +56,7 @@ class NetworkSizes:
     cut: bool
     runs_root: bool = False
     block: int = 0
+    borrows: bool = False
 
 
 class DraftArrays(NamedTuple):
@@ -136,7 +139,8 @@ class StateShape:
     def drafting(self, sizes: NetworkSizes, limits: ExecutorLimits) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of DraftArrays, in its order, for a network of these sizes."""
         room, nodes = self.hidden + ring_size(limits.slots), limits.max_nodes
-        layer, roots = sizes.cache[0], limits.slots * sizes.runs_root
+        layer = sizes.cache[0] if sizes.cache else CacheLayer(1, 1)
+        roots = limits.slots * sizes.runs_root
         places = self.slots + nodes + roots
         keys, values = _planes(len(sizes.cache), places, layer)
         kept = nodes + limits.slots

@@ -13,7 +13,7 @@ from forerun.executors.jax.drafts.block_passes import BlockPasses
 from forerun.executors.jax.drafts.draft_network import DraftNetwork
 from forerun.executors.jax.drafts.draft_passes import DraftPrograms
 from forerun.executors.jax.drafts.drafting import NOWHERE, AcceptedStep, JaxDrafting
-from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
+from forerun.executors.jax.network.attention import Layer, Tree, attend, pasts_of
 from forerun.executors.jax.network.decoder import Forwarded, JaxDecoder
 from forerun.executors.jax.network.kv import State, StateShape, after, of_nodes, slots_of
 from forerun.executors.jax.network.recurrent import Windows, no_states
@@ -203,7 +203,8 @@ class Functions:
             return state, jnp.zeros(0, jnp.int32)
         held = state.draft
         assert held is not None, "a draft network was attached"
-        about = AcceptedStep(given, choices, kept, passed.features)
+        pages = state.keys, state.values
+        about = AcceptedStep(given, choices, kept, passed.features, pages)
         count = 3 * key.size.rows * full_size(key.width, key.levels)
         held, grown = lax.cond(
             (given.draft_slot >= 0).any(),
@@ -222,10 +223,7 @@ class Functions:
     def _forward(
         self, params: Params, state: State, given: Inputs, chain: bool = False
     ) -> tuple[Inputs, Forwarded]:
-        pasts = {
-            keys.shape[2:]: Past(keys, values, given.table, given.kv_len)
-            for keys, values in zip(state.keys, state.values, strict=True)
-        }
+        pasts = pasts_of((state.keys, state.values), given.table, given.kv_len)
         position = given.kv_len[:, None] + given.depth
         tree = Tree(given.trees.seen, position)
 

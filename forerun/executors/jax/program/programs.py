@@ -134,6 +134,8 @@ class JaxPrograms:
             yield from (Key("block", Bucket(rows, count)) for rows in self._buckets.rows)
         if not levels:
             return
+        if network.sizes.borrows:
+            followed = list(self._buckets.narrowest.rounds)
         yield from (Key("extend", size) for size in followed)
         depth = next(size for size in DEPTHS if size >= levels - 1)
         for rows in self._buckets.rows:

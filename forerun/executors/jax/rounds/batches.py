@@ -88,6 +88,11 @@ class Buckets:
         """A copy with the same rows and the most nodes alone: sizes for passes that are rare."""
         return replace(self, nodes=self.nodes[-1:])
 
+    @property
+    def narrowest(self) -> "Buckets":
+        """A copy with the same rows of one node: sizes for passes that run roots alone."""
+        return replace(self, nodes=(1,))
+
 
 def _powers(most: int) -> tuple[int, ...]:
     """Return 1, 4, 16, ... below `most`, then `most`."""

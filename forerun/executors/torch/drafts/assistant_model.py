@@ -9,7 +9,13 @@ from torch import Tensor
 
 from forerun.drafts.assistant import BEFORE, BEHIND, CENTROIDS, Assistant
 from forerun.errors import EngineError
-from forerun.executors.draft_checks import check_extension, check_level, check_pages, roots_of
+from forerun.executors.draft_checks import (
+    check_borrows,
+    check_extension,
+    check_level,
+    check_pages,
+    roots_of,
+)
 from forerun.executors.torch.attention.attention import KeyBlock, RowKeys, attend, blocks_of
 from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.decoder.decoder import Block
@@ -141,8 +147,7 @@ class TorchAssistantModel:
         """
         executor, arch = self._executor, self._arch
         device, decoder = executor.device, executor.decoder
-        if not (kv_len > 0).all():
-            raise EngineError("a draft step was refused: an assistant needs a token in the cache")
+        check_borrows(kv_len)
         position = np.repeat(kv_len, np.diff(start)).astype(np.int32)
         seen = _Seen(executor, start, kv_len, pages, position - np.int32(1))
         scale = torch.tensor(decoder.arch.embedding_scale).to(executor.dtype).item()

@@ -1,0 +1,152 @@
+"""Gemma 4's assistant as pure functions, and the model that runs it beside its target
+(level_model.py). drafts/assistant.py says what it computes.
+
+Weights lie in params["draft"] as weights.py has them, beside `before` [2H,Hd], `behind` [Hd,H] and
+`ids`; `rows` [Vd,Hd] of its head where not all tokens may be proposed; of an ordered head
+`centroids` [Hd,C] and `clusters` int32[C,V/C].
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from forerun.drafts.assistant import BEFORE, BEHIND, CENTROIDS, Assistant
+from forerun.executors.jax.draft_models.level_model import JaxLevelModel
+from forerun.executors.jax.drafts.draft_network import Ran
+from forerun.executors.jax.executor import JaxExecutor
+from forerun.executors.jax.network.decoder import Attend, JaxDecoder
+from forerun.executors.jax.network.kv import NetworkSizes
+from forerun.executors.jax.network.layers import product, products, rotation
+from forerun.executors.jax.network.sharding import where_it_divides
+from forerun.executors.jax.network.weights import Params, load_named, load_params
+from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
+
+
+class AssistantNetwork(NamedTuple):
+    """The DraftNetwork contract: layers that read the target's keys and values, all of a draft at
+    one position.
+
+    decoder  its own layers; target: of which it borrows embedding, final norm and pages
+    """
+
+    about: Assistant
+    decoder: JaxDecoder
+    target: JaxDecoder
+
+    @property
+    def sizes(self) -> NetworkSizes:
+        """Sizes of the arrays that the assistant keeps from step to step. It reads what the
+        target's last layer leaves.
+        """
+        arch, clusters = self.target.arch, self.about.clusters
+        scored = None if clusters is None else clusters.top_k * clusters.tokens.shape[1]
+        return NetworkSizes(
+            features=(arch.layers,),
+            width=arch.hidden,
+            cache=(),
+            hidden=arch.hidden,
+            read=self.decoder.arch.hidden,
+            vocab=scored or self.about.vocab,
+            parameters=self.about.parameters,
+            cut=False,
+            borrows=True,
+        )
+
+    @property
+    def fixed(self) -> tuple[Any, ...]:
+        """What its functions read of it; see DraftNetwork."""
+        return self.decoder, self.target
+
+    def enter(self, params: Params, features: Array) -> Array:
+        """Return the target's final norm of features [...,H], which are its stream after the last
+        layer.
+        """
+        return self.target.final_norm(params, features)
+
+    def run(
+        self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
+    ) -> Ran:
+        """Run target ids tokens int32[R,N] beside hidden states [R,N,H], at `position` int32[R,N],
+        behind all that they see: with a window w, the last w + 1 of that.
+        """
+        weights, arch = params["draft"], self.decoder.arch
+        embedded = self.target.sharding.put(self.target.embed(params, tokens), None, None, None)
+        embedded = embedded * np.asarray(self.target.arch.embedding_scale, embedded.dtype)
+        x = product(jnp.concatenate([embedded, hidden], -1), weights["before"])
+        for spec, layer in zip(arch.layer_specs, weights["layers"], strict=True):
+            rope = arch.rope_of(spec)
+            frequencies = weights["frequencies"][arch.ropes.index(rope)]
+            rotary = rotation(position, frequencies, rope[0].attention_factor)
+            cache, how = arch.cache_of(spec), spec.attention
+            if how.window is not None:  # It is measured from behind what is seen.
+                how = replace(how, window=how.window + 2)
+            number = (cache.kv_heads, cache.head_size), self.target.place(spec.reads or 0)
+            x, _ = self.decoder.layer(spec, layer, x, rotary, partial(attend, (number, how)), ())
+        read = self.decoder.final_norm(weights, x)
+        nothing = jnp.zeros((0, *position.shape, 1, 1), x.dtype)
+        return Ran(read, product(read, weights["behind"]), nothing, nothing)
+
+    def logits(self, params: Params, read: Array) -> Array:
+        """Return float32[n,Vd] from normed states [n,Hd]; of an ordered head -inf for tokens
+        outside of the best clusters.
+        """
+        weights, clusters = params["draft"], self.about.clusters
+        if "rows" in weights:
+            return product(read, weights["rows"].T).astype(jnp.float32)
+        if clusters is None:
+            return self.decoder.read(weights, read)
+        best = lax.top_k(product(read, weights["centroids"]), clusters.top_k)[1]
+        ids = weights["clusters"][best].reshape(len(read), -1)
+        head = weights["embed"] if self.decoder.arch.tied_head else weights["head"]
+        made = products("nh,nkh->nk", read, head[ids]).astype(jnp.float32)
+        whole = jnp.full((len(read), self.about.vocab), -jnp.inf)
+        return whole.at[jnp.arange(len(read))[:, None], ids].set(made)
+
+
+def load_assistant(network: AssistantNetwork, dtype: Any) -> Params:
+    """Load params["draft"] of an assistant onto the devices, in `dtype`. Raises what reading a
+    tensor raises (ModelError).
+    """
+    about, sharding = network.about, network.decoder.sharding
+    own = {"before": f"{BEFORE}.weight", "behind": f"{BEHIND}.weight"}
+    clusters, vocab = about.clusters, about.architecture.vocab
+    if clusters is not None:
+        own["centroids"] = f"{CENTROIDS}.weight"
+    params = load_params(about, dtype, sharding, stacked=False)
+    params |= load_named(about, own, dtype, sharding)
+    params["ids"] = jax.device_put(about.target_ids.astype(np.int32), sharding.whole)
+    if clusters is not None:
+        params["clusters"] = jax.device_put(clusters.tokens, sharding.whole)
+    if about.vocab < vocab:
+        head = "embed" if network.decoder.arch.tied_head else "head"
+        rows = params.pop(head)[about.target_ids]
+        params["rows"] = jax.device_put(rows, sharding.whole)
+    return params
+
+
+class JaxAssistantModel(JaxLevelModel):
+    """Raises MemoryPlanError if it does not fit."""
+
+    def __init__(self, executor: JaxExecutor, draft: Assistant) -> None:
+        traits = DraftModelTraits(
+            name="frozen_kv_mtp",
+            cache=draft.cache,
+            target_ids=draft.target_ids,
+            max_nodes=executor.limits.max_nodes,
+            features=FeatureNeeds("last"),
+        )
+        arch, target = draft.architecture, executor.decoder
+        own = JaxDecoder(arch, where_it_divides(arch, target.sharding))
+        network = AssistantNetwork(draft, own, target)
+        super().__init__(
+            executor,
+            network,
+            traits,
+            lambda: load_assistant(network, executor.dtype),
+            {"algorithm": traits.name, "layers": arch.layers},
+        )
