@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 48; }
+int forerun_abi() { return 49; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -252,11 +252,11 @@ int forerun_commit_paths(Model* model, const int32_t* pages, int page_width, con
 }
 
 // See Model::copy_state and Model::follow.
-int64_t forerun_page_bytes(Model* model) { return model->page_bytes(); }
+int64_t forerun_page_bytes(Model* model, int window) { return model->page_bytes(window != 0); }
 
 // See Model::copy_page.
-int forerun_copy_page(Model* model, int page, uint8_t* outside, int out) {
-    return guarded([&] { return model->copy_page(page, outside, out != 0); });
+int forerun_copy_page(Model* model, int page, int window, uint8_t* outside, int out) {
+    return guarded([&] { return model->copy_page(page, window != 0, outside, out != 0); });
 }
 
 int forerun_copy_state(Model* model, int64_t from, int64_t to) {

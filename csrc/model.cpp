@@ -336,12 +336,12 @@ void Model::commit(const int32_t* nodes, const int32_t* slots, int count,
     });
 }
 
-std::string Model::copy_page(int page, uint8_t* outside, bool out) {
-    if (page < 0 || page >= sizes.pages) return "no such page";
-    if (sizes.window_pages) return "layers with a window have pages of their own";
+std::string Model::copy_page(int page, bool window, uint8_t* outside, bool out) {
+    if (page < 0 || page >= (window ? sizes.window_pages : sizes.pages)) return "no such page";
     for (const auto& [plane, position, windowed] : planes()) {
+        if (windowed != window) continue;
         const size_t bytes = sizes.page_size * position;
-        uint8_t* at = plane + page * bytes;
+        uint8_t* at = plane + (page + (window ? missing_pages() : 0)) * bytes;
         memcpy(out ? outside : at, out ? at : outside, bytes);
         outside += bytes;
     }

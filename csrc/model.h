@@ -278,12 +278,13 @@ public:
     // From now on page p has window page pages[p], or none where that is -1. Read while it changes.
     void set_window_pages(const int32_t* pages) { window_pages_ = pages; }
 
-    // Bytes of a page: its keys and values in all layers. copy_page copies one of them to `outside`, or
-    // from there. Empty, or what was wrong.
-    int64_t page_bytes() const {
-        return (int64_t)sizes.cache_bytes * sizes.page_size;
+    // Bytes of a page, or of a window page: its keys and values in all layers that have them there.
+    // copy_page copies one of them to `outside`, or from there. Empty, or what was wrong.
+    int64_t page_bytes(bool window) const {
+        const int32_t near = sizes.window_pages ? sizes.window_bytes : 0;
+        return (int64_t)(window ? near : sizes.cache_bytes - near) * sizes.page_size;
     }
-    std::string copy_page(int page, uint8_t* outside, bool out);
+    std::string copy_page(int page, bool window, uint8_t* outside, bool out);
 
     // Of recurrent layers. The state of row `from`, or zeros for -1, becomes that of row `to`.
     std::string copy_state(int64_t from, int64_t to);

@@ -281,11 +281,11 @@ def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
     )
 
 
-def window_needs(config: EngineConfig, arch: Architecture, needs: Needs, windowed: int) -> Needs:
+def window_needs(arch: Architecture, needs: Needs, windowed: int) -> Needs:
     """Add that layers with a window give back what lies behind it, if they can; windowed: bytes of
-    one token's keys and values in them. Pages that go to disk hold all layers.
+    one token's keys and values in them.
     """
-    if config.kv_store or not arch.widest_window:
+    if not arch.widest_window:
         return needs
     return replace(needs, windowed=windowed, window=arch.widest_window + 1)
 

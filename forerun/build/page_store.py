@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.learnt import PolicyLearner
 from forerun.control.policy import Policy
 from forerun.drafters.combined import CombinedDrafter
-from forerun.engine.disk_states import DiskStates
+from forerun.engine.disk_states import DiskRecords, DiskStates, DiskWindows
 from forerun.engine.learning import Learnt
 from forerun.engine.thread import Engine
 from forerun.errors import ConfigError
@@ -109,11 +110,14 @@ def attach_store(
     about = [f"no pages: the {config.executor} executor cannot copy them (jax, or several devices)"]
     if executor.pages is not None:
         store = PageStore(folder, fingerprint, tokens, content)
-        states, contents = None, executor.state_contents
-        if contents is not None:
-            size = contents.state_bytes
-            states = DiskStates(PageStore(folder, fingerprint, tokens, size, "states"), contents)
-        engine.attach_store(store, states=states)
+        beside: DiskRecords | None = None
+        kept = partial(PageStore, folder, fingerprint, tokens)
+        if (states := executor.state_contents) is not None:
+            beside = DiskStates(kept(states.state_bytes, "states"), states, config.page_size)
+        elif (windows := executor.window_contents) is not None:
+            size = windows.window_page_bytes
+            beside = DiskWindows(kept(size, "windows"), windows, config.page_size)
+        engine.attach_store(store, beside=beside)
         about = [f"{len(store) * config.page_size:,} tokens of this model"]
     learnt = Learnt(
         answers=Journal(folder, fingerprint, "ngrams", ANSWER_BYTES),

@@ -66,7 +66,7 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
         weights = max(weights, arch.parameters * 9 // 8)
     scratch, stored = cpu.node_numbers(arch)
     windowed = cpu.cache_bytes_per_token(arch.windowed_caches, item)
-    needs = window_needs(config, arch, needs_of(arch, weights, per_token), windowed)
+    needs = window_needs(arch, needs_of(arch, weights, per_token), windowed)
     return replace(
         needs,
         per_node=needs.per_node + 4 * scratch,

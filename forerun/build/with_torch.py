@@ -89,7 +89,7 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     if config.tp_size > 1:
         return _rank_needs(config, arch, checkpoint)
     needs = replace(dense_needs(config, arch, checkpoint), per_scored=4 * arch.vocab)
-    needs = window_needs(config, arch, needs, cached_bytes(config, arch.windowed_caches))
+    needs = window_needs(arch, needs, cached_bytes(config, arch.windowed_caches))
     needs = _kept_needs(config, checkpoint, needs)
     return _captured_needs(config, arch, _state_needs(config, arch, needs))
 
@@ -167,7 +167,12 @@ def _build(
     config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, progress: Progress
 ) -> Executor:
     try:
-        from forerun.executors.torch import TorchPages, torch_executor, with_captures
+        from forerun.executors.torch import (
+            TorchPages,
+            WindowedTorchPages,
+            torch_executor,
+            with_captures,
+        )
     except ImportError as error:
         raise ConfigError(
             f"The torch executor needs torch, which cannot be imported ({error}). "
@@ -189,15 +194,16 @@ def _build(
         kv_dtype=config.kv_dtype,
         prompts=config.prefill_attention_backend,
     )
-    if not limits.window_pages:  # What was given back cannot be copied.
-        eager.pages = TorchPages(eager)
-    eager.state_contents = eager.states
+    eager.pages, eager.state_contents = TorchPages(eager), eager.states
+    if eager.windows is not None:
+        eager.pages = eager.window_contents = WindowedTorchPages(eager.pages, eager.windows)
     if config.disable_cuda_graph:
         return eager
     # With captured rounds steps overlap by default (decision 0022).
     cuda = config.device.startswith("cuda")
     executor = with_captures(eager, cuda if config.overlap is None else config.overlap)
     executor.pages, executor.state_contents = eager.pages, eager.state_contents
+    executor.window_contents = eager.window_contents
     return executor
 
 

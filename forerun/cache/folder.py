@@ -32,7 +32,7 @@ log = logging.getLogger("forerun.cache")
 FORMAT = 1
 DEFAULT_BYTES = 10 * 10**9
 LOCK_SECONDS = 10.0
-KINDS = ("pages", "states", "ngrams", "prices")
+KINDS = ("pages", "states", "windows", "ngrams", "prices")
 
 
 class StoreFolder:

@@ -33,7 +33,7 @@ ENTRY = struct.Struct("<16s16s16s")
 """A record's digest, its checksum, a checksum of these two."""
 MAGIC = b"FRPAGES2"
 SEGMENT_BYTES = 256 << 20
-_WHAT = {"pages": "a page", "states": "a recurrent state"}
+_WHAT = {"pages": "a page", "states": "a recurrent state", "windows": "a window's part of a page"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ class Admission:
         if sequence.reuses_prefix:
             # At least one token must run, or there are no logits to sample from.
             table.start(sequence.tokens[: sequence.total - 1 + index.lookahead])
-            sequence.shared = table.length
+            sequence.shared = max(table.length, sequence.stored)
             cached, pages = sequence.tokens[: table.length], np.array(table.pages, np.int32)
             table.shorten(self._reusable_prefix_len(cached, table.salt, pages))
         missing = -(-(sequence.total - table.reserved) // index.page_size)

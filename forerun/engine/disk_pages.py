@@ -3,13 +3,13 @@ read, by one thread.
 
     engine's thread                           the store's thread
     awaits    finds a prompt's pages      ->  _read    reads and checks their records
-    _insert   puts them into the index    <-           in parts, then the state after the last
+    _insert   puts them into the index    <-           in parts, then what is needed beside them
     save      an ended sequence's pages   ->  _write   selects those that are not on disk
-    _contents_of  copies them             <-           in parts, then the states after some
+    _contents_of  copies them             <-           in parts, then what is needed beside them
                                           ->           appends them to a segment
 
-Where layers are recurrent, a text can continue only behind a page whose state is there too: pages
-beyond the last stored state are not read.
+Where layers are recurrent, or give back what lies behind their windows, a text can continue only
+where its state or its window is on disk too (disk_states.py): pages beyond are not read.
 
 Those with an arrow to the left run on the engine's thread before a step (Engine.run_in_engine), a
 bounded part in each. Pages that were read are like those of any other request: the sequence waits
@@ -22,17 +22,17 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
 from time import monotonic
-from typing import TypeVar
 
 import numpy as np
 
 from forerun.cache.prefix import CachedPage, PrefixIndex
 from forerun.cache.store import PageStore
-from forerun.engine.disk_states import DiskStates
+from forerun.engine.disk_jobs import Reading, Writing
+from forerun.engine.disk_states import CachedText, DiskRecords
+from forerun.engine.engine_calls import ClosedError, EngineCalls
 from forerun.engine.prompt_pace import PromptPace
 from forerun.engine.sequence import Sequence
 from forerun.engine.store_stats import StoreStats
@@ -56,35 +56,6 @@ LEAST_SECONDS, FIRST_SECONDS = 0.1, 10.0
 CLOSE_SECONDS = 5.0
 """Most seconds of writing at the end of service."""
 
-Answer = TypeVar("Answer")
-
-
-class _ClosedError(Exception):
-    """The engine runs no more functions posted to it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Reading:
-    """A sequence that waits for pages on disk.
-
-    digests, keys  of its first pages, all of which are on disk; keys without the salt
-    chain          entries of those that are in memory, held until it ends
-    first          how many were in memory when it began
-    usable         of these, those behind which the text could continue
-    miss           why the store's thread found no more: see StoreStats.misses
-    """
-
-    sequence: Sequence
-    digests: list[bytes]
-    keys: list[bytes]
-    deadline: float
-    began: float = field(default_factory=monotonic)
-    chain: list[CachedPage] = field(default_factory=list)
-    first: int = 0
-    usable: int = 0
-    over: bool = False
-    miss: str = ""
-
 
 class DiskPages:
     """Reads and writes a page store beside an engine. Methods without another note run on the
@@ -93,7 +64,7 @@ class DiskPages:
     running  sequences that have a slot; each may need another page
     post   calls a function on the engine's thread before its next step; from any thread
     least  as LEAST_TOKENS
-    states  None if no layer is recurrent
+    beside  None if pages are all that a text needs
     """
 
     def __init__(
@@ -106,21 +77,20 @@ class DiskPages:
         post: Callable[[Callable[[], None]], None],
         *,
         least: int = LEAST_TOKENS,
-        states: DiskStates | None = None,
+        beside: DiskRecords | None = None,
     ) -> None:
-        self.store, self._states = store, states
+        self.store, self._beside = store, beside
         self._contents, self._index, self._pace = contents, index, pace
-        self._running, self._post, self._least = running, post, least
-        self._current: _Reading | None = None
-        self._readings: dict[tuple[int, int], _Reading] = {}
+        self._running, self._engine, self._least = running, EngineCalls(post), least
+        self._current: Reading | None = None
+        self._readings: dict[tuple[int, int], Reading] = {}
         self._hits = self._tokens = self._read_bytes = self._written = self._dropped = 0
         self._size, self._seconds, self._misses = store.folder.size(), 0.0, Counter[str]()
-        self._posted = threading.Event()
         # Shared with the store's thread, under the lock of `_changed`:
         self._changed = threading.Condition()
-        self._reads: deque[_Reading] = deque()
-        self._writes: deque[tuple[bytes, list[CachedPage]]] = deque(maxlen=QUEUED)
-        self._working = self._closing = self._refused = False
+        self._reads: deque[Reading] = deque()
+        self._writes: deque[Writing] = deque(maxlen=QUEUED)
+        self._working = self._refused = False
         self._thread = threading.Thread(target=self._work, name="forerun-store", daemon=True)
         self._thread.start()
 
@@ -142,8 +112,7 @@ class DiskPages:
 
     def wait(self, seconds: float) -> None:
         """Block until the store's thread needs the engine's, or `seconds` have passed."""
-        self._posted.wait(seconds)
-        self._posted.clear()
+        self._engine.wait(seconds)
 
     def awaits(self, sequence: Sequence) -> bool:
         """Return whether a sequence, which reuses its prefix, has to wait for pages that are read
@@ -155,9 +124,9 @@ class DiskPages:
                 return True
             self._end(reading, "late")
             return False
-        if sequence.looked_up or not self._thread.is_alive():
+        if sequence.stored >= 0 or not self._thread.is_alive():
             return False
-        sequence.looked_up = True
+        sequence.stored = 0
         reading = self._find(sequence)
         if reading is None:
             return False
@@ -182,7 +151,10 @@ class DiskPages:
         chain = sequence.table.chain[: max(worth - lookahead, 0) // size]
         if chain and not self._refused:
             with self._changed:
-                self._writes.append((sequence.table.salt, chain))
+                # The same prompt again runs its last token.
+                ends = [each // size for each in (sequence.shared, worth - 1, worth)]
+                ends = [min(end, len(chain)) for end in ends]
+                self._writes.append(Writing(sequence.table.salt, chain, ends))
                 self._changed.notify()
 
     def close(self, run_posted: Callable[[], None], flush: bool) -> None:
@@ -194,7 +166,7 @@ class DiskPages:
             run_posted()
             self.wait(0.01)
         with self._changed:
-            self._closing = True
+            self._engine.closed = True
             self._changed.notify()
         self._thread.join(1.0)
 
@@ -216,7 +188,7 @@ class DiskPages:
 
     # --- on the engine's thread ----------------------------------------------------------
 
-    def _find(self, sequence: Sequence) -> _Reading | None:
+    def _find(self, sequence: Sequence) -> Reading | None:
         """Return the pages of a prompt that are on disk; None if too few are to be worth
         reading.
         """
@@ -240,16 +212,17 @@ class DiskPages:
                 break
             digests.append(digest)
             keys.append(key)
-        while self._states is not None and digests and digests[-1] not in self._states.store:
+        sequence.stored = len(digests) * size
+        while digests and not self._continues(digests):
             del digests[-1], keys[-1]
         if len(keys) < least:
             self._misses["absent"] += 1
             return None
         rate = 1000.0 * self._pace.tokens_per_ms
         seconds = (len(keys) - usable) * size / rate if rate else FIRST_SECONDS
-        return _Reading(sequence, digests, keys, monotonic() + max(seconds, LEAST_SECONDS))
+        return Reading(sequence, digests, keys, monotonic() + max(seconds, LEAST_SECONDS))
 
-    def _begin(self, reading: _Reading) -> int:
+    def _begin(self, reading: Reading) -> int:
         """Hold the pages that are in memory. Returns how many there are."""
         if not reading.over:
             sequence, lookahead = reading.sequence, self._index.lookahead
@@ -259,7 +232,7 @@ class DiskPages:
             reading.usable = self._usable(sequence.tokens, reading.chain, sequence.table.salt)
         return len(reading.chain)
 
-    def _insert(self, reading: _Reading, contents: list[memoryview]) -> bool:
+    def _insert(self, reading: Reading, _: range, contents: list[memoryview]) -> bool:
         """Put pages into the index. Returns False if no more are wanted or no page is free."""
         index, chain = self._index, reading.chain
         for content in contents:
@@ -280,29 +253,44 @@ class DiskPages:
             chain.append(index.insert(parent, tokens, taken[0], reading.sequence.table.salt))
         return not reading.over
 
+    def _continues(self, digests: list[bytes]) -> bool:
+        """Return whether what a text needs to continue behind these pages is on disk."""
+        if self._beside is None:
+            return True
+        store = self._beside.store
+        return all(digests[number] in store for number in self._beside.needed(len(digests)))
+
+    def _text(self, tokens: Ints, chain: list[CachedPage], salt: bytes) -> CachedText:
+        """Return the text that these pages hold, with which `tokens` begin."""
+        pages = [entry.page if self._index.knows(entry) else -1 for entry in chain]
+        length = len(chain) * self._index.page_size
+        return CachedText(tokens[:length], np.array(pages, np.int32), salt)
+
     def _usable(self, tokens: Ints, known: list[CachedPage], salt: bytes) -> int:
         """Return behind how many pages that are in memory a text can continue."""
-        if self._states is None:
+        if self._beside is None:
             return len(known)
-        size = self._index.page_size
-        return max(self._states.places(tokens[: len(known) * size], size, salt), default=0)
+        return self._beside.usable(self._text(tokens, known, salt))
 
-    def _insert_state(self, reading: _Reading, content: memoryview) -> None:
-        """Put the state after the last page of a reading where its text can continue from it."""
-        assert self._states is not None
-        tokens = reading.sequence.tokens[: len(reading.keys) * self._index.page_size]
-        salt = reading.sequence.table.salt
-        if not reading.over and not self._states.contents.write_state(tokens, content, salt):
-            self._end(reading, "full")
+    def _insert_beside(self, reading: Reading, numbers: range, contents: list[memoryview]) -> bool:
+        """Put what a text needs beside its pages where it can continue from it."""
+        assert self._beside is not None
+        text = self._text(reading.sequence.tokens, reading.chain, reading.sequence.table.salt)
+        for number, content in zip(numbers, contents, strict=False):
+            if reading.over:
+                return False
+            if not self._beside.write(text, number, content):
+                self._end(reading, "full")
+        return not reading.over
 
-    def _end(self, reading: _Reading, miss: str = "") -> None:
+    def _end(self, reading: Reading, miss: str = "") -> None:
         """Release the pages of a reading; they stay in the index. Idempotent."""
         if reading.over:
             return
         reading.over = True
         del self._readings[reading.sequence.order]
         sequence = reading.sequence
-        # Pages without a state are of no use.
+        # Pages without what is needed beside them are of no use.
         now = self._usable(sequence.tokens, reading.chain, sequence.table.salt)
         taken = now - reading.usable
         for entry in reversed(reading.chain):
@@ -324,44 +312,27 @@ class DiskPages:
             contents.append(self._contents.read_page(entry.page))
         return contents
 
+    def _worth(self, tokens: Ints, writing: Writing) -> list[int]:
+        """Return the numbers of what is worth writing beside pages."""
+        assert self._beside is not None
+        return self._beside.worth(self._text(tokens, writing.chain, writing.salt), writing.ends)
+
+    def _contents_beside(
+        self, tokens: Ints, writing: Writing, numbers: list[int]
+    ) -> list[bytes | None]:
+        """Return what is in memory beside pages."""
+        assert self._beside is not None
+        text = self._text(tokens, writing.chain, writing.salt)
+        return [self._beside.read(text, number) for number in numbers]
+
     # --- on the store's thread -----------------------------------------------------------
-
-    def _on_engine(self, work: Callable[[], Answer]) -> Answer:
-        """Run `work` on the engine's thread and return its result. Raises what it raises;
-        _ClosedError once the store is closing.
-        """
-        return self._answer(self._start(work))
-
-    def _start(self, work: Callable[[], Answer]) -> Future[Answer]:
-        """Have the engine's thread run `work`."""
-        answer = Future[Answer]()
-
-        def run() -> None:
-            try:
-                answer.set_result(work())
-            except Exception as error:
-                log.exception("kv-store: pages could not be copied")
-                answer.set_exception(error)
-
-        self._post(run)
-        self._posted.set()
-        return answer
-
-    def _answer(self, answer: Future[Answer]) -> Answer:
-        """Wait for what `_start` began. Raises as `_on_engine`."""
-        while not self._closing:
-            try:
-                return answer.result(0.2)
-            except TimeoutError:
-                continue
-        raise _ClosedError
 
     def _work(self) -> None:
         try:
             while (job := self._next()) is not None:
                 job()
                 self._size = self.store.folder.size()
-        except _ClosedError:
+        except ClosedError:
             pass
         except Exception:
             log.exception("kv-store: nothing is read or written any more")
@@ -369,7 +340,7 @@ class DiskPages:
         finally:
             with self._changed:
                 self._working = False
-            for store in [self.store] + ([self._states.store] if self._states else []):
+            for store in [self.store] + ([self._beside.store] if self._beside else []):
                 try:
                     store.close()
                 except OSError as error:
@@ -381,41 +352,53 @@ class DiskPages:
         """
         with self._changed:
             self._working, self._current = False, None
-            self._changed.wait_for(lambda: self._reads or self._writes or self._closing)
-            if self._closing:
+            self._changed.wait_for(lambda: self._reads or self._writes or self._engine.closed)
+            if self._engine.closed:
                 return None
             self._working = True
             if self._reads:
                 return partial(self._read, self._reads.popleft())
-            return partial(self._write, *self._writes.pop())
+            return partial(self._write, self._writes.pop())
 
-    def _read(self, reading: _Reading) -> None:
-        """Read a sequence's pages that are not in memory, up to a damaged one; then its state. A
-        part is copied into pages while the next one is read.
+    def _read(self, reading: Reading) -> None:
+        """Read a sequence's pages that are not in memory, up to a damaged one; then what it needs
+        beside them.
         """
         self._current = reading
-        first, last = self._on_engine(partial(self._begin, reading)), len(reading.keys)
-        most = max(READ_BYTES // self.store.record_bytes, 1)
-        copied: Future[bool] | None = None
-        buffers = [_buffer(self.store, min(most, last - first)) for _ in range(2)]
-        for begin, into in zip(range(first, last, most), cycle(buffers), strict=False):
-            places = range(begin, min(begin + most, last))
-            contents = self._contents_on_disk(self.store, reading, places, into)
-            if copied is not None:
-                self._answer(copied)
-            copied = self._start(partial(self._insert, reading, contents))
-            if len(contents) < len(places):
+        first, last = self._engine.run(partial(self._begin, reading)), len(reading.keys)
+        self._copy(self.store, reading, range(first, last), self._insert)
+        if self._beside is not None and not reading.miss:
+            needed = self._beside.needed(last)
+            self._copy(self._beside.store, reading, needed, self._insert_beside)
+        self._engine.run(partial(self._end, reading, reading.miss))
+
+    def _copy(
+        self,
+        store: PageStore,
+        reading: Reading,
+        numbers: range,
+        insert: Callable[[Reading, range, list[memoryview]], bool],
+    ) -> None:
+        """Read records of a reading, up to a damaged one. The engine's thread inserts a part while
+        the next one is read.
+        """
+        most = max(READ_BYTES // store.record_bytes, 1)
+        size = min(most, len(numbers)) * store.record_bytes
+        buffers = [np.empty(size, np.uint8).data for _ in range(2)]
+        inserted: Future[bool] | None = None
+        for begin, into in zip(range(0, len(numbers), most), cycle(buffers), strict=False):
+            part = numbers[begin : begin + most]
+            contents = self._contents_on_disk(store, reading, part, into)
+            if inserted is not None:
+                self._engine.answer(inserted)
+            inserted = self._engine.start(partial(insert, reading, part, contents))
+            if len(contents) < len(part):
                 break
-        if copied is not None:
-            self._answer(copied)
-        if self._states is not None and not reading.miss:
-            store, place = self._states.store, range(last - 1, last)
-            for state in self._contents_on_disk(store, reading, place, _buffer(store, 1)):
-                self._on_engine(partial(self._insert_state, reading, state))
-        self._on_engine(partial(self._end, reading, reading.miss))
+        if inserted is not None:
+            self._engine.answer(inserted)
 
     def _contents_on_disk(
-        self, store: PageStore, reading: _Reading, places: range, into: memoryview
+        self, store: PageStore, reading: Reading, places: range, into: memoryview
     ) -> list[memoryview]:
         """Return what a store has of pages of a reading, as PageStore.read does: up to the first
         without a sound copy; then `reading.miss` says why. None if the reading is over.
@@ -436,12 +419,12 @@ class DiskPages:
         self._read_bytes += sum(len(content) for content in contents)
         return contents
 
-    def _write(self, salt: bytes, chain: list[CachedPage]) -> None:
+    def _write(self, writing: Writing) -> None:
         """Write the pages of a text that are not on disk, in order."""
-        own, digest = 4 * (self._index.page_size + self._index.lookahead), b""
+        digest = b""
         digests: list[bytes] = []
         missing: list[tuple[CachedPage, bytes]] = []
-        for entry in chain:
+        for entry in writing.chain:
             digest = self.store.digest(digest, entry.key)
             digests.append(digest)
             if digest not in self.store:
@@ -449,34 +432,39 @@ class DiskPages:
         most = max(WRITE_BYTES // self._contents.page_bytes, 1)
         for begin in range(0, len(missing), most):
             part = missing[begin : begin + most]
-            contents = self._on_engine(partial(self._contents_of, [entry for entry, _ in part]))
+            contents = self._engine.run(partial(self._contents_of, [entry for entry, _ in part]))
             for (entry, digest), content in zip(part, contents, strict=False):
-                if not self._append(self.store, digest, entry.key[-own:], content):
+                if not self._append(self.store, digest, self._own(entry), content):
                     self._dropped += len(missing) - begin
                     return
             if len(contents) < len(part):
                 self._dropped += len(missing) - begin - len(contents)
                 return
-            while self._reads and not self._closing:
+            while self._reads and not self._engine.closed:
                 self._read(self._reads.popleft())
-        self._write_states(salt, chain, digests)
+        self._write_beside(writing, digests)
 
-    def _write_states(self, salt: bytes, chain: list[CachedPage], digests: list[bytes]) -> None:
-        """Write the states after pages of a text that are not on disk; digests: of its pages."""
-        states, size = self._states, self._index.page_size
-        if states is None:
+    def _own(self, entry: CachedPage) -> bytes:
+        """Return a page's key without the salt."""
+        return entry.key[-4 * (self._index.page_size + self._index.lookahead) :]
+
+    def _write_beside(self, writing: Writing, digests: list[bytes]) -> None:
+        """Write what a text needs beside its pages; digests: theirs."""
+        if self._beside is None:
             return
-        own = 4 * (size + self._index.lookahead)
-        data = b"".join(entry.key[-own:][: 4 * size] for entry in chain)
+        store, size = self._beside.store, self._index.page_size
+        data = b"".join(self._own(entry)[: 4 * size] for entry in writing.chain)
         tokens = np.frombuffer(data, np.int32)
-        for place in self._on_engine(partial(states.places, tokens, size, salt)):
-            digest, record = digests[place - 1], chain[place - 1].key[-own:]
-            if digest in states.store:
-                continue
-            read = partial(states.contents.read_state, tokens[: place * size], salt)
-            state = self._on_engine(read)
-            if state is not None and not self._append(states.store, digest, record, state):
-                return
+        worth = self._engine.run(partial(self._worth, tokens, writing))
+        numbers = [number for number in worth if digests[number] not in store]
+        most = max(WRITE_BYTES // store.record_bytes, 1)
+        for begin in range(0, len(numbers), most):
+            part = numbers[begin : begin + most]
+            contents = self._engine.run(partial(self._contents_beside, tokens, writing, part))
+            for number, content in zip(part, contents, strict=True):
+                key = self._own(writing.chain[number])
+                if content is not None and not self._append(store, digests[number], key, content):
+                    return
 
     def _append(self, store: PageStore, digest: bytes, tokens: bytes, content: bytes) -> bool:
         try:
@@ -489,8 +477,3 @@ class DiskPages:
             return False
         self._written += len(content)
         return True
-
-
-def _buffer(store: PageStore, records: int) -> memoryview:
-    """Return room for records of a store."""
-    return np.empty(records * store.record_bytes, np.uint8).data

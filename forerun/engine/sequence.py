@@ -62,8 +62,8 @@ class Sequence:
     finished  its end was reported; a running step may still need its slot and pages
     bulk      its tokens may be detokenized with others' in bulk (FastDetokenize)
     limit     most tokens, prompt and output
-    shared    tokens that filled cached pages when it took its slot
-    looked_up  whether the page store was searched for its prefix
+    shared    tokens that filled pages in memory, or on disk, when it took its slot
+    stored    tokens that fill pages on disk; -1 before the page store was searched
 
     A preempted sequence loses slot and pages, nothing more: when it
     resumes, prompt and output so far are its known tokens.
@@ -78,7 +78,7 @@ class Sequence:
         self.sampling = replace(request.sampling, seed=seed)
         self.sink, self.stream = sink, stream
         self.slot: int | None = None
-        self.finished = self.first_sent = self.bulk = self.looked_up = False
+        self.finished = self.first_sent = self.bulk = False
         self.constrained = request.grammar is not None
         self.bounded = request.speculation.bounded
         self.table: PageTable
@@ -89,7 +89,7 @@ class Sequence:
         self.buffer = np.zeros(self.limit + 1, np.int32)
         self.buffer[: self.total] = request.prompt
         self.pooled = PooledPrompt(request.pooling, self.total) if request.pooling else None
-        self.reported = self.shared = 0
+        self.reported, self.shared, self.stored = 0, 0, -1
         self.cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.unsent: list[int] = []

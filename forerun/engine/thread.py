@@ -12,7 +12,7 @@ from forerun.control.policy import Policy
 from forerun.engine.adapter_counts import AdapterCounters
 from forerun.engine.core import EngineCore
 from forerun.engine.disk_pages import LEAST_TOKENS, DiskPages
-from forerun.engine.disk_states import DiskStates
+from forerun.engine.disk_states import DiskRecords
 from forerun.engine.learning import Learning, Learnt
 from forerun.engine.loop import EngineLoop
 from forerun.engine.options import EngineOptions
@@ -123,15 +123,17 @@ class Engine(EngineLoop):
             self._changed.notify_all()
 
     def attach_store(
-        self, store: PageStore, least: int = LEAST_TOKENS, states: DiskStates | None = None
+        self, store: PageStore, least: int = LEAST_TOKENS, beside: DiskRecords | None = None
     ) -> None:
-        """Read and write full pages in `store`, and recurrent states in that of `states`; the
-        engine closes both. Call it before `start`, and only with an executor that has `pages`, and
-        with `states` if it has `state_contents` (AssertionError). least: see DiskPages.
+        """Read and write full pages in `store`, and what texts need beside them in that of
+        `beside`; the engine closes both. Call it before `start`, and only with an executor that has
+        `pages`, and with `beside` if it has `state_contents` or `window_contents` (AssertionError).
+        least: see DiskPages.
         """
         scheduler, executor = self._core.scheduler, self._parts.executor
         assert executor.pages is not None
-        assert (states is None) == (executor.state_contents is None)
+        kept = executor.state_contents, executor.window_contents
+        assert (beside is None) == (kept == (None, None))
         scheduler.disk = DiskPages(
             store,
             executor.pages,
@@ -140,7 +142,7 @@ class Engine(EngineLoop):
             scheduler.running,
             lambda order: self.run_in_engine(lambda core: order()),
             least=least,
-            states=states,
+            beside=beside,
         )
 
     def attach_learning(self, learnt: Learnt, secret: bytes) -> None:

@@ -65,6 +65,30 @@ class WindowPages:
         first = np.maximum(ends * self._size - self._window, 0) // self._size
         return int(np.flatnonzero(gone[first] == gone)[-1]) * self._size
 
+    def needed(self, pages: int) -> range:
+        """Return the numbers of the pages whose windows a text reads behind its first `pages`."""
+        return range(self._first(pages * self._size), pages)
+
+    def restore(self, page: int) -> int | None:
+        """Return an idle window page, to be filled, for a page that has none; None if none is free
+        or idle.
+        """
+        if not self._free and not self._idle:
+            return None
+        own = self._take()
+        self._link(page, own)
+        self._drop(own, kept=True)
+        return own
+
+    def forget(self, page: int) -> None:
+        """Give back the window page of a page that gets another content."""
+        if (before := int(self.of[page])) < 0:
+            return
+        self._unlink(before)
+        if before in self._idle:
+            del self._idle[before]
+            self._free.append(before)
+
     def open(self, slot_init: SlotInit) -> None:
         """Hold what a sequence that takes a slot reads of its cached pages. Raises EngineError if a
         page was given back.
@@ -213,11 +237,7 @@ class WindowPages:
         if before == held:
             return
         self._unlink(held)
-        if before >= 0:  # Of the same page in an earlier life.
-            self._unlink(before)
-            if before in self._idle:
-                del self._idle[before]
-                self._free.append(before)
+        self.forget(page)  # In an earlier life it had another.
         self.of[page], self._page[held] = held, page
 
     def _unlink(self, found: int) -> None:

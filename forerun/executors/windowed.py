@@ -1,9 +1,10 @@
 """Windowed: what an executor with window pages does before it does what others do."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from forerun.executors.window_pages import WindowPages
-from forerun.interface.executor import Executor
+from forerun.interface.executor import Executor, PageContents
 from forerun.interface.plan import Plan
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NodeMasks, TreeBatch
@@ -41,3 +42,75 @@ class Windowed(Executor):
         """Begin a step once all that it reads and writes has its place."""
         self.windows.begin(plan, trees)
         return super().begin(plan, trees, masks)  # type: ignore[safe-super]
+
+
+class WindowPageContents(PageContents, Protocol):
+    """Copies pages, and window pages by their own numbers."""
+
+    @property
+    def window_page_bytes(self) -> int:
+        """Bytes of a window page."""
+        ...
+
+    def read_window_page(self, page: int) -> bytes:
+        """Return what a window page holds. Raises EngineError if it does not exist."""
+        ...
+
+    def write_window_page(self, page: int, content: bytes | memoryview) -> None:
+        """Make a window page hold what `read_window_page` returned. Raises EngineError if it
+        cannot.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WindowedPages:
+    """PageContents and WindowContents of an executor with these window pages."""
+
+    contents: WindowPageContents
+    windows: WindowPages
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page without its window page."""
+        return self.contents.page_bytes
+
+    def read_page(self, page: int) -> bytes:
+        """Implement PageContents.read_page."""
+        return self.contents.read_page(page)
+
+    def write_page(self, page: int, content: bytes | memoryview) -> None:
+        """Implement PageContents.write_page: nothing is known of its window."""
+        self.windows.forget(page)
+        self.contents.write_page(page, content)
+
+    @property
+    def window_page_bytes(self) -> int:
+        """Bytes of a window page."""
+        return self.contents.window_page_bytes
+
+    def needed(self, pages: int) -> range:
+        """Implement WindowContents.needed."""
+        return self.windows.needed(pages)
+
+    def reusable_prefix_len(self, pages: Ints) -> int:
+        """Implement WindowContents.reusable_prefix_len."""
+        return self.windows.reusable_prefix_len(pages)
+
+    def has_window(self, page: int) -> bool:
+        """Implement WindowContents.has_window."""
+        return bool(self.windows.of[page] >= 0)
+
+    def read_window(self, page: int) -> bytes | None:
+        """Implement WindowContents.read_window."""
+        own = int(self.windows.of[page])
+        return None if own < 0 else self.contents.read_window_page(own)
+
+    def write_window(self, page: int, content: bytes | memoryview) -> bool:
+        """Implement WindowContents.write_window."""
+        if self.has_window(page):
+            return True
+        if (own := self.windows.restore(page)) is None:
+            return False
+        self.contents.write_window_page(own, content)
+        return True

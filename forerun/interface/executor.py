@@ -115,6 +115,44 @@ class PageContents(Protocol):
         ...
 
 
+class WindowContents(Protocol):
+    """What layers that see a window keep of pages, to be copied between steps: it is given back
+    where it lies behind every window.
+    """
+
+    @property
+    def window_page_bytes(self) -> int:
+        """Bytes of it for a page."""
+        ...
+
+    def needed(self, pages: int) -> range:
+        """Return the numbers of the pages of which a text that continues behind its first `pages`
+        pages needs it.
+        """
+        ...
+
+    def has_window(self, page: int) -> bool:
+        """Return whether it is there for a page."""
+        ...
+
+    def reusable_prefix_len(self, pages: Ints) -> int:
+        """Return how many tokens of a text whose first pages int32[n] are in memory a sequence may
+        continue behind.
+        """
+        ...
+
+    def read_window(self, page: int) -> bytes | None:
+        """Return it for a full page; None if it was given back."""
+        ...
+
+    def write_window(self, page: int, content: bytes | memoryview) -> bool:
+        """Put what `read_window` returned, here or of an executor of the same weights and page
+        size, where a text may continue behind this page; it may give back what no sequence reads.
+        Returns False if there is no room. Raises EngineError if it cannot.
+        """
+        ...
+
+
 class StateContents(Protocol):
     """Recurrent states at ends of pages (`Executor.reusable_prefix_len`), to be copied between
     steps.
@@ -150,9 +188,10 @@ class Executor(Protocol):
     Same sequence, same bits: a row's result must not depend on the other rows, on the
     draft tokens beside its path, or on how its known tokens were cut into chunks.
 
-    pages           copies what pages hold; None if it cannot
-    state_contents  copies recurrent states, without which pages do not suffice to continue a text;
-                    None if no layer has any
+    pages            copies what pages hold; None if it cannot
+    state_contents   copies recurrent states, without which pages do not suffice to continue a text;
+                     None if no layer has any
+    window_contents  copies what `pages` does not: None if no layer gives anything back
 
     Rounds finish in the order in which they began, and at most two are begun and unfinished. A
     round that begins from a running one advances the same sequences, or some of them, and the slots
@@ -164,6 +203,7 @@ class Executor(Protocol):
     capabilities: Capabilities
     pages: PageContents | None = None
     state_contents: StateContents | None = None
+    window_contents: WindowContents | None = None
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to slot `slot_init.slot`: sampling parameters and token history.

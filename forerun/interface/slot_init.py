@@ -55,8 +55,8 @@ class SlotInit:
     prediction  int32[.] the text that the client expects as output, for drafters; often empty
     cached      how many of them are in pages already, from Executor.reusable_prefix_len
     pages       int32[.] numbers of its pages, `cached` tokens in the first of them
-    shared      how many of them fill cached pages; more than `cached` if recurrent states are
-                missing for some
+    shared      how many of them fill pages that are cached or on disk; more than `cached` if a
+                recurrent state or a window is missing for some
     salt        cached text is shared only among sequences of the same salt
     tenant      64 bits; n-grams counted of its answer draft only for sequences of the same tenant
     adapter     number of its adapter (Executor.adapt); -1 = none

@@ -96,6 +96,23 @@ def test_a_restart_drafts_as_before(tmp_path, monkeypatch):
 
 
 @native
+@pytest.mark.parametrize("executor", ["cpu", pytest.param("torch", marks=pytest.mark.slow)])
+def test_layers_with_a_window_give_pages_back_beside_a_store(tmp_path, executor):
+    folder = tiny.save_folder(tiny.model("gemma3_text", max_position_embeddings=2048), tmp_path)
+    config = EngineConfig(
+        model=str(folder), executor=executor, device="cpu", threads=1, context=1200,
+        kv_tokens=4096, max_sequences=1, dtype="file" if executor == "cpu" else "float32",
+    )  # fmt: skip
+    cached, text, *_ = served(config)
+    assert cached == 0
+    config = replace(config, kv_store=str(tmp_path / "kv"))
+    for expected in (0, 1088):
+        cached, found, _, stats = served(config, start=(start := {}))
+        assert (cached, found, stats.store.hits) == (expected, text, bool(expected))
+        assert "for the last 25 tokens" in start["memory"]
+
+
+@native
 def test_other_weights_of_the_same_name_share_nothing(tmp_path):
     folder = tmp_path / "model"
     config = EngineConfig(

@@ -38,8 +38,8 @@ def apart(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_pages, "LEAST_READ", 1)
     attach = Engine.attach_store
 
-    def short_prompts_too(engine, store, states=None):
-        attach(engine, store, least=16, states=states)
+    def short_prompts_too(engine, store, beside=None):
+        attach(engine, store, least=16, beside=beside)
 
     monkeypatch.setattr(Engine, "attach_store", short_prompts_too)
 

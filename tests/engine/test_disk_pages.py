@@ -312,7 +312,7 @@ def test_a_state_alone_may_take_as_long_as_its_prompt(tmp_path):
         PageStore(StoreFolder(tmp_path / "kv", SIZE), "toy", 16, size, kind)
         for size, kind in ((executor.pages.page_bytes, "pages"), (states.state_bytes, "states"))
     ]
-    engine.attach_store(stores[0], 40, DiskStates(stores[1], states))
+    engine.attach_store(stores[0], 40, DiskStates(stores[1], states, 4))
     answer(engine, ask(prompt=LONG))
     written(engine)
     states.places = ()

@@ -5,8 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from forerun.cache.folder import StoreFolder
+from forerun.cache.store import PageStore
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.none import NoDrafter
+from forerun.engine.disk_states import DiskWindows
 from forerun.engine.options import EngineOptions
 from forerun.engine.request import Finish
 from forerun.engine.thread import Engine
@@ -66,6 +69,24 @@ def engine_on(executor, drafter=None, overlap=False):
     policy = FixedPolicy(6, 4) if drafter else FixedPolicy(0, 0)
     options = EngineOptions(overlap=overlap)
     return Engine(executor, drafter or NoDrafter(), policy, TOKENIZER, NoGrammars(), options)
+
+
+def attach_store(engine, executor, folder, least=40):
+    """Keep pages and windows in a folder."""
+    page, contents = executor.limits.page_size, executor.pages
+    kept = StoreFolder(folder, 1 << 24), f"x{page}", 4 * page
+    windows = PageStore(*kept, contents.window_page_bytes, "windows")
+    pages = PageStore(*kept, contents.page_bytes)
+    engine.attach_store(pages, least, DiskWindows(windows, contents, page))
+
+
+def stored(engine):
+    """(pages, windows) on disk, once all are written."""
+    disk = engine._core.scheduler.disk
+    while not disk.idle:
+        engine.step_once()
+        engine.check()
+    return len(disk.store), len(disk._beside.store)
 
 
 def finished(engine, executor):

@@ -12,11 +12,15 @@ from forerun.control.policy import FixedPolicy
 from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
+from forerun.engine import disk_pages
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
+from forerun.errors import EngineError
 from forerun.executors.torch import (
     TorchDecoderModel,
     TorchExecutor,
+    TorchPages,
+    WindowedTorchPages,
     model_runner,
     torch_executor,
     with_captures,
@@ -31,10 +35,12 @@ from tests.engine.window_schedules import (
     Known,
     Schedule,
     answered,
+    attach_store,
     engine_on,
     finished,
     reads_what_was_given_back,
     shaped,
+    stored,
 )
 from tests.parity.driver import Driver, Row
 from tests.parity.tape import on_tape
@@ -99,6 +105,26 @@ def test_any_schedule_meets_the_same_texts(windowed, known, kind, page, drafts, 
     assert engine.stats().preemptions > 0 or page == 1 or requests < 10
     assert (engine.stats().acceptance_length > 1.05) == drafts
     assert kind != "rounds" or drafts or engine.stats().carried > 4
+
+
+@pytest.mark.parametrize("kind", ["eager", pytest.param("rounds", marks=pytest.mark.slow)])
+def test_texts_and_their_windows_come_back_from_disk(windowed, known, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 60.0)
+    executor = windowed(kind, tokens=1408)
+    eager = executor.eager if kind == "rounds" else executor
+    executor.pages = WindowedTorchPages(TorchPages(eager), executor.windows)
+    executor.window_contents = executor.pages
+    for whole in (0, 384):  # The pool's pages begin another life with the second engine.
+        engine = engine_on(executor, overlap=kind == "rounds")
+        attach_store(engine, executor, tmp_path)
+        asked = ask("r", BASE[:390], 8), ask("s", BASE[:390][::-1], 8)
+        assert answered(engine, executor, known, *asked) == [whole, whole]
+        assert stored(engine) == (48, 4) and engine.stats().store.hits == 2 * bool(whole)
+        engine.shutdown()
+    with pytest.raises(EngineError, match="there is no window page"):
+        executor.pages.contents.read_window_page(10**6)
+    with pytest.raises(EngineError, match="are not a window page of"):
+        executor.pages.contents.write_window_page(0, b"x")
 
 
 @pytest.mark.parametrize("kind", ["eager", "rounds"])

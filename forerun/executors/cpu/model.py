@@ -153,16 +153,16 @@ class CpuModel:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page in target and drafts."""
-        own = sum(self._library.forerun_page_bytes(model) for model in self._models())
+        own = sum(self._library.forerun_page_bytes(model, 0) for model in self._models())
         return int(own) + sum(array[:, 0].nbytes for array in self.by_page)
 
     def read_page(self, page: int) -> bytes:
-        """Return a page's keys and values, of target and drafts. Raises EngineError if there is no
-        such page.
+        """Return a page's keys and values, of target and drafts, but for those in window pages.
+        Raises EngineError if there is no such page.
         """
         parts: list[AnyArray] = []
         for model in self._models():
-            parts.append(np.empty(self._library.forerun_page_bytes(model), np.uint8))
+            parts.append(np.empty(self._library.forerun_page_bytes(model, 0), np.uint8))
             self._copy_page(model, page, parts[-1], out=True)
         return b"".join([part.tobytes() for part in parts + [a[:, page] for a in self.by_page]])
 
@@ -174,14 +174,40 @@ class CpuModel:
             raise EngineError(f"{len(content)} bytes are not a page of {self.page_bytes}")
         left = np.frombuffer(content, np.uint8)
         for model in self._models():
-            own, left = np.split(left, [self._library.forerun_page_bytes(model)])
+            own, left = np.split(left, [self._library.forerun_page_bytes(model, 0)])
             self._copy_page(model, page, own, out=False)
         for array in self.by_page:
             own, left = np.split(left, [array[:, page].nbytes])
             array[:, page] = own.view(array.dtype).reshape(array[:, page].shape)
 
-    def _copy_page(self, model: int, page: int, outside: AnyArray, out: bool) -> None:
-        if self._library.forerun_copy_page(model, page, outside.ctypes.data, out):
+    @property
+    def window_page_bytes(self) -> int:
+        """Bytes of a window page."""
+        return int(self._library.forerun_page_bytes(self._models()[0], 1))
+
+    def read_window_page(self, page: int) -> bytes:
+        """Return the target's keys and values in a window page. Raises EngineError if there is no
+        such page.
+        """
+        content = np.empty(self.window_page_bytes, np.uint8)
+        self._copy_page(self._models()[0], page, content, out=True, window=True)
+        return content.tobytes()
+
+    def write_window_page(self, page: int, content: bytes | memoryview) -> None:
+        """Write what `read_window_page` returned into a window page. Raises EngineError if its size
+        is wrong or there is no such page.
+        """
+        if len(content) != self.window_page_bytes:
+            raise EngineError(
+                f"{len(content)} bytes are not a window page of {self.window_page_bytes}"
+            )
+        own = np.frombuffer(content, np.uint8)
+        self._copy_page(self._models()[0], page, own, out=False, window=True)
+
+    def _copy_page(
+        self, model: int, page: int, outside: AnyArray, *, out: bool, window: bool = False
+    ) -> None:
+        if self._library.forerun_copy_page(model, page, window, outside.ctypes.data, out):
             raise EngineError(f"a page was refused: {self._library.forerun_error().decode()}")
 
     def _models(self) -> tuple[int, ...]:

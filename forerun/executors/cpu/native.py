@@ -22,7 +22,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 48
+ABI = 49
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -235,8 +235,8 @@ _CALLS = {
     ),
     "forerun_draft": (c_int, [c_void_p, POINTER(DraftStep)]),
     "forerun_commit_paths": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
-    "forerun_page_bytes": (c_int64, [c_void_p]),
-    "forerun_copy_page": (c_int, [c_void_p, c_int, c_void_p, c_int]),
+    "forerun_page_bytes": (c_int64, [c_void_p, c_int]),
+    "forerun_copy_page": (c_int, [c_void_p, c_int, c_int, c_void_p, c_int]),
     "forerun_copy_state": (c_int, [c_void_p, c_int64, c_int64]),
     "forerun_state_bytes": (c_int64, [c_void_p]),
     "forerun_copy_state_outside": (c_int, [c_void_p, c_int64, c_void_p, c_int]),

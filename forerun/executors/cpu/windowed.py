@@ -6,7 +6,7 @@ from typing import Any
 from forerun.executors.cpu.adapted import AdaptedCpuExecutor
 from forerun.executors.cpu.executor import CpuExecutor
 from forerun.executors.window_pages import WindowPages
-from forerun.executors.windowed import Windowed
+from forerun.executors.windowed import Windowed, WindowedPages
 from forerun.interface.executor import ExecutorLimits
 
 
@@ -17,7 +17,7 @@ class WindowedCpuExecutor(Windowed, CpuExecutor):
         super().__init__(*arguments, **named)
         self.windows = WindowPages(self.limits)
         self._library.forerun_set_window_pages(self.native_model(), self.windows.of.ctypes.data)
-        self.pages = None  # What was given back cannot be copied.
+        self.pages = self.window_contents = WindowedPages(self.model, self.windows)
         self.capabilities = replace(self.capabilities, unwritten=False)
 
 

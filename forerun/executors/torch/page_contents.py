@@ -10,6 +10,7 @@ from torch import Tensor
 from forerun.errors import EngineError
 from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.kv import PagedCache
+from forerun.executors.torch.attention.window_cache import window_cache
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.model_runner import ModelRunner
 
@@ -38,22 +39,57 @@ class TorchPages:
         """Bytes of a page."""
         return sum(part.numel() * part.element_size() for part in self._parts(0))
 
-    @torch.inference_mode()
-    def read_page(self, page: int) -> bytes:
-        """Return what a page holds. Raises EngineError if it does not exist."""
-        parts = [part.contiguous().view(torch.uint8).flatten() for part in self._parts(page)]
-        return bytes(torch.cat(parts).cpu().numpy().tobytes())
+    @property
+    def window_page_bytes(self) -> int:
+        """Bytes of a window page."""
+        return sum(part.numel() * part.element_size() for part in self._window_parts(0))
 
-    @torch.inference_mode()
+    def read_page(self, page: int) -> bytes:
+        """Return what a page holds, but for what is in window pages. Raises EngineError if it does
+        not exist.
+        """
+        return self._read(self._parts(page))
+
     def write_page(self, page: int, content: bytes | memoryview) -> None:
         """Make a page hold what `read_page` returned. Raises EngineError if it cannot."""
         if len(content) != self.page_bytes:
             raise EngineError(f"{len(content)} bytes are not a page of {self.page_bytes}")
+        self._write(self._parts(page), content)
+
+    def read_window_page(self, page: int) -> bytes:
+        """Return what a window page holds. Raises EngineError if it does not exist."""
+        return self._read(self._window_parts(page))
+
+    def write_window_page(self, page: int, content: bytes | memoryview) -> None:
+        """Make a window page hold what `read_window_page` returned. Raises EngineError if it
+        cannot.
+        """
+        if len(content) != self.window_page_bytes:
+            raise EngineError(
+                f"{len(content)} bytes are not a window page of {self.window_page_bytes}"
+            )
+        self._write(self._window_parts(page), content)
+
+    @torch.inference_mode()
+    def _read(self, parts: Iterator[Tensor]) -> bytes:
+        flat = [part.contiguous().view(torch.uint8).flatten() for part in parts]
+        return bytes(torch.cat(flat).cpu().numpy().tobytes())
+
+    @torch.inference_mode()
+    def _write(self, parts: Iterator[Tensor], content: bytes | memoryview) -> None:
         left = torch.from_numpy(np.frombuffer(content, np.uint8).copy()).to(self._executor.device)
-        for part in self._parts(page):
+        for part in parts:
             own, left = left.tensor_split([part.numel() * part.element_size()])
             # Parts begin where those before them end, which is no multiple of every number's size.
             part.copy_(own.clone().view(part.dtype).view(part.shape))
+
+    def _window_parts(self, page: int) -> Iterator[Tensor]:
+        """Yield views of what belongs to a window page, in the same order for every one."""
+        limits = self._executor.limits
+        if not 0 <= page < limits.window_pages:
+            raise EngineError(f"there is no window page {page} of {limits.window_pages}")
+        size = limits.page_size
+        return _of_cache(window_cache(self._executor.cache), page * size, size)
 
     def _parts(self, page: int) -> Iterator[Tensor]:
         """Yield views of what belongs to a page, in the same order for every page."""
