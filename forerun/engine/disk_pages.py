@@ -401,7 +401,7 @@ class DiskPages:
         self, store: PageStore, reading: Reading, places: range, into: memoryview
     ) -> list[memoryview]:
         """Return what a store has of pages of a reading, as PageStore.read does: up to the first
-        without a sound copy; then `reading.miss` says why. None if the reading is over.
+        without a sound copy; then `reading.miss` says why. Nothing if the reading is over.
         """
         if reading.over:
             return []
