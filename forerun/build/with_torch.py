@@ -136,7 +136,9 @@ def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint
     """
     tp = _first_rank(config)
     check_divides(arch, tp)
-    needs = dense_needs(config, tp.architecture(arch), checkpoint)
+    part = tp.architecture(arch)
+    needs = dense_needs(config, part, checkpoint)
+    needs = window_needs(part, needs, cached_bytes(config, part.windowed_caches))
     # Embedding and head are counted as a whole there; each rank has its tokens' rows. Where a draft
     # borrows them, rank 0 has the whole of both too.
     ends = 1 if arch.tied_head else 2
@@ -155,7 +157,7 @@ def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint
         needs, weights=weights, per_scored=4 * arch.vocab * (config.tp_size + 1) // config.tp_size
     )
     needs = _kept_needs(config, RankCheckpoint(checkpoint, tp), needs)
-    return _captured_needs(config, arch, _state_needs(config, tp.architecture(arch), needs))
+    return _captured_needs(config, arch, _state_needs(config, part, needs))
 
 
 def _first_rank(config: EngineConfig) -> TensorParallel:
@@ -217,7 +219,7 @@ def _threads(config: EngineConfig) -> int | None:
 def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
     """Build the executor of rank 0, which starts the others."""
     from forerun.executors.torch.model_runner import TorchOptions
-    from forerun.executors.torch.parallel.executor import ParallelExecutor
+    from forerun.executors.torch.parallel.executor import parallel_executor
     from forerun.executors.torch.parallel.rounds import with_shared_captures
 
     options = TorchOptions(
@@ -227,7 +229,8 @@ def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits
         kv_dtype=config.kv_dtype,
         prompts=config.prefill_attention_backend,
     )
-    eager = ParallelExecutor(checkpoint, limits, options, _first_rank(config), _threads(config))
+    kind, first = parallel_executor(limits), _first_rank(config)
+    eager = kind(checkpoint, limits, options, first, _threads(config))
     cuda = config.device.startswith("cuda")
     if config.disable_cuda_graph:
         return eager

@@ -61,22 +61,33 @@ def said():
 
 
 @contextmanager
-def captured(said, settings):
-    """Ranks whose rounds are captured, and rank 0's tape; `said` counts its messages."""
+def recorded(said):
+    """Ranks that are begun here capture their rounds, rank 0 on this tape; `said` counts its
+    messages.
+    """
     tape = Tape()
-    send = Ranks.send
+    send, kind_of = Ranks.send, executor.parallel_executor
 
     def counted(self, message):
         said[message.kind] += 1
         send(self, message)
+
+    def started(limits):
+        return partial(kind_of(limits), command=COMMAND)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "kernels_for", lambda device: SLOW_TWINS)
         patch.setattr(rounds, "recorder", lambda device: tape)
         patch.setattr(executor, "Processes", Recorded)
         patch.setattr(Ranks, "send", counted)
-        started = partial(executor.ParallelExecutor, command=COMMAND)
-        patch.setattr(executor, "ParallelExecutor", started)
+        patch.setattr(executor, "parallel_executor", started)
+        yield tape
+
+
+@contextmanager
+def captured(said, settings):
+    """A target of ranks whose rounds are captured, and rank 0's tape."""
+    with recorded(said) as tape:
         target = open_target(settings)
         yield target, tape
         target.close()

@@ -4,7 +4,13 @@ import re
 
 from tests.e2e.drafts import METHODS
 from tests.e2e.processes import ROOT
-from tests.parallel import test_captured_ranks, test_experts, test_families, test_methods
+from tests.parallel import (
+    test_captured_ranks,
+    test_experts,
+    test_families,
+    test_methods,
+    test_window_ranks,
+)
 from tests.parity.driver import SHAPED
 
 
@@ -45,6 +51,8 @@ def test_draft_methods():
 def test_parameters_and_families():
     assert row("every sampling parameter")[1:] == (str(len(SHAPED)), "2, 4")
     assert row("every family")[1:] == (str(len(test_families.ABLE)), "2")
+    (asked,) = cells(test_window_ranks.test_any_schedule_meets_the_same_texts).values()
+    assert row("window pages")[1:] == (str(len(asked)), "2")
 
 
 def test_divided_experts():

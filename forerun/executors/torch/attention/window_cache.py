@@ -56,6 +56,10 @@ class WindowCache(PagedCache):
             raise EngineError("a page of a window that was given back would be written")
         return found
 
+    def link(self, changes: Ints) -> None:
+        """Set the window pages of some pages, int32[n,2] of both."""
+        self.of[changes[:, 0]] = changes[:, 1]
+
     def table(self, table: Ints) -> Ints:
         """Return int32[B,W], the window pages of a page table int32[B,W]; any page where there is
         none, which no window shows.

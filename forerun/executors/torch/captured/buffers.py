@@ -1,7 +1,7 @@
 """The host's half of a captured round's inputs: what a step fills and sends (fixed.py)."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -50,6 +50,19 @@ class StagingBuffer:
         self.buffers["split"][:] = split_of(each.ravel(), len(self.buffers["split"]))
 
 
+@dataclass(frozen=True, slots=True)
+class TableEntries:
+    """Entries of a table on the device: pages int32[n] at places int64[n]."""
+
+    table: "PageTables"
+    places: Tensor
+    pages: Tensor
+
+    def __call__(self) -> None:
+        """Write them."""
+        self.table.write(self.places, self.pages)
+
+
 class PageTables:
     """Page tables on the device, by slot: a round gets what has changed since its slots' last
     round.
@@ -69,16 +82,21 @@ class PageTables:
         # What the device has when all that was begun is over; -1: unknown.
         self._mirror: Ints = np.zeros((slots + 1, width), np.int32)
 
-    def send(self, buffers: dict[str, AnyArray], plan: Plan) -> Callable[[], None] | None:
-        """Write into `buffers` what the device does not have of the plan's tables; where that is
-        more than there is room for, returns what writes it there before the round. Rounds begin in
-        the order of these calls; where one could not begin, `forget`.
+    @property
+    def kinds(self) -> tuple["PageTables", ...]:
+        """All that `send` sends, this one first."""
+        return (self,)
+
+    def send(self, buffers: dict[str, AnyArray], plan: Plan) -> tuple[TableEntries, ...]:
+        """Write into `buffers` what the device does not have of the plan's tables; returns what is
+        more than there is room for, to be written before the round. Rounds begin in the order of
+        these calls; where one could not begin, `forget`.
         """
         slots, table = plan.slots, plan.page_table
         width = table.shape[1]
         rows = np.flatnonzero((self._mirror[slots, :width] != table).any(1))
         if not len(rows):
-            return None
+            return ()
         new = (self._mirror[slots[rows], :width] != table[rows]) & (table[rows] >= 0)
         row, column = np.nonzero(new)
         pages = table[rows[row], column]
@@ -87,8 +105,8 @@ class PageTables:
         if len(places) <= len(buffers[self.sent[0]]):
             buffers[f"{self.sent[0]}_to"].view(np.int64)[: len(places), 0] = places
             buffers[self.sent[0]][: len(places)] = pages
-            return None
-        return partial(self.write, torch.from_numpy(places), torch.from_numpy(pages))
+            return ()
+        return (TableEntries(self, torch.from_numpy(places), torch.from_numpy(pages)),)
 
     def forget(self) -> None:
         """Mark the device's tables as unknown, so that the next `send` writes them whole."""

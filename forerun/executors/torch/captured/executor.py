@@ -263,7 +263,7 @@ class CapturedExecutor(Executor):
         changes, begun = runner.tables.send(staging.buffers, plan), perf_counter()
         try:
             wait = runner.launch(
-                size, staging, [each for each in (changes, first, calibration) if each]
+                size, staging, [each for each in (*changes, first, calibration) if each]
             )
         except BaseException:
             runner.tables.forget()

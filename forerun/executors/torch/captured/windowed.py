@@ -2,7 +2,6 @@
 second page table, of window pages.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from forerun.executors.torch.attention.geometry import positions_of
 from forerun.executors.torch.attention.window_cache import WindowCache, window_cache
-from forerun.executors.torch.captured.buffers import PageTables
+from forerun.executors.torch.captured.buffers import PageTables, TableEntries
 from forerun.executors.torch.captured.entries import KindOfPages
 from forerun.executors.torch.captured.executor import CapturedExecutor
 from forerun.executors.torch.captured.round import CapturedRound
@@ -45,17 +44,15 @@ class WindowTables(PageTables):
         super().__init__(slots, width, rows, device)
         self._near = _Near(slots, width, rows, device)
 
-    def send(self, buffers: dict[str, AnyArray], plan: Plan) -> Callable[[], None] | None:
+    @property
+    def kinds(self) -> tuple[PageTables, ...]:
+        """Both tables."""
+        return (self, self._near)
+
+    def send(self, buffers: dict[str, AnyArray], plan: Plan) -> tuple[TableEntries, ...]:
         """Write what the device does not have into `buffers`, as PageTables.send does, of both."""
         near = replace(plan, page_table=self.cache.table(plan.page_table))
-        first = super().send(buffers, plan), self._near.send(buffers, near)
-        writes = [write for write in first if write is not None]
-
-        def both() -> None:
-            for write in writes:
-                write()
-
-        return both if writes else None
+        return (*super().send(buffers, plan), *self._near.send(buffers, near))
 
     def forget(self) -> None:
         """Mark the device's tables of both kinds as unknown."""

@@ -33,6 +33,7 @@ from forerun.executors.torch.parallel.processes import COMMAND, Ranks
 from forerun.executors.torch.parallel.start import RankStart, difference
 from forerun.executors.torch.parallel.step import Gathered, SharedStep, agree, gathered, reports
 from forerun.executors.torch.triton.kernels import Kernels, parts_of
+from forerun.executors.torch.windowed import WindowedTorchExecutor
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan, Reports
 from forerun.speculative.tree import NodeMasks, TreeBatch
@@ -92,6 +93,8 @@ class ParallelExecutor(TorchExecutor):
         self.port = store.port
         self.ranks = Ranks(others, command)
         self._moves: list[tuple[Slots, Slots]] = []
+        # WindowCache.of, as the other ranks have it.
+        self._linked: Ints = np.full(limits.pages, -1, np.int32)
         self._last: SharedRound | None = None
         try:
             self._ranks_are_like(own)
@@ -132,7 +135,7 @@ class ParallelExecutor(TorchExecutor):
         """
         nodes = self.nodes_of(plan, trees)
         wide = np.setdiff1d(nodes.choosing, nodes.on_device.nodes)
-        step = SharedStep(plan, trees, nodes, wide, self.moved())
+        step = SharedStep(plan, trees, nodes, wide, self.moved(), links=self.linked())
         way = None if self.states is None else self.states.begin(plan, trees)
         if way is not None:
             ends = np.array(list(way.ends.items()), np.int32).reshape(-1, 2)
@@ -200,6 +203,18 @@ class ParallelExecutor(TorchExecutor):
         source, target = zip(*moves, strict=True) if moves else ((none,), (none,))
         return np.concatenate(source), np.concatenate(target)
 
+    def linked(self) -> Ints:
+        """Return int32[n,2], the pages whose window page has changed since the last call, and
+        these: for the next message.
+        """
+        if self.windows is None:
+            return np.zeros((0, 2), np.int32)
+        of = self.windows.of
+        changed = np.flatnonzero(of != self._linked)
+        self._linked[changed] = of[changed]
+        links: Ints = np.stack([changed, of[changed]], 1).astype(np.int32)
+        return links
+
     def changed(self) -> Ints:
         """Return what was done to recurrent states since the last call: for the next message."""
         changes = None if self.states is None else self.states.changes
@@ -245,6 +260,15 @@ class ParallelExecutor(TorchExecutor):
             yield
         except BaseException as error:  # noqa: BLE001 - it is raised anew.
             self.ranks.give_up(error)
+
+
+class WindowedParallelExecutor(WindowedTorchExecutor, ParallelExecutor):
+    """A ParallelExecutor whose limits have window pages: what it gives back, all ranks do."""
+
+
+def parallel_executor(limits: ExecutorLimits) -> type[ParallelExecutor]:
+    """Return the class of executors of several ranks with these limits."""
+    return WindowedParallelExecutor if limits.window_pages else ParallelExecutor
 
 
 class KeepsFeatures(Protocol):

@@ -21,7 +21,7 @@ from forerun.executors.torch.parallel.channel import Channel, RankMessage
 from forerun.executors.torch.parallel.processes import end_with_parent
 from forerun.executors.torch.parallel.rounds import RankRounds
 from forerun.executors.torch.parallel.start import RankStart
-from forerun.executors.torch.parallel.step import SharedStep, agree, gathered, reports
+from forerun.executors.torch.parallel.step import SharedStep, agree, follow, gathered, reports
 
 
 def opened(path: Path, context: int | None = None) -> Checkpoint:
@@ -99,9 +99,7 @@ def run(
     """Run one step of rank 0's: its copies since the `last` step, the forward pass, and the
     exchange between ranks.
     """
-    if len(step.moves[0]):
-        with torch.inference_mode():
-            runner.move(*step.moves)
+    follow(runner, step.moves, step.links)
     states, plan, trees = runner.states, step.plan, step.trees
     way: TorchStateStep | None = None
     if states is not None:

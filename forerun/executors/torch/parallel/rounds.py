@@ -1,20 +1,18 @@
 """Captured rounds of ranks: every rank launches what rank 0 launches, on the same inputs.
 
-A round reads only its staging buffer from the host. So the message of a round is
-its size and these bytes, and beside them changes outside of rounds: entries of page tables
-that had no room in it, and copies within rank 0's cache. The outcome is not sent:
-every rank computes it (captured/together.py). See decisions 0033 and 0039.
+A round reads only its staging buffer from the host. So the message of a round is its size and these
+bytes, and beside them changes outside of rounds: entries of page tables that had no room in it,
+copies within rank 0's cache, and changes of its window pages. The outcome is not sent: every rank
+computes it (captured/together.py). See decisions 0033 and 0039.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
-import numpy as np
 import torch
 
 from forerun.draft_shape import DraftShape
-from forerun.executors.torch.captured.buffers import StagingBuffer
+from forerun.executors.torch.captured.buffers import StagingBuffer, TableEntries
 from forerun.executors.torch.captured.declared import declared, row_nodes
 from forerun.executors.torch.captured.executor import CapturedExecutor
 from forerun.executors.torch.captured.graphs import CudaRecorder, recorder
@@ -22,14 +20,24 @@ from forerun.executors.torch.captured.recurrent import RecurrentExecutor
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.states import RoundStates
 from forerun.executors.torch.captured.warm_up import capture, rehearse_prompts
+from forerun.executors.torch.captured.windowed import WindowedRounds, WindowRunner
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner
 from forerun.executors.torch.parallel.channel import RankMessage
-from forerun.executors.torch.parallel.executor import DraftTarget, ParallelExecutor
+from forerun.executors.torch.parallel.executor import (
+    DraftTarget,
+    ParallelExecutor,
+    WindowedParallelExecutor,
+)
+from forerun.executors.torch.parallel.step import follow
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
+from forerun.types import AnyArray
+
+_ENTRIES = ("places", "pages")
+"""Names of TableEntries in a message, before the number of the table among PageTables.kinds."""
 
 
 class RankRounds:
@@ -40,7 +48,8 @@ class RankRounds:
         assert runner.kernels is not None and records is not None, (
             "rank 0 captures, this one cannot"
         )
-        self._runner = CudaGraphRunner(
+        kind = WindowRunner if runner.limits.window_pages else CudaGraphRunner
+        self._runner = kind(
             *(runner.decoder, runner.cache, runner.limits),
             *(runner.kernels, records, runner.group),
             overlap=message.facts["overlap"],
@@ -58,11 +67,13 @@ class RankRounds:
         size, found = Size(*message.facts["size"]), message.arrays
         staging = self._runner.staging(size)
         staging.whole.copy_(torch.from_numpy(found["inputs"]))
-        if len(found["source"]):
-            self._rank.move(found["source"], found["target"])
-        places, pages = (torch.from_numpy(found[name]) for name in ("places", "pages"))
-        write = partial(self._runner.tables.write, places, pages)
-        self._runner.launch(size, staging, [write] if len(places) else [])
+        follow(self._rank, (found["source"], found["target"]), found["links"])
+        first = [
+            TableEntries(table, *(torch.from_numpy(found[f"{name}{number}"]) for name in _ENTRIES))
+            for number, table in enumerate(self._runner.tables.kinds)
+            if f"{_ENTRIES[0]}{number}" in found
+        ]
+        self._runner.launch(size, staging, first)
 
 
 class SharedRunner(CudaGraphRunner):
@@ -79,14 +90,15 @@ class SharedRunner(CudaGraphRunner):
         """Launch as CudaGraphRunner.launch, on all ranks. first: at most PageTables.send's. Raises
         RankError.
         """
-        none = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        places, pages = none
-        for each in first:
-            assert isinstance(each, partial)
-            places, pages = (tensor.numpy() for tensor in each.args)
         source, target = self.eager.moved()
-        arrays = {"inputs": staging.whole.numpy(), "places": places, "pages": pages}
+        arrays: dict[str, AnyArray] = {"inputs": staging.whole.numpy()}
         arrays |= {"source": source, "target": target, "changes": self.eager.changed()}
+        arrays["links"] = self.eager.linked()
+        for each in first:
+            assert isinstance(each, TableEntries)
+            number = self.tables.kinds.index(each.table)
+            for name, part in zip(_ENTRIES, (each.places, each.pages), strict=True):
+                arrays[f"{name}{number}"] = part.numpy()
         self.eager.ranks.send(RankMessage("round", {"size": list(size)}, arrays))
         with self.eager.together():
             wait = super().launch(size, staging, first)
@@ -146,6 +158,17 @@ class SharedRounds(CapturedExecutor):
         return None if plan.constrained.any() else super().size_of(plan, trees, masked)
 
 
+class SharedWindowRunner(SharedRunner, WindowRunner):
+    """The same with window pages."""
+
+
+class SharedWindowedRounds(WindowedRounds, SharedRounds):
+    """The same where layers with a window have pages of their own: rank 0 says which."""
+
+    eager: WindowedParallelExecutor
+    Runner = SharedWindowRunner
+
+
 class SharedRecurrentRounds(RecurrentExecutor, SharedRounds):
     """The same where layers have recurrent states: each rank has those of its heads or channels."""
 
@@ -161,5 +184,7 @@ def with_shared_captures(
     records = recorder(eager.device)
     if records is None or eager.kernels is None:
         return eager
+    if isinstance(eager, WindowedParallelExecutor):
+        return SharedWindowedRounds(eager, eager.kernels, records, overlap)
     kind = SharedRounds if eager.states is None else SharedRecurrentRounds
     return kind(eager, eager.kernels, records, overlap)

@@ -14,6 +14,7 @@ from forerun.executors.device_choice import DeviceNodes
 from forerun.executors.torch.accept import best
 from forerun.executors.torch.attention.kv import Slots, indices
 from forerun.executors.torch.attention.plan_geometry import StepNodes
+from forerun.executors.torch.attention.window_cache import window_cache
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.model_runner import ModelRunner, TorchRound
 from forerun.executors.torch.parallel.channel import RankMessage
@@ -35,6 +36,8 @@ class SharedStep:
     moves  rank 0's copies within its cache since the step before
     changes  int32[n,4] likewise of recurrent states (StateChanges)
     ends   int32[m,2] rows of states, and the known nodes whose states they get (StateStep)
+    links  int32[k,2] pages whose window page has changed since the step before, and these: after
+           its copies
     """
 
     plan: Plan
@@ -44,6 +47,7 @@ class SharedStep:
     moves: Moves
     changes: Ints = field(default_factory=lambda: np.zeros((0, 4), np.int32))
     ends: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    links: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int32))
 
     def message(self) -> RankMessage:
         """Return the message from which `of` makes the step on another rank."""
@@ -56,7 +60,7 @@ class SharedStep:
             "on_device": on_device.nodes, "seeds": on_device.seeds,
             "positions": on_device.positions, "temperatures": on_device.temperatures,
             "wide": self.wide, "source": self.moves[0], "target": self.moves[1],
-            "slots": plan.slots, "changes": self.changes, "ends": self.ends,
+            "slots": plan.slots, "changes": self.changes, "ends": self.ends, "links": self.links,
         })  # fmt: skip
 
     @staticmethod
@@ -83,7 +87,8 @@ class SharedStep:
         )
         nodes = StepNodes(found["choosing"], found["reported"], on_device, found["places"])
         moves = found["source"], found["target"]
-        return SharedStep(plan, trees, nodes, found["wide"], moves, found["changes"], found["ends"])
+        since = {name: found[name] for name in ("changes", "ends", "links")}
+        return SharedStep(plan, trees, nodes, found["wide"], moves, **since)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,15 @@ class Gathered:
 
     tokens: Ints
     rows: Floats
+
+
+@torch.inference_mode()
+def follow(runner: ModelRunner, moves: Moves, links: Ints) -> None:
+    """Do what rank 0 has done outside of steps: its copies, then its changes of window pages."""
+    if len(moves[0]):
+        runner.move(*moves)
+    if len(links):
+        window_cache(runner.cache).link(links)
 
 
 @torch.inference_mode()
