@@ -107,7 +107,7 @@ def test_children_that_depend_on_what_stands_above(width):
     given = (
         scores,
         ids,
-        scores.logsumexp(-1) + 0.1,
+        torch.tensor([-1.5, -torch.inf]),
         noise_of([(SEEDS[0], 5, 0.0), (SEEDS[1], 9, 0.7)]),
     )
     (found, values), (wanted, worth) = (work(*given, width) for work in (draft.children, children))

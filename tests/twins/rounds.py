@@ -227,10 +227,11 @@ def pick(likely: Likely, noise: NodeNoise, width: int) -> tuple[Tensor, Tensor]:
 
 
 def children(
-    scores: Tensor, ids: Tensor, normaliser: Tensor, noise: NodeNoise, width: int
+    scores: Tensor, ids: Tensor, others: Tensor, noise: NodeNoise, width: int
 ) -> tuple[Tensor, Tensor]:
     """As kernels.Children."""
     each = len(scores) // len(ids)
+    normaliser = torch.logaddexp(scores.logsumexp(-1), others.repeat_interleave(each))
     which = torch.arange(ids.numel(), device=ids.device).view_as(ids)
     likely = Likely(scores, which.repeat_interleave(each, 0), normaliser, ids.flatten())
     wide = (noise.seeds, noise.positions, noise.temperatures)

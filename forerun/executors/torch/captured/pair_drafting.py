@@ -75,7 +75,8 @@ class PairDrafting(BlockDrafting):
         if not size.masked:
             return None
         first = pairs.below(0, roots, None)
-        values = (first.scores - first.normaliser[..., None])[:, 0].sort(descending=True)
+        scores = torch.cat([first.scores[:, 0], first.others[:, None]], 1)
+        values = scores.log_softmax(1)[:, :-1].sort(descending=True)
         return padded(ids[:, 0].gather(1, values.indices), values.values)
 
     def _hang(
@@ -94,7 +95,7 @@ class PairDrafting(BlockDrafting):
         below = pairs.below(level, growing.tokens, growing.state)
         noise = starts.row_noise(level, width)
         tokens, values = self._kernels.children(
-            below.scores.flatten(0, 1), ids, below.normaliser.flatten(), noise, width
+            below.scores.flatten(0, 1), ids, below.others, noise, width
         )
         tokens, values = (part.view(len(ids), count, width) for part in (tokens, values))
         if below.confidence is not None:

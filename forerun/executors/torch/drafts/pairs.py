@@ -18,13 +18,13 @@ class Below:
     """What may follow n nodes of a level in each of R rows.
 
     scores      float32[R,n,K] of the level's candidates
-    normaliser  float32[R,n] what makes them log-probabilities
+    others      float32[R] of all other tokens together; -inf: none may follow
     confidence  float32[R,n] in the best of them; None: it is not said
     state       float32[R,n,r] for the nodes below; None: there is none
     """
 
     scores: Tensor
-    normaliser: Tensor
+    others: Tensor
     confidence: Tensor | None
     state: Tensor | None
 
@@ -116,7 +116,8 @@ class LevelPairs:
     def __init__(self, pairs: TorchPairs, which: Tensor, log_probs: Tensor, hidden: Tensor) -> None:
         self._pairs, self._log_probs, self._hidden = pairs, log_probs, hidden
         self._which, self._joint = which, pairs.joint(hidden)
-        self._outside = (1.0 - log_probs.exp().sum(-1)).clamp_min(0.0).log()
+        outside = (1.0 - log_probs.exp().sum(-1)).clamp_min(0.0) * (not pairs.top_k)
+        self._others = outside.log().T.contiguous()
 
     def below(self, level: int, tokens: Tensor, state: Tensor | None) -> Below:
         """Return what may follow tokens int[R,n] above places of that level.
@@ -130,7 +131,4 @@ class LevelPairs:
         rows = pairs.rows_of(self._which[:, level])
         bias = torch.bmm(v.to(rows.dtype), rows.mT).float()
         scores = self._log_probs[:, place] + bias
-        normaliser = scores.logsumexp(-1)
-        if not pairs.top_k:
-            normaliser = torch.logaddexp(normaliser, self._outside[:, place])
-        return Below(scores, normaliser, pairs.sure(hidden, above), state)
+        return Below(scores, self._others[level], pairs.sure(hidden, above), state)

@@ -77,8 +77,9 @@ roots   each row's root is run before its nodes
 
 Children = Callable[[Tensor, Tensor, Tensor, NodeNoise, int], tuple[Tensor, Tensor]]
 """(scores float32[n,K] of candidates of n nodes, as many in each of R rows; their target ids
-int32[R,K]; what makes them log-probabilities, float32[n]; noise of rows; width) -> the `width` best
-children of each node, best first: int32[n,width], and float32[n,width] as values of draft trees.
+int32[R,K]; the score of all other tokens together, float32[R], -inf if there are none; noise of
+rows; width) -> the `width` best children of each node, best first: int32[n,width], and
+float32[n,width] as values of draft trees.
 """
 
 Resume = Callable[[FutureState, Size, RoundInputs], RoundInputs]

@@ -29,7 +29,7 @@ CHUNK = 2048
 
 VIEWS = (
     *("draft_slot", "kv_len", "seeds", "positions", "temperatures", "grown", "position"),
-    *("seeds_out", "positions_out", "temperatures_out", "tokens"),
+    *("seeds_out", "positions_out", "temperatures_out", "tokens", "others"),
 )
 """Parts of larger tensors: where they begin must not make another kernel."""
 
@@ -282,7 +282,7 @@ def grow(
 
 @triton.jit(do_not_specialize=["count", "nodes", "every"], do_not_specialize_on_alignment=VIEWS)
 def _children(
-    scores, ids, normalisers, seeds, positions, temperatures, ids_out, values_out,
+    scores, ids, others, seeds, positions, temperatures, ids_out, values_out,
     count, nodes, every, COUNT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the best children of one node, of its row's candidates."""
@@ -292,7 +292,9 @@ def _children(
     there = child < count
     value = tl.load(scores + node * count + child, mask=there, other=float("-inf"))
     token = tl.load(ids + row * count + child, mask=there, other=0)
-    value = value - tl.load(normalisers + node)
+    rest = tl.load(others + row)
+    most = tl.maximum(tl.max(value, 0), rest)
+    value = value - (most + tl.log(tl.sum(tl.exp(value - most), 0) + tl.exp(rest - most)))
     value = _noised(value, token, there, seeds, positions, temperatures, row * every)
     for rank in range(WIDTH):
         greatest = tl.max(value, 0)
@@ -303,7 +305,7 @@ def _children(
 
 
 def children(
-    scores: Tensor, ids: Tensor, normaliser: Tensor, noise: NodeNoise, width: int
+    scores: Tensor, ids: Tensor, others: Tensor, noise: NodeNoise, width: int
 ) -> tuple[Tensor, Tensor]:
     """Choose the children of nodes whose candidates depend on what stands above them: see
     kernels.Children. Launches only.
@@ -311,7 +313,7 @@ def children(
     nodes, count = scores.shape
     found, values = ids.new_empty(nodes, width), scores.new_empty(nodes, width)
     _children[(nodes,)](
-        *(scores, ids, normaliser, noise.seeds, noise.positions, noise.temperatures),
+        *(scores, ids, others, noise.seeds, noise.positions, noise.temperatures),
         *(found, values, count, nodes // len(ids), noise.seeds.stride(0)),
         COUNT=triton.next_power_of_2(count),
         WIDTH=width,
