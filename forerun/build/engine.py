@@ -223,7 +223,9 @@ def _lookup(config: EngineConfig, target: Target) -> TableDrafter:
 def _drafter(
     config: EngineConfig, target: Target, grammars: TreeGrammars, lookup: TableDrafter
 ) -> Drafter:
-    """Return the drafter of a configuration."""
+    """Return the drafter of a configuration: on its draft model, else `lookup`. Opens a new kind of
+    drafter without a draft model by `config.algorithm.name`, once there is one.
+    """
     shape = config.draft_shape
     if not config.speculates or shape.nodes == 0 or shape.depth == 0:
         return NoDrafter()

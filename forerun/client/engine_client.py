@@ -193,7 +193,7 @@ class LocalEngine:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request. Raises RequestError or EngineError at once where it cannot be honoured;
-        then the sink hears nothing.
+        then the sink gets nothing.
         """
         self._sinks.add(request, sink)
         try:

@@ -152,8 +152,8 @@ class ModelDrafter:
 
     def on_device_draft(self, plan: Plan) -> OnDeviceDraftSpec | None:
         """Return the request that the step extends the model and drafts, for slots that have no
-        deferred tokens; None if there are none. As many levels as this plan allows, a good guess
-        for the next step; at least one, so that none are deferred.
+        deferred tokens; None if there are none. As many levels as this plan allows, which the
+        next step mostly does too; at least one, so that none are deferred.
         """
         if not self.traits.drafts_on_device:
             return None

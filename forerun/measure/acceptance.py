@@ -90,7 +90,7 @@ def ask(
 
     config    of an opened target; its algorithm drafts, with policy "fixed"
     progress  called with (what, answers so far, answers in all)
-    simulate  asked for chains at T=0 only: the trainer's view of text that is not greedy says
+    simulate  called for chains at T=0 only: the trainer's view of text that is not greedy says
               little
 
     Runs one engine after the other on `target`. Raises ContextError if a prompt does not fit,

@@ -31,7 +31,7 @@ _TEXTS = ("messages", "input", "prompt", "text", "input_ids", "contents")
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """What of a request tells where it belongs.
+    """What of a request decides which replica gets it.
 
     blocks        hashes of its text's beginnings: the first block, the first two, and so on
     conversation  the same for all turns of a conversation: what the client calls it

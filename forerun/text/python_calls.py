@@ -16,7 +16,7 @@ _MOST_LEVELS = 64
 class PythonCalls:
     """A list of calls, or one alone: name(key=value, key=value), with Python's literals or JSON's.
 
-    What begins with a brace is read as JSON calls: LFM2 writes these where it is asked to.
+    What begins with a brace is read as JSON calls: LFM2 writes these if its prompt says so.
 
     A quote ends a string only where an argument can end, for models write quotes within a string
     that are not escaped: before the name of another argument (of those that the tool declares, if

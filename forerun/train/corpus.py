@@ -5,7 +5,7 @@ wanted.npy   bool[T]      token belongs to an answer
 starts.npy   int64[C+1]   chat c owns tokens starts[c]:starts[c+1]; the last `held_out` are
                           for choosing a checkpoint
 features.npy uint16[T,F*H]  bits of bfloat16: some states are beyond float16 (Gemma's reach
-                          103,789); as in forerun.train.loss.Batch; and where the next token belongs
+                          103,789); as in train.loss.TrainingBatch; and where the next token belongs
                           to an answer (elsewhere 0):
 choice.npy   int32[T]     the target's argmax for the token after, over the full vocabulary
 likely.npy   int32[T,K]   the K likeliest draft ids

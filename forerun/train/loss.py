@@ -46,7 +46,7 @@ class LikeliestTargets:
 
 @dataclass(frozen=True)
 class DenseTargets:
-    """All of the draft vocabulary, computed when asked for.
+    """All of the draft vocabulary, computed when needed.
 
     last [B*T,H] the target's hidden state after its final norm; head [Vd,H] its output rows.
     """

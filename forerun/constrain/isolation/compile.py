@@ -1,4 +1,4 @@
-"""Grammars compiled: strangers' first in a process that can be killed, then here; kept a while."""
+"""Compiles grammars: first in a process that can be killed, then here; keeps them for a while."""
 
 import sys
 import threading

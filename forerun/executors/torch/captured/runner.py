@@ -207,7 +207,10 @@ class CudaGraphRunner:
     # --- the program: launches only, no shape and no branch depends on a value --------------
 
     def work(self, size: Size) -> None:
-        """Launch one round of this size, on what lies on the device."""
+        """Launch one round of this size, on what lies on the device. It is captured once and
+        replayed: no shape and no branch may depend on a value, nothing may wait for the host, and
+        what changes between rounds must lie in fixed tensors (programs.py).
+        """
         fixed, decoder, cache = self.of(size), self._decoder, self._cache
         kernels, total = self.kernels, size.total
         inputs = fixed.buffers | self.tables.of(size, fixed.buffers)

@@ -39,7 +39,7 @@ _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 class FewBits:
     """A weight w [N,K] in few bits. Columns are cut into blocks, each within one group.
 
-    kind, block  as of models.grouped.Grouped
+    kind, block  as of checkpoints.grouped.Grouped
     shape    (N, K)
     group    columns that share a scale
     numbers  [blocks,N,bytes of a block] in the order of `order`: int8; uint8 of float8 and of 4

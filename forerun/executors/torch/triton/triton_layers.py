@@ -1,8 +1,8 @@
 """The operations between a decoder's products, one Triton kernel each, for CUDA.
 
-The slow twins are `PLAIN` and `Heads.turned` in forerun.executors.torch.decoder.layers and
-`PagedCache.write`. Inputs may be slices: only their last axis must be contiguous. Outputs are
-contiguous. Arithmetic in float32.
+The slow twins are `PLAIN` and `Heads.turned` in forerun.executors.torch.decoder.elementwise and
+`write` in forerun.executors.torch.attention.kv. Inputs may be slices: only their last axis must be
+contiguous. Outputs are contiguous. Arithmetic in float32.
 """
 
 import torch
