@@ -104,9 +104,9 @@ class EngineCore:
 
     def _release_sequence(self, sequence: Sequence) -> None:
         """Release all that an ended sequence holds."""
-        slot = self.scheduler.remove(sequence)
-        if slot is not None:
-            self._parts.close(slot)
+        if sequence.slot is not None:  # First: if a part raises, `abandon` ends the sequence.
+            self._parts.close(sequence.slot)
+        self.scheduler.remove(sequence)
 
     def _ready(self, sequence: Sequence) -> bool:
         """Return whether a running sequence can take part in the next step."""

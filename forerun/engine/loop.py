@@ -107,6 +107,8 @@ class EngineLoop:
         with self._changed:
             self._broken = message
             self._changed.notify_all()
+        ending = Ending(Finish.ERROR, error=message)
+        self._core.abandon(ending)  # First: nothing in the inbox may call a broken part.
         self._take_inbox()
-        self._core.abandon(Ending(Finish.ERROR, error=message))
+        self._core.end_all(ending)
         self._step_done()

@@ -59,4 +59,5 @@ def open_slot(sequence: Sequence, parts: Parts) -> None:
     parts.drafter.begin(slot_init)
     grammar = sequence.request.grammar
     if grammar is not None and sequence.constrained:
-        parts.grammars.open(slot_init.slot, grammar, sequence.output.tolist())
+        output, tenant = sequence.output.tolist(), slot_init.tenant
+        parts.grammars.open(slot_init.slot, grammar, output, tenant)

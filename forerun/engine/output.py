@@ -17,6 +17,7 @@ from forerun.engine.row_output import (
     append_prompt_logprobs,
     failed,
     finish_by_grammar,
+    held_text,
     pooled_ending,
     step_trace,
 )
@@ -282,7 +283,7 @@ class OutputProcessor:
         """End every choice of a request that still runs."""
         for sequence in tuple(self.live.get(request, ())):
             if sequence in self.live.get(request, ()):  # A failing sink ends its siblings.
-                self._emit(sequence, RowOutput((), sequence.stream.finish(), ending))
+                self._emit(sequence, RowOutput((), held_text(sequence), ending))
 
     def _remove(self, sequence: Sequence, finish: Finish) -> None:
         """Release all that a sequence holds, and remove it."""

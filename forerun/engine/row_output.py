@@ -81,6 +81,15 @@ def finish_by_grammar(sequence: Sequence, output: RowOutput, committed: Committe
     return RowOutput(output.tokens, output.text + sequence.stream.finish(), ending)
 
 
+def held_text(sequence: Sequence) -> str:
+    """Return the text that was held back, of a sequence that ends; "" if that fails."""
+    try:
+        return sequence.stream.finish()
+    except Exception:
+        log.exception("request %s ends without its last text", sequence.request.id)
+        return ""
+
+
 def failed(error: Exception) -> Ending:
     """Return the ending of a sequence whose step or part failed with `error`."""
     text = f"The engine failed while it ran this request: {error or type(error).__name__}"

@@ -84,17 +84,15 @@ class Scheduler(Admission):
         insort(self.waiting, sequence, key=lambda s: s.order)
         return self.free_slot(sequence)
 
-    def remove(self, sequence: Sequence) -> int | None:
-        """Remove a sequence and release all it holds. Returns its slot, now to be closed, if
-        any.
-        """
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence, whose slot is closed if it had one, and release all it holds."""
         if self.disk is not None:
             self.disk.save(sequence)
         if sequence.slot is None:
             self.waiting.remove(sequence)
-            return None
+            return
         self.running.remove(sequence)
-        return self.free_slot(sequence)
+        self.free_slot(sequence)
 
     def plan(self) -> Schedule | None:
         """Plan the next step; None if no sequence waits or runs, or none that runs is ready.
@@ -208,8 +206,8 @@ class Scheduler(Admission):
         room for; reserves their pages. Parameters as of `allocate_draft_tokens`.
         """
         most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
-        left = [row.limit - row.total - own for row in rows]
-        # A row at its limit wants none, so that the others can have its share.
+        # A row at its limit, or beyond it without output tokens, wants none: others have its share.
+        left = [max(row.limit - row.total - own, 0) for row in rows]
         wanted = [
             min(budget.nodes, most, most * rest) for budget, rest in zip(budgets, left, strict=True)
         ]

@@ -109,8 +109,11 @@ class ToyExecutor(Executor):
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> ToyRound:
         """Compute the best next token of every node, at once. Writes no page; drafts nothing.
-        Raises EngineError if a page does not hold the positions it should.
+        Raises EngineError if there are more nodes than a step may have, or a page does not hold the
+        positions it should.
         """
+        if len(trees.tokens) > self.limits.max_nodes:
+            raise EngineError(f"{len(trees.tokens)} nodes, room for {self.limits.max_nodes}")
         if self.delay:
             time.sleep(self.delay)
         best = np.zeros(len(trees.tokens), np.int32)

@@ -48,11 +48,12 @@ class Committed:
 class Grammars(Protocol):
     """Holds one matcher per constrained slot. Unconstrained slots cost nothing."""
 
-    def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
+    def open(self, slot: int, grammar: object, output: Iterable[int], tenant: int = 0) -> None:
         """Start a fresh matcher of `grammar` in `slot` and advance it over `output`, the target ids
         that the sequence has emitted so far (some after a preemption).
 
         grammar  what `forerun.constrain` compiled for the request
+        tenant   as of SlotInit
 
         Raises RequestError if the grammar is not a compiled one, NotImplementedError if the engine
         has no structured output; the slot then stays unconstrained.
@@ -113,7 +114,7 @@ class Grammars(Protocol):
 class NoGrammars:
     """The Grammars of an engine without structured output."""
 
-    def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
+    def open(self, slot: int, grammar: object, output: Iterable[int], tenant: int = 0) -> None:
         """Raise NotImplementedError: an engine without structured output can hold no grammar."""
         raise NotImplementedError("this engine was built without structured output")
 

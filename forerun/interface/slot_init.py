@@ -58,7 +58,7 @@ class SlotInit:
     shared      how many of them fill pages that are cached or on disk; more than `cached` if a
                 recurrent state or a window is missing for some
     salt        cached text is shared only among sequences of the same salt
-    tenant      64 bits; n-grams counted of its answer draft only for sequences of the same tenant
+    tenant      64 bits; what is learnt of its answer drafts only for sequences of the same tenant
     adapter     number of its adapter (Executor.adapt); -1 = none
     """
 

@@ -181,6 +181,64 @@ def test_a_limit_on_the_engines_thread_changes_no_token(name, after):
     assert limited.expensive and made.stats().preemptions >= 1
 
 
+class Raising(Limited):
+    """An automaton whose method of a name raises behind so many tokens, or fewer."""
+
+    def __init__(self, inner, left, name):
+        super().__init__(inner, left)
+        self._name = name
+
+    def fork(self):
+        return Raising(self._inner.fork(), self._left, self._name)
+
+    def take(self, token):
+        self._left -= 1
+        return self._inner.take(token)
+
+    @property
+    def error(self):
+        return ""
+
+    def mask(self):
+        return self._checked("mask")
+
+    def forced(self):
+        return self._checked("forced")
+
+    def _checked(self, name):
+        if name == self._name and self._left <= 0:
+            raise RuntimeError("a fault of the matcher")
+        return getattr(self._inner, name)()
+
+
+@pytest.mark.parametrize(("fault", "name"), [("mask", "random"), ("forced", "grammar")])
+def test_a_matcher_that_raises_changes_no_token_and_ends_no_other(fault, name):
+    options = {"temperature": 0.8, "seed": 5}
+    grammar, free = CASES["json"][0], ask("free", max_tokens=40)
+    plain = run(engine("none", "bytes"), request("json", fresh(grammar), **options))
+    raising = fresh(grammar)
+    raising = replace(raising, prototype=Raising(raising.prototype, 5, fault))
+    made = engine(name, "bytes")
+    ear = run(made, request("json", raising, **options), free)
+    ear.expect(free)
+    assert heard(ear) == heard(plain)
+    assert made.alive and raising.expensive and not made.stats().failed_steps
+
+
+def test_a_process_that_asks_what_cannot_be_answered_ends_its_request_only(monkeypatch):
+    def encoded(matchers, text):
+        raise TypeError("no text")
+
+    monkeypatch.setattr(RemoteMatchers, "_encoded", encoded)
+    compiler = Compiler(TOKENIZERS["bytes"])
+    found = compiler.compile(Grammar.json_schema({"const": "a long forced text"}))
+    asking = replace(found, translated=replace(found.translated, expensive=True))
+    free = ask("free", max_tokens=40)
+    ear = run(engine("none", "bytes"), request("json", asking), free, check=False)
+    ear.expect(free)
+    assert ear.last().finish == Finish.ERROR and "runs in failed" in ear.last().error
+
+
 def test_a_slow_matcher_leaves_the_engines_thread(monkeypatch):
     """And after the second one, no other of the grammar comes there."""
     grammar = fresh(CASES["json"][0])

@@ -8,7 +8,7 @@ from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher.token_prior import Places, TokenPrior, shared_places
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.policy import FIXED_MIN_PROB
-from forerun.engine.request import Finish
+from forerun.engine.request import Finish, Speculation
 from forerun.interface.grammars import legal
 from forerun.speculative.tree import Draft, batch
 from tests.constrain.test_lossless import BYTES, engine, heard
@@ -117,6 +117,24 @@ def test_the_white_space_of_one_text_is_expected_in_the_next():
         grammars.close(slot)
     assert steps[0] < 0.5 * len(text), "names and literals are forced"
     assert steps[2] < 0.8 * steps[0], "the rest is habit"
+
+
+def test_what_a_tenant_wrote_is_drafted_for_no_other():
+    """Also not shown in another's trace."""
+    made, found = engine("grammar", "bytes"), []
+    for id, tenant, salt in (("0", "a", ""), ("1", "a", ""), ("2", "b", ""), ("3", "a", "x")):
+        request = ask(
+            id,
+            max_tokens=60,
+            grammar=compiled(Grammar.regex("(x[a-p]y[a-p]z[a-p]){4}")),
+            speculation=Speculation(trace=True),
+            tenant=tenant,
+            cache_salt=salt,
+        )
+        steps = [step for delta in run(made, request).of(id) for step in delta.trace]
+        found.append([(step.tokens, step.nodes.tokens) for step in steps])
+    assert len(found[1]) < len(found[0]), "the tenant itself profits"
+    assert found[0] == found[2] == found[3]
 
 
 def test_where_nodes_are_dear_only_forced_tokens_are_ahead():

@@ -192,6 +192,21 @@ def test_few_tokens(max_tokens):
     assert ear.last().finish == Finish.LENGTH
 
 
+@pytest.mark.parametrize("length", range(7, 11))
+def test_a_prompt_without_output_takes_no_nodes_from_others(length):
+    """Nor does it give others its share, and a part of it: one of its chunks is a single token."""
+    engine, ear = make("oracle", nodes=16, depth=16, pages=256), Ear()
+    long = [ask(str(i), max_tokens=100) for i in range(3)]
+    for request in long:
+        engine.submit(request, ear)
+    engine.step_once()
+    engine.submit(ask("none", "x" * length, max_tokens=0), ear)
+    finish(engine)
+    for request in long:
+        ear.expect(request)
+    assert ear.last("none").finish == Finish.LENGTH and not engine.stats().failed_steps
+
+
 def test_held_back_text_arrives_at_the_end():
     tokens = following(b"Hello", 16)
     request = ask(stop=(bytes(tokens[14:]).decode() + "?",), max_tokens=16)
@@ -428,6 +443,8 @@ class Fragile(ToyExecutor):
             self.bad.add(slot_init.slot)
 
     def close(self, slot):
+        if self.how == "close" and slot in self.bad:
+            raise RuntimeError("the device is gone")
         super().close(slot)
         self.bad.discard(slot)
 
@@ -495,6 +512,39 @@ def test_the_engine_gives_up_after_failures_in_a_row():
     with pytest.raises(EngineError, match="on fire"):
         engine.submit(ask("6"), ear)
     assert engine.stats().load.pages_held == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_request_ends_where_no_slot_can_be_closed(overlap):
+    """Whatever waits to be done as the engine gives up."""
+    executor = Fragile("close")
+    executor.capabilities = replace(executor.capabilities, overlap=overlap)
+    engine, ear = make(executor=executor, overlap=overlap), Ear()
+    requests = [ask(str(i), "! broken", max_tokens=50) for i in range(6)]
+    for request in requests:
+        engine.submit(request, ear)
+    for _ in range(4):
+        engine.step_once()
+    for id in "015":
+        engine.abort(id)
+    engine.step_once()
+    assert not engine.alive
+    assert ear.ended == {(request.id, 0) for request in requests}
+    assert engine.stats().load.pages_held == 0
+
+
+def test_text_that_cannot_be_made_ends_its_request_only():
+    engine, ear = make(), Ear()
+    bad, good = ask("bad", stop=("zzz",), max_tokens=50), ask("good", max_tokens=50)
+    for request in (bad, good):
+        engine.submit(request, ear)
+    engine.step_once()
+    with mock.patch.object(engine._core.outputs.live["bad"][0].stream, "_release") as release:
+        release.side_effect = RuntimeError("no such character")
+        finish(engine)
+    ear.expect(good)
+    assert ear.last("bad").finish == Finish.ERROR and "no such" in ear.last("bad").error
+    assert engine.alive
 
 
 def test_a_sink_that_raises_ends_its_request_only():

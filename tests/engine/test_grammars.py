@@ -31,7 +31,7 @@ class DigitGrammars:
         self.left: dict[int, int] = {}
         self.trouble: dict[int, str] = {}
 
-    def open(self, slot, grammar, output):
+    def open(self, slot, grammar, output, tenant=0):
         assert slot not in self.left
         if grammar.trouble == "open":
             raise RequestError("no such grammar", "grammar")

@@ -333,7 +333,7 @@ class Excluding(TreeGrammars):
         super().__init__(*given)
         self.held = set()
 
-    def open(self, slot, grammar, output):
+    def open(self, slot, grammar, output, tenant=0):
         self.held.add(slot)
 
     def close(self, slot):

@@ -121,10 +121,11 @@ class RemoteMatcher:
         with self._matchers.free:
             try:
                 failed = self._serve()
-            except EngineError as error:
+            except Exception as error:
                 if not self._closed.is_set():
-                    log.warning("a grammar cannot be followed: %s", error)
-                failed = MatcherAnswer(error="The process that it runs in did not start", lost=True)
+                    foreseen = isinstance(error, EngineError)
+                    log.warning("a grammar cannot be followed: %s", error, exc_info=not foreseen)
+                failed = MatcherAnswer(error="The process that it runs in failed", lost=True)
             finally:
                 self._process.close()
         while failed is not None and not self._closed.is_set():

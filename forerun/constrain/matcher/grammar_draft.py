@@ -6,6 +6,7 @@ itself says of the next tokens is a tree: tokens that alone can follow ("forced"
 between them those that a token prior makes likely (see JumpForward).
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import thread_time
@@ -22,6 +23,8 @@ from forerun.speculative.draft_tree import pruned
 from forerun.speculative.tree import Draft, DraftSource
 from forerun.types import Ints
 
+log = logging.getLogger("forerun.engine")
+
 
 class GrammarState:
     """One sequence's matcher, and its state in the current step.
@@ -29,16 +32,18 @@ class GrammarState:
     A path is the tuple of tokens below the root of the step's tree; masks are cached by path until
     the root moves on, so each is computed once.
 
-    failed   why the matcher failed at a path when computing a mask
+    failed   why the matcher failed at a path when computing a mask, or in what `guarded` ran
     output   the tokens over which the root has moved
     seconds  of processor time under `timed`
     """
 
-    def __init__(self, grammar: CompiledGrammar, shared: Places, table: NgramTable | None) -> None:
+    def __init__(
+        self, grammar: CompiledGrammar, shared: Places, table: NgramTable | None, tenant: int
+    ) -> None:
         self.matcher = Matcher(grammar)
         self._masks: dict[tuple[int, ...], bytes] = {}
         self.failed: dict[tuple[int, ...], str] = {}
-        self._prior = TokenPrior(shared, table)
+        self._prior = TokenPrior(shared, table, tenant)
         self._tail: list[int] = []
         self._predicted: list[PredictedToken] | None = None
         self.output: list[int] = []
@@ -50,6 +55,19 @@ class GrammarState:
         begun = thread_time()
         yield
         self.seconds += thread_time() - begun
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Do what `timed` does. If the context raises, it ends there, the matcher is back at its
+        place, and the root counts as `failed`: other sequences must not end with this one.
+        """
+        try:
+            with self.timed():
+                yield
+        except Exception as error:
+            log.exception("a grammar's matcher failed")
+            self.matcher.restart()
+            self.failed[()] = f"{type(error).__name__}: {error}"
 
     def mask(self, path: tuple[int, ...]) -> bytes | None:
         """Return the mask at the end of `path`, where the matcher must be; None = every token may

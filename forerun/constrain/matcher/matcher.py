@@ -177,7 +177,7 @@ class Matcher:
         """Step over `token`, which is decided; draft tokens are taken back first. False if it
         does not fit; then nothing else has changed.
         """
-        self.back(len(self._trail))
+        self.restart()
         self._positions.clear()
         self._copies.clear()
         place = self._start.place
@@ -214,6 +214,10 @@ class Matcher:
         if steps:
             self._start.place, self._path = self._trail[-steps]
             del self._trail[-steps:]
+
+    def restart(self) -> None:
+        """Take back all draft tokens."""
+        self.back(len(self._trail))
 
     def forced(self) -> list[int]:
         """Return the ids that alone can follow here, in order; often none. While `waiting`, those

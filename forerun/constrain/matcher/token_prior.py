@@ -3,8 +3,8 @@
 Much of what a grammar leaves open is always decided in the same way: the blank after a colon, the
 line break and indentation before the next property. N-grams of the text predict little of it, for
 the words around differ. Here the key of a place in the text is the grammar's state, that is its
-mask, and the last tokens; first in this sequence, then in all earlier ones. If neither
-knows better, the model's n-gram table gives its usual tokens.
+mask, and the last tokens; first in this sequence, then in all earlier ones of its tenant. If
+neither knows better, the model's n-gram table gives its usual tokens.
 """
 
 from collections import OrderedDict
@@ -59,20 +59,22 @@ class Places:
 
 
 class TokenPrior:
-    """The prior of one sequence, on top of the one that all sequences share.
+    """The prior of one sequence, on top of the one that all sequences of its tenant share.
 
-    table  the target's usual continuations, or None
+    shared  places of all tenants
+    table   the target's usual continuations, or None
+    tenant  as of SlotInit
     """
 
-    def __init__(self, shared: Places, table: NgramTable | None = None) -> None:
-        self._shared, self._table = shared, table
+    def __init__(self, shared: Places, table: NgramTable | None = None, tenant: int = 0) -> None:
+        self._shared, self._table, self._tenant = shared, table, tenant
         self._own = Places(decay=0.7, size=1024)
 
     def learn(self, mask: bytes, last: Last, token: int) -> None:
         """Record that `token` was chosen after the tokens `last`, where the grammar's mask was
-        `mask`: for this sequence and for all that share places.
+        `mask`: for this sequence and for all of its tenant that share places.
         """
-        for place in _places(mask, last):
+        for place in _places(self._tenant, mask, last):
             self._shared.learn(place, token)
             self._own.learn(place, token)
 
@@ -83,7 +85,7 @@ class TokenPrior:
         Estimates go from the most general place to the most special, each smoothed by the one
         before (back-off).
         """
-        here = _places(mask, last_of(text))
+        here = _places(self._tenant, mask, last_of(text))
         chance = self._usual(mask, text)
         prior = DOUBT
         for places in (self._shared, self._own):
@@ -121,7 +123,8 @@ def shared_places() -> Places:
     return Places(decay=0.9, size=16384)
 
 
-def _places(mask: bytes, last: Last) -> tuple[Hashable, ...]:
+def _places(tenant: int, mask: bytes, last: Last) -> tuple[Hashable, ...]:
     """Return the keys of a place, from the most general to the most special."""
     state = hash(mask)
-    return last[1:], state, (state, last[1]), last, (state, *last)
+    places = last[1:], state, (state, last[1]), last, (state, *last)
+    return tuple((tenant, place) for place in places)

@@ -41,9 +41,9 @@ class TreeGrammars:
         self._compiled: dict[int, CompiledGrammar] = {}
         self._places = shared_places()
 
-    def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
+    def open(self, slot: int, grammar: object, output: Iterable[int], tenant: int = 0) -> None:
         """Start a fresh matcher in `slot` and advance it over the output so far, in a process of
-        its own where the grammar is expensive or fails here.
+        its own where the grammar is expensive or fails here. tenant: as of SlotInit.
 
         Raises RequestError if `grammar` is not a CompiledGrammar.
         """
@@ -52,7 +52,7 @@ class TreeGrammars:
         tokens = [*output]
         self._compiled[slot] = grammar
         if not grammar.expensive:
-            state = self._states[slot] = GrammarState(grammar, self._places, self._table)
+            state = self._states[slot] = GrammarState(grammar, self._places, self._table, tenant)
             if not state.commit(tokens).error:
                 return
             del self._states[slot]
@@ -100,9 +100,10 @@ class TreeGrammars:
             if slot in self._remote:
                 guided[row] = NO_DRAFT
             elif state is not None and nodes[row] > 0:
-                with state.timed():
+                guided[row] = NO_DRAFT
+                with state.guarded():
                     draft = filter_and_extend(state, drafts[row], int(depth[row]))
-                guided[row] = draft.best(int(nodes[row]))
+                    guided[row] = draft.best(int(nodes[row]))
         return guided
 
     def mask(self, slot: int) -> bytes | None:
@@ -111,8 +112,11 @@ class TreeGrammars:
         """
         if slot in self._remote:
             return self._remote[slot].mask()
-        state = self._states.get(slot)
-        return state.mask(()) if state is not None else None
+        mask = None
+        if (state := self._states.get(slot)) is not None:
+            with state.guarded():
+                mask = state.mask(())
+        return mask
 
     def predicted(self, slots: Ints, min_prob: float) -> list[list[float]]:
         """Return, by slot of int32[B], the scores of the tokens that its grammar predicts with a
@@ -121,12 +125,11 @@ class TreeGrammars:
         """
         scores: list[list[float]] = []
         for slot in slots.tolist():
-            state = self._states.get(slot)
-            if state is None:
-                scores.append([])
-                continue
-            with state.timed():
-                scores.append([draft_token.score for draft_token in state.predicted(min_prob)])
+            found = list[float]()
+            if (state := self._states.get(slot)) is not None:
+                with state.guarded():
+                    found = [draft_token.score for draft_token in state.predicted(min_prob)]
+            scores.append(found)
         return scores
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
@@ -141,7 +144,7 @@ class TreeGrammars:
             if slot in self._remote:
                 table.add(trees.root(row), self._remote[slot].mask())
                 continue
-            with self._states[slot].timed():
+            with self._states[slot].guarded():
                 _mask_row(self._states[slot], trees, row, table)
         return table.masks()
 
