@@ -97,14 +97,13 @@ class EngineCore:
         for request in tuple(self.outputs.live):
             self.outputs.end(request, ending)
 
-    def abandon(self, ending: Ending) -> None:
-        """End everything without calling executor and drafter, which may be broken."""
+    def abandon(self) -> None:
+        """Call executor, drafter and grammars for no sequence any more: they may be broken."""
         self._parts.abandon()
-        self.end_all(ending)
 
     def _release_sequence(self, sequence: Sequence) -> None:
         """Release all that an ended sequence holds."""
-        if sequence.slot is not None:  # First: if a part raises, `abandon` ends the sequence.
+        if sequence.slot is not None:  # First: if a part raises, the sequence can still be ended.
             self._parts.close(sequence.slot)
         self.scheduler.remove(sequence)
 

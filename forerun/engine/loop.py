@@ -107,8 +107,7 @@ class EngineLoop:
         with self._changed:
             self._broken = message
             self._changed.notify_all()
-        ending = Ending(Finish.ERROR, error=message)
-        self._core.abandon(ending)  # First: nothing in the inbox may call a broken part.
+        self._core.abandon()
         self._take_inbox()
-        self._core.end_all(ending)
+        self._core.end_all(Ending(Finish.ERROR, error=message))
         self._step_done()

@@ -113,10 +113,10 @@ class OverlappingCore(EngineCore):
         super().end_all(ending)
         self._drop()
 
-    def abandon(self, ending: Ending) -> None:
-        """End everything, as EngineCore does."""
+    def abandon(self) -> None:
+        """As in EngineCore."""
         self._steps.clear()
-        super().abandon(ending)
+        super().abandon()
 
     def _runs(self, sequence: Sequence) -> bool:
         """Return whether a sequence is part of a running step."""
