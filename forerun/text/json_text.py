@@ -14,6 +14,10 @@ MOST_CONTAINERS = 1 << 17
 """Arrays and objects in one text. No other bytecode runs while an array is made or freed, and each
 costs some .6 microseconds of that."""
 
+MOST_LEVELS = 400
+"""Arrays and objects within each other. What is read is walked, shown and written by functions that
+call themselves for each level, deeper in the stack than this reader."""
+
 _AT_ONCE = 4096
 """Pairs of an object that are put together in one call of C's."""
 
@@ -34,7 +38,10 @@ def read_json(text: str, repeated: bool = False) -> Any:
     three times as fast, so that the event loop can run between any two of them.
     """
     with _faults(text):
-        return _decoder(repeated).decode(text)
+        value = _decoder(repeated).decode(text)
+        if text.count("[") + text.count("{") > MOST_LEVELS:
+            _check_levels(value)
+        return value
 
 
 def read_first(text: str) -> tuple[Any, int]:
@@ -79,6 +86,17 @@ def _check_containers(text: str) -> None:
     bare = _STRING.sub(lambda _: "", text)  # Calls of Python's again, as in read_json.
     if bare.count("[") + bare.count("{") > MOST_CONTAINERS:
         raise JsonFault(f"it has more than {MOST_CONTAINERS:,} arrays and objects")
+
+
+def _check_levels(value: Any) -> None:
+    """Raise JsonFault if a value has more than MOST_LEVELS levels."""
+    level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        inside = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for several in inside for one in several if isinstance(one, dict | list)]
+        if not level:
+            return
+    raise JsonFault("it is nested too deeply")
 
 
 def _not_json(name: str) -> NoReturn:

@@ -69,7 +69,8 @@ class RequestRecord:
         """Return the headers, names and values, by which an answer says what was ignored, not
         enforced, or may be lossy.
         """
-        found = [(IGNORED, _names(list(self.ignored)))] if self.ignored else []
+        ignored = [quote(name, safe="%[]$:() ", errors="replace") for name in self.ignored]
+        found = [(IGNORED, _names(ignored))] if ignored else []
         if self.unenforced:
             found.append(
                 (UNENFORCED, _names([quote(path, safe="[]$:") for path in self.unenforced]))

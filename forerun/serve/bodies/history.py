@@ -53,9 +53,9 @@ def history(
         past = [
             index for index, one in enumerate(value) if isinstance(one, dict) and assistant(one)
         ]
-        found, left = [], list[str]()
+        found, left, last = [], list[str](), max(past, default=-1)
         for index, one in enumerate(value):
-            place, earlier = f"{where}[{index}]", index <= max(past, default=-1)
+            place, earlier = f"{where}[{index}]", index <= last
             try:
                 found.append(each(one, place))
                 continue

@@ -53,6 +53,7 @@ MAX_STOP_TEXT = 1024
 MAX_ALLOWED = 1 << 16
 MAX_ADAPTERS = 256
 
+NO_MODERATION = "there is no moderation"
 _SAFE = "a message's text never becomes a control token; use /v1/completions"
 _NO_BEAMS = "sequences are sampled, not searched"
 _NO_CODE = "the server runs no code from requests"
@@ -344,6 +345,7 @@ class ChatBody(SampledBody):
         "echo": "it exists on /v1/completions only",
         "function_call": USE_TOOLS,
         "functions": USE_TOOLS,
+        "moderation": NO_MODERATION,
         "web_search_options": "the server fetches nothing",
     }
 

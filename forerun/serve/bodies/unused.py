@@ -52,6 +52,7 @@ class UnusedFields(ConstrainedBody):
     """
 
     prompt_cache_retention: Any = ignore(whatever)
+    prompt_cache_options: Any = ignore(whatever)
     cache_prompt: bool | None = ignore(boolean)
     id_slot: int | None = ignore(integer(-1, _MOST))
     samplers: Any = ignore(whatever)

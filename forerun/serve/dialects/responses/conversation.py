@@ -20,6 +20,7 @@ from forerun.serve.dialects.responses.schema import (
     ResponsesBody,
     ShellOutput,
     TextConfig,
+    each_tool,
     is_hosted,
 )
 
@@ -93,7 +94,7 @@ def ignored(body: ResponsesBody, value: dict[str, Any]) -> tuple[str, ...]:
     """
     found = list(ignored_in(body))
     if body.tools:
-        found += unheld(value["tools"])
+        found += unheld(each_tool(value["tools"]))
         found += sorted({f"tools.{tool['type']}" for tool in value["tools"] if is_hosted(tool)})
     for name in ("text", "reasoning"):
         inner = getattr(body, name)
@@ -131,7 +132,7 @@ def _add(message: dict[str, Any], item: Item) -> None:
 def input_item(item: Item, id: str) -> dict[str, Any]:
     """Return the JSON of an item as it was read, for /v1/responses/{id}/input_items."""
     given = {field.name: getattr(item, field.name) for field in fields(item)}
-    plain = {name: value for name, value in given.items() if value not in (None, "")}
+    plain = {name: value for name, value in given.items() if value is not None}
     if isinstance(item, InputMessage):
         kind = "output_text" if item.role == "assistant" else "input_text"
         plain["content"] = [{"type": kind, "text": item.content}]

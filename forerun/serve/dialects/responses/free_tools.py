@@ -5,17 +5,32 @@ a function instead, whose call becomes an item of the tool's own kind.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from forerun.constrain.grammar import Grammar
-from forerun.serve.bodies.fields import accept, items, mapping, need, only, read, tagged, takes
+from forerun.serve.bodies.fields import (
+    accept,
+    boolean,
+    ignore,
+    items,
+    mapping,
+    need,
+    only,
+    read,
+    tagged,
+    takes,
+)
 from forerun.serve.bodies.messages import plain_text
 from forerun.serve.bodies.tools import Tool, function_name, plain_tool
 from forerun.text.tool_bodies import NOTHING, loads_or
 
 SHELL = "local_shell"
 KINDS = ("custom", SHELL)
+NO_CALLERS = "only the model calls"
+NOT_ASYNC = {"async": "calls are answered in the next request"}
+"""A field of tools and calls that is refused unless it is false, and why."""
 _SHELL_TAKES: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -46,6 +61,10 @@ class _Custom:
     name: str = need(function_name)
     description: str | None = accept(plain_text)
     format: _Text | _Grammar | None = accept(tagged({"text": _Text, "grammar": _Grammar}))
+    defer_loading: bool = ignore(boolean, False)
+    allowed_callers: list[Any] | None = accept(only(["direct"], why=NO_CALLERS))
+
+    refused: ClassVar[dict[str, str]] = NOT_ASYNC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,19 +103,20 @@ def free_tool(value: dict[str, Any], where: str) -> Tool:
     )
 
 
-def unheld(tools: list[dict[str, Any]] | None) -> tuple[str, ...]:
+def unheld(tools: Iterable[dict[str, Any]]) -> tuple[str, ...]:
     """Name the fields that hold a grammar which nothing enforces, in checked `tools`; empty if
     there is none.
     """
-    lark = [one for one in tools or [] if (one.get("format") or {}).get("syntax") == "lark"]
+    formats = [one.get("format") or {} for one in tools if is_free(one)]
+    lark = any(format.get("syntax") == "lark" for format in formats)
     return ("tools.format.definition",) if lark else ()
 
 
-def kinds(tools: list[dict[str, Any]] | None) -> dict[str, str]:
+def kinds(tools: Iterable[dict[str, Any]]) -> dict[str, str]:
     """Map each function's name to the kind of tool that it stands for; `tools` are checked
     already.
     """
-    return {one.get("name", SHELL): one["type"] for one in tools or [] if is_free(one)}
+    return {one.get("name", SHELL): one["type"] for one in tools if is_free(one)}
 
 
 def free_input(arguments: str) -> str:
@@ -142,6 +162,8 @@ class CustomCall:
     id: str | None = accept(plain_text)
     status: str | None = accept(plain_text)
     namespace: str | None = accept(plain_text)
+
+    refused: ClassVar[dict[str, str]] = {"caller": NO_CALLERS, **NOT_ASYNC}
 
     @property
     def arguments(self) -> str:

@@ -145,17 +145,16 @@ class Output:
         id, own = f"call_{uuid.uuid4().hex[:24]}", uuid.uuid4().hex
         function = {"name": name, "arguments": ""}
         self.calls.append({"id": id, "type": "function", "function": function})
-        kind = self._kinds.get(name)
+        kind, space = self._kinds.get(name), self._namespaces.get(name)
+        grouped = {"namespace": space} if space else {}
         item: dict[str, Any]
         if kind == "custom":
-            item = {"type": "custom_tool_call", "name": name, "input": ""}
+            item = {"type": "custom_tool_call", "name": name, "input": "", **grouped}
             return {**item, "id": f"ctc_{own}", "call_id": id}
         if kind is not None:
             item = {"type": "local_shell_call", "action": shell_action("")}
             return {**item, "id": f"lsh_{own}", "call_id": id}
-        space = self._namespaces.get(name)
-        item = {"id": f"fc_{own}", "call_id": id, **function}
-        return item | ({"namespace": space} if space else {})
+        return {"id": f"fc_{own}", "call_id": id, **function, **grouped}
 
     def _of_item(self, kind: str, **fields: Any) -> Event:
         at = len(self.items) - 1

@@ -29,7 +29,7 @@ from forerun.serve.dialects.responses.conversation import (
 )
 from forerun.serve.dialects.responses.free_tools import kinds
 from forerun.serve.dialects.responses.output import Event, Logprobs, Output
-from forerun.serve.dialects.responses.schema import ResponsesBody, namespaces
+from forerun.serve.dialects.responses.schema import ResponsesBody, each_tool, namespaces
 from forerun.serve.dialects.responses.store import ResponseStore
 from forerun.serve.dialects.responses.truncation import fitting, with_items
 from forerun.serve.http.errors import ApiError
@@ -68,7 +68,8 @@ class ResponsesDialect(Dialect):
         truncated = (f"input ({left} earliest messages)",) if left else ()
         unused = (*ignored(body, value), *unknown, *truncated)
         self._body = body
-        self._output = Output(namespaces(value.get("tools")), kinds(value.get("tools")))
+        tools = value.get("tools")
+        self._output = Output(namespaces(tools), kinds(each_tool(tools)))
         self._messages = (*earlier, *messages_of(body.input))
         self._reader = ChoiceReader(made)
         self._generation = replace(made, id=f"resp_{uuid.uuid4().hex}")

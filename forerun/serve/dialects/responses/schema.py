@@ -1,5 +1,6 @@
 """The request body of /v1/responses: a list of items, functions, a format of the answer."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, of_parts, plai
 from forerun.serve.bodies.schema import (
     EFFORTS,
     MAX_TOKENS,
+    NO_MODERATION,
     SpeculativeOptions,
     cache_salt,
     thinking_budget,
@@ -47,6 +49,8 @@ from forerun.serve.bodies.tools import (
 )
 from forerun.serve.bodies.unused import TIERS
 from forerun.serve.dialects.responses.free_tools import (
+    NO_CALLERS,
+    NOT_ASYNC,
     SHELL,
     CustomCall,
     ShellCall,
@@ -56,10 +60,7 @@ from forerun.serve.dialects.responses.free_tools import (
 
 OWN_TOOLS = "the server runs no tools of its own; offer functions"
 _STATUS = only("in_progress", "completed", "incomplete", why="these exist")
-_NOT_HERE = {
-    "caller": "only the model calls",
-    "async": "calls are answered in the next request",
-}
+_NOT_HERE = {"caller": NO_CALLERS, **NOT_ASYNC}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +223,9 @@ class _Function(ToolFunction):
     type: str = need(only("function", why=OWN_TOOLS))
     output_schema: dict[str, Any] | None = ignore(mapping)
     defer_loading: bool = ignore(boolean, False)
-    allowed_callers: list[Any] | None = accept(only(["direct"], why="only the model calls"))
+    allowed_callers: list[Any] | None = accept(only(["direct"], why=NO_CALLERS))
+
+    refused: ClassVar[dict[str, str]] = NOT_ASYNC
 
 
 @takes(body_schema(_Function))
@@ -237,15 +240,17 @@ def _tool(value: Any, where: str) -> Tool:
     return plain_tool(given.name, given.description, given.parameters, given.strict, place)
 
 
-HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter",
-          "image_generation", "tool_search")  # fmt: skip
+HOSTED = re.compile(
+    "(web_search|web_search_preview|file_search|code_interpreter|image_generation|tool_search)"
+    "(_20[0-9_]+)?"
+)
 """Types of tools that OpenAI's service runs itself. Agents offer them beside their functions."""
 
 
 def is_hosted(value: Any) -> bool:
     """Return whether a tool of a request is one that OpenAI's service would run itself."""
     kind = value.get("type") if isinstance(value, dict) else None
-    return isinstance(kind, str) and kind.split("_20")[0] in HOSTED
+    return isinstance(kind, str) and HOSTED.fullmatch(kind) is not None
 
 
 @takes({"type": "array", "maxItems": MAX_TOOLS})
@@ -281,11 +286,22 @@ def namespaces(tools: list[dict[str, Any]] | None) -> dict[str, str]:
     already.
     """
     return {
-        tool["name"]: one["name"]
+        tool.get("name", SHELL): one["name"]
         for one in tools or []
         if one.get("type") == "namespace"
         for tool in one["tools"]
     }
+
+
+def each_tool(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Return the tools of a request with those of its namespaces in their places; `tools` are
+    checked already.
+    """
+    return [
+        tool
+        for one in tools or []
+        for tool in (one["tools"] if one.get("type") == "namespace" else [one])
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,6 +422,8 @@ class ResponsesBody:
     max_tool_calls: int | None = ignore(integer(0, MAX_TOKENS))
     service_tier: str | None = ignore(only(*TIERS, why="it is one of these"))
     client_metadata: dict[str, Any] | None = ignore(mapping)
+    access_programs: dict[str, Any] | None = ignore(mapping)
+    image: dict[str, Any] | None = ignore(mapping)
     background: bool = accept(only(False, why="ask for a stream"), False)
     truncation: str | None = accept(only("auto", "disabled", why="it is one of these"))
     speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
@@ -414,5 +432,5 @@ class ResponsesBody:
     refused: ClassVar[dict[str, str]] = {
         "conversation": "use previous_response_id",
         "prompt": "prompts are not stored here; send instructions and input",
-        "moderation": "there is no moderation",
+        "moderation": NO_MODERATION,
     }

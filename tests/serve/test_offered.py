@@ -1,0 +1,106 @@
+"""Tools of /v1/responses that are left out or stand for others, however a client writes them."""
+
+import json
+
+import pytest
+
+from forerun.text.json_text import MOST_LEVELS
+
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+PATCH = {"type": "custom", "name": "patch", "format": {"type": "text"}}
+
+
+def ask(client, tools, **more):
+    body = {"input": "Hi", "max_output_tokens": 40, "tools": tools, **more}
+    sent = json.dumps(body)  # With lone surrogates as escapes.
+    return client.post("/v1/responses", content=sent, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize("more", [{"format": "plain"}, {"format": ["lark"]}, {"filters": "\ud800"}])
+def test_fields_of_a_tool_that_is_left_out_are_not_looked_at(client, more):
+    answer = ask(client, [FUNCTION, {"type": "web_search", **more}])
+    assert answer.status_code == 200 and answer.headers["x-forerun-ignored"] == "tools.web_search"
+
+
+@pytest.mark.parametrize(
+    "end", ["_20\r\nset-cookie: a=b", "_20\ud800", "_20x", "\n", "_2025_08_26 "]
+)
+def test_no_type_of_a_tool_stands_in_a_header_as_it_came(client, end):
+    """It ended the header and began another, or no header could hold it: a 500."""
+    answer = ask(client, [FUNCTION, {"type": f"web_search{end}"}])
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools[1].type"
+    assert "set-cookie" not in answer.headers
+    dated = ask(client, [FUNCTION, {"type": "web_search_2025_08_26"}])
+    assert dated.headers["x-forerun-ignored"] == "tools.web_search_2025_08_26"
+
+
+@pytest.mark.parametrize(
+    ("tool", "kind"),
+    [(PATCH, "custom_tool_call"), ({"type": "local_shell"}, "local_shell_call")],
+    ids=["custom", "shell"],
+)
+def test_free_tools_in_a_namespace_are_called_as_what_they_are(client, tool, kind):
+    space = {"type": "namespace", "name": "own", "tools": [tool]}
+    answer = ask(client, [space], tool_choice="required", temperature=0)
+    (item,) = answer.json()["output"]
+    assert item["type"] == kind and item.get("namespace", "own") == "own"
+    lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+    shown = ask(client, [{**space, "tools": [{**PATCH, "format": lark}]}])
+    assert shown.headers["x-forerun-ignored"] == "tools.format.definition"
+
+
+def test_what_the_newest_clients_say_of_tools(client):
+    said = {"async": False, "defer_loading": True, "allowed_callers": ["direct"]}
+    assert ask(client, [FUNCTION | said, PATCH | said]).status_code == 200
+    for tool in (FUNCTION, PATCH):
+        refused = ask(client, [{**tool, "async": True}])
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools[0].async"
+
+
+def test_empty_results_are_stored_as_they_came(client):
+    """An item that refers to one was refused: its text was missing."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    free = {"type": "custom_tool_call", "call_id": "d", "name": "patch", "input": "", "id": "own"}
+    done = {"type": "function_call_output", "call_id": "c", "output": "", "id": "done"}
+    first = ask(client, [FUNCTION], input=[call, done, free]).json()
+    items = client.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
+    assert [items[1]["output"], items[2]["input"]] == ["", ""]
+    refers = [{"type": "item_reference", "id": id} for id in ("done", "own")]
+    answer = ask(client, [FUNCTION], input=[call, *refers])
+    assert answer.status_code == 200 and "x-forerun-ignored" not in answer.headers
+
+
+@pytest.mark.parametrize("levels", [MOST_LEVELS - 8, *range(944, 976, 8)])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", '{"max_tokens": 1, "messages": [], "tools": [{"type": DEEP}]}'),
+        ("/v1/responses", '{"input": [{"type": DEEP}]}'),
+        ("/v1/responses", '{"input": "Hi", "max_output_tokens": 1, "metadata": {"a": DEEP}}'),
+    ],
+)
+def test_what_is_read_is_not_too_deep_to_be_shown(client, path, body, levels):
+    """Between what the reader took and what could be written lay some twenty levels."""
+    sent = body.replace("DEEP", "[" * levels + "]" * levels)
+    answer = client.post(path, content=sent, headers={"content-type": "application/json"})
+    assert answer.status_code in (200, 400)
+    assert ("nested too deeply" in answer.text) == (levels > MOST_LEVELS)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"input": "Hi"}),
+    ],
+)
+def test_fields_of_the_newest_clients(client, path, body):
+    said = {"prompt_cache_options": {"ttl": "1h"}, "moderation": None}
+    if path == "/v1/responses":
+        said |= {"access_programs": {}, "image": {"moderation": "auto"}}
+    answer = client.post(path, json={**body, **said})
+    assert (
+        answer.status_code == 200 and "prompt_cache_options" in answer.headers["x-forerun-ignored"]
+    )
+    refused = client.post(path, json={**body, "moderation": {"model": "m"}})
+    assert "not supported: there is no moderation" in refused.json()["error"]["message"]
