@@ -81,6 +81,14 @@ def test_a_restart_continues_behind_a_state(folders, tmp_path, family, executor,
     assert other[0][0] == 0 and missed.hits == 0
 
 
+def test_a_state_is_kept_where_texts_part_that_another_server_read(folders, tmp_path):
+    config = configured(folders["lfm2"], 4, **on("cpu"))
+    config = replace(config, kv_store=str(tmp_path / "kv"), kv_store_size=1 << 24)
+    for tail, expected in ((6, 0), (7, 0), (8, 48)):
+        ((cached, _),), _ = served(config, np.append(PROMPT[:50], [tail] * 20).astype(np.int32))
+        assert cached == expected
+
+
 def test_a_damaged_state_is_a_miss(folders, tmp_path):
     config = configured(folders["lfm2"], 4, **on("cpu"))
     config = replace(config, kv_store=str(tmp_path / "kv"), kv_store_size=1 << 24)
