@@ -5,6 +5,7 @@ background.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,6 +19,7 @@ from starlette.types import Scope
 
 from forerun.options.config import ServeSettings
 from forerun.serve.answers.service import Service, Start
+from forerun.serve.answers.session import GenerationSession
 from forerun.serve.dialects.llama.routes import LLAMA_ROUTES
 from forerun.serve.dialects.ollama.routes import KEPT_ROUTES, OLLAMA_ROUTES
 from forerun.serve.dialects.refused import REFUSED_ROUTES
@@ -31,7 +33,7 @@ from forerun.serve.models import Models, Source
 from forerun.serve.models_routes import MODELS_ROUTES
 from forerun.serve.observe.metrics import Metrics
 from forerun.serve.openapi import openapi_route
-from forerun.serve.routes import ROUTES
+from forerun.serve.routes import ROUTES, STORED_ROUTES
 
 HONOURED = (*ROUTES, *OLLAMA_ROUTES, *SGLANG_ROUTES, *LLAMA_ROUTES)
 _API = (*HONOURED, *KEPT_ROUTES, *REFUSED_ROUTES, openapi_route(HONOURED))
@@ -45,9 +47,7 @@ def create_app(source: Start, settings: ServeSettings) -> Starlette:
     """
     service = Service(source, settings)
     app = _guarded([*_API, *(ui_routes() if settings.ui else ())], service, settings)
-    app.state.responses = ResponseStore()
-    app.state.running = set()
-    return app
+    return _with_state(app, ResponseStore(), set())
 
 
 def create_models_app(sources: Sequence[Source], settings: ServeSettings) -> Starlette:
@@ -55,9 +55,13 @@ def create_models_app(sources: Sequence[Source], settings: ServeSettings) -> Sta
     them.
     """
     metrics = Metrics(settings.sglang_metrics)
-    models = Models(tuple(sources), settings, metrics, _one_of_several, _known)
-    own = [*MODELS_ROUTES, openapi_route(HONOURED), *(ui_routes() if settings.ui else ())]
-    return _guarded([*own, Mount("", app=models)], models, settings)
+    # Of all models: conversations go on with another one, and one that is let go takes none along.
+    shared = ResponseStore(), set[GenerationSession]()
+    make = partial(_one_of_several, shared)
+    models = Models(tuple(sources), settings, metrics, make, _known)
+    about = [*MODELS_ROUTES, *STORED_ROUTES, openapi_route(HONOURED)]
+    own = [*about, *(ui_routes() if settings.ui else ()), Mount("", app=models)]
+    return _with_state(_guarded(own, models, settings), *shared)
 
 
 def _known(scope: Scope) -> bool:
@@ -65,12 +69,20 @@ def _known(scope: Scope) -> bool:
     return any(route.matches(scope)[0] is not Match.NONE for route in _API)
 
 
-def _one_of_several(service: Service) -> Starlette:
+def _one_of_several(
+    shared: tuple[ResponseStore, set[GenerationSession]], service: Service
+) -> Starlette:
     app = Starlette(routes=_API)
     app.router.redirect_slashes = False
     app.state.service = service
-    app.state.responses = ResponseStore()
-    app.state.running = set()
+    return _with_state(app, *shared)
+
+
+def _with_state(
+    app: Starlette, responses: ResponseStore, running: set[GenerationSession]
+) -> Starlette:
+    """Give an application the stored answers and the running requests that its routes share."""
+    app.state.responses, app.state.running = responses, running
     return app
 
 

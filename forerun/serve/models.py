@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from forerun.errors import ForerunError
 from forerun.machine import memory_available
 from forerun.options.config import ServeSettings
-from forerun.serve.answers.service import Served, Service, Start
+from forerun.serve.answers.service import Served, Service, Start, spellings
 from forerun.serve.bodies.fields import text
 from forerun.serve.bodies.wire import Bodies, Received, parse_json
 from forerun.serve.http.errors import (
@@ -44,8 +44,11 @@ FOR_EVER = 3e13
 LOOK_SECONDS = 1.0
 """How often to check whether a model's time is over."""
 _text = text(2**31 - 1)
-_DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h|)")
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "": 1.0}
+_PART = re.compile(r"(\d+(?:\.\d*)?)(ms|us|ns|h|m|s)")
+_DURATION = re.compile(rf"-?(?:{_PART.pattern})+|-?\d+(?:\.\d*)?")
+"""Durations as Go has them, such as 1h30m, and plain numbers of seconds."""
+LONGEST_DURATION = 32
 
 log = logging.getLogger("forerun.serve")
 
@@ -204,10 +207,10 @@ class Models:
             order = ("failed", "unloaded", "loading", "loaded")
             return max(self.entries.values(), key=lambda one: (order.index(one.state), one.used))
         _text(name, "model")
-        entry = self._names.get(name) or self._names.get(name.removesuffix(":latest"))
-        if entry is None:
-            raise unknown_model(name, self.entries)
-        return entry
+        for one in spellings(name):
+            if one in self._names:
+                return self._names[one]
+        raise unknown_model(name, self.entries)
 
     async def let_go(self) -> None:
         """Unload every unused model whose time is over. Waits for loads and unloads in progress."""
@@ -341,11 +344,12 @@ class Models:
         """
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value) if 0 <= value < FOR_EVER else math.inf
-        found = _DURATION.fullmatch(value) if isinstance(value, str) else None
-        if found is None:
+        known = isinstance(value, str) and len(value) <= LONGEST_DURATION
+        if not known or not _DURATION.fullmatch(value):
             return self.settings.unload_after or math.inf
-        seconds = float(found[1]) * _SECONDS[found[2]]
-        return seconds if seconds >= 0 else math.inf
+        parts = _PART.findall(value) or [(value.lstrip("-"), "")]
+        seconds = sum(float(count) * _SECONDS[unit] for count, unit in parts)
+        return math.inf if value.startswith("-") and seconds else seconds
 
     async def _received(self, request: Request) -> Received:
         """Read the request's body, once for this door and for the route: without one, the route

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from forerun.serve.answers.answering import Json
+from forerun.serve.dialects.anthropic.models import listed, model_card
 from forerun.serve.dialects.ollama import models as ollama
 from forerun.serve.http.errors import shutting_down
 from forerun.serve.models import Entry, Models
@@ -21,7 +22,10 @@ async def models(request: Request) -> Response:
     """GET /v1/models: all, with `state`: unloaded, loading, loaded or failed, and their
     adapters.
     """
-    cards = [card for one in _of(request).entries.values() for card in _cards(one).values()]
+    entries = _of(request).entries.values()
+    if "anthropic-version" in request.headers:
+        return Json(listed([_anthropics(one, name) for one in entries for name in _cards(one)]))
+    cards = [card for one in entries for card in _cards(one).values()]
     return Json({"object": "list", "data": cards})
 
 
@@ -29,6 +33,8 @@ async def model(request: Request) -> Response:
     """GET /v1/models/{name}: one of them. 404 for a name that is none."""
     name = request.path_params["name"]
     entry = _of(request).named(name)
+    if "anthropic-version" in request.headers:
+        return Json(_anthropics(entry, name))
     cards = _cards(entry)
     return Json(cards.get(name, cards[entry.source.name]))
 
@@ -97,6 +103,13 @@ def _cards(entry: Entry) -> dict[str, dict[str, Any]]:
     return {source.name: own, **adapters}
 
 
+def _anthropics(entry: Entry, name: str) -> dict[str, Any]:
+    """Return a model's entry in Anthropic's list, under one of its names."""
+    served = entry.served
+    loaded = (0, None) if served is None else (served.created, served.loaded.context)
+    return model_card(name, *loaded)
+
+
 def _card(entry: Entry) -> dict[str, Any]:
     about: dict[str, Any] = {"id": entry.source.name, "object": "model", "created": 0}
     about["owned_by"] = "forerun"
@@ -109,7 +122,7 @@ def _card(entry: Entry) -> dict[str, Any]:
 def _tag(entry: Entry) -> dict[str, Any]:
     if entry.served is not None:
         return ollama.card(entry.served)
-    name = f"{entry.source.name}:latest"
+    name = ollama.tagged(entry.source.name)
     digest = hashlib.sha256(name.encode()).hexdigest()
     moment = ollama.time_of(datetime.fromtimestamp(0, UTC))
     about = {"format": "", "family": "", "families": [], "parameter_size": ""}

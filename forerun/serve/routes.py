@@ -45,12 +45,12 @@ async def responses(request: Request) -> Response:
     """POST /v1/responses: the next items of a conversation. 400 names a field that cannot
     be taken.
     """
-    return await generated(request, ResponsesDialect(request.app.state.responses))
+    return await generated(request, ResponsesDialect(_responses(request)))
 
 
 async def response_tokens(request: Request) -> Response:
     """POST /v1/responses/input_tokens: tokens of the prompt as /v1/responses would make it."""
-    service, store = service_of(request), request.app.state.responses
+    service, store = service_of(request), _responses(request)
     value, data = await received(request)
     return Json(await rendered(service, len(data), input_tokens, value, service, store))
 
@@ -72,7 +72,7 @@ async def input_items(request: Request) -> Response:
 async def forget_response(request: Request) -> Response:
     """DELETE /v1/responses/{id}: forget a stored response. 404 where it is not kept."""
     id = _stored(request).response["id"]
-    request.app.state.responses.drop(id)
+    _responses(request).drop(id)
     return Json({"id": id, "object": "response", "deleted": True})
 
 
@@ -95,9 +95,10 @@ async def count_tokens(request: Request) -> Response:
 async def models(request: Request) -> Response:
     """GET /v1/models: the model under each of its names. 503 while nothing can answer."""
     served = service_of(request).enter()
-    if "anthropic-version" in request.headers:
-        return Json(listed([model_card(served)]))
     names = service_of(request).settings.served_name or (served.name,)
+    if "anthropic-version" in request.headers:
+        known, context = (*names, *served.adapters), served.loaded.context
+        return Json(listed([model_card(name, served.created, context) for name in known]))
     cards = [card(served, name) for name in names]
     cards += [adapter_card(served, one) for one in served.loaded.info.get("adapters", ())]
     return Json({"object": "list", "data": cards})
@@ -107,11 +108,12 @@ async def model(request: Request) -> Response:
     """GET /v1/models/{name}: the model of that name. 404 for another."""
     name = request.path_params["name"]
     served = service_of(request).named(name, strict=True)
-    anthropic = "anthropic-version" in request.headers
-    if served.adapter >= 0 and not anthropic:
+    if "anthropic-version" in request.headers:
+        return Json(model_card(name, served.created, served.loaded.context))
+    if served.adapter >= 0:
         base = service_of(request).enter()
         return Json(adapter_card(base, base.loaded.info["adapters"][served.adapter]))
-    return Json(model_card(served) if anthropic else card(served, name))
+    return Json(card(served, name))
 
 
 async def health(request: Request) -> Response:
@@ -133,6 +135,13 @@ async def version(request: Request) -> Response:
     return Json({"version": __version__})
 
 
+STORED_ROUTES = [
+    Route("/v1/responses/{id}", response),
+    Route("/v1/responses/{id}", forget_response, methods=["DELETE"]),
+    Route("/v1/responses/{id}/input_items", input_items),
+]
+"""Routes to stored answers, which no model is needed for."""
+
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/chat/completions", chat_completions, name="without_v1", methods=["POST"]),
@@ -140,9 +149,7 @@ ROUTES = [
     Route("/v1/embeddings", embeddings, methods=["POST"]),
     Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/responses/input_tokens", response_tokens, methods=["POST"]),
-    Route("/v1/responses/{id}", response),
-    Route("/v1/responses/{id}", forget_response, methods=["DELETE"]),
-    Route("/v1/responses/{id}/input_items", input_items),
+    *STORED_ROUTES,
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", models),
@@ -154,11 +161,16 @@ ROUTES = [
 ]
 
 
+def _responses(request: Request) -> ResponseStore:
+    """Return the stored answers as the request's tenant sees them."""
+    store: ResponseStore = request.app.state.responses
+    return store.of(request.scope["state"].get("tenant", ""))
+
+
 def _stored(request: Request) -> StoredAnswer:
     """Return the answer that a path names. Raises ApiError (404)."""
-    store: ResponseStore = request.app.state.responses
     id = request.path_params["id"]
-    found = store.get(id)
+    found = _responses(request).get(id)
     if found is None:
         message = f"There is no response {id[:80]!a}; it was not stored, or is no longer stored."
         raise ApiError(404, message, "response_not_found")

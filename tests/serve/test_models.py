@@ -155,7 +155,7 @@ def test_idle_models_are_let_go_after_their_time():
 @pytest.mark.parametrize(
     ("keep", "gone"),
     [
-        *((0, 1.5), ("10s", 11), ("-1m", None)),
+        *((0, 1.5), ("10s", 11), ("1h30m", 5401), ("-1m", None)),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1m", 61), (-1, None))),
     ],
 )

@@ -39,6 +39,9 @@ Loader = Callable[[], Loaded]
 Start = Loaded | Loader | EngineCommand
 """A loaded model, what loads it into this process, or what starts a process that does."""
 
+LATEST = ":latest"
+"""The tag that Ollama's clients put behind the name of a model."""
+
 log = logging.getLogger("forerun.serve")
 
 
@@ -146,10 +149,13 @@ class Service(InFlight):
         accepted, unless `strict` or --strict-model-names: then ApiError, 404 for another.
         """
         served = self.enter()
-        if model in (adapters := served.adapters):
-            return replace(served, name=model, adapter=adapters.index(model))
-        strict = strict or self.settings.strict_model_names
-        if strict and model is not None and model not in served.names:
+        adapters = served.adapters
+        for name in spellings(model):
+            if name in adapters:
+                return replace(served, name=name, adapter=adapters.index(name))
+            if name in served.names:
+                return served
+        if model is not None and (strict or self.settings.strict_model_names):
             raise unknown_model(model, (*served.names, *adapters))
         return served
 
@@ -289,6 +295,13 @@ def _discard(loading_text: "asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]"
     _, chat = loading_text.result()
     if chat is not None:
         chat.close()
+
+
+def spellings(model: str | None) -> tuple[str, ...]:
+    """Return the names that a request may mean, the likelier first: as it is, and without Ollama's
+    tag. None: the request names none.
+    """
+    return () if model is None else (model, model.removesuffix(LATEST))
 
 
 def cache_facts(config: EngineConfig) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class GenerationSession:
         self.generation = generation
         self.tally = Tally(generation)
         self.events = events
-        self._engine = engine
+        self.engine = engine
         self._settings = settings
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
@@ -130,9 +130,9 @@ class GenerationSession:
         while self._open:
             left = max(deadline - monotonic(), 0.0)
             deltas = await self._taken(min(self._settings.keep_alive_seconds, left))
-            if not deltas and not self._engine.alive:
+            if not deltas and not self.engine.alive:
                 raise unavailable("The engine has stopped.", "engine_stopped")
-            error = stuck(self._engine.step_began, self._settings.watchdog_seconds)
+            error = stuck(self.engine.step_began, self._settings.watchdog_seconds)
             if not deltas and error is not None:
                 raise error
             if monotonic() >= deadline:
@@ -159,7 +159,7 @@ class GenerationSession:
         most = self.generation.at_once
         while self._left and (most is None or len(self._open) < most):
             request = self._left.pop()
-            self._engine.submit(request, self.events)
+            self.engine.submit(request, self.events)
             self._open[request.id] = request.n
 
     async def _taken(self, patience: float) -> list[Delta]:
@@ -183,7 +183,7 @@ class GenerationSession:
         if kept is None:
             return delta
         if delta.finish is None:
-            self._engine.abort(delta.request)
+            self.engine.abort(delta.request)
         return msgspec.structs.replace(delta, text=kept, finish=Finish.LENGTH, stop_reason=None)
 
     def _counted(self, delta: Delta) -> tuple[int, Delta]:
@@ -206,7 +206,7 @@ class GenerationSession:
             return ClientGoneError()
         if self._aborting:
             return ApiError(400, "The request was aborted through /abort_request.", "aborted")
-        if not self._engine.alive:
+        if not self.engine.alive:
             message = "The server is shutting down and cut this answer short."
             return unavailable(message, "shutting_down")
         return ApiError(500, "The request was aborted before its end.", "aborted")
@@ -221,4 +221,4 @@ class GenerationSession:
     def _abort(self) -> None:
         self._left.clear()
         for request in self._open:
-            self._engine.abort(request)
+            self.engine.abort(request)

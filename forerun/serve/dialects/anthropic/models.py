@@ -1,22 +1,21 @@
-"""The model that is served, in Anthropic's list: for requests with the header anthropic-version."""
+"""Models in Anthropic's list: for requests with the header anthropic-version."""
 
 from datetime import UTC, datetime
 from typing import Any
 
-from forerun.serve.answers.service import Served
 
-
-def model_card(served: Served) -> dict[str, Any]:
-    """Return the entry of one model in /v1/models, in Anthropic's format."""
-    created = datetime.fromtimestamp(served.created, UTC)
+def model_card(name: str, created: int, context: int | None) -> dict[str, Any]:
+    """Return the entry of one model in /v1/models, in Anthropic's format. created: seconds since
+    1970; context: None = it is not loaded.
+    """
     return {
-        "id": served.name,
+        "id": name,
         "type": "model",
-        "display_name": served.name,
-        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
-        "max_input_tokens": served.loaded.context,
-        "max_tokens": served.loaded.context,
+        "max_input_tokens": context,
+        "max_tokens": context,
     }
 
 

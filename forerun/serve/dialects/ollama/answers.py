@@ -11,7 +11,7 @@ from typing import Any
 from forerun.engine.request import Finish
 from forerun.errors import RequestError
 from forerun.serve.answers.contract import Dialect, News, ParsedRequest, Ready
-from forerun.serve.answers.service import Served, Service
+from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import ignored_fields
 from forerun.serve.bodies.fields import ignored_in, read
@@ -27,7 +27,6 @@ from forerun.serve.dialects.openai.render import logprob_entries, speculation_me
 from forerun.serve.http.errors import ApiError
 from forerun.text.tool_bodies import NOTHING, CallPiece, loads_or
 
-LATEST = ":latest"
 NANO = 1e9
 
 
@@ -50,7 +49,7 @@ class OllamaDialect(Dialect):
         Raises RequestError naming the field, ApiError.
         """
         body = self._read(value)
-        self._served = named(service, body.model)
+        self._served = service.named(body.model)
         self._body = body
         idle = body.options.without_effect(value.get("options") or {})
         inner = tuple(f"options.{name}" for name in idle)
@@ -235,13 +234,6 @@ class Calls:
             arguments = {}
         function = {"name": name, "arguments": arguments}
         return [{"id": f"call_{secrets.token_hex(4)}", "function": function}]
-
-
-def named(service: Service, model: str | None) -> Served:
-    """Return the model that a request names, with Ollama's tag or without. Raises ApiError
-    (404).
-    """
-    return service.named(model.removesuffix(LATEST) if model is not None else None)
 
 
 def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> ChatBody:

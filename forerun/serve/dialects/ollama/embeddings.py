@@ -21,7 +21,7 @@ from forerun.serve.bodies.fields import (
 )
 from forerun.serve.bodies.messages import plain_text
 from forerun.serve.bodies.schema import MAX_TOKENS
-from forerun.serve.dialects.ollama.answers import NANO, named
+from forerun.serve.dialects.ollama.answers import NANO
 from forerun.serve.dialects.ollama.errors import error_body
 from forerun.serve.dialects.ollama.schema import alive
 from forerun.serve.dialects.openai.embeddings import EmbeddingDialect
@@ -57,7 +57,7 @@ class OllamaEmbed(EmbeddingDialect):
         self, value: Any, service: Service
     ) -> tuple[EmbeddingRequest, Served, tuple[str, ...]]:
         body = read(EmbedBody, value)
-        served = named(service, body.model)
+        served = service.named(body.model)
         inputs = () if body.input == ("",) else body.input
         most = served.loaded.context if body.truncate else None
         asked = EmbeddingRequest(inputs, "input", body.dimensions, most=most, keep_first=True)
@@ -89,7 +89,7 @@ class OllamaOldEmbed(OllamaEmbed):
         self, value: Any, service: Service
     ) -> tuple[EmbeddingRequest, Served, tuple[str, ...]]:
         body = read(OldEmbedBody, value)
-        served = named(service, body.model)
+        served = service.named(body.model)
         inputs, most = (body.prompt,) if body.prompt else (), served.loaded.context
         asked = EmbeddingRequest(inputs, "prompt", normalize=False, most=most, keep_first=True)
         return asked, served, ignored_in(body)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from forerun.serve.answers.service import Served
+from forerun.serve.answers.service import LATEST, Served
 from forerun.serve.bodies.fields import accept, boolean, ignore, text
-from forerun.serve.dialects.ollama.answers import LATEST
 from forerun.text.reasoning import Marks
 
 
@@ -70,13 +69,18 @@ def shown(served: Served) -> dict[str, Any]:
     }
 
 
+def tagged(name: str) -> str:
+    """Return a model's name as Ollama's lists have it: with the tag `latest` if it has none."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
 def card(served: Served) -> dict[str, Any]:
     """Return the entry of a loaded model in Ollama's lists: names, bytes, a digest and its
     family.
     """
     return {
-        "name": served.name + LATEST,
-        "model": served.name + LATEST,
+        "name": tagged(served.name),
+        "model": tagged(served.name),
         "modified_at": time_of(datetime.fromtimestamp(served.created, UTC)),
         "size": served.loaded.info["memory"]["weights"],
         "digest": hashlib.sha256(served.fingerprint.encode()).hexdigest(),

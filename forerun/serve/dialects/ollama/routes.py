@@ -6,9 +6,10 @@ from starlette.routing import Route
 
 from forerun.errors import RequestError
 from forerun.serve.answers.answering import Json, generated, received, service_of
+from forerun.serve.answers.service import spellings
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.wire import line
-from forerun.serve.dialects.ollama.answers import LATEST, OllamaChat, OllamaGenerate, named
+from forerun.serve.dialects.ollama.answers import OllamaChat, OllamaGenerate
 from forerun.serve.dialects.ollama.embeddings import OllamaEmbed, OllamaOldEmbed
 from forerun.serve.dialects.ollama.models import PullBody, ShowBody, listed, running, shown
 from forerun.serve.http.errors import ApiError
@@ -57,7 +58,7 @@ async def show(request: Request) -> Response:
     body = read(ShowBody, value)
     if body.model is None and body.name is None:
         raise RequestError("model is missing.", "model")
-    return Json(shown(named(service_of(request), body.model or body.name)))
+    return Json(shown(service_of(request).named(body.model or body.name)))
 
 
 async def pull(request: Request) -> Response:
@@ -69,7 +70,8 @@ async def pull(request: Request) -> Response:
     asked = body.model or body.name
     if asked is None:
         raise RequestError("model is missing.", "model")
-    if asked.removesuffix(LATEST) not in service.enter().names:
+    served = service.enter()
+    if not {*served.names, *served.adapters}.intersection(spellings(asked)):
         raise ApiError(404, KEPT_MODELS, "not_found")
     done = {"status": "success"}
     return Response(line(done), media_type="application/x-ndjson") if body.stream else Json(done)

@@ -4,7 +4,8 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.serve.bodies.wire import dump_json
@@ -29,45 +30,81 @@ class StoredAnswer:
     messages: Messages
 
 
+@dataclass(slots=True)
+class _Kept:
+    """Answers of all tenants, by tenant and id. Under the lock.
+
+    items  tenant and id of an item -> id of the last answer that has it
+    size   bytes of all answers
+    """
+
+    max_bytes: int
+    max_answers: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    answers: OrderedDict[tuple[str, str], bytes] = field(default_factory=OrderedDict)
+    items: dict[tuple[str, str], str] = field(default_factory=dict)
+    size: int = 0
+
+    def put(self, tenant: str, id: str, data: bytes, items: Iterable[str]) -> None:
+        """Keep an answer, and forget the oldest where there is no room."""
+        self.answers[tenant, id] = data
+        self.size += len(data)
+        self.items |= {(tenant, item): id for item in items}
+        while self.size > self.max_bytes or len(self.answers) > self.max_answers:
+            self.forget(*next(iter(self.answers)))
+
+    def forget(self, tenant: str, id: str) -> bool:
+        """Forget an answer. False if there is none with this id."""
+        data = self.answers.pop((tenant, id), None)
+        if data is None:
+            return False
+        self.size -= len(data)
+        response, input, _ = json.loads(data)
+        for item in _ids(response, input):
+            if self.items.get((tenant, item)) == id:
+                del self.items[tenant, item]
+        return True
+
+
 class ResponseStore:
-    """Keeps answers within bounds of number and size. Safe to share between threads.
+    """Keeps answers within bounds of number and size, each tenant's out of sight of others. Safe to
+    share between threads.
 
     They are kept as bytes of JSON: as Python objects they would take four times as much memory.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES, max_answers: int = MAX_ANSWERS) -> None:
-        self._max_bytes = max_bytes
-        self._max_answers = max_answers
-        self._lock = threading.Lock()
-        self._answers: OrderedDict[str, bytes] = OrderedDict()
-        self._items: dict[str, str] = {}  # Id of an item -> of the last answer that has it.
-        self._bytes = 0
+        self._kept = _Kept(max_bytes, max_answers)
+        self._tenant = ""
 
     def __len__(self) -> int:
-        """Count the stored answers."""
-        return len(self._answers)
+        """Count the stored answers of all tenants."""
+        return len(self._kept.answers)
+
+    def of(self, tenant: str) -> "ResponseStore":
+        """Return the same store as one tenant sees it; ids of items are a client's own words."""
+        seen = copy(self)
+        seen._tenant = tenant
+        return seen
 
     def put(
         self, response: dict[str, Any], input: list[dict[str, Any]], messages: Messages
     ) -> None:
         """Keep an answer under its id, and forget the oldest where there is no room."""
         data = dump_json([response, input, messages])
-        with self._lock:
-            self._answers[response["id"]] = data
-            self._bytes += len(data)
-            self._items |= dict.fromkeys(_ids(response, input), response["id"])
-            while self._bytes > self._max_bytes or len(self._answers) > self._max_answers:
-                self._forget(next(iter(self._answers)))
+        with self._kept.lock:
+            self._kept.put(self._tenant, response["id"], data, _ids(response, input))
 
     def items(self, ids: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Return the stored items with these ids, of inputs and outputs, by id. Reads each stored
         answer once.
         """
         wanted: dict[str, set[str]] = {}
-        with self._lock:
+        with self._kept.lock:
             for id in ids:
-                if id in self._items:
-                    wanted.setdefault(self._items[id], set()).add(id)
+                answer = self._kept.items.get((self._tenant, id))
+                if answer is not None:
+                    wanted.setdefault(answer, set()).add(id)
         items: dict[str, dict[str, Any]] = {}
         for answer, inside in wanted.items():
             found = self.get(answer)
@@ -78,8 +115,8 @@ class ResponseStore:
 
     def get(self, id: str) -> StoredAnswer | None:
         """Return the answer with this id, if it is still stored; else None."""
-        with self._lock:
-            data = self._answers.get(id)
+        with self._kept.lock:
+            data = self._kept.answers.get((self._tenant, id))
         if data is None:
             return None
         response, input, messages = json.loads(data)
@@ -87,20 +124,8 @@ class ResponseStore:
 
     def drop(self, id: str) -> bool:
         """Forget an answer. False if there is none with this id."""
-        with self._lock:
-            return self._forget(id)
-
-    def _forget(self, id: str) -> bool:
-        """Forget an answer, under the lock. False if there is none with this id."""
-        data = self._answers.pop(id, None)
-        if data is None:
-            return False
-        self._bytes -= len(data)
-        response, input, _ = json.loads(data)
-        for item in _ids(response, input):
-            if self._items.get(item) == id:
-                del self._items[item]
-        return True
+        with self._kept.lock:
+            return self._kept.forget(self._tenant, id)
 
 
 def _items(response: dict[str, Any], input: list[dict[str, Any]]) -> list[dict[str, Any]]:

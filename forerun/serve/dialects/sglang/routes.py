@@ -128,8 +128,9 @@ async def abort_request(request: Request) -> Response:
 
 async def load(request: Request) -> Response:
     """GET /load: how many requests run or wait (vLLM). 503 while nothing can answer."""
-    service_of(request).enter()
-    return Json({"server_load": len(request.app.state.running)})
+    engine = service_of(request).enter().engine
+    running: set[GenerationSession] = request.app.state.running
+    return Json({"server_load": sum(one.engine is engine for one in running)})
 
 
 async def get_load(request: Request) -> Response:

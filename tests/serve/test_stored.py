@@ -1,0 +1,94 @@
+"""Stored answers: of all models of a server, and each tenant's own."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from starlette.testclient import TestClient
+
+from forerun.build.engine import load
+from forerun.options.config import EngineConfig, ServeSettings
+from forerun.serve.app import create_app, create_models_app
+from forerun.serve.models import Source
+from tests.e2e.processes import wait_for
+
+PATH = "/v1/responses"
+
+
+@contextmanager
+def two_toys(**settings):
+    """A client of two toys."""
+    toy = EngineConfig(model="toy")
+    made = [Source(name, (), 1000, lambda: load(toy)) for name in ("a", "b")]
+    app = create_models_app(made, ServeSettings(**settings))
+    with TestClient(app, base_url="http://localhost") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def several():
+    """A client of two toys, of which one is loaded at a time."""
+    with two_toys(max_loaded_models=1) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    app = create_app(load(EngineConfig(model="toy")), ServeSettings(api_keys=("one", "two")))
+    with TestClient(app, base_url="http://localhost") as client:
+        yield client
+
+
+def ask(client, headers=None, **more):
+    return client.post(PATH, json={"max_output_tokens": 4, **more}, headers=headers)
+
+
+def test_another_model_goes_on_with_a_conversation(several):
+    """Each model had its own answers, and was asked for them last used first."""
+    first = ask(several, model="a", input="Hi").json()
+    second = ask(several, model="b", input="Go on.", previous_response_id=first["id"])
+    assert second.status_code == 200, second.text
+    states = {one["id"]: one["state"] for one in several.get("/v1/models").json()["data"]}
+    assert states == {"a": "unloaded", "b": "loaded"}
+    assert several.get(f"{PATH}/{first['id']}").json() == first
+    (item,) = several.get(f"{PATH}/{first['id']}/input_items").json()["data"]
+    refers = {"type": "item_reference", "id": item["id"]}
+    assert ask(several, model="b", input=[refers]).status_code == 200
+    assert several.delete(f"{PATH}/{first['id']}").json()["deleted"]
+    assert several.get(f"{PATH}/{first['id']}").status_code == 404
+    assert ask(several, model="b", input="c", previous_response_id=first["id"]).status_code == 400
+
+
+def test_no_tenant_sees_anothers_answers(guarded):
+    """Ids of items are a client's own words: others may use the same, or guess them."""
+    one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+    item = {"type": "message", "role": "user", "id": "msg_1"}
+    first = ask(guarded, one, input=[{**item, "content": "mine"}]).json()
+    refers = {"type": "item_reference", "id": "msg_1"}
+    assert ask(guarded, two, input=[refers]).json()["error"]["code"] == "item_not_found"
+    for path in (f"{PATH}/{first['id']}", f"{PATH}/{first['id']}/input_items"):
+        assert guarded.get(path, headers=two).status_code == 404
+        assert guarded.get(path, headers=one).status_code == 200
+    assert guarded.delete(f"{PATH}/{first['id']}", headers=two).status_code == 404
+    stolen = ask(guarded, two, input="Hi", previous_response_id=first["id"])
+    assert stolen.json()["error"]["code"] == "previous_response_not_found"
+    assert ask(guarded, two, input=[{**item, "content": "theirs"}]).status_code == 200
+    again = ask(guarded, one, input=[refers]).json()
+    (found,) = guarded.get(f"{PATH}/{again['id']}/input_items", headers=one).json()["data"]
+    assert found["content"][0]["text"] == "mine"
+
+
+def test_requests_are_aborted_by_name_whatever_model_runs_them():
+    """An order to abort went to the model used last, and had no field for another."""
+    long = {"max_new_tokens": 900, "ignore_eos": True, "n": 16}
+    body = {"model": "a", "text": "Hi", "rid": "mine", "sampling_params": long}
+    with two_toys() as client, ThreadPoolExecutor(1) as beside:
+        for name in ("a", "b"):
+            assert ask(client, model=name, input="Hi").status_code == 200
+        answer = beside.submit(client.post, "/generate", json=body)
+        assert wait_for(lambda: client.app.state.running)
+        assert ask(client, model="b", input="Hi").status_code == 200
+        loads = [client.get("/load", params={"model": name}).json() for name in ("a", "b")]
+        assert [one["server_load"] for one in loads] == [1, 0]
+        assert client.post("/abort_request", json={"rid": "mine"}).json() == {"aborted": 1}
+        assert answer.result().json()["error"]["code"] == "aborted"
