@@ -3,7 +3,8 @@
     PATH/store.json        format and secret of the folder
     PATH/lock              held while a file is made or deleted
     PATH/<fingerprint>/    what only an engine with the same fingerprint can read
-        <name>.pages       keys and values, <name>.states recurrent states (store.py)
+        <name>.pages       keys and values, <name>.windows those that may be given back,
+                           <name>.states recurrent states (store.py)
         <name>.ngrams      tokens of answers that were counted, <name>.prices what steps cost
                            (journal.py)
 

@@ -1,8 +1,9 @@
 """Pages on disk: what full pages of the key/value cache hold, found again by their tokens after a
-restart. No arrays and no threads; engine/disk_pages.py reads and writes beside serving. Recurrent
-states after such pages are stored in the same way, each as the content of its last page.
+restart. No arrays and no threads; engine/disk_pages.py reads and writes beside serving. What layers
+with a window keep of such pages, and recurrent states after them, are stored in the same way, each
+under the digest of its page or its last page.
 
-A segment (`<name>.pages` or `<name>.states`, folder.py) is a header, a table of entries, as many
+A segment (`<name>.pages` and others, folder.py) is a header, a table of entries, as many
 records. Entries have one size, and so have records (a page's tokens, then its content). A record is
 written before its entry, so what a killed process leaves is an entry of zeros: a table is read up
 to its first entry that is not whole. No entry that was read is ever changed.
