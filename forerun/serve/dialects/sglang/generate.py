@@ -31,7 +31,10 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(slots=True)
 class Answer:
-    """One text as far as it has come."""
+    """One text as far as it has come.
+
+    worded  its log-probabilities as the answer has them, by field
+    """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -39,6 +42,7 @@ class Answer:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached: int = 0
     last: Delta | None = None
+    worded: dict[str, list[Any]] = field(default_factory=dict)
 
     def add(self, news: Delta) -> None:
         """Take in one delta of the choice: texts, tokens and log-probabilities add up."""
@@ -48,6 +52,16 @@ class Answer:
         self.prompt_logprobs += news.prompt_logprobs
         self.cached += news.cached_tokens
         self.last = news
+
+    def field(
+        self, name: str, entries: list[TokenLogprobs], word: Callable[[TokenLogprobs], Any]
+    ) -> list[Any]:
+        """Return what a field says of all entries so far, each worded once: every event says the
+        whole.
+        """
+        found = self.worded.setdefault(name, [])
+        found += map(word, entries[len(found) :])
+        return found
 
 
 class GenerateDialect(Dialect):
@@ -121,40 +135,35 @@ class GenerateDialect(Dialect):
             "e2e_latency": monotonic() - tally.began,
         }
         if text.logprobs:
-            meta |= self._logprobs(answer, request.prompt.tolist(), text)
+            meta |= self._logprobs(answer, int(request.prompt[0]), text)
         stats = answer.last.stats if answer.last is not None else None
         if stats is not None and stats.steps:
             meta["spec_verify_ct"] = stats.steps
             meta["spec_accept_length"] = 1 + stats.accepted / stats.steps
         if lossy := tally.generation.lossy:
             meta["lossy"] = lossy
-        return {"text": answer.text, "output_ids": [*answer.tokens], "meta_info": meta}
+        return {"text": answer.text, "output_ids": answer.tokens, "meta_info": meta}
 
-    def _logprobs(self, answer: Answer, prompt: list[int], text: TextRequest) -> dict[str, Any]:
+    def _logprobs(self, answer: Answer, first: int, text: TextRequest) -> dict[str, Any]:
         """Return [log-probability, id, text or null] of each token of the answer, and of the prompt
-        from the requested start; the first token of a prompt has none.
+        from the requested start; the `first` token of a prompt has none.
         """
-        output, entries = answer.logprobs, answer.prompt_logprobs
-        found: dict[str, Any] = {
-            "output_token_logprobs": [self._entry(e.token, e.logprob) for e in output],
-            "input_token_logprobs": [],
+        kinds: dict[str, Callable[[TokenLogprobs], list[Any]]] = {
+            "token_logprobs": lambda e: self._entry(e.token, e.logprob)
         }
-        kinds: dict[str, Callable[[TokenLogprobs], list[Any]]] = {}
         if text.top:
             kinds["top_logprobs"] = lambda e: self._top(e, text.top)
         if text.ids:
             kinds["token_ids_logprobs"] = lambda e: self._chosen(e, text.ids)
-        start = text.start
-        for name, entry in kinds.items():
-            found[f"output_{name}"] = [entry(e) for e in output]
-            found[f"input_{name}"] = []
-            if start >= 0:
-                found[f"input_{name}"] = [None, *map(entry, entries)][start:]
-        if start >= 0:
-            first = [self._entry(prompt[0], None)]
-            found["input_token_logprobs"] = [
-                *first, *(self._entry(e.token, e.logprob) for e in entries)
-            ][start:]  # fmt: skip
+        found: dict[str, Any] = {}
+        for kind, entry in kinds.items():
+            output, given = f"output_{kind}", f"input_{kind}"
+            found[output] = answer.field(output, answer.logprobs, entry)
+            found[given] = []
+            if text.start >= 0:
+                unknown = self._entry(first, None) if kind == "token_logprobs" else None
+                known = answer.field(given, answer.prompt_logprobs, entry)
+                found[given] = [unknown, *known][text.start :]
         return found
 
     def _top(self, entry: TokenLogprobs, count: int) -> list[Any]:
