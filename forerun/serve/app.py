@@ -59,7 +59,8 @@ def create_models_app(sources: Sequence[Source], settings: ServeSettings) -> Sta
     shared = ResponseStore(), set[GenerationSession]()
     make = partial(_one_of_several, shared)
     models = Models(tuple(sources), settings, metrics, make, _known)
-    about = [*MODELS_ROUTES, *STORED_ROUTES, openapi_route(HONOURED)]
+    unneeded = [*STORED_ROUTES, *KEPT_ROUTES, *REFUSED_ROUTES]  # They need no model.
+    about = [*MODELS_ROUTES, *unneeded, openapi_route(HONOURED)]
     own = [*about, *(ui_routes() if settings.ui else ()), Mount("", app=models)]
     return _with_state(_guarded(own, models, settings), *shared)
 

@@ -71,6 +71,13 @@ async def health(request: Request) -> Response:
     return Json({"status": "ok", **about})
 
 
+async def ping(request: Request) -> Response:
+    """GET or POST /ping: 200 while requests are let in; else 503."""
+    if _of(request).draining:
+        raise shutting_down()
+    return Response(status_code=200)
+
+
 async def metrics(request: Request) -> Response:
     """GET /metrics: of every model that is loaded, in Prometheus' text format."""
     page = await _of(request).metrics_page()
@@ -85,6 +92,8 @@ MODELS_ROUTES = [
     Route("/health", health),
     Route("/metrics", metrics),
     Route("/version", version),
+    Route("/api/version", version, name="ollama_version"),
+    Route("/ping", ping, methods=["GET", "POST"]),
 ]
 
 

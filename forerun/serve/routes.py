@@ -15,6 +15,7 @@ from forerun.serve.dialects.openai.completions import ChatDialect, CompletionDia
 from forerun.serve.dialects.openai.embeddings import OpenAIEmbeddings
 from forerun.serve.dialects.responses.responses import ResponsesDialect, input_tokens
 from forerun.serve.dialects.responses.store import ResponseStore, StoredAnswer
+from forerun.serve.dialects.responses.truncation import stored_bytes
 from forerun.serve.http.errors import ApiError
 from forerun.serve.tokens import TOKEN_ROUTES
 from forerun.version import __version__
@@ -52,7 +53,8 @@ async def response_tokens(request: Request) -> Response:
     """POST /v1/responses/input_tokens: tokens of the prompt as /v1/responses would make it."""
     service, store = service_of(request), _responses(request)
     value, data = await received(request)
-    return Json(await rendered(service, len(data), input_tokens, value, service, store))
+    size = len(data) + stored_bytes(value, store)
+    return Json(await rendered(service, size, input_tokens, value, service, store))
 
 
 async def response(request: Request) -> Response:

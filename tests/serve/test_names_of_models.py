@@ -76,3 +76,15 @@ def test_anthropics_list(several):
         assert client.post("/v1/messages", json=ASKED["/v1/messages"]).status_code == 200
         loaded = client.get("/v1/models/toy", headers=version).json()
         assert loaded["max_input_tokens"] > 0
+
+
+def test_what_needs_no_model_loads_none():
+    """Ollama's clients look at the version first, and got a 503; what is refused loaded a model."""
+    with strict(("toy",), several=True) as client:
+        assert client.get("/api/version").json() == client.get("/version").json()
+        assert client.get("/ping").status_code == client.post("/ping").status_code == 200
+        for path in ("/v1/rerank", "/score", "/props", "/slots/0", "/api/create"):
+            assert client.post(path, json={"model": "toy"}).status_code == 501, path
+        assert client.request("DELETE", "/api/delete", json={"model": "toy"}).status_code == 501
+        (state,) = client.get("/v1/models").json()["data"]
+        assert state["state"] == "unloaded"

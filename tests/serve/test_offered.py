@@ -104,3 +104,21 @@ def test_fields_of_the_newest_clients(client, path, body):
     )
     refused = client.post(path, json={**body, "moderation": {"model": "m"}})
     assert "not supported: there is no moderation" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_goes_on_behind_a_call_that_was_cut(client, stream):
+    """Its arguments were stored as they were, and every later request was refused: no JSON."""
+    names = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
+    tool = FUNCTION | {"parameters": names}
+    options = {"tool_choice": "required", "temperature": 0, "stream": stream}
+    cut = 0
+    for most in range(44, 64, 4):
+        first = ask(client, [tool], max_output_tokens=most, **options)
+        *_, last = [first.text] if not stream else first.text.strip().split("data: ")
+        answer = json.loads(last)
+        answer = answer["response"] if stream else answer
+        cut += any(one.get("arguments", "{}")[-1:] not in ("}", "") for one in answer["output"])
+        after = ask(client, [tool], input="Go on.", previous_response_id=answer["id"])
+        assert after.status_code == 200, (most, after.text)
+    assert cut

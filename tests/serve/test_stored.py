@@ -9,7 +9,9 @@ from starlette.testclient import TestClient
 from forerun.build.engine import load
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app, create_models_app
+from forerun.serve.http.workers import LARGE, Workers
 from forerun.serve.models import Source
+from forerun.text.chat import ChatTemplate
 from tests.e2e.processes import wait_for
 
 PATH = "/v1/responses"
@@ -92,3 +94,28 @@ def test_requests_are_aborted_by_name_whatever_model_runs_them():
         assert [one["server_load"] for one in loads] == [1, 0]
         assert client.post("/abort_request", json={"rid": "mine"}).json() == {"aborted": 1}
         assert answer.result().json()["error"]["code"] == "aborted"
+
+
+def test_a_small_body_that_goes_on_with_much_is_read_beside_the_loop(guarded, monkeypatch):
+    """What was stored counted for nothing: others waited while it was rendered."""
+    sizes, apart = [], Workers.apart
+
+    def spied(self, size, *args):
+        sizes.append(size)
+        return apart(self, size, *args)
+
+    monkeypatch.setattr(Workers, "apart", spied)
+    monkeypatch.setattr(ChatTemplate, "waits", True)
+    key = {"authorization": "Bearer one"}
+    long = [{"role": "user", "content": "x" * 400, "id": f"m{at}"} for at in range(100)]
+    first = ask(guarded, key, input=long, truncation="auto").json()
+    for more in (
+        {"input": "Go on.", "previous_response_id": first["id"]},
+        {"input": [{"type": "item_reference", "id": "m7"}]},
+        {"input": [{"type": "item_reference", "id": []}], "previous_response_id": {}},
+    ):
+        ask(guarded, key, truncation="auto", **more)
+        body = {**more, "truncation": "auto"}
+        guarded.post(f"{PATH}/input_tokens", json=body, headers=key)
+    whole, *small = sizes
+    assert whole > LARGE and min(small[:3]) > whole and max(small[4:]) < LARGE

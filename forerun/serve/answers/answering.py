@@ -82,7 +82,8 @@ async def generated(request: Request, dialect: Dialect) -> Response:
     """
     service = service_of(request)
     value, data = await received(request)
-    parsed = await rendered(service, len(data), dialect.parse, value, service)
+    size = len(data) + dialect.stored(value)
+    parsed = await rendered(service, size, dialect.parse, value, service)
     record: RequestRecord = request.scope["state"]["record"]
     record.ignored += parsed.ignored
     if isinstance(parsed, Ready):

@@ -62,6 +62,10 @@ class Dialect(ABC):
         Raises RequestError naming the field, ApiError.
         """
 
+    def stored(self, value: Any) -> int:
+        """Count the bytes that `parse` reads beside a body, of which this is the JSON."""
+        return 0
+
     @staticmethod
     def size(news: News) -> int:
         """Estimate the bytes of an answer with this news."""

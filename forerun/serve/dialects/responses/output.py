@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forerun.serve.bodies.output_parser import ParsedDelta
+from forerun.serve.bodies.tools import argument_text
 from forerun.serve.dialects.responses.free_tools import (
     free_input,
     of_action,
@@ -82,17 +83,18 @@ class Output:
         return events
 
     def _called(self, item: dict[str, Any]) -> list[Event]:
-        """Return the end of a call. What a custom tool takes comes in one piece: it is JSON until
-        then.
+        """Return the end of a call, of which later requests have JSON, also where it was cut. What
+        a custom tool takes comes in one piece: it is JSON until then.
         """
         function = self.calls[-1]["function"]
         arguments = function["arguments"]
         if item["type"] == "function_call":
+            function["arguments"] = argument_text.mend(arguments, "arguments", [])
             fields = {"arguments": arguments, "name": item["name"]}
             return [self._of_item("response.function_call_arguments.done", **fields)]
         if item["type"] == "local_shell_call":
             item["action"] = shell_action(arguments)
-            function["arguments"] = of_action(item["action"])  # JSON, also where it was cut.
+            function["arguments"] = of_action(item["action"])
             return []
         item["input"] = free_input(arguments)
         function["arguments"] = of_input(item["input"])

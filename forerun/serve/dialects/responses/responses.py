@@ -31,7 +31,7 @@ from forerun.serve.dialects.responses.free_tools import kinds
 from forerun.serve.dialects.responses.output import Event, Logprobs, Output
 from forerun.serve.dialects.responses.schema import ResponsesBody, each_tool, namespaces
 from forerun.serve.dialects.responses.store import ResponseStore
-from forerun.serve.dialects.responses.truncation import fitting, with_items
+from forerun.serve.dialects.responses.truncation import fitting, stored_bytes, with_items
 from forerun.serve.http.errors import ApiError
 
 
@@ -49,6 +49,10 @@ class ResponsesDialect(Dialect):
         self._store = store
         self._output = Output({}, {})
         self._number = 0
+
+    def stored(self, value: Any) -> int:
+        """Implement Dialect.stored: a small body may go on with a long conversation."""
+        return stored_bytes(value, self._store)
 
     def parse(self, value: Any, service: Service) -> ParsedRequest:
         """Implement Dialect.parse for the body of /v1/responses, behind the stored answer that it

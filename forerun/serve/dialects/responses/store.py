@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from forerun.serve.bodies.wire import dump_json
 from forerun.serve.dialects.responses.conversation import Messages
@@ -30,6 +30,13 @@ class StoredAnswer:
     messages: Messages
 
 
+class _Written(NamedTuple):
+    """An answer as JSON, and the ids of its items."""
+
+    data: bytes
+    items: list[str]
+
+
 @dataclass(slots=True)
 class _Kept:
     """Answers of all tenants, by tenant and id. Under the lock.
@@ -41,26 +48,25 @@ class _Kept:
     max_bytes: int
     max_answers: int
     lock: threading.Lock = field(default_factory=threading.Lock)
-    answers: OrderedDict[tuple[str, str], bytes] = field(default_factory=OrderedDict)
+    answers: OrderedDict[tuple[str, str], _Written] = field(default_factory=OrderedDict)
     items: dict[tuple[str, str], str] = field(default_factory=dict)
     size: int = 0
 
-    def put(self, tenant: str, id: str, data: bytes, items: Iterable[str]) -> None:
+    def put(self, tenant: str, id: str, written: _Written) -> None:
         """Keep an answer, and forget the oldest where there is no room."""
-        self.answers[tenant, id] = data
-        self.size += len(data)
-        self.items |= {(tenant, item): id for item in items}
+        self.answers[tenant, id] = written
+        self.size += len(written.data)
+        self.items |= {(tenant, item): id for item in written.items}
         while self.size > self.max_bytes or len(self.answers) > self.max_answers:
             self.forget(*next(iter(self.answers)))
 
     def forget(self, tenant: str, id: str) -> bool:
         """Forget an answer. False if there is none with this id."""
-        data = self.answers.pop((tenant, id), None)
-        if data is None:
+        written = self.answers.pop((tenant, id), None)
+        if written is None:
             return False
-        self.size -= len(data)
-        response, input, _ = json.loads(data)
-        for item in _ids(response, input):
+        self.size -= len(written.data)
+        for item in written.items:
             if self.items.get((tenant, item)) == id:
                 del self.items[tenant, item]
         return True
@@ -93,7 +99,8 @@ class ResponseStore:
         """Keep an answer under its id, and forget the oldest where there is no room."""
         data = dump_json([response, input, messages])
         with self._kept.lock:
-            self._kept.put(self._tenant, response["id"], data, _ids(response, input))
+            written = _Written(data, _ids(response, input))
+            self._kept.put(self._tenant, response["id"], written)
 
     def items(self, ids: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Return the stored items with these ids, of inputs and outputs, by id. Reads each stored
@@ -116,11 +123,19 @@ class ResponseStore:
     def get(self, id: str) -> StoredAnswer | None:
         """Return the answer with this id, if it is still stored; else None."""
         with self._kept.lock:
-            data = self._kept.answers.get((self._tenant, id))
-        if data is None:
+            written = self._kept.answers.get((self._tenant, id))
+        if written is None:
             return None
-        response, input, messages = json.loads(data)
+        response, input, messages = json.loads(written.data)
         return StoredAnswer(response, input, tuple(messages))
+
+    def size(self, answers: Iterable[str], items: Iterable[str]) -> int:
+        """Count the bytes of the stored answers with these ids, or with items of these ids."""
+        with self._kept.lock:
+            having = (self._kept.items.get((self._tenant, id)) for id in items)
+            names = {(self._tenant, id) for id in (*answers, *having) if id is not None}
+            found = (self._kept.answers.get(name) for name in names)
+            return sum(len(written.data) for written in found if written is not None)
 
     def drop(self, id: str) -> bool:
         """Forget an answer. False if there is none with this id."""

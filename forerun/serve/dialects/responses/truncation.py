@@ -26,6 +26,16 @@ def with_items(value: Any, store: ResponseStore) -> Any:
     return {**value, "input": found}
 
 
+def stored_bytes(value: Any, store: ResponseStore) -> int:
+    """Count the bytes of stored answers that a request's JSON refers to."""
+    if not isinstance(value, dict):
+        return 0
+    before, items = value.get("previous_response_id"), value.get("input")
+    refers = [one.get("id") for one in items if _refers(one)] if isinstance(items, list) else []
+    ids = [id for id in refers if isinstance(id, str)]
+    return store.size([before] if isinstance(before, str) else [], ids)
+
+
 def _refers(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") == "item_reference"
 
