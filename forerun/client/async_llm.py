@@ -51,11 +51,17 @@ class AsyncLLM:
         prompt).
 
         options  as of LLM.generate. Raises RequestError if a prompt or an option is wrong,
-        EngineError if the engine fails or no model is loaded. Cancelling the call ends its
-        requests.
+        EngineError if the engine fails or no model is loaded. An error, or cancelling the call,
+        ends all its requests.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        answers = await asyncio.gather(*(self.choices(text, **options) for text in texts))
+        tasks = [asyncio.create_task(self.choices(text, **options)) for text in texts]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         return [item for choices in answers for item in choices]
 
     async def chat(

@@ -15,7 +15,7 @@ from forerun import LLM, AsyncLLM
 from forerun.cli.main import main
 from forerun.client.completion import make_request
 from forerun.client.options import RANGES, AskOptions, EngineArgs
-from forerun.engine.request import Speculation
+from forerun.engine.request import Finish, Speculation
 from forerun.errors import EngineError, RequestError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
@@ -83,6 +83,21 @@ def test_a_call_that_is_cancelled_ends_its_request():
             return await asyncio.to_thread(llm._llm.loaded.engine.drain, 10.0)
 
     assert asyncio.run(cancelled()) is True
+
+
+def test_a_call_that_fails_ends_its_other_requests():
+    """One prompt was refused, and the others were written to their ends in vain."""
+
+    async def failed():
+        async with AsyncLLM("toy", kv_tokens=4096) as llm:
+            with pytest.raises(RequestError, match="context length"):
+                await llm.generate(["Hi", "x" * 5000], max_tokens=3000, ignore_eos=True)
+            engine = llm._llm.loaded.engine
+            await asyncio.to_thread(engine.drain, 10.0)
+            return engine.stats().finished
+
+    finished = asyncio.run(failed())
+    assert not finished.get(Finish.LENGTH) and finished.get(Finish.ABORT) == 1
 
 
 def test_a_model_that_was_not_loaded():
