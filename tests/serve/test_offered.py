@@ -122,3 +122,39 @@ def test_a_conversation_goes_on_behind_a_call_that_was_cut(client, stream):
         after = ask(client, [tool], input="Go on.", previous_response_id=answer["id"])
         assert after.status_code == 200, (most, after.text)
     assert cut
+
+
+def test_two_namespaces_may_have_functions_of_one_name(client):
+    """Codex groups tools by server: two that have a `search` were refused as one that is twice."""
+    groups = [{"type": "namespace", "name": name, "tools": [FUNCTION]} for name in "ab"]
+    tools, options = [*groups, FUNCTION], {"temperature": 0, "tool_choice": "required"}
+    answer = ask(client, tools, **options, seed=1).json()
+    (call,) = answer["output"]
+    assert call["name"] == "f" and call.get("namespace") in ("a", "b", None)
+    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    done = {"type": "function_call_output", "call_id": "c", "output": "Done"}
+    counts = []
+    for more in ({}, {"namespace": "a"}, {"namespace": "b"}, {"namespace": "other"}):
+        body = {"input": [item | more, done], "tools": tools}
+        found = client.post("/v1/responses/input_tokens", json=body)
+        counts.append(found.json()["input_tokens"])
+        assert ask(client, tools, input=body["input"]).headers.get("x-forerun-ignored") is None
+    plain, first, second, unknown = counts
+    assert first == second == plain + len("a__") and unknown == plain
+    again = ask(client, tools, input="Go on.", previous_response_id=answer["id"])
+    assert again.status_code == 200
+    twice = ask(client, [groups[0], groups[0]])
+    assert twice.status_code == 400 and "appears twice" in twice.text
+
+
+@pytest.mark.parametrize("tool", [FUNCTION, PATCH], ids=["function", "custom"])
+def test_a_call_says_its_own_name_and_namespace(client, tool):
+    one, two = ({"type": "namespace", "name": name, "tools": [tool]} for name in ("one", "two"))
+    own, other = tool["name"], {**tool, "name": "other"}
+    for tools, known in (
+        ([one, two], {(own, "one"), (own, "two")}),
+        ([one, other], {(own, "one"), ("other", None)}),
+        ([two, {**one, "tools": [other]}], {(own, "two"), ("other", "one")}),
+    ):
+        (call,) = ask(client, tools, temperature=0, tool_choice="required").json()["output"]
+        assert (call["name"], call.get("namespace")) in known

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from forerun.constrain.grammar import Grammar
@@ -37,6 +37,13 @@ class Tool:
 
     signature: Signature
     plain: dict[str, Any]
+
+    def called(self, name: str) -> "Tool":
+        """Return the same tool under a name."""
+        if name == self.signature.name:
+            return self
+        plain = {**self.plain, "function": {**self.plain["function"], "name": name}}
+        return Tool(replace(self.signature, name=name), plain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from forerun.serve.bodies.history import left_out
 from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.bodies.tools import different
 from forerun.serve.dialects.responses.free_tools import CustomCall, ShellCall, unheld
+from forerun.serve.dialects.responses.offers import Names
 from forerun.serve.dialects.responses.schema import (
     LOGPROBS,
     Call,
@@ -27,12 +28,11 @@ from forerun.serve.dialects.responses.schema import (
 Messages = tuple[dict[str, Any], ...]
 
 
-def chat_body(body: ResponsesBody, earlier: Messages) -> ChatBody:
+def chat_body(body: ResponsesBody, messages: Messages) -> ChatBody:
     """Put the request in the server's own words. Raises RequestError.
 
-    earlier  the conversation so far, without instructions
+    messages  the conversation, without instructions
     """
-    messages = (*earlier, *messages_of(body.input))
     if not messages:
         raise RequestError("input is missing.", "input")
     if body.instructions is not None:
@@ -66,9 +66,11 @@ def chat_body(body: ResponsesBody, earlier: Messages) -> ChatBody:
     )
 
 
-def messages_of(items: Iterable[Item]) -> Messages:
+def messages_of(items: Iterable[Item], names: Names) -> Messages:
     """Make messages of items. What the model thought, said and called in one turn is one of
     them.
+
+    names  by which the model knows the tools
     """
     found: list[dict[str, Any]] = []
     for item in items:
@@ -82,7 +84,7 @@ def messages_of(items: Iterable[Item]) -> Messages:
             continue
         if not found or found[-1]["role"] != "assistant" or _begins_turn(found[-1], item):
             found.append({"role": "assistant", "content": None})
-        _add(found[-1], item)
+        _add(found[-1], item, names)
     return tuple({**one, "content": one["content"] or ""} if not one.get("tool_calls") else one
                  for one in found)  # fmt: skip
 
@@ -115,13 +117,15 @@ def _begins_turn(message: dict[str, Any], item: Item) -> bool:
     return isinstance(item, InputMessage) and begun
 
 
-def _add(message: dict[str, Any], item: Item) -> None:
+def _add(message: dict[str, Any], item: Item, names: Names) -> None:
     if isinstance(item, Reasoning):
         thought = item.content or item.summary
         before = message.get("reasoning_content")
         message["reasoning_content"] = thought if before is None else f"{before}\n{thought}"
     elif isinstance(item, Call | CustomCall | ShellCall):
-        function = {"name": item.name, "arguments": item.arguments}
+        space = getattr(item, "namespace", None)
+        name = names.get((space, item.name), item.name)
+        function = {"name": name, "arguments": item.arguments}
         id = item.call_id or item.id or ""
         call = {"id": id, "type": "function", "function": function}
         message.setdefault("tool_calls", []).append(call)

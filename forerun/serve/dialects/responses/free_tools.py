@@ -112,13 +112,6 @@ def unheld(tools: Iterable[dict[str, Any]]) -> tuple[str, ...]:
     return ("tools.format.definition",) if lark else ()
 
 
-def kinds(tools: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Map each function's name to the kind of tool that it stands for; `tools` are checked
-    already.
-    """
-    return {one.get("name", SHELL): one["type"] for one in tools if is_free(one)}
-
-
 def free_input(arguments: str) -> str:
     """Return the text of a custom tool's call; of one that was cut, as far as it goes."""
     for cut in range(7):  # Of an escape that was cut: \uD83D has six letters.

@@ -7,11 +7,13 @@ from typing import Any
 from forerun.serve.bodies.output_parser import ParsedDelta
 from forerun.serve.bodies.tools import argument_text
 from forerun.serve.dialects.responses.free_tools import (
+    SHELL,
     free_input,
     of_action,
     of_input,
     shell_action,
 )
+from forerun.serve.dialects.responses.offers import Offer
 
 Event = dict[str, Any]
 Logprobs = list[dict[str, Any]]
@@ -20,14 +22,13 @@ Logprobs = list[dict[str, Any]]
 class Output:
     """Turns parsed text into events of items, one after the other.
 
-    namespaces  of functions that have one, by name, to add to their calls
-    kinds       of functions that stand for tools of another kind, by name
+    offers  what tools are to the client, by the names that the model knows them by
 
     calls  the model's calls, in Chat Completions' format
     """
 
-    def __init__(self, namespaces: Mapping[str, str], kinds: Mapping[str, str]) -> None:
-        self._namespaces, self._kinds = namespaces, kinds
+    def __init__(self, offers: Mapping[str, Offer]) -> None:
+        self._offers = offers
         self.calls: list[dict[str, Any]] = []
         self.items: list[dict[str, Any]] = []
         self._open: str | None = None
@@ -147,16 +148,17 @@ class Output:
         id, own = f"call_{uuid.uuid4().hex[:24]}", uuid.uuid4().hex
         function = {"name": name, "arguments": ""}
         self.calls.append({"id": id, "type": "function", "function": function})
-        kind, space = self._kinds.get(name), self._namespaces.get(name)
-        grouped = {"namespace": space} if space else {}
+        offer = self._offers.get(name, Offer(name, None, "function"))
+        grouped = {"namespace": offer.namespace} if offer.namespace else {}
+        named = {"name": offer.name, **grouped}
         item: dict[str, Any]
-        if kind == "custom":
-            item = {"type": "custom_tool_call", "name": name, "input": "", **grouped}
+        if offer.kind == "custom":
+            item = {"type": "custom_tool_call", "input": "", **named}
             return {**item, "id": f"ctc_{own}", "call_id": id}
-        if kind is not None:
+        if offer.kind == SHELL:
             item = {"type": "local_shell_call", "action": shell_action("")}
             return {**item, "id": f"lsh_{own}", "call_id": id}
-        return {"id": f"fc_{own}", "call_id": id, **function, **grouped}
+        return {"id": f"fc_{own}", "call_id": id, **function, **named}
 
     def _of_item(self, kind: str, **fields: Any) -> Event:
         at = len(self.items) - 1

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +28,9 @@ from forerun.serve.dialects.responses.conversation import (
     input_item,
     messages_of,
 )
-from forerun.serve.dialects.responses.free_tools import kinds
+from forerun.serve.dialects.responses.offers import Offer, offers
 from forerun.serve.dialects.responses.output import Event, Logprobs, Output
-from forerun.serve.dialects.responses.schema import ResponsesBody, each_tool, namespaces
+from forerun.serve.dialects.responses.schema import ResponsesBody, each_tool
 from forerun.serve.dialects.responses.store import ResponseStore
 from forerun.serve.dialects.responses.truncation import fitting, stored_bytes, with_items
 from forerun.serve.http.errors import ApiError
@@ -47,7 +48,7 @@ class ResponsesDialect(Dialect):
     def __init__(self, store: ResponseStore) -> None:
         super().__init__()
         self._store = store
-        self._output = Output({}, {})
+        self._output = Output({})
         self._number = 0
 
     def stored(self, value: Any) -> int:
@@ -61,8 +62,9 @@ class ResponsesDialect(Dialect):
         value = with_items(value, self._store)
         body = read(ResponsesBody, value)
         self._served = service.named(body.model)
-        earlier = _earlier(body.previous_response_id, self._store)
-        chat, loaded = chat_body(body, earlier), self._served.loaded
+        known = offers(each_tool(value.get("tools")))
+        self._messages = _conversation(body, known, self._store)
+        chat, loaded = chat_body(body, self._messages), self._served.loaded
         if body.truncation == "auto":
             made, left = fitting(chat, loaded, service.settings)
         else:
@@ -72,9 +74,7 @@ class ResponsesDialect(Dialect):
         truncated = (f"input ({left} earliest messages)",) if left else ()
         unused = (*ignored(body, value), *unknown, *truncated)
         self._body = body
-        tools = value.get("tools")
-        self._output = Output(namespaces(tools), kinds(each_tool(tools)))
-        self._messages = (*earlier, *messages_of(body.input))
+        self._output = Output(known)
         self._reader = ChoiceReader(made)
         self._generation = replace(made, id=f"resp_{uuid.uuid4().hex}")
         self._base = self._described(value)
@@ -217,11 +217,23 @@ class ResponsesDialect(Dialect):
 
 def input_tokens(value: Any, service: Service, store: ResponseStore) -> dict[str, Any]:
     """POST /v1/responses/input_tokens: tokens of the prompt as /v1/responses would make it."""
-    body = read(ResponsesBody, with_items(value, store))
+    value = with_items(value, store)
+    body = read(ResponsesBody, value)
     loaded = service.named(body.model).loaded
-    chat = chat_body(body, _earlier(body.previous_response_id, store))
+    known = offers(each_tool(value.get("tools")))
+    chat = chat_body(body, _conversation(body, known, store))
     count = len(dialogue(chat, loaded, service.settings).prompt)
     return {"object": "response.input_tokens", "input_tokens": count}
+
+
+def _conversation(
+    body: ResponsesBody, known: Mapping[str, Offer], store: ResponseStore
+) -> Messages:
+    """Return what was said so far, in stored answers and in the request itself. known: its
+    tools. Raises ApiError.
+    """
+    names = {(one.namespace, one.name): name for name, one in known.items()}
+    return (*_earlier(body.previous_response_id, store), *messages_of(body.input, names))
 
 
 def _earlier(id: str | None, store: ResponseStore) -> Messages:

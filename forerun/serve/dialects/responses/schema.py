@@ -57,6 +57,7 @@ from forerun.serve.dialects.responses.free_tools import (
     free_tool,
     is_free,
 )
+from forerun.serve.dialects.responses.offers import known_names
 
 OWN_TOOLS = "the server runs no tools of its own; offer functions"
 _STATUS = only("in_progress", "completed", "incomplete", why="these exist")
@@ -114,7 +115,7 @@ class Call:
     type: str = need(plain_text)
     call_id: str = need(text(256))
     name: str = need(function_name)
-    namespace: str | None = ignore(text(256))
+    namespace: str | None = accept(text(256))
     arguments: str = need(argument_text)
     id: str | None = accept(text(256))
     status: str | None = accept(_STATUS)
@@ -261,14 +262,17 @@ def _tools(value: Any, where: str) -> tuple[Tool, ...]:
     each = items(_tool, MAX_TOOLS)
     if not isinstance(value, list) or all(map(is_hosted, value)):
         return tuple(each(value, where))
-    found: list[Tool] = []
+    found: list[tuple[str | None, Tool]] = []
     for at, one in enumerate(value):
         place = f"{where}[{at}]"
         if isinstance(one, dict) and one.get("type") == "namespace":
-            found += each(read(_Namespace, one, place).tools, f"{place}.tools")
+            group = read(_Namespace, one, place)
+            found += ((group.name, tool) for tool in each(group.tools, f"{place}.tools"))
         elif not is_hosted(one):
-            found.append(_tool(one, place))
-    return tuple(items(lambda one, _: one, MAX_TOOLS)(found, where))
+            found.append((None, _tool(one, place)))
+    names = known_names((space, tool.signature.name) for space, tool in found)
+    named = [tool.called(name) for name, (_, tool) in zip(names, found, strict=True)]
+    return tuple(items(lambda one, _: one, MAX_TOOLS)(named, where))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,27 +285,17 @@ class _Namespace:
     tools: list[Any] = need(lambda value, where: value)
 
 
-def namespaces(tools: list[dict[str, Any]] | None) -> dict[str, str]:
-    """Return the namespace of each function that has one, by its name; `tools` are checked
-    already.
-    """
-    return {
-        tool.get("name", SHELL): one["name"]
-        for one in tools or []
-        if one.get("type") == "namespace"
-        for tool in one["tools"]
-    }
-
-
 def each_tool(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return the tools of a request with those of its namespaces in their places; `tools` are
-    checked already.
+    """Return the tools of a request, without those that are left out; those of a namespace say so.
+    `tools` are checked already.
     """
-    return [
-        tool
-        for one in tools or []
-        for tool in (one["tools"] if one.get("type") == "namespace" else [one])
-    ]
+    found: list[dict[str, Any]] = []
+    for one in tools or []:
+        if one.get("type") == "namespace":
+            found += ({**tool, "namespace": one["name"]} for tool in one["tools"])
+        elif not is_hosted(one):
+            found.append(one)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
