@@ -30,7 +30,7 @@ float gumbel(uint64_t seed, uint32_t position, uint32_t token) {
 // Where the last position after the run of tokens before `place` is kept.
 int32_t& Chain::last(const int32_t* text, size_t place) {
     const int32_t* run = text + place - order_;
-    uint64_t key = 0;
+    uint64_t key = hash_secret();
     for (size_t i = 0; i < order_; i++) key = (key ^ (uint32_t)run[i]) * 0x9E3779B97F4A7C15u;
     const size_t mask = table_.size() - 1;
     for (size_t at = (key >> 32) & mask;; at = (at + 1) & mask) {

@@ -2,17 +2,26 @@
 
 #include <algorithm>
 #include <cstring>
+#include <random>
 
 namespace forerun {
 
 constexpr uint16_t kMostCount = 0xFFFF;
 constexpr uint64_t kEmpty = 0xD1B54A32D192ED03u;  // The key of no token: large, unlike a token's.
 
+uint64_t hash_secret() {
+    static const uint64_t secret = [] {
+        std::random_device device;
+        return (uint64_t)device() << 32 | device();
+    }();
+    return secret;
+}
+
 // The key of the context of no token, by tenant: spread over all bits, so that no token of another
 // tenant makes up for the difference.
 static uint64_t beginning(uint64_t tenant) {
     const uint64_t spread = tenant * 0xC2B2AE3D27D4EB4Fu;
-    return kEmpty ^ spread ^ (spread >> 31);
+    return hash_secret() ^ kEmpty ^ spread ^ (spread >> 31);
 }
 
 // The key of a context that is one token longer; never 0.

@@ -7,6 +7,10 @@
 
 namespace forerun {
 
+// Random, of this process: hashes of tokens begin with it, or a client could send a text whose runs
+// all lie side by side, and looking for one would take time with the length of the text.
+uint64_t hash_secret();
+
 // A token that may come next, and how likely that is.
 struct Usual {
     int32_t token;

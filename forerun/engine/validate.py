@@ -28,6 +28,7 @@ def validate(
     if len(prompt) == 0:
         raise RequestError("The prompt is empty; it needs at least one token.", "prompt")
     _within(prompt, vocab, "prompt")
+    _within(request.prediction, vocab, "prediction")
     _within([token for token, _ in request.sampling.logit_bias], vocab, "logit_bias")
     _within(request.stopping.stop_tokens, vocab, "stop_token_ids")
     if not 1 <= request.n <= max_choices:

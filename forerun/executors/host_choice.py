@@ -146,8 +146,8 @@ def _echo(plan: Plan, row: int, trees: TreeBatch, slot: SlotInit, reports: Repor
     top = slot.sampling.prompt_logprobs
     if top is None:
         return ()
-    following = slot.text.tokens[int(plan.kv_len[row]) + 1 :].tolist()
     nodes = range(int(trees.start[row]), trees.root(row) + 1)
+    following = slot.text.tokens[int(plan.kv_len[row]) + 1 :][: len(nodes)].tolist()
     return reports(top, list(zip(nodes, following, strict=False)))
 
 

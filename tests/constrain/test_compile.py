@@ -20,7 +20,7 @@ from forerun import sandbox
 from forerun.constrain.grammar import Grammar, Start
 from forerun.constrain.isolation import compile as compile_module
 from forerun.constrain.isolation import llguidance_worker
-from forerun.constrain.isolation.compile import Compiler
+from forerun.constrain.isolation.compile import Compiler, _Cache
 from forerun.constrain.isolation.fair_queue import FairQueue
 from forerun.constrain.matcher.jump_forward import MAX_AHEAD
 from forerun.constrain.matcher.llguidance_backend import LONG
@@ -394,6 +394,13 @@ def test_requests_for_one_grammar_share_nothing_that_can_fail():
     assert second.commit(ord("a")) and second.mask() and not second.error
     assert Matcher(made.compile(grammar)).commit(ord("a")), "nor do later ones"
     made.close()
+
+
+def test_what_is_kept_twice_counts_once():
+    cache, keys = _Cache(100), [(name, "", False, False) for name in "ab"]
+    for key, size in ((keys[0], 60), (keys[0], 60), (keys[1], 30)):
+        cache.put(key, "no grammar", size)
+    assert all(map(cache.get, keys))
 
 
 def test_the_cache_is_bounded_in_bytes():

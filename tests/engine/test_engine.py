@@ -318,6 +318,7 @@ def test_logprobs_of_the_prompt_survive_preemption():
         (ask(prompt=""), RequestError, "prompt"),
         (ask(prompt=np.array([1, 259])), RequestError, "prompt"),
         (ask(prompt=np.array([-1])), RequestError, "prompt"),
+        (ask(prediction=np.array([1, 259], np.int32)), RequestError, "prediction"),
         (ask(prompt="x" * 200), ContextError, "prompt"),
         (ask(prompt="x" * 190, max_tokens=3), ContextError, "max_tokens"),
         (ask(max_tokens=10**9), ContextError, "max_tokens"),

@@ -60,7 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.sampled_from(["a", "ab", "Hello", "Hello, w", "Hello, world!"]),
-        max_tokens=st.integers(3, 11),
+        max_tokens=st.integers(0, 11),
         n=st.sampled_from([1, 1, 2, 3]),
         stop=st.sampled_from([(), (), ("a",), ("bc", "lk"), ("p", "ghi")]),
         include_stop=st.booleans(),
@@ -72,6 +72,8 @@ class EngineMachine(RuleBasedStateMachine):
     def submit(self, prompt, max_tokens, n, stop, include_stop, sampling, speculation):
         if self.alone:
             sampling = {key: sampling[key] for key in ("temperature", "seed")}
+        elif sampling["min_tokens"] > max_tokens:
+            sampling = sampling | {"min_tokens": 0}
         request = ask(
             str(len(self.asked)), prompt, max_tokens, n=n, stop=stop, include_stop=include_stop,
             speculation=speculation, **sampling,
@@ -106,8 +108,9 @@ class EngineMachine(RuleBasedStateMachine):
             steps += 1
             assert steps < 3000, "somebody starves"
         self.engine.check()
-        load = self.engine.stats().load
-        assert load.pages_held == load.running == load.waiting == 0
+        stats = self.engine.stats()
+        load = stats.load
+        assert load.pages_held == load.running == load.waiting == stats.failed_steps == 0
         for request in self.asked.values():
             for index in range(request.n):
                 if self.ear.last(request.id, index).finish == Finish.ABORT:

@@ -230,8 +230,9 @@ class _Cache:
         return self._values[key][0]
 
     def put(self, key: _Key, value: Translated | str, size: int) -> None:
+        _, before = self._values.pop(key, ("", 0))  # Both lanes may have compiled it.
         self._values[key] = (value, size)
-        self._used += size
+        self._used += size - before
         while self._used > self._limit and len(self._values) > 1:
             _, (_, freed) = self._values.popitem(last=False)
             self._used -= freed

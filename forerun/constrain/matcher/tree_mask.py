@@ -159,7 +159,8 @@ class TreeGrammars:
         state, compiled = self._states[slot], self._compiled[slot]
         with state.timed():
             committed = state.commit(tokens)
-        if committed.error and (state.failed or state.matcher.error):
+        failed = state.failed or state.matcher.error
+        if committed.error and failed and not compiled.free:
             # A process, whose limits are wider, decides whether it is an error at all.
             compiled.translated.moved(limit=True)
             return Committed(committed.kept, must_reopen=True)
