@@ -158,3 +158,11 @@ def test_a_call_says_its_own_name_and_namespace(client, tool):
     ):
         (call,) = ask(client, tools, temperature=0, tool_choice="required").json()["output"]
         assert (call["name"], call.get("namespace")) in known
+
+
+def test_no_more_tools_are_read_than_may_be_offered(client):
+    """All namespaces were read before their tools were counted: 60,000 took two seconds."""
+    named = [{"type": "function", "name": f"f{at}"} for at in range(600)]
+    groups = [{"type": "namespace", "name": f"n{at}", "tools": named} for at in range(9)]
+    answer = ask(client, groups)
+    assert answer.status_code == 400 and "tools has 1200 entries" in answer.text

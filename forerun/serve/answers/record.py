@@ -2,9 +2,8 @@
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from time import monotonic
 from typing import Any
 from urllib.parse import quote
@@ -69,12 +68,9 @@ class RequestRecord:
         """Return the headers, names and values, by which an answer says what was ignored, not
         enforced, or may be lossy.
         """
-        ignored = [quote(name, safe="%[]$:() ", errors="replace") for name in self.ignored]
-        found = [(IGNORED, _names(ignored))] if ignored else []
+        found = [(IGNORED, _names(self.ignored, "%[]$:() "))] if self.ignored else []
         if self.unenforced:
-            found.append(
-                (UNENFORCED, _names([quote(path, safe="[]$:") for path in self.unenforced]))
-            )
+            found.append((UNENFORCED, _names(self.unenforced, "[]$:")))
         if self.lossy:
             found.append((LOSSY, ", ".join(f"{k}={v:g}" for k, v in self.lossy.items())))
         return [(name, value.encode()) for name, value in found]
@@ -115,9 +111,15 @@ class RequestRecord:
         return " ".join(parts) + (f" ({self.note})" if self.note else "")
 
 
-def _names(paths: list[str]) -> str:
-    """Join paths for a header: those that fit, and how many there are more."""
-    ends = accumulate(len(path) + 2 for path in paths)
-    count = sum(end <= LONGEST for end in ends)
-    more = len(paths) - count
-    return ", ".join([*paths[:count], *([f"{more} more"] if more else [])])
+def _names(paths: Sequence[str], safe: str) -> str:
+    """Join paths for a header, quoted but for `safe` signs: those that fit, and how many there are
+    more.
+    """
+    found, room = list[str](), LONGEST
+    for path in paths:
+        found.append(quote(path, safe=safe, errors="replace"))
+        room -= len(found[-1]) + 2
+        if room < 0:
+            found[-1] = f"{len(paths) - len(found) + 1} more"
+            break
+    return ", ".join(found)

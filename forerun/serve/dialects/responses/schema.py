@@ -270,6 +270,8 @@ def _tools(value: Any, where: str) -> tuple[Tool, ...]:
             found += ((group.name, tool) for tool in each(group.tools, f"{place}.tools"))
         elif not is_hosted(one):
             found.append((None, _tool(one, place)))
+        if len(found) > MAX_TOOLS:
+            break
     names = known_names((space, tool.signature.name) for space, tool in found)
     named = [tool.called(name) for name, (_, tool) in zip(names, found, strict=True)]
     return tuple(items(lambda one, _: one, MAX_TOOLS)(named, where))
