@@ -66,8 +66,17 @@ def create_models_app(sources: Sequence[Source], settings: ServeSettings) -> Sta
 
 
 def _known(scope: Scope) -> bool:
-    """Return whether a model has a route for a request."""
-    return any(route.matches(scope)[0] is not Match.NONE for route in _API)
+    """Return whether a model has a route for a request. Raises HTTPException (405) if that takes
+    other methods.
+    """
+    found = [(route.matches(scope)[0], route.methods or ()) for route in _API]
+    partly = (methods for match, methods in found if match is Match.PARTIAL)
+    others = {method for methods in partly for method in methods}
+    if any(match is Match.FULL for match, _ in found):
+        return True
+    if others:
+        raise HTTPException(405, headers={"Allow": ", ".join(sorted(others))})
+    return False
 
 
 def _one_of_several(

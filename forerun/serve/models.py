@@ -43,6 +43,8 @@ FOR_EVER = 3e13
 """Seconds: a million years."""
 LOOK_SECONDS = 1.0
 """How often to check whether a model's time is over."""
+BODILESS = ("/flush_cache",)
+"""Paths of POST requests that need no body."""
 _text = text(2**31 - 1)
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "": 1.0}
 _PART = re.compile(r"(\d+(?:\.\d*)?)(ms|us|ns|h|m|s)")
@@ -124,7 +126,8 @@ class Models:
     """An ASGI application: the door. Offers `server` what a Service does.
 
     make    the application of one model, not yet begun, of its service
-    known   whether such an application has a route for a request
+    known   whether such an application has a route for a request; raises HTTPException (405) for
+            a method that it does not take
     memory  bytes that are free now
     clock   seconds that only grow
     """
@@ -168,8 +171,7 @@ class Models:
         if scope["method"] in ("GET", "HEAD"):
             entry = self.named(QueryParams(scope["query_string"]).get("model"))
             if entry.app is None or entry.state != "loaded":
-                message = f"{entry.source.name} is not loaded; the first request for it loads it."
-                raise unavailable(message, "not_loaded")
+                raise _not_loaded(entry)
             await entry.app.router({**scope, "app": entry.app}, receive, send)
             return
         request = Request(scope, receive)
@@ -178,6 +180,8 @@ class Models:
             raise shutting_down()
         asked = received.value if isinstance(received.value, dict) else {}
         entry = self.named(asked.get("model") or asked.get("name"))
+        if received.fault is not None and not entry.ready:  # Any web page may send no body.
+            raise _not_loaded(entry) if scope["path"] in BODILESS else received.fault
         keep = self._kept(asked["keep_alive"]) if "keep_alive" in asked else None
 
         async def sending(message: Message) -> None:
@@ -217,7 +221,9 @@ class Models:
         for entry in self.entries.values():
             if entry.state == "loaded" and not entry.active and self.clock() >= entry.until:
                 async with self._changing:
-                    if entry.state == "loaded" and not entry.active:
+                    # One may have used it meanwhile.
+                    unused = not entry.active and self.clock() >= entry.until
+                    if entry.state == "loaded" and unused:
                         await self._unload(entry, "no request has used it")
 
     async def drain(self, seconds: float) -> bool:
@@ -365,3 +371,9 @@ class Models:
                 raise
             return Received(data, fault=fault)
         return Received(data, value)
+
+
+def _not_loaded(entry: Entry) -> ApiError:
+    """Return the 503 for what loads no model; not raised."""
+    message = f"{entry.source.name} is not loaded; the first request for it loads it."
+    return unavailable(message, "not_loaded")

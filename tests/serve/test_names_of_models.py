@@ -88,3 +88,47 @@ def test_what_needs_no_model_loads_none():
         assert client.request("DELETE", "/api/delete", json={"model": "toy"}).status_code == 501
         (state,) = client.get("/v1/models").json()["data"]
         assert state["state"] == "unloaded"
+
+
+@pytest.mark.parametrize("method", ["OPTIONS", "PUT", "PATCH"])
+def test_a_method_that_no_route_takes_loads_no_model(method):
+    """A browser's question whether a page may ask did."""
+    with strict(("toy",), several=True) as client:
+        answer = client.request(method, "/v1/chat/completions", json={"model": "toy"})
+        assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+        assert answer.json()["error"]["message"].endswith(f"takes POST, not {method}.")
+        (state,) = client.get("/v1/models").json()["data"]
+        assert state["state"] == "unloaded"
+
+
+def test_a_request_without_a_body_loads_no_model():
+    """Any web page may send one, without asking."""
+    with strict(("toy",), several=True) as client:
+        assert client.post("/v1/chat/completions").json()["error"]["code"] == "invalid_json"
+        assert client.post("/flush_cache").json()["error"]["code"] == "not_loaded"
+        (state,) = client.get("/v1/models").json()["data"]
+        assert state["state"] == "unloaded"
+        assert client.post("/v1/messages", json=ASKED["/v1/messages"]).status_code == 200
+        assert client.post("/flush_cache").status_code == 200
+
+
+def test_a_model_that_is_used_while_it_waits_to_be_let_go_stays():
+    settings = ServeSettings(unload_after=5)
+    source = Source("toy", (), 1000, lambda: load(EngineConfig(model="toy")))
+    app = create_models_app([source], settings)
+    models, now = app.state.service, 0.0
+    models.clock = lambda: now
+    with TestClient(app, base_url="http://localhost") as client:
+        assert client.post("/v1/messages", json=ASKED["/v1/messages"]).status_code == 200
+        client.portal.call(models._changing.acquire)
+        now = 6.0
+        waiting = client.portal.start_task_soon(models.let_go)
+        assert client.post("/v1/messages", json=ASKED["/v1/messages"]).status_code == 200
+
+        async def released():
+            models._changing.release()
+
+        client.portal.call(released)
+        waiting.result()
+        (state,) = client.get("/v1/models").json()["data"]
+        assert state["state"] == "loaded"
