@@ -21,6 +21,7 @@ from forerun.client import messages
 from forerun.constrain.isolation.compile import MAX_WAITING
 from forerun.constrain.matcher.matcher import CompiledGrammar
 from forerun.engine.request import Delta
+from forerun.engine.thread import Engine
 from forerun.errors import EngineError, ForerunError, RankError
 
 BEAT_SECONDS = 0.5
@@ -102,6 +103,11 @@ def _progress(connection: Connection) -> Progress:
     return tell
 
 
+def _unforeseen(error: Exception) -> messages.Problem:
+    """Return an error that was not foreseen as it crosses: an EngineError."""
+    return messages.Problem.of(EngineError(f"{type(error).__name__}: {error}"))
+
+
 class _Worker:
     """The engine and its connection."""
 
@@ -175,7 +181,16 @@ class _Worker:
             case messages.ForgetPrefixes():
                 engine.forget_prefixes()
             case messages.Describe(call):
-                self._outbox.put(messages.Description(call, engine.stats(), engine.describe()))
+                self._describe(call, engine)
+
+    def _describe(self, call: int, engine: Engine) -> None:
+        try:
+            answer = messages.Description(call, engine.stats(), engine.describe())
+        except Exception as error:
+            log.exception("the engine could not be described")
+            self._outbox.put(messages.Failed(call, _unforeseen(error)))
+        else:
+            self._outbox.put(answer)
 
     def _submit(self, message: messages.Submit, loaded: Loaded) -> None:
         request = message.request
@@ -185,6 +200,9 @@ class _Worker:
             loaded.engine.submit(request, self._news.append)
         except ForerunError as error:
             self._outbox.put(messages.Refused(request.id, messages.Problem.of(error)))
+        except Exception as error:
+            log.exception("request %s could not be taken in", request.id)
+            self._outbox.put(messages.Refused(request.id, _unforeseen(error)))
 
     # --- other threads ---------------------------------------------------------------------
 
@@ -197,9 +215,8 @@ class _Worker:
             return
         except Exception as error:
             log.exception("a grammar could not be compiled")
-            failed = EngineError(f"{type(error).__name__}: {error}")
             self._grammars.pop(message.call, None)
-            self._outbox.put(messages.Failed(message.call, messages.Problem.of(failed)))
+            self._outbox.put(messages.Failed(message.call, _unforeseen(error)))
             return
         if message.call in self._grammars:  # Perhaps no caller has waited for it.
             self._grammars[message.call] = compiled

@@ -229,6 +229,6 @@ class Shapes:
             "plain_steps_by_rows": {
                 f"{1 << power} rows, {shape.nodes} draft tokens": round(mean.value, 2)
                 for power, bucket in sorted(self.buckets.items())
-                for shape, mean in bucket.relative_cost.items()
+                for shape, mean in bucket.relative_cost.copy().items()  # From any thread.
             },
         }

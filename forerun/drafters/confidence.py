@@ -77,8 +77,11 @@ class Confidence:
         return self._counts.setdefault((sampled, depth, tenth), _Count())
 
     def describe(self) -> dict[str, Any]:
-        """Return, for /server_info, how often tokens of each tenth of confidence were right."""
-        whole = {key: each for key, each in self._counts.items() if key[1] == _WHOLE and each.tried}
+        """Return, for /server_info, how often tokens of each tenth of confidence were right. From
+        any thread.
+        """
+        counts = self._counts.copy().items()
+        whole = {key: each for key, each in counts if key[1] == _WHOLE and each.tried}
         return {
             f"{'sampled' if sampled else 'greedy'}, confidence {tenth / TENTHS:.1f}": round(
                 each.right / each.tried, 3

@@ -311,6 +311,27 @@ def test_a_grammar_that_nobody_has_any_more_is_forgotten():
         assert worker._grammars == {}
 
 
+def test_what_was_not_foreseen_is_an_answer_and_ends_nothing(monkeypatch):
+    """The thread that hears the server ends the process where it raises."""
+
+    def fault(*_):
+        raise RuntimeError("dictionary changed size during iteration")
+
+    with toy_loaded() as loaded:
+        worker = _Worker(None)
+        worker._loaded = loaded
+        monkeypatch.setattr(loaded.engine, "describe", fault)
+        monkeypatch.setattr(loaded.engine, "submit", fault)
+        worker._do(messages.Describe(5))
+        worker._do(messages.Submit(make_request(np.array([72], np.int32), max_tokens=1)))
+        failed, refused = worker._outbox.get(), worker._outbox.get()
+    assert isinstance(failed, messages.Failed) and failed.call == 5
+    assert isinstance(refused, messages.Refused)
+    for each in (failed, refused):
+        assert isinstance(each.problem.error(), EngineError)
+        assert "changed size" in str(each.problem.error())
+
+
 def test_who_is_discarded_does_not_hear_of_it(tmp_path):
     """Else it warns of a server that has ended, beside the server's own reason."""
     heard = tmp_path / "heard"

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from forerun.control.adaptive import AdaptivePolicy
+from forerun.control.costs import Mean
 from forerun.control.learnt import PolicyLearner
 from forerun.control.step_costs import StepCosts
+from forerun.draft_shape import DraftShape
 from forerun.interface.drafter import DrafterTraits
 from tests.control.steps import FREE, MODEL, Text, report_of, seen
 from tests.control.test_policy import Simulation
@@ -119,3 +121,21 @@ def test_the_newest_context_of_plain_steps_stays_the_newest():
     for cached in (100, 4000, 10**6):
         assert later.account.costs.plain(1, cached, False) == costs.plain(1, cached, False)
     assert np.isfinite(costs.plain(1, 10**6, False))
+
+
+def test_a_policy_is_described_while_it_learns():
+    policy = opened("device")
+    driven("device", policy, 200)
+    (bucket,) = policy.shapes.buckets.values()
+
+    class Meanwhile:
+        """A mean; while it is read, a shape that was not measured before is."""
+
+        @property
+        def value(self):
+            bucket.relative_cost[DraftShape(99, 1, 99)] = Mean()
+            return 2.0
+
+    known = len(bucket.relative_cost)
+    bucket.relative_cost[next(iter(bucket.relative_cost))] = Meanwhile()
+    assert len(policy.describe()["plain_steps_by_rows"]) == known

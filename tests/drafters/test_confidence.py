@@ -25,6 +25,25 @@ def test_it_is_believed_until_outcomes_are_counted():
         assert confidence.rate(*other) == pytest.approx(other[2])
 
 
+def test_it_is_described_while_the_engine_counts():
+    confidence = Confidence()
+    confidence.learn(False, 0, 0.93, True)
+    (key,) = [key for key in confidence._counts if key[1] < 0]
+
+    class Meanwhile:
+        """A count; while it is read, others are made."""
+
+        right = 1.0
+
+        @property
+        def tried(self):
+            confidence.learn(True, 5, 0.2, True)
+            return 1.0
+
+    confidence._counts[key] = Meanwhile()
+    assert confidence.describe() == {"greedy, confidence 0.9": 1.0}
+
+
 def test_depths_differ_and_old_outcomes_fade():
     confidence = Confidence()
     for turn in range(400):
