@@ -54,7 +54,11 @@ def open_slot(sequence: Sequence, parts: Parts) -> None:
         tenant=sequence.request.tenant_key,
         adapter=sequence.request.adapter,
     )
-    parts.executor.open(slot_init)
+    try:
+        parts.executor.open(slot_init)
+    except Exception:
+        parts.executor.close(slot_init.slot)  # Or the slot would fail all that come after.
+        raise
     parts.open_slots[slot_init.slot] = sequence
     parts.drafter.begin(slot_init)
     grammar = sequence.request.grammar

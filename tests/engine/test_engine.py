@@ -441,6 +441,8 @@ class Fragile(ToyExecutor):
             raise RuntimeError("no room on the device")
         super().open(slot_init)
         if slot_init.text.tokens[0] == ord("!"):
+            if self.how == "half":
+                raise RuntimeError("no room on the device")
             self.bad.add(slot_init.slot)
 
     def close(self, slot):
@@ -491,11 +493,13 @@ def test_a_failed_step_ends_the_requests_in_it_and_no_others():
     assert engine.alive and engine.stats().failed_steps == 1
 
 
-def test_a_slot_that_cannot_be_opened_ends_its_request_only():
-    good = ask("good")
-    engine = make(executor=Fragile("open"))
-    ear = run(engine, ask("bad", "! broken", n=3), good)
-    ear.expect(good)
+@pytest.mark.parametrize("how", ["open", "half"])
+def test_a_slot_that_cannot_be_opened_ends_its_request_only(how):
+    good, later = ask("good"), [ask(str(i)) for i in range(8)]
+    engine = make(executor=Fragile(how))
+    ear = run(engine, ask("bad", "! broken", n=3), good, *later)
+    for request in (good, *later):
+        ear.expect(request)
     assert [ear.last("bad", i).finish for i in range(3)] == [Finish.ERROR] * 3
     assert "no room" in ear.last("bad").error
 
