@@ -13,6 +13,7 @@ from forerun.serve.dialects.anthropic.messages import MessagesDialect, counted
 from forerun.serve.dialects.anthropic.models import listed, model_card
 from forerun.serve.dialects.openai.completions import ChatDialect, CompletionDialect
 from forerun.serve.dialects.openai.embeddings import OpenAIEmbeddings
+from forerun.serve.dialects.responses.pages import page
 from forerun.serve.dialects.responses.responses import ResponsesDialect, input_tokens
 from forerun.serve.dialects.responses.store import ResponseStore, StoredAnswer
 from forerun.serve.dialects.responses.truncation import stored_bytes
@@ -63,12 +64,10 @@ async def response(request: Request) -> Response:
 
 
 async def input_items(request: Request) -> Response:
-    """GET /v1/responses/{id}/input_items: the items of a stored response's request. 404 if it is
-    not stored.
+    """GET /v1/responses/{id}/input_items: the items of a stored response's request, the newest
+    first, in pages (`limit`, `after`, `order`). 404 if it is not stored.
     """
-    items = _stored(request).input
-    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
-    return Json({"object": "list", "data": items, "has_more": False, **ends})
+    return Json(page(_stored(request).input, request.query_params))
 
 
 async def forget_response(request: Request) -> Response:

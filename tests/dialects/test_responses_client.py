@@ -284,7 +284,8 @@ def test_the_store_forgets_the_oldest():
 @with_two()
 def test_a_stored_item_stands_for_itself(server):
     first = server.post("/v1/responses", {"input": "Hi", "max_output_tokens": 8}).json()
-    asked = server.http.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
+    path = f"/v1/responses/{first['id']}/input_items"
+    asked = server.http.get(path, params={"order": "asc"}).json()["data"]
     again = {"role": "user", "content": "And then?"}
     refers = [{"type": "item_reference", "id": one["id"]} for one in (*asked, *first["output"])]
     options = {"max_output_tokens": 8, "temperature": 0, "store": False}

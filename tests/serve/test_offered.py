@@ -63,7 +63,7 @@ def test_empty_results_are_stored_as_they_came(client):
     free = {"type": "custom_tool_call", "call_id": "d", "name": "patch", "input": "", "id": "own"}
     done = {"type": "function_call_output", "call_id": "c", "output": "", "id": "done"}
     first = ask(client, [FUNCTION], input=[call, done, free]).json()
-    items = client.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
+    items = client.get(f"/v1/responses/{first['id']}/input_items?order=asc").json()["data"]
     assert [items[1]["output"], items[2]["input"]] == ["", ""]
     refers = [{"type": "item_reference", "id": id} for id in ("done", "own")]
     answer = ask(client, [FUNCTION], input=[call, *refers])

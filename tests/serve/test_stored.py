@@ -119,3 +119,29 @@ def test_a_small_body_that_goes_on_with_much_is_read_beside_the_loop(guarded, mo
         guarded.post(f"{PATH}/input_tokens", json=body, headers=key)
     whole, *small = sizes
     assert whole > LARGE and min(small[:3]) > whole and max(small[4:]) < LARGE
+
+
+def test_pages_of_items_as_openais_clients_turn_them(guarded):
+    """All came in the order of the request, whatever was asked."""
+    key = {"authorization": "Bearer one"}
+    ids = [f"i{at}" for at in range(5)]
+    items = [{"role": "user", "content": "x", "id": id} for id in ids]
+    path = f"{PATH}/{ask(guarded, key, input=items).json()['id']}/input_items"
+
+    def page(**query):
+        return guarded.get(path, params=query, headers=key)
+
+    def listed(**query):
+        found = page(**query).json()
+        assert [found["first_id"], found["last_id"]] == [found["data"][at]["id"] for at in (0, -1)]
+        return [one["id"] for one in found["data"]], found["has_more"]
+
+    assert listed() == (ids[::-1], False) and listed(order="asc") == (ids, False)
+    assert listed(limit=2) == (["i4", "i3"], True)
+    assert listed(limit=2, after="i3") == (["i2", "i1"], True)
+    assert listed(limit=2, after="i1") == (["i0"], False)
+    assert listed(order="asc", after="i2", limit=100) == (["i3", "i4"], False)
+    assert page(after="i0").json()["data"] == []
+    wrong = ({"order": "up"}, {"limit": 0}, {"limit": 101}, {"limit": "9" * 5000}, {"after": "i9"})
+    for query in wrong:
+        assert page(**query).json()["error"]["param"] == next(iter(query))
