@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -40,8 +41,9 @@ async def model(request: Request) -> Response:
 
 
 async def tags(request: Request) -> Response:
-    """GET /api/tags: all models, loaded or not, in Ollama's words."""
-    return Json({"models": [_tag(one) for one in _of(request).entries.values()]})
+    """GET /api/tags: all models, loaded or not, and their adapters, in Ollama's words."""
+    entries = _of(request).entries.values()
+    return Json({"models": [_tag(one, name) for one in entries for name in _cards(one)]})
 
 
 async def ps(request: Request) -> Response:
@@ -54,7 +56,9 @@ async def ps(request: Request) -> Response:
             never = datetime(9999, 12, 31, tzinfo=UTC)
             until = never if math.isinf(left) else datetime.now(UTC) + timedelta(seconds=left)
             more = {"size_vram": 0, "context_length": one.served.loaded.context}
-            found.append({**_tag(one), **more, "expires_at": ollama.time_of(until)})
+            found.append(
+                {**_tag(one, one.source.name), **more, "expires_at": ollama.time_of(until)}
+            )
     return Json({"models": found})
 
 
@@ -128,10 +132,11 @@ def _card(entry: Entry) -> dict[str, Any]:
     return {**about, "state": entry.state, "size": entry.source.size, **more}
 
 
-def _tag(entry: Entry) -> dict[str, Any]:
+def _tag(entry: Entry, name: str) -> dict[str, Any]:
+    """Return a model's entry in Ollama's list, under its name or an adapter's."""
     if entry.served is not None:
-        return ollama.card(entry.served)
-    name = ollama.tagged(entry.source.name)
+        return ollama.card(replace(entry.served, name=name))
+    name = ollama.tagged(name)
     digest = hashlib.sha256(name.encode()).hexdigest()
     moment = ollama.time_of(datetime.fromtimestamp(0, UTC))
     about = {"format": "", "family": "", "families": [], "parameter_size": ""}

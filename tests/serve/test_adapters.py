@@ -119,6 +119,8 @@ def test_they_are_listed(client, folders):
     assert cards.keys() == {"base", "a", "b"}
     assert (cards["a"]["parent"], cards["a"]["root"]) == ("base", str(folders[1][0]))
     assert client.get("/v1/models/b").json() == cards["b"]
+    tags = [one["model"] for one in client.get("/api/tags").json()["models"]]
+    assert tags == ["base:latest", "a:latest", "b:latest"]
     listed = client.get("/lora-adapters").json()
     assert [(one["id"], one["name"], one["scale"]) for one in listed] == [(0, "a", 1), (1, "b", 1)]
 
@@ -151,6 +153,8 @@ def test_a_server_of_several_models_finds_an_adapters_model(folders, client, tmp
     with TestClient(app, base_url="http://localhost") as several:
         for _ in range(2):  # Before it is loaded, and after.
             cards = {one["id"]: one for one in several.get("/v1/models").json()["data"]}
+            tags = [one["model"] for one in several.get("/api/tags").json()["models"]]
+            assert tags == [f"{name}:latest" for name in cards]
             assert cards.keys() == {"toy", "base", "a", "b"}
             assert (cards["b"]["parent"], cards["b"]["root"]) == ("base", str(adapters[1]))
             assert several.get("/v1/models/b").json() == cards["b"]

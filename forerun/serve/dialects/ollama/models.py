@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -31,8 +31,9 @@ class PullBody:
 
 
 def listed(served: Served) -> dict[str, Any]:
-    """Answer GET /api/tags: the one model that is loaded."""
-    return {"models": [card(served)]}
+    """Answer GET /api/tags: the one model that is loaded, and its adapters."""
+    names = (served.name, *served.adapters)
+    return {"models": [card(replace(served, name=name)) for name in names]}
 
 
 def running(served: Served) -> dict[str, Any]:
