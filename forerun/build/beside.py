@@ -48,14 +48,14 @@ def with_beside(
     auto = auto and not layered
     if method.kind == "assistant" or (auto and _runs(config)):
         found = assistant_beside(config.model, config.speculative_known_drafts)
-        if found is not None and (not auto or _opens(found, target)):
+        if found is not None and (not auto or _opens(config, found, target)):
             return _chosen(config, found)
     unlayered = method.kind == "layers" and not layered
-    if unlayered or (auto and config.executor in ("cpu", "torch")):
+    if unlayered or auto:
         # A file of the hub lies among those fetched with it.
         here = config.model if target is None or _path(config.model) else str(target.path)
         found = _beside(here, "mtp-{}", _is_gguf)
-        if found is not None and (not auto or _opens(found, target)):
+        if found is not None and (not auto or _opens(config, found, target)):
             beside = replace(config, speculative_draft_model_path=str(found))
             return replace(beside, speculative_algorithm=meant(config, "NEXTN"))
     return config
@@ -79,14 +79,23 @@ def check_meant(config: EngineConfig, path: Path) -> None:
         )
 
 
-def _opens(path: Path, target: Checkpoint | None) -> bool:
+def runs_layers(config: EngineConfig, count: int) -> bool:
+    """Return whether the chosen executor drafts with the first of `count` prediction layers that
+    the configured depth uses: jax with one, which drafts all depths.
+    """
+    count = min(count, config.speculative_num_steps or count)
+    return config.executor in ("cpu", "torch") or (config.executor == "jax" and count == 1)
+
+
+def _opens(config: EngineConfig, path: Path, target: Checkpoint | None) -> bool:
+    """Return whether AUTO can take the draft beside a model; warns of one that does not open."""
     if target is None:
         return True
     try:
         if holds_assistant(path):
             open_assistant(path, target.architecture)
         else:
-            open_layers_alone(path, target)
+            return runs_layers(config, open_layers_alone(path, target).count)
     except ModelError as error:
         warnings.warn(f"the draft beside the model is left out: {error}", stacklevel=4)
         return False

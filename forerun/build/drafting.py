@@ -3,11 +3,12 @@
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from forerun.build.beside import meant, with_beside
+from forerun.build.beside import meant, runs_layers, with_beside
 from forerun.build.draft_file import holds_model, open_draft_file, open_standalone
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import Needs
@@ -37,7 +38,7 @@ from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import RING_TOKENS
 from forerun.networks.config_json import announced_layers
-from forerun.options.algorithms import DEFAULT_STEPS, NGRAM_STEPS
+from forerun.options.algorithms import DEFAULT_STEPS, MOST_STEPS, NGRAM_STEPS
 from forerun.options.config import EngineConfig
 
 log = logging.getLogger("forerun.build")
@@ -67,7 +68,7 @@ def with_shipped(
     """
     config = with_beside(config, layered, target)
     if config.speculative_algorithm == AUTO:
-        config = replace(config, speculative_algorithm=_automatic(config, layered))
+        config = replace(config, speculative_algorithm=_automatic(config, layered, target))
     layers = config.algorithm.kind == "layers" or (layered and config.algorithm.name == "EAGLE")
     if layers and config.speculative_draft_model_path in (None, NO_DRAFT, config.model):
         own = replace(config, speculative_draft_model_path=None)
@@ -103,15 +104,26 @@ def _besides(config: EngineConfig, layered: bool) -> str:
     return f", such as {draft}" if draft else ""
 
 
-def _automatic(config: EngineConfig, layered: bool) -> str:
+def _automatic(config: EngineConfig, layered: bool, target: Checkpoint | None) -> str:
     """Return what AUTO means by the names of target and draft; AUTO if a draft's folder must be
     opened first.
     """
     named = config.speculative_draft_model_path
     if named is not None and named.endswith(".gguf") and not holds_block_file(Path(named)):
         return meant(config, "STANDALONE")
-    own = layered and named is None and config.executor in ("cpu", "torch")
+    own = layered and named is None and _own_run(config, target)
     return meant(config, "NEXTN") if own else AUTO
+
+
+def _own_run(config: EngineConfig, target: Checkpoint | None) -> bool:
+    """Return whether the executor drafts with the target's own prediction layers; they are opened
+    only where their number decides it. What is wrong with them is for `open_drafts` to say.
+    """
+    if target is None or runs_layers(config, MOST_STEPS):
+        return runs_layers(config, 1)
+    with suppress(ModelError):
+        return runs_layers(config, _layers_in(target).count)
+    return runs_layers(config, 1)
 
 
 def drafting_sentence(
@@ -328,7 +340,7 @@ def own_layers(config: EngineConfig, target: Checkpoint) -> PredictionLayers | N
     layered = bool(getattr(target, "prediction_files", None))
     if not layered or not config.speculates:
         return None
-    shipped = with_shipped(config, layered)
+    shipped = with_shipped(config, layered, target)
     unnamed = shipped.speculative_draft_model_path is None
     own = shipped.algorithm.kind == "layers" and unnamed
     return _prediction_layers(shipped, target) if own else None

@@ -51,9 +51,9 @@ ALGORITHMS = (
     Algorithm(
         "AUTO",
         "by the draft that is named: a head is EAGLE+NGRAM, a block drafter DFLASH, prediction "
-        "layers NEXTN, an assistant FROZEN_KV_MTP, a whole model STANDALONE; with none named "
-        "NEXTN if the target has prediction layers or mtp-NAME.gguf beside it, FROZEN_KV_MTP if "
-        "its assistant is (where it runs), else NGRAM; on a CPU each with +NGRAM",
+        "layers NEXTN, an assistant FROZEN_KV_MTP, a whole model STANDALONE; with none named, "
+        "where they run, NEXTN if the target has prediction layers or mtp-NAME.gguf beside it, "
+        "FROZEN_KV_MTP if its assistant is, else NGRAM; on a CPU each with +NGRAM",
         model=True,
         lookup=True,
     ),

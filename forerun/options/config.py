@@ -206,7 +206,7 @@ class EngineConfig:
         "how to draft: a draft head (EAGLE, EAGLE3), a block drafter (DFLASH), n-grams (NGRAM: "
         "lookup in the text so far, and the draft's n-gram table, or counts of finished answers), "
         "or not at all (OFF); AUTO uses what a named draft holds, on a CPU with n-grams beside it; "
-        "with none named the model's own prediction layers (cpu and torch), else NGRAM",
+        "with none named the model's own prediction layers (jax: just one), else NGRAM",
         choices=NAMES,
         spellings=lambda name: algorithm(name).name,
     )

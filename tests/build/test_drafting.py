@@ -41,7 +41,7 @@ def test_auto_takes_what_the_checkpoint_and_the_name_offer():
     for executor in ("cpu", "torch"):
         assert automatic(layered=True, executor=executor, device="cpu") == "NEXTN+NGRAM"
     assert automatic(layered=True, executor="torch", device="cuda") == "NEXTN"
-    assert automatic(layered=True, executor="jax", device="tpu") == "AUTO"
+    assert automatic(layered=True, executor="jax", device="tpu") == "NEXTN"
     small = {"speculative_draft_model_path": "small.gguf"}
     assert automatic(device="cpu", **small) == "STANDALONE+NGRAM"
     assert automatic(device="cuda", **small) == "STANDALONE"

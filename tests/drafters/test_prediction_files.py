@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forerun.build.drafting import with_shipped
 from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
@@ -15,6 +16,7 @@ from forerun.client.llm import LLM
 from forerun.drafts.gguf_prediction import open_in_gguf, open_layers_alone
 from forerun.drafts.prediction_layers import open_prediction_layers
 from forerun.errors import ConfigError, ModelError
+from forerun.options.config import EngineConfig
 from tests.drafters.kinds import Kind
 from tests.drafters.prediction import NAMINGS, alone, in_gguf, prefix_of, random_layer, with_layers
 from tests.drafters.served import settings
@@ -172,6 +174,22 @@ def test_a_right_layer_is_accepted_beside_n_grams_as_alone(kinds, executor):
     for method in ("NEXTN", "NEXTN+NGRAM"):
         answer, accepted, _ = counted(model, method, executor=executor)
         assert answer == plain and accepted >= 7
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+def test_auto_takes_layers_on_jax_where_it_drafts_with_them(hf, layers, tmp_path, depths):
+    """With one, its own or beside it; of several with the first, if no deeper ones are asked."""
+    whole = in_gguf(hf, layers[:depths], tmp_path / "whole.gguf")
+    target = tiny.write_gguf(hf, tmp_path / "small.gguf")
+    alone(whole, tmp_path / "mtp-small.gguf")
+    for path, layered in ((whole, True), (target, False)):
+        for steps, taken in ((None, depths == 1), (1, True)):
+            for device, name in (("tpu", "NEXTN"), ("cpu", "NEXTN+NGRAM")):
+                asked = EngineConfig(
+                    model=str(path), executor="jax", device=device, speculative_num_steps=steps
+                )
+                found = with_shipped(asked, layered, GgufCheckpoint(path))
+                assert found.speculative_algorithm == (name if taken else "AUTO")
 
 
 def test_layers_of_another_model_are_named_or_left_out(tmp_path):
