@@ -236,3 +236,23 @@ def test_arguments_that_are_fine_stay_as_they_are():
     for text in ('{"x":  1}', "", " ", "[1]", "null"):
         assert mender(argument_text)(text, "a", left) == text
     assert json.loads(mender(argument_text)({"x": 1}, "a", left)) == {"x": 1} and left == []
+
+
+BEFORE = {"role": "user", "content": "Hi"}
+CALLED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+
+
+@pytest.mark.parametrize("said", ["", " \n", [], [{"type": "text", "text": ""}], [CALLED]])
+def test_a_last_message_without_text_is_not_continued(client, said):
+    """It was refused for a field that the request did not have; Anthropic takes an empty one."""
+    body = {"messages": [BEFORE, {"role": "assistant", "content": said}], "max_tokens": 2}
+    answer = client.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    if isinstance(said, str):
+        asked = client.post("/api/chat", json={**body, "stream": False, "max_tokens": None})
+        assert asked.status_code == 200, asked.text
+    counts = [
+        client.post("/v1/messages/count_tokens", json={"messages": messages}).json()["input_tokens"]
+        for messages in (body["messages"], [BEFORE])
+    ]
+    assert counts[0] == counts[1] or (counts[0] > counts[1] and said == [CALLED])

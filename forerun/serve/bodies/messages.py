@@ -154,3 +154,11 @@ def of_tools(reader: DescribedReader) -> Mend:
 
 
 messages = history(_message, MAX_MESSAGES, 1, assistant=is_assistant, fresh=of_tools(_message))
+
+
+def goes_on(message: dict[str, Any]) -> bool:
+    """Return whether the answer continues a message, as templates take it, where dialects continue
+    the last one: the assistant's, with text or a thought.
+    """
+    texts = (str(message.get(name) or "") for name in ("content", "reasoning_content"))
+    return bool(message["role"] == "assistant" and "".join(texts).strip())

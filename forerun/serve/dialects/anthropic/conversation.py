@@ -8,6 +8,7 @@ from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import ignored_in
 from forerun.serve.bodies.history import left_out
+from forerun.serve.bodies.messages import goes_on
 from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.bodies.tools import ToolChoice, different
 from forerun.serve.dialects.anthropic.schema import (
@@ -38,6 +39,8 @@ def chat_body(body: CountBody) -> ChatBody:
     messages = [] if body.system is None else [{"role": "system", "content": body.system}]
     for message in body.messages:
         messages += _plain(message)
+    if len(messages) > 1 and _is_blank(messages[-1]):
+        messages.pop()  # The beginning of an answer, and nothing of it yet.
     choice = body.tool_choice
     options: dict[str, Any] = {}
     if isinstance(body, MessagesBody):
@@ -58,7 +61,7 @@ def chat_body(body: CountBody) -> ChatBody:
         tools=different(body.tools, "name"),
         tool_choice=None if choice is None else _choice(body),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
-        continue_final_message=body.messages[-1].role == "assistant",
+        continue_final_message=goes_on(messages[-1]) or _is_blank(messages[-1]),
         reasoning_effort=_effort(body),
         thinking_token_budget=None if body.thinking is None else body.thinking.budget_tokens,
         json_schema=_schema(body),
@@ -94,6 +97,12 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
     if calls:
         plain["tool_calls"] = calls
     return [*found, plain] if texts or calls or thoughts or not found else found
+
+
+def _is_blank(message: dict[str, Any]) -> bool:
+    """Return whether the assistant's message says, thinks and calls nothing."""
+    speaks = goes_on(message) or "tool_calls" in message
+    return message["role"] == "assistant" and not speaks
 
 
 def _call(block: ToolUse) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import ignored_fields
 from forerun.serve.bodies.fields import ignored_in, read
 from forerun.serve.bodies.history import left_out
+from forerun.serve.bodies.messages import goes_on
 from forerun.serve.bodies.output_parser import ParsedDelta
 from forerun.serve.bodies.prepare import Generation, chat_generation, completion_generation, within
 from forerun.serve.bodies.schema import UNLIMITED, ChatBody, CompletionBody
@@ -240,11 +241,9 @@ def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> Chat
     """Put a request with messages, at least one, in the server's own words; a last assistant's
     message that has text or a thought is continued.
     """
-    last = messages[-1]
-    goes_on = bool(last["content"] or last.get("reasoning_content"))
     return ChatBody(
         messages=messages,
-        continue_final_message=last["role"] == "assistant" and goes_on,
+        continue_final_message=goes_on(messages[-1]),
         reasoning_effort=body.think,
         max_tokens=_limit(body),
         logprobs=body.logprobs,
