@@ -34,11 +34,16 @@ _ANY, _END = r".*\.", re.compile(r"(?:\.\*\\\.)?(?:\w|\\?\.)+")
 _EXPERTS = re.compile(r"(?:(?:mlp|feed_forward|block_sparse_moe|moe)\.)?experts(?:\.base_layer)*")
 _HARMLESS = (
     *("peft_type", "task_type", "base_model_name_or_path", "lora_dropout", "target_modules"),
-    *("init_lora_weights", "inference_mode", "revision", "auto_mapping", "exclude_modules"),
+    *("inference_mode", "revision", "auto_mapping", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "megatron_core", "peft_version", "runtime_config"),
     *("rank_pattern", "ensure_weight_tying", "qalora_group_size", "target_parameters"),
 )
 """Keys that change nothing beyond which tensors there are, and their shapes."""
+
+_BESIDE = ("gaussian", "orthogonal", "eva", "mica")
+"""Values of init_lora_weights that leave the base as it is. For "pissa", "olora", "corda" and
+"loftq" peft subtracts from it when it loads the adapter.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,10 @@ class _Scaling:
         self._alpha = keys.real("lora_alpha", 8.0)
         self._rooted = keys.flag("use_rslora", False)
         keys.require("bias", "none")
+        begun = keys.get("init_lora_weights", True)
+        if not isinstance(begun, bool) and begun not in _BESIDE:
+            wanted = f"true or one of {', '.join(_BESIDE)}: others change the base's weights"
+            raise keys.unfit("init_lora_weights", begun, wanted)
         alphas: dict[str, Any] = keys.get("alpha_pattern", {})
         if not isinstance(alphas, dict) or not all(map(_is_alpha, alphas.items())):
             message = "ends of modules' names, and their alphas"

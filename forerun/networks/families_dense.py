@@ -112,6 +112,8 @@ def phi3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     that is missing or cannot be used.
     """
     keys.get("auto_map")  # Code that is never run.
+    for name in ("full_attn_mod", "interpolate_factor"):
+        keys.require(name, 1)  # Phi-4-mini writes them; no code reads them.
     window = optional_integer(keys, "sliding_window", None)
     rope = rope_from(keys, sizes.context, head_size=sizes.head_size)
     feed_forward = Dense(keys.integer("intermediate_size"))

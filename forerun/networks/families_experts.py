@@ -52,6 +52,9 @@ def qwen3_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     biased, rope = keys.flag("attention_bias", False), rope_from(keys, sizes.context)
     used, window = uses_windows(keys), keys.integer("sliding_window", 4096)
     keys.get("max_window_layers")  # Transformers does not look at it in this family.
+    keys.require("shared_expert_intermediate_size", 0)  # Qwen3-Coder writes it.
+    if not keys.flag("use_qk_norm", True):
+        raise keys.unfit("use_qk_norm", False, "true in a Qwen3-MoE model")
     slides = slides_of(keys, sizes, [used] * sizes.layers, used)
     if slides != [used] * sizes.layers:
         raise keys.unfit("layer_types", keys.get("layer_types"), "all of one kind in Qwen3-MoE")
@@ -159,6 +162,9 @@ def minimax_m2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     keys.require("scoring_func", "sigmoid")
     keys.require("qk_norm_type", "per_layer")
     keys.require("shared_intermediate_size", 0)
+    for part in ("full_attention", "linear_attention", "mlp"):
+        for factor in ("alpha", "beta"):
+            keys.require(f"layernorm_{part}_{factor}", 1.0)  # Of MiniMax M1's residuals.
     for name in ("use_qk_norm", "use_routing_bias"):
         if not keys.flag(name, True):
             raise keys.unfit(name, False, "true in a MiniMax M2 model")

@@ -27,6 +27,8 @@ _ENDS = (
     "<|flush|>",
     "<end_of_turn>",
     "<turn|>",
+    "<|tool_response>",
+    "<eos>",
     "<end_of_utterance>",
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -89,6 +91,7 @@ def tokenizer_json(metadata: Mapping[str, Any], merges: bool = True) -> GgufToke
         spec = _sentence_piece(metadata, tokens, types, _scored(metadata, tokens, types, merges))
         begin = True
     elif kind == "gemma4":
+        types = _with_end(tokens, types)
         spec = _sentence_piece(metadata, tokens, types, _stated(metadata, merges))
         spec["pre_tokenizer"] = _LINES
         begin = True
@@ -107,6 +110,12 @@ def tokenizer_json(metadata: Mapping[str, Any], merges: bool = True) -> GgufToke
     if before is not None or behind is not None:
         spec["post_processor"] = _around(tokens, before, behind)
     return GgufTokenizer(spec, _ends(metadata, tokens, types), bos, twins)
+
+
+def _with_end(tokens: Sequence[str], types: Sequence[int]) -> Sequence[int]:
+    """Return the types with Gemma 4's `<eos>` as a control token: its converter calls it text."""
+    eos = tokens.index("<eos>") if "<eos>" in tokens else -1
+    return [CONTROL if id == eos and kind == NORMAL else kind for id, kind in enumerate(types)]
 
 
 def _without_twins(

@@ -1,4 +1,5 @@
-"""`'...' % x` and `x.title()` in chat templates as Python means them, which minijinja does not.
+"""`'...' % x`, `x.title()` and `missing|length` in chat templates as Jinja means them, which
+minijinja does not.
 
 They are written as filters: `'%s: %d' % (a, b)` as `('%s: %d'|format(a, b))`. Only a string in
 quotes on the left is known to be one; with anything else `%` stays the remainder.
@@ -16,11 +17,15 @@ _RAW_END = re.compile(r"\{%[-+]?\s*+endraw\s*+[-+]?%\}")
 _TITLE = [".", "title", "(", ")"]
 TITLE = "title_of_python"
 """The filter that `.title()` is written as: it begins a word behind an apostrophe, too."""
+_EMPTY = {**dict.fromkeys(("length", "count", "first", "last"), "[]"), "items": "{}"}
+"""Filters for which what is undefined is empty, by name; and which empty thing."""
 _OPEN = {"(": ")", "[": "]", "{": "}"}
 
 
 def with_filters(source: str) -> str:
-    """Rewrite `'...' % x` and `.title()` in a template as filters; the rest is unchanged."""
+    """Rewrite `'...' % x` and `.title()` in a template as filters, and give filters of what is
+    undefined something empty; the rest is unchanged.
+    """
     out, at = [], 0
     while tag := _TAG.search(source, at):
         out.append(source[at : tag.end()])
@@ -73,6 +78,8 @@ def _rewritten(tokens: list[str]) -> str:
                 out += f"({tokens[at]}|format({_arguments(tokens[operand:end])}))"
                 at = end
                 continue
+        if tokens[at] == "|" and (empty := _EMPTY.get("".join(tokens[operator : operator + 1]))):
+            out += f"|default({empty})"
         behind = _behind(tokens, at + len(_TITLE))
         if tokens[at : at + len(_TITLE)] == _TITLE and tokens[behind : behind + 1] not in (
             ["."],

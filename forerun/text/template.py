@@ -21,6 +21,7 @@ FUEL = 5_000_000
 """Template instructions per rendering: about a quarter of a second."""
 
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+_LINE_END = re.compile("\r\n?")
 _APPEND = re.compile(r"\{%(-?)\s*set\s+\w+\s*=\s*([\w.]+)\.append\(([\w.]+)\)\s*(-?)%\}")
 _POP = re.compile(r"\{%(-?)\s*set\s+(\w+)\s*=\s*([\w.]+)\.pop\(0\)\s*(-?)%\}")
 _WIDTH = re.compile(r"%(?:\([^()]*+\))?+[^a-zA-Z%]*(\*|\d{4,})")
@@ -56,11 +57,12 @@ class Template:
 
 def _plain_statements(source: str) -> str:
     """Return a template without transformers' `{% generation %}`, which marks training text and
-    renders nothing, and with replacements for statements that minijinja lacks: `'...' % x`, and
-    lists changed in place, which become new lists.
+    renders nothing, with ends of lines as Jinja has them, and with replacements for statements that
+    minijinja lacks: `'...' % x`, and lists changed in place, which become new lists.
     """
     source = _GENERATION.sub(
-        lambda m: f"{{%{m[1]} {'endif' if m[2] else 'if true'} {m[3]}%}}", source
+        lambda m: f"{{%{m[1]} {'endif' if m[2] else 'if true'} {m[3]}%}}",
+        _LINE_END.sub("\n", source),
     )
     source = with_filters(source)
     source = _APPEND.sub(r"{%\1 set \2 = \2 + [\3] \4%}", source)

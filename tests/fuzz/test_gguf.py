@@ -163,7 +163,7 @@ def test_hostile_headers(content, named, tmp_path):
     assert named in str(error)
 
 
-@pytest.mark.parametrize(("count", "named"), [(1_000_000, "architecture"), (10**8, "items")])
+@pytest.mark.parametrize(("count", "named"), [(3_000_000, "architecture"), (10**8, "items")])
 def test_a_file_full_of_strings_is_refused_in_time(count, named, tmp_path):
     """As many empty strings as are read at all, and a hundred times as many."""
     path = tmp_path / "x.gguf"

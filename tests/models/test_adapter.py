@@ -53,6 +53,7 @@ BAD = "base_model.model.model.layers.0.self_attn.q_proj"
         ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
         ({"fan_in_fan_out": True}, {}, "fan_in_fan_out"),
         ({"new_in_peft": 3}, {}, "new_in_peft = 3"),
+        ({"init_lora_weights": "pissa_niter_4"}, {}, "init_lora_weights is 'pissa_niter_4'"),
         ({"peft_type": "IA3"}, {}, "peft_type is 'IA3'"),
         ({"alpha_pattern": {"(a+)+": 3}}, {}, "alpha_pattern"),
         ({"alpha_pattern": {".*": 3}}, {}, "alpha_pattern"),

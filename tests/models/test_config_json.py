@@ -199,6 +199,9 @@ def test_a_hunyuan_as_published_calls_a_larger_base_dynamic(tmp_path):
         ("glm4_moe_lite", {"v_head_dim": None}, "v_head_dim is missing"),
         ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func"),
+        ("minimax_m2", {"layernorm_mlp_alpha": 3.5}, "layernorm_mlp_alpha"),
+        ("phi3", {"full_attn_mod": 2}, "full_attn_mod"),
+        ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm"),
         ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list"),
         ("llama", {"vocab_size": "320"}, "vocab_size"),
@@ -247,6 +250,22 @@ def test_harmless_keys_are_accepted(tmp_path):
         "some_new_thing": None,
     }
     assert read("llama", tmp_path, **extra) == read("llama", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
+        (
+            "qwen3_moe",
+            {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0},
+        ),
+        ("minimax_m2", {"layernorm_mlp_beta": 1.0, "layernorm_full_attention_beta": 1.0}),
+    ],
+)
+def test_keys_of_published_models_that_no_code_reads(family, extra, tmp_path):
+    """Of Phi-4-mini, Qwen3-Coder and MiniMax M2."""
+    assert read(family, tmp_path, **extra) == read(family, tmp_path)
 
 
 def test_absent_keys_mean_what_transformers_means(tmp_path):

@@ -42,7 +42,10 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "z
 GROUP = {"num_bits": 4, "strategy": "group", "group_size": 16}
 
 FORMATS = {
-    "fp8-block": (FP8 | {"weight_block_size": [32, 24]}, lambda w: packers.float8(w, 32, 24)),
+    "fp8-block": (
+        FP8 | {"fmt": "float8_e4m3fn", "weight_block_size": [32, 24]},
+        lambda w: packers.float8(w, 32, 24),
+    ),
     "fp8-tensor": (FP8, lambda w: packers.float8(w, 0, 0, "weight_scale")),
     "gptq": (GPTQ, packers.gptq),
     "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: packers.gptq(w, version="2")),
@@ -245,8 +248,8 @@ def test_scales_of_activations_and_of_the_cache_are_left_alone(tmp_path):
     folder, _ = made(tmp_path, "fp8-tensor")
 
     def change(tensors):
-        for part in ("self_attn.q_proj.input_scale", "self_attn.k_scale", "self_attn.v_scale"):
-            tensors[f"model.layers.0.{part}"] = torch.ones(())
+        for part in ("q_proj.input_scale", "q_proj.activation_scale", "k_scale", "v_scale"):
+            tensors[f"model.layers.0.self_attn.{part}"] = torch.ones(())
 
     rewrite(folder, change)
     assert len(FolderCheckpoint(folder).names()) == 21
@@ -320,7 +323,7 @@ REFUSED = {
     "three bits": (GPTQ | {"bits": 3}, "bits is 3; it must be 2, 4 or 8"),
     "gemv": (AWQ | {"version": "gemv"}, "gemm; gemv and marlin pack"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, "gptq or gptq_v2"),
-    "e5m2": (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2'; it must be 'e4m3'"),
+    "e5m2": (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2'; it must be e4m3 or"),
     "unknown": (FP8 | {"rotate": True}, "quantization_config.rotate = True"),
     "nvfp4": (compressed("nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'; of"),
     "six bits": (compressed("pack-quantized", num_bits=6), "num_bits is 6; it must be 8, or 4"),

@@ -41,6 +41,9 @@ SAME = [
     "{{ x.upper() }}{{ x.lower() }}{{ x.capitalize() }}",
     "{{ '{} {}'.format(x, n) }}",
     "{{ '%s' | format(x) }}{{ '%s%s' | format(x, n) }}",
+    "{{ d.q|length }}{{ q | count }}{{ x|length }}{{ d.q|first }}|{{ items|last }}{{ d.q|last }}",
+    "{% for k, v in d.q|items %}{{ k }}{% endfor %}{% if d.q|length > 0 %}!{% endif %}{{ n }}",
+    "a\r\n{% if n %}\r\nb\r{% endif %}\r\nc",
 ]
 
 

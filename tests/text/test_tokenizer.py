@@ -124,6 +124,25 @@ def test_gemma_4_merges_by_its_own_list_and_cuts_at_line_breaks():
     assert list(found.encode_within("the\n\nfox")) == [one for part in parts for one in part]
 
 
+def test_a_gemma_4_ends_where_its_generation_config_says():
+    """Files call `<eos>` text, and declare only `<turn|>`; behind a call the model asks for its
+    result, which it would else make up.
+    """
+    plain = sentence_piece_metadata(spaced=False)
+    merges = tokenizer_json(plain).spec["model"]["merges"]
+    own = plain | {"tokenizer.ggml.model": "gemma4"}
+    own["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
+    size = len(plain["tokenizer.ggml.tokens"])
+    added = {"<eos>": 1, "<|tool_response>": 4, "<turn|>": 3}
+    for name, more in (("tokens", [*added]), ("token_type", [*added.values()])):
+        own[f"tokenizer.ggml.{name}"] = [*plain[f"tokenizer.ggml.{name}"], *more]
+    own["tokenizer.ggml.eos_token_id"] = size + 2
+    found = Tokenizer.from_gguf(own)
+    assert found.eos_ids[0] == size + 2
+    assert {size, size + 1, size + 2} <= {*found.eos_ids} & found.special_ids
+    assert size not in found.encode("<eos>") and size in found.encode("<eos>", specials=True)
+
+
 PRES = ("smollm", "llama-bpe", "qwen2", "gpt-2", "tekken", "qwen35", "gpt-4o")
 WORDS, IDS = (
     json.loads((Path(__file__).parent / f"llama_cpp_{name}.json").read_text(encoding="utf-8"))

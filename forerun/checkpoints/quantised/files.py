@@ -20,7 +20,7 @@ QUANTISED = "quantised"
 """`TensorEntry.kind` of such a matrix."""
 
 _OF_ACTIVATIONS = re.compile(
-    r".*\.(input_scale|input_global_scale|output_scale|[kv]_scale|kv_scale)"
+    r".*\.(input_scale|input_global_scale|activation_scale|output_scale|[kv]_scale|kv_scale)"
 )
 """Scales of what is not quantised here: activations, keys and values."""
 

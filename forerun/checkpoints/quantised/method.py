@@ -109,12 +109,17 @@ def _float8(keys: Keys) -> tuple[Method, ...]:
     """Describe DeepSeek-V3's blocks (arXiv 2412.19437, section 3.3), or one scale for a whole
     matrix.
     """
-    keys.require("fmt", "e4m3")
+    if (form := keys.text("fmt", "e4m3")) not in _E4M3:
+        raise keys.unfit("fmt", form, " or ".join(_E4M3))
     block = keys.get("weight_block_size")
     if block is None:
         return (Method("float8, one scale for a matrix", "float8", 8, 0, 0),)
     rows, columns = _block(keys, "weight_block_size", block)
     return (Method(f"float8 in blocks of {rows} x {columns}", "float8", 8, columns, rows),)
+
+
+_E4M3 = ("e4m3", "float8_e4m3fn")
+"""Names of the one format: DeepSeek's and torch's (MiniMax)."""
 
 
 def _block(keys: Keys, name: str, value: Any) -> tuple[int, int]:
