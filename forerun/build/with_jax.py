@@ -137,6 +137,11 @@ ENTRY = ExecutorEntry(
         PredictionLayers.kind: _layers,
         Assistant.kind: _assistant,
     },
-    within=frozenset({DraftFile.kind, WholeDraft.kind, PredictionLayers.kind, Assistant.kind}),
+    within=frozenset(
+        {
+            *(DraftFile.kind, BlockFile.kind, WholeDraft.kind),
+            *(PredictionLayers.kind, Assistant.kind),
+        }
+    ),
     shards=True,
 )

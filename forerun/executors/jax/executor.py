@@ -125,6 +125,7 @@ class JaxExecutor(Executor):
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
         """Compile what any step with such drafts runs; sets `buckets`. See Executor."""
         nodes = min(max(draft.nodes, TIMED_NODES) if draft.nodes else 0, self._options.draft_nodes)
+        draft = self._within_rounds(draft)
         self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
         if self._options.overlap:
             self.programs.keep_state(*self._within)
@@ -184,10 +185,17 @@ class JaxExecutor(Executor):
         self._network = network
         self.programs.attach(network, weights, held)
 
+    def _within_rounds(self, draft: DraftShape) -> DraftShape:
+        """Return the shape without width and depth if rounds cannot grow such trees."""
+        block = 0 if self._network is None else self._network.sizes.block
+        if not self._drafts_within or not draft.full(block > 0):
+            return DraftShape(draft.nodes)
+        return draft._replace(depth=min(draft.depth, block or draft.depth))
+
     @property
     def _drafts_within(self) -> bool:
         """Whether rounds can draft."""
-        return self._network is not None and not self._network.sizes.block
+        return self._network is not None and self._network.sizes.within
 
     def _drafting(self, plan: Plan, decided: Bools) -> Drafted | None:
         """Return what this step drafts: for rows that a round decides from one known token.
@@ -319,7 +327,7 @@ class JaxExecutor(Executor):
     @property
     def _within(self) -> tuple[int, int]:
         """Width and levels of the trees that rounds grow; 0 if they grow none."""
-        return (self._grown.width, self._grown.depth) if self._drafts_within else (0, 0)
+        return self._grown.width, self._grown.depth
 
     def _dispatch(self, round: JaxRound, cut: list[Batch], masks: NodeMasks | None = None) -> None:
         """Begin some of a step's batches, in their order."""

@@ -1,7 +1,8 @@
-"""A block drafter beside its target: the DraftModel contract on programs (block_passes.py).
+"""A block drafter beside its target: the DraftModel contract on programs.
 
-A step that drafts is three dispatches and two copies: the target's round, what was accepted into
-the drafter's pages, and the next block.
+Rounds store what was accepted and draft by themselves (block_drafting.py), unless a token depends
+on those above or there are more draft tokens than a full tree holds. The passes here are for the
+rest (block_passes.py); a step that drafts with them is three dispatches and two copies.
 """
 
 from dataclasses import replace

@@ -50,6 +50,7 @@ class BlockNetwork(NamedTuple):
             parameters=about.parameters,
             cut=False,
             block=about.depth,
+            within=about.algorithm == "dflash",
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Passes of a block drafter, beside the target's rounds on the same arrays.
+"""Passes of a block drafter that the host runs: what rounds do not do themselves.
 
     enter  (R, N)       features of chains that became permanent: their keys and values into pages
     block  (R, k)       one block below each root: candidates of every depth
@@ -11,11 +11,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from forerun.executors.jax.drafts.block import BlockNetwork
-from forerun.executors.jax.drafts.drafting import NOWHERE, log_normaliser
-from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
-from forerun.executors.jax.network.decoder import Numbered
-from forerun.executors.jax.network.kv import State, slots_of
+from forerun.executors.jax.drafts.block_drafting import JaxBlockDrafting
+from forerun.executors.jax.drafts.drafting import log_normaliser
+from forerun.executors.jax.network.kv import State
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.rounds.batches import Bucket
 from forerun.executors.jax.rounds.inputs import Shapes, views_of
@@ -40,8 +38,7 @@ def block_shapes(rows: int, width: int) -> Shapes:
 class BlockPasses(NamedTuple):
     """The programs as pure functions. width: places of a page table's row."""
 
-    network: BlockNetwork
-    page_size: int
+    drafting: JaxBlockDrafting
     width: int
 
     def enter(self, params: Params, state: State, whole: Array, *, size: Bucket) -> State:
@@ -54,14 +51,9 @@ class BlockPasses(NamedTuple):
         assert held is not None, "a draft network was attached"
         given = views_of(whole, enter_shapes(size, self.width))
         position = given["kv_len"][:, None] + jnp.arange(size.nodes)
-        made = self.network.kept(params, held.streams[given["stream"]], position)
-        target = slots_of(given["table"], position, self.page_size)
-        target = jnp.where(given["real"] > 0, target, NOWHERE).reshape(-1)
-        keys, values = (
-            into.at[:, target].set(new.reshape(new.shape[0], -1, *new.shape[3:]), mode="drop")
-            for into, new in zip((held.keys, held.values), made, strict=True)
-        )
-        return state._replace(draft=held._replace(keys=keys, values=values))
+        where = given["table"], position, given["real"] > 0
+        held = self.drafting.enter(params, held, held.streams[given["stream"]], where)
+        return state._replace(draft=held)
 
     def block(self, params: Params, state: State, whole: Array, *, size: Bucket) -> Array:
         """Return the candidates of one block below each of R = size.rows roots,
@@ -71,23 +63,14 @@ class BlockPasses(NamedTuple):
 
         whole  int32 vector of `block_shapes`. Changes nothing.
         """
-        held, about = state.draft, self.network.about
+        held, network = state.draft, self.drafting.network
         assert held is not None, "a draft network was attached"
         given = views_of(whole, block_shapes(size.rows, self.width))
-        order = jnp.arange(about.places)
-        position = given["kv_len"][:, None] + order
-        past = Past(held.keys, held.values, given["table"], given["kv_len"])
-        seen = order[:, None] >= order if about.causal else jnp.ones((about.places,) * 2, bool)
-        tree = Tree(jnp.broadcast_to(seen, (size.rows, *seen.shape)), position)
-
-        def of_layer(layer: Numbered, queries: Array, keys: Array, values: Array) -> Array:
-            return attend(queries, (keys, values), past, tree, Layer(*layer, self.page_size))
-
-        made = self.network.block(params, given["root"], position, of_layer)
-        read = made[:, self.network.first :]
-        logits = self.network.logits(params, read.reshape(-1, read.shape[-1]))
+        where = given["root"], given["table"], given["kv_len"]
+        read = self.drafting.propose(params, held, *where)
+        logits = network.logits(params, read.reshape(-1, read.shape[-1]))
         best, ids = lax.top_k(logits, size.nodes)
         log_probs = (best - log_normaliser(logits)[:, None]).reshape(*read.shape[:2], -1)
-        numbers = [log_probs, read[..., : 0 if about.algorithm == "dflash" else None]]
+        numbers = [log_probs, read[..., : 0 if network.about.algorithm == "dflash" else None]]
         bits = (lax.bitcast_convert_type(each.astype(jnp.float32), jnp.int32) for each in numbers)
         return jnp.concatenate([ids.reshape(log_probs.shape), *bits], -1)

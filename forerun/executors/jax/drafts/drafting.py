@@ -64,6 +64,19 @@ class AcceptedStep(NamedTuple):
     streams: Array
     pages: Pages = ((), ())
 
+    @property
+    def followed(self) -> tuple[Array, Array]:
+        """Return what is permanent of rows whose draft follows: nodes bool[R,N], how many
+        int32[R].
+        """
+        kept = self.kept & (self.given.draft_slot >= 0)[:, None]
+        return kept, kept.sum(1, dtype=jnp.int32)
+
+    def end(self, kept: Array) -> tuple[Array, Array]:
+        """Return the last of the nodes kept bool[R,N], int32[R], and the next root int32[R,1]."""
+        last = jnp.where(kept, self.given.depth + 1, 0).argmax(1)
+        return last, jnp.maximum(jnp.take_along_axis(self.choices, last[:, None], 1), 0)
+
 
 class _Roots(NamedTuple):
     """The roots of the next trees: the end of every row's extension.
@@ -141,10 +154,9 @@ class _Extended(NamedTuple):
         given = accepted.given
         position = given.kv_len[:, None] + given.depth
         seen = given.trees.seen
-        last, streams = jnp.where(kept, given.depth + 1, 0).argmax(1), accepted.streams
+        (last, next_root), streams = accepted.end(kept), accepted.streams
         if not (sizes.runs_root or sizes.borrows):
             return cls(jnp.maximum(accepted.choices, 0), position, streams, seen, kept, last)
-        next_root = jnp.maximum(jnp.take_along_axis(accepted.choices, last[:, None], 1), 0)
         if sizes.borrows:
             beside = jnp.take_along_axis(streams, last[:, None, None], 1)
             end, own = (given.kv_len + count)[:, None], jnp.ones((len(count), 1, 1), bool)
@@ -170,6 +182,14 @@ class Noise(NamedTuple):
     positions: Array
     temperature: Array
 
+    @classmethod
+    def of_rows(cls, given: Inputs, accepted: Array) -> "Noise":
+        """Return the noise for a child of every row's last permanent token; accepted int32[R]."""
+        seeds, positions, temperature = (
+            part.reshape(*part.shape[:-1], *given.depth.shape)[..., 0] for part in given.sampling
+        )
+        return cls(seeds, positions + accepted, temperature)
+
 
 class JaxDrafting(NamedTuple):
     """The network's part of a round. nodes: M of a step; slots: of pages."""
@@ -193,10 +213,7 @@ class JaxDrafting(NamedTuple):
         parents and bits of values. Rows with draft_slot -1 keep nothing.
         """
         roots, pasts, target = self._extend(params, held, accepted)
-        grown = self._grow(params, accepted.given, roots, pasts, (width, levels))
-        whole = [jnp.concatenate(part, 1) for part in zip(*grown, strict=True)]
-        whole[2] = lax.bitcast_convert_type(whole[2], jnp.int32)
-        record = jnp.concatenate([part.reshape(-1) for part in whole])
+        record = recorded(self._grow(params, accepted.given, roots, pasts, (width, levels)))
         # The trees read what is there now.
         target = after(target, record[-1:])
         held = committed(held, roots.path[0], target)
@@ -245,8 +262,7 @@ class JaxDrafting(NamedTuple):
         to stay: accepted nodes of rows that are followed.
         """
         given, network = accepted.given, self.network
-        kept = accepted.kept & (given.draft_slot >= 0)[:, None]
-        count = kept.sum(1, dtype=jnp.int32)
+        kept, count = accepted.followed
         cached = given.kv_len + count * network.sizes.borrows
         pasts = self.pasts(held, accepted.pages, given.table, cached)
         extended = _Extended.of(accepted, kept, count, network.sizes)
@@ -270,7 +286,7 @@ class JaxDrafting(NamedTuple):
     ) -> list[tuple[Array, Array, Array]]:
         """Return tokens, parents and values, [R,.] each: of the first level, then of all others."""
         width, levels = shape
-        noise = _of_rows(given, roots.accepted)
+        noise = Noise.of_rows(given, roots.accepted)
         tokens, values = self._children(params, roots.read, noise, width)
         first = tokens, jnp.full_like(tokens, -1), jnp.minimum(values, 0.0)
         if levels == 1:
@@ -332,6 +348,15 @@ class JaxDrafting(NamedTuple):
         return children(logits, params["draft"]["ids"], noise, width)
 
 
+def recorded(grown: list[tuple[Array, Array, Array]]) -> Array:
+    """Return a record int32[3*R*K] of trees: tokens, parents and bits of values, [R,.] of each
+    part.
+    """
+    whole = [jnp.concatenate(part, 1) for part in zip(*grown, strict=True)]
+    whole[2] = lax.bitcast_convert_type(whole[2], jnp.int32)
+    return jnp.concatenate([part.reshape(-1) for part in whole])
+
+
 def children(logits: Array, ids: Array, noise: Noise, width: int) -> tuple[Array, Array]:
     """Return the best children of n nodes, best first: target ids int32[n,width] and values
     float32[n,width] in nats, -inf if a logit is NaN.
@@ -381,11 +406,3 @@ def committed(held: DraftArrays, ran: Ran, target: Array) -> DraftArrays:
         for into, new in ((held.keys, ran.keys), (held.values, ran.values))
     )
     return held._replace(keys=keys, values=values)
-
-
-def _of_rows(given: Inputs, accepted: Array) -> Noise:
-    """Return the noise for a child of every row's last permanent token."""
-    seeds, positions, temperature = (
-        part.reshape(*part.shape[:-1], *given.depth.shape)[..., 0] for part in given.sampling
-    )
-    return Noise(seeds, positions + accepted, temperature)

@@ -42,6 +42,7 @@ class NetworkSizes:
     cut         its keys and values lie by head on the shards; else whole on each
     runs_root   it reads tokens alone, and each row's root is a node of its own
     block       draft tokens that it proposes at once; 0 = it proposes level by level
+    within      rounds draft with it; else only the host's passes do
     borrows     it keeps nothing of a position and reads the target's pages; all of a draft stands
                 at one position (drafts/assistant.py)
     """
@@ -56,6 +57,7 @@ class NetworkSizes:
     cut: bool
     runs_root: bool = False
     block: int = 0
+    within: bool = True
     borrows: bool = False
 
 

@@ -9,6 +9,7 @@ from jax import Array, lax
 
 from forerun.executors.feature_ring import ring_place
 from forerun.executors.jax.drafts.block import BlockNetwork
+from forerun.executors.jax.drafts.block_drafting import JaxBlockDrafting
 from forerun.executors.jax.drafts.block_passes import BlockPasses
 from forerun.executors.jax.drafts.draft_network import DraftNetwork
 from forerun.executors.jax.drafts.draft_passes import DraftPrograms
@@ -62,12 +63,11 @@ class Functions:
     future: tuple[int, int] | None = None
 
     @property
-    def drafting(self) -> JaxDrafting:
-        """The draft network's part of a round. A network that drafts level by level must be
-        attached (AssertionError).
-        """
+    def drafting(self) -> JaxDrafting | JaxBlockDrafting:
+        """The draft network's part of a round. One must be attached (AssertionError)."""
         assert self.network is not None, "a draft network was attached"
-        assert not isinstance(self.network, BlockNetwork), "blocks are proposed beside rounds"
+        if isinstance(self.network, BlockNetwork):
+            return JaxBlockDrafting(self.network, self.page_size)
         shape = self.shape
         return JaxDrafting(self.network, self.page_size, shape.slots, shape.nodes)
 
@@ -77,11 +77,12 @@ class Functions:
         """
         if hasattr(self, kind):
             return cast("Callable[..., Any]", getattr(self, kind))
-        passes: Any
-        if isinstance(self.network, BlockNetwork):
-            passes = BlockPasses(self.network, self.page_size, self.width)
-        else:
-            passes = DraftPrograms(self.drafting, self.width)
+        drafting = self.drafting
+        passes: Any = (
+            BlockPasses(drafting, self.width)
+            if isinstance(drafting, JaxBlockDrafting)
+            else DraftPrograms(drafting, self.width)
+        )
         return cast("Callable[..., Any]", getattr(passes, kind))
 
     def chunk(

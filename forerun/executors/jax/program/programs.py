@@ -109,11 +109,9 @@ class JaxPrograms:
     def keys(self) -> tuple[Key, ...]:
         """Return the keys of all programs for the present sizes, network and draft shape."""
         chunks = [Key("chunk", Bucket(1, nodes)) for nodes in self._buckets.chunks]
-        network, shape = self._functions.network, (0, 0)
-        if network is not None and not network.sizes.block:
-            shape = self._draft.width, self._draft.depth
+        grown = self._draft.width, self._draft.depth
         rounds = [
-            Key(kind, size, *shape) for kind in ("round", "shaped") for size in self._buckets.rounds
+            Key(kind, size, *grown) for kind in ("round", "shaped") for size in self._buckets.rounds
         ]
         few = [Key("report"), Key("logits"), Key("move")]
         few += [Key("states")] * (self.state.recurrent is not None)
@@ -132,6 +130,7 @@ class JaxPrograms:
         if network.sizes.block:
             yield from (Key("enter", size) for size in followed)
             yield from (Key("block", Bucket(rows, count)) for rows in self._buckets.rows)
+            return
         if not levels:
             return
         if network.sizes.borrows:
@@ -182,6 +181,7 @@ class JaxPrograms:
         """Compile the FIRST programs for these sizes, `threads` at once: the compiler releases
         Python's lock. The others wait for `compile_rest`, or for a step that needs them.
 
+        draft     trees of width and depth are grown within rounds, if it has any
         progress  called with (done, total), before the first and after each. Sets compile_seconds.
         """
         self._drop()
