@@ -124,7 +124,7 @@ class BlockHead:
 
     @property
     def tables(self) -> int:
-        """Number of weights that pair_scores.py reads; captured rounds have them on the device."""
+        """Number of weights that pair_scores.py reads; rounds that draft have them on a device."""
         shapes = expected_block_tensors(self).items()
         return sum(math.prod(shape) for name, shape in shapes if name.startswith(PAIRS))
 

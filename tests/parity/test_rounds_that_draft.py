@@ -288,12 +288,11 @@ def seen(monkeypatch):
         return drafts
 
     monkeypatch.setattr(ModelDrafter, "propose", proposed)
-    # The trees that a round grows are priced by what was counted before it: the counts stay.
-    known, random = Confidence(), np.random.default_rng(2)
-    for tenth in random.random(400):
-        known.learn(bool(tenth * 100 % 2 < 1), int(tenth * 1000 % 3), tenth, tenth * 1e4 % 3 < 1)
-    monkeypatch.setattr(Confidence, "__init__", lambda self: vars(self).update(vars(known)))
-    monkeypatch.setattr(Confidence, "learn", lambda self, *what: found["outcomes"].append(what))
+
+    def heard(what):
+        found["outcomes"].append(what)
+
+    priced(monkeypatch, heard)
     # How prompts are cut beside rows that decode depends on time.
     monkeypatch.setattr(PromptPace, "bound", lambda pace, room: room)
     for owner, names in (
@@ -309,6 +308,17 @@ def seen(monkeypatch):
 
             monkeypatch.setattr(owner, name, counted)
     return found
+
+
+def priced(monkeypatch, heard=lambda what: None):
+    """Trees that a round grows are priced by what was counted before it: the counts stay, and what
+    would be counted is heard.
+    """
+    known, random = Confidence(), np.random.default_rng(2)
+    for tenth in random.random(400):
+        known.learn(bool(tenth * 100 % 2 < 1), int(tenth * 1000 % 3), tenth, tenth * 1e4 % 3 < 1)
+    monkeypatch.setattr(Confidence, "__init__", lambda self: vars(self).update(vars(known)))
+    monkeypatch.setattr(Confidence, "learn", lambda self, *what: heard(what))
 
 
 def noted(seen, run):

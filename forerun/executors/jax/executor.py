@@ -188,14 +188,9 @@ class JaxExecutor(Executor):
     def _within_rounds(self, draft: DraftShape) -> DraftShape:
         """Return the shape without width and depth if rounds cannot grow such trees."""
         block = 0 if self._network is None else self._network.sizes.block
-        if not self._drafts_within or not draft.full(block > 0):
+        if self._network is None or not draft.full(block > 0):
             return DraftShape(draft.nodes)
         return draft._replace(depth=min(draft.depth, block or draft.depth))
-
-    @property
-    def _drafts_within(self) -> bool:
-        """Whether rounds can draft."""
-        return self._network is not None and self._network.sizes.within
 
     def _drafting(self, plan: Plan, decided: Bools) -> Drafted | None:
         """Return what this step drafts: for rows that a round decides from one known token.
@@ -204,7 +199,7 @@ class JaxExecutor(Executor):
         levels cuts them.
         """
         network, request = self._network, plan.on_device_draft
-        if request is None or network is None or not self._drafts_within:
+        if request is None or network is None:
             return None
         if request.width > network.sizes.vocab:
             return None
@@ -213,7 +208,11 @@ class JaxExecutor(Executor):
         shape = self._grown
         known = shape.width == request.width and shape.depth >= request.levels
         width, levels = (shape.width, shape.depth) if known else (request.width, request.levels)
-        return Drafted.of(rows, width, levels) if rows.any() else None
+        if not rows.any():
+            return None
+        if request.chances is not None:
+            self.programs.calibrate(request.chances)
+        return Drafted.of(rows, width, levels, network.sizes)
 
     # --- steps ---------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """A block drafter beside its target: the DraftModel contract on programs.
 
-Rounds store what was accepted and draft by themselves (block_drafting.py), unless a token depends
-on those above or there are more draft tokens than a full tree holds. The passes here are for the
-rest (block_passes.py); a step that drafts with them is three dispatches and two copies.
+Rounds store what was accepted and draft by themselves (block_drafting.py), unless there are more
+draft tokens than a full tree holds. The passes here are for the rest (block_passes.py); a step that
+drafts with them is three dispatches and two copies.
 """
 
 from dataclasses import replace
@@ -64,9 +64,10 @@ class JaxBlockModel:
         self._executor, self._about, self._limits = executor, head, limits
         self._pairs = pair_scores(draft)
         network = BlockNetwork(head, executor.decoder)
-        self._bytes = executor.draft_bytes(network.sizes)
+        self._bytes, self._vocab = executor.draft_bytes(network.sizes), network.sizes.vocab
         check_fits(self._bytes, *executor.place)
-        executor.attach(network, load_block(network, checkpoint, draft, executor.dtype))
+        weights = load_block(network, checkpoint, draft, self._pairs, executor.dtype)
+        executor.attach(network, weights)
 
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Write keys and values of the extension's features into the drafter's pages; dispatches
@@ -136,7 +137,7 @@ class JaxBlockModel:
         """Draft ids and log-probabilities, each [R,depth,k], and what the output head reads, if
         pairs need it.
         """
-        count, vocab = len(block.roots), self.traits.vocab
+        count, vocab = len(block.roots), self._vocab
         rows = next(size for size in self._executor.buckets.rows if size >= count)
         shapes = block_shapes(rows, self._executor.width)
         whole = np.zeros(total(shapes), np.int32)

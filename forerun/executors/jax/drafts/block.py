@@ -2,7 +2,8 @@
 
 Weights lie in params["draft"], whole on every device: `fc`, `hidden_norm`, `norm`, `layers` (a
 dictionary each, by the last parts of the canonical names), `ids`, `frequencies`; `mask_embedding`,
-`embed` [V,H] and `head` [Vd,H] where they are not the target's.
+`embed` [V,H] and `head` [Vd,H] where they are not the target's; `pairs` (pairs.py) where tokens
+depend on those above.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from jax import Array
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.block_config import KERNEL_SIZE, PAIRS, BlockHead, expected_block_tensors
 from forerun.drafts.block_folder import BlockFile
+from forerun.executors.jax.drafts.pairs import load_pairs
 from forerun.executors.jax.network.decoder import Attend, JaxDecoder, Numbered
 from forerun.executors.jax.network.kv import NetworkSizes, sanitised
 from forerun.executors.jax.network.layers import (
@@ -27,6 +29,7 @@ from forerun.executors.jax.network.layers import (
     swiglu,
 )
 from forerun.executors.jax.network.weights import Params
+from forerun.executors.pair_scores import PairScores
 from forerun.networks.layer_spec import AttentionSpec
 
 
@@ -46,11 +49,11 @@ class BlockNetwork(NamedTuple):
             cache=about.cache,
             hidden=0,
             read=0,
-            vocab=about.vocab,
-            parameters=about.parameters,
+            vocab=about.top_k or about.vocab,
+            parameters=about.parameters + about.tables,
             cut=False,
             block=about.depth,
-            within=about.algorithm == "dflash",
+            confident=about.confidence > 0,
         )
 
     @property
@@ -180,7 +183,11 @@ _OWN = {"embed_tokens": "embed", "lm_head": "head"}
 
 
 def load_block(
-    network: BlockNetwork, checkpoint: Checkpoint, draft: BlockFile, dtype: Any
+    network: BlockNetwork,
+    checkpoint: Checkpoint,
+    draft: BlockFile,
+    scores: PairScores | None,
+    dtype: Any,
 ) -> Params:
     """Load params["draft"] of a block drafter onto the devices, matrices in `dtype`, vectors in
     float32.
@@ -216,4 +223,6 @@ def load_block(
         tied = checkpoint.architecture.tied_head
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
         params["head"] = put(checkpoint.tensor(name)[draft.target_ids])
+    if scores is not None:
+        params["pairs"] = load_pairs(scores, dtype, sharding)
     return {**params, "layers": tuple(layers)}

@@ -1,13 +1,15 @@
 """What a block drafter does at the end of a round: store the accepted nodes' features, propose one
-block below every row's new end, and grow the best paths of its marginals.
+block below every row's new end, and grow the best paths of its marginals, or of what these become
+below the tokens above (pairs.py).
 
     round   forward -> choose -> walk -> commit -> enter -> propose -> grow -> record
 
-The trees are those of forerun.speculative.draft_tree.block_draft as far as a full tree holds them:
-no child is worth more than its path, so the best `width` squared nodes of each level are enough
-unless more draft tokens than that are verified.
+The trees are those of forerun.speculative.draft_tree (block_draft, path_draft) as far as a full
+tree holds them: no child is worth more than its path, so the best `width` squared nodes of each
+level are enough unless more draft tokens than that are verified.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,12 +21,20 @@ from forerun.executors.jax.drafts.drafting import (
     AcceptedStep,
     Noise,
     children,
+    log_normaliser,
+    ranked,
     recorded,
 )
+from forerun.executors.jax.drafts.pairs import JaxPairs, calibrated
 from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
 from forerun.executors.jax.network.decoder import Numbered
 from forerun.executors.jax.network.kv import DraftArrays, of_nodes, slots_of
 from forerun.executors.jax.network.weights import Params
+from forerun.interface.draft_model import CANDIDATES
+from forerun.speculative.tree import full_size
+
+_Found = tuple[tuple[Array, Array], Array | None, Array | None]
+"""Children of n nodes, target ids and values [R,n or 1,width]; confidence [R,n]; state [R,n,r]."""
 
 
 class JaxBlockDrafting(NamedTuple):
@@ -45,7 +55,7 @@ class JaxBlockDrafting(NamedTuple):
         _, roots = accepted.end(kept)
         read = self.propose(params, held, roots[:, 0], given.table, given.kv_len + count)
         noise = Noise.of_rows(given, count)
-        return held, recorded(self._grow(params, read[:, :levels], noise, width))
+        return held, self._grow(params, (roots, read[:, :levels]), noise, width)
 
     def enter(
         self,
@@ -84,26 +94,71 @@ class JaxBlockDrafting(NamedTuple):
 
         return self.network.block(params, roots, position, of_layer)[:, self.network.first :]
 
-    def _grow(
-        self, params: Params, read: Array, noise: Noise, width: int
-    ) -> list[tuple[Array, Array, Array]]:
-        """Return tokens, parents and values, [R,.] each, of every level of full trees.
+    def _grow(self, params: Params, blocks: tuple[Array, Array], noise: Noise, width: int) -> Array:
+        """Return the record of full trees: each level's nodes have the best `width` children, and
+        of all those the best `width` squared go on.
 
-        read  [R,levels,H]; noise: of the first level
+        blocks  int32[R,1] roots, and [R,levels,H] what the head reads; noise: of the first level
         """
+        tokens, read = blocks
         rows, levels, wide = read.shape
         logits = self.network.logits(params, read.reshape(-1, wide))
-        seeds, positions, temperature = (jnp.repeat(part, levels, -1) for part in noise)
-        noise = Noise(seeds, positions + jnp.tile(jnp.arange(levels), rows), temperature)
-        found = children(logits, params["draft"]["ids"], noise, width)
-        tokens, values = (part.reshape(rows, levels, width) for part in found)
-        values, begin = jnp.minimum(values, 0.0), 0
-        grown = [(tokens[:, 0], jnp.full((rows, width), -1, jnp.int32), values[:, 0])]
-        for level in range(1, levels):
-            above = grown[-1][2]
-            paths = (above[..., None] + values[:, level, None]).reshape(rows, -1)
-            worth, order = lax.top_k(paths, width * width)
-            below = jnp.take_along_axis(tokens[:, level], order % width, 1)
-            grown.append((below, (begin + order // width).astype(jnp.int32), worth))
-            begin += above.shape[1]
-        return grown
+        below = self._below(params, logits, read, noise, width)
+        values, state, grown = jnp.zeros((rows, 1), jnp.float32), None, []
+        confident: list[Array] = []
+        for level in range(levels):
+            found, sure, state = below(level, tokens, state)
+            paths = values[..., None] + jnp.minimum(found[1], 0.0)
+            most = width ** min(level + 1, 2)
+            values, order = lax.top_k(paths.reshape(rows, -1), most)
+            tokens = jnp.broadcast_to(found[0], paths.shape).reshape(rows, -1)
+            tokens = jnp.take_along_axis(tokens, order, 1)
+            above = full_size(width, level - 1) if level else -1
+            grown.append((tokens, (above + order // width).astype(jnp.int32), values))
+            if state is not None:
+                state = jnp.take_along_axis(state, (order // width)[..., None], 1)
+            confident += [] if sure is None else [sure]
+        return recorded(grown, confident)
+
+    def _below(
+        self, params: Params, logits: Array, read: Array, noise: Noise, width: int
+    ) -> Callable[..., "_Found"]:
+        """Return what gives a level's nodes their best `width` children: (level, target ids of the
+        nodes int32[R,n], their state) -> children, confidence and the children's state.
+
+        logits  float32[R*levels,Vd] of the places
+        """
+        rows, levels, _ = read.shape
+        weights, about = params["draft"], self.network.about
+        if about.algorithm == "dflash":
+            # The best of each depth, whatever stands above them.
+            every = Noise(*(jnp.repeat(part, levels, -1) for part in noise))
+            every = every.further(jnp.tile(jnp.arange(levels), rows))
+            found = children(logits, weights["ids"], every, width)
+            tokens, values = (part.reshape(rows, levels, 1, width) for part in found)
+            return lambda level, *_: ((tokens[:, level], values[:, level]), None, None)
+        best, which = lax.top_k(logits, min(about.top_k or max(CANDIDATES, width), about.vocab))
+        log_probs = best - log_normaliser(logits)[:, None]
+        pairs = JaxPairs(
+            about,
+            weights["pairs"],
+            which.reshape(rows, levels, -1),
+            log_probs.reshape(rows, levels, -1),
+            read.astype(jnp.float32),
+        )
+        hot = noise.temperature > 0
+
+        def of_pairs(level: int, tokens: Array, state: Array | None) -> _Found:
+            found = pairs.below(level, tokens, state)
+            count, shape = tokens.shape[1], found.values.shape
+            ids = jnp.broadcast_to(weights["ids"][pairs.which[:, level, None]], shape)
+            each = Noise(*(jnp.repeat(part, count, -1) for part in noise)).further(level)
+            flat = found.values.reshape(-1, shape[2])
+            chosen, values = ranked(ids.reshape(flat.shape), flat, each, width)
+            chosen, values = (part.reshape(rows, count, width) for part in (chosen, values))
+            if found.confidence is not None:
+                chances = pairs.weights["chances"][:, :, level]
+                values = calibrated(chances, found.confidence, values, hot)
+            return (chosen, values), found.confidence, found.state
+
+        return of_pairs

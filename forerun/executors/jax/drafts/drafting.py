@@ -190,6 +190,10 @@ class Noise(NamedTuple):
         )
         return cls(seeds, positions + accepted, temperature)
 
+    def further(self, levels: Any) -> "Noise":
+        """Return the noise for children so many levels below."""
+        return self._replace(positions=self.positions + levels)
+
 
 class JaxDrafting(NamedTuple):
     """The network's part of a round. nodes: M of a step; slots: of pages."""
@@ -299,8 +303,7 @@ class JaxDrafting(NamedTuple):
             seen = jnp.take_along_axis(growing.seen, (chosen // width)[..., None], 1)
             growing, ran = self._run(params, growing, (chosen, seen), (roots, pasts), number)
             read = ran.read.reshape(-1, ran.read.shape[-1])
-            below = noise._replace(positions=noise.positions + number)
-            tokens, values = self._children(params, read, below, width)
+            tokens, values = self._children(params, read, noise.further(number), width)
             tokens, values = (part.reshape(-1, width * width) for part in (tokens, values))
             base = jnp.take_along_axis(growing.values, chosen, 1)
             values = jnp.repeat(base, width, 1) + jnp.minimum(values, 0.0)
@@ -348,12 +351,17 @@ class JaxDrafting(NamedTuple):
         return children(logits, params["draft"]["ids"], noise, width)
 
 
-def recorded(grown: list[tuple[Array, Array, Array]]) -> Array:
-    """Return a record int32[3*R*K] of trees: tokens, parents and bits of values, [R,.] of each
-    part.
+def recorded(
+    grown: list[tuple[Array, Array, Array]], confident: list[Array] | None = None
+) -> Array:
+    """Return a record int32[record_size] of trees: tokens, parents and bits of values, [R,.] of
+    each level; then bits of confidences [R,.] below the root and each level but the last, if any.
     """
     whole = [jnp.concatenate(part, 1) for part in zip(*grown, strict=True)]
-    whole[2] = lax.bitcast_convert_type(whole[2], jnp.int32)
+    if confident:
+        said = jnp.concatenate(confident, 1)
+        whole.append(jnp.pad(said, ((0, 0), (0, 1 + whole[2].shape[1] - said.shape[1]))))
+    whole[2:] = [lax.bitcast_convert_type(part, jnp.int32) for part in whole[2:]]
     return jnp.concatenate([part.reshape(-1) for part in whole])
 
 
@@ -376,16 +384,23 @@ def children(logits: Array, ids: Array, noise: Noise, width: int) -> tuple[Array
 
     def sampled() -> tuple[Array, Array]:
         best, which = lax.top_k(logits, min(max(CANDIDATES, width), logits.shape[1]))
-        tokens, values = ids[which], best - normaliser
-        seeds = jnp.broadcast_to(noise.seeds[..., None], (2, *tokens.shape))
-        words = words_of(seeds, jnp.broadcast_to(noise.positions[:, None], tokens.shape), tokens)
-        scores = values / jnp.where(hot, noise.temperature, 1.0)[:, None] + approximate(words)
-        values = jnp.where(hot[:, None], scores - log_normaliser(scores)[:, None], values)
-        best, order = lax.top_k(jnp.where(jnp.isnan(values), -jnp.inf, values), width)
-        return jnp.take_along_axis(tokens, order, 1), best
+        return ranked(ids[which], best - normaliser, noise, width)
 
     tokens, values = lax.cond(hot.any(), sampled, greedy)
     return tokens, jnp.where(jnp.isnan(values), -jnp.inf, values)
+
+
+def ranked(tokens: Array, values: Array, noise: Noise, width: int) -> tuple[Array, Array]:
+    """Return the best `width` of each node's candidates, as `children`; target ids tokens
+    int32[n,K] and log-probabilities values float32[n,K].
+    """
+    hot = noise.temperature > 0
+    seeds = jnp.broadcast_to(noise.seeds[..., None], (2, *tokens.shape))
+    words = words_of(seeds, jnp.broadcast_to(noise.positions[:, None], tokens.shape), tokens)
+    scores = values / jnp.where(hot, noise.temperature, 1.0)[:, None] + approximate(words)
+    values = jnp.where(hot[:, None], scores - log_normaliser(scores)[:, None], values)
+    best, order = lax.top_k(jnp.where(jnp.isnan(values), -jnp.inf, values), width)
+    return jnp.take_along_axis(tokens, order, 1), best
 
 
 def log_normaliser(logits: Array) -> Array:

@@ -25,6 +25,7 @@ from forerun.interface.plan import Plan
 from forerun.networks.arch import Architecture
 from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.layer_spec import GatedDelta
+from forerun.speculative.tree import full_size
 from forerun.types import AnyArray, Ints
 
 
@@ -37,12 +38,12 @@ class NetworkSizes:
     cache       what each layer keeps of a position; all layers alike
     hidden      numbers of what a next draft step receives
     read        numbers of what its output head reads
-    vocab       Vd, or how many of these are scored at once (an assistant's clusters)
+    vocab       Vd, or how many of these are scored at once (of an assistant's clusters, a selector)
     parameters  numbers of weights that it brings
     cut         its keys and values lie by head on the shards; else whole on each
     runs_root   it reads tokens alone, and each row's root is a node of its own
     block       draft tokens that it proposes at once; 0 = it proposes level by level
-    within      rounds draft with it; else only the host's passes do
+    confident   it says how sure it is of its tokens
     borrows     it keeps nothing of a position and reads the target's pages; all of a draft stands
                 at one position (drafts/assistant.py)
     """
@@ -57,8 +58,13 @@ class NetworkSizes:
     cut: bool
     runs_root: bool = False
     block: int = 0
-    within: bool = True
+    confident: bool = False
     borrows: bool = False
+
+    def record(self, rows: int, width: int, levels: int) -> int:
+        """Return the length of the record of what it drafted for so many rows (drafting.py)."""
+        nodes = full_size(width, levels)
+        return rows * (3 * nodes + self.confident * (1 + nodes))
 
 
 class DraftArrays(NamedTuple):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forerun.executors.jax.network.kv import NetworkSizes
 from forerun.executors.jax.rounds.batches import Batch
 from forerun.interface.next_draft import NextDrafts
 from forerun.speculative.tree import full_size
@@ -12,30 +13,39 @@ from forerun.types import Bools, Ints
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A step's drafts for the next step, completed as its records arrive: see NextDrafts."""
+    """A step's drafts for the next step, completed as its records arrive: see NextDrafts.
+
+    sizes  of the network; confident: of width 0 if it does not say
+    """
 
     rows: Bools
     width: int
     levels: int
+    sizes: NetworkSizes
     tokens: Ints
     parents: Ints
     value: Ints
+    confident: Ints
 
     @classmethod
-    def of(cls, rows: Bools, width: int, levels: int) -> "Drafted":
+    def of(cls, rows: Bools, width: int, levels: int, sizes: NetworkSizes) -> "Drafted":
         """Return arrays int32[B,K], all zero until `fill`, for the trees of the rows in bool[B]; K
         = full_size(width, levels).
         """
-        made = np.zeros((3, len(rows), full_size(width, levels)), np.int32)
-        return cls(rows, width, levels, *made)
+        count = full_size(width, levels)
+        widths = count, count, count, sizes.confident * (1 + count)
+        made = (np.zeros((len(rows), each), np.int32) for each in widths)
+        return cls(rows, width, levels, sizes, *made)
 
     def fill(self, batch: Batch, grown: Ints) -> None:
-        """Copy the trees of a batch's rows from its record, int32[3*R*K]: tokens, parents, and bits
-        of values.
-        """
-        lines = grown.reshape(3, batch.size.rows, -1)[:, : len(batch.rows)]
-        for into, found in zip((self.tokens, self.parents, self.value), lines, strict=True):
-            into[list(batch.rows)] = found
+        """Copy the trees of a batch's rows from its record (drafting.py)."""
+        rows, parts = batch.size.rows, (self.tokens, self.parents, self.value, self.confident)
+        begin = 0
+        for into in parts:
+            count = rows * into.shape[1]
+            found = grown[begin : begin + count].reshape(rows, -1)
+            into[list(batch.rows)] = found[: len(batch.rows)]
+            begin += count
 
     def joined(self, made: Bools) -> NextDrafts:
         """Return the finished NextDrafts, for those of its rows that are also in made bool[B]: rows
@@ -48,4 +58,5 @@ class Drafted:
             self.tokens,
             self.parents,
             self.value.view(np.float32),
+            confident=self.confident.view(np.float32) if self.sizes.confident else None,
         )

@@ -188,7 +188,8 @@ class Functions:
         state, grown = self._drafted(params, state, (given, passed, choices, kept), key)
         if self.future is None:
             return state, kept, grown
-        held, ran = leave(state.future, given, choices, kept, grown)
+        trees = grown[: 3 * key.size.rows * full_size(key.width, key.levels)]
+        held, ran = leave(state.future, given, choices, kept, trees)
         return state._replace(future=held), kept, jnp.concatenate([grown, ran])
 
     def _drafted(
@@ -206,10 +207,11 @@ class Functions:
         assert held is not None, "a draft network was attached"
         pages = state.keys, state.values
         about = AcceptedStep(given, choices, kept, passed.features, pages)
-        count = 3 * key.size.rows * full_size(key.width, key.levels)
+        drafting, shape = self.drafting, (key.width, key.levels)
+        count = drafting.network.sizes.record(key.size.rows, *shape)
         held, grown = lax.cond(
             (given.draft_slot >= 0).any(),
-            lambda: self.drafting.work(params, held, about, key.width, key.levels),
+            lambda: drafting.work(params, held, about, *shape),
             lambda: (held, jnp.zeros(count, jnp.int32)),
         )
         return state._replace(draft=held), grown

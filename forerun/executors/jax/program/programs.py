@@ -51,6 +51,7 @@ from forerun.executors.jax.rounds.reports import REPORTED
 from forerun.executors.jax.rounds.shaping import shaping_shapes
 from forerun.interface.draft_model import CANDIDATES
 from forerun.interface.executor import ExecutorLimits
+from forerun.types import Floats
 
 log = logging.getLogger("forerun.executors.jax")
 
@@ -102,6 +103,7 @@ class JaxPrograms:
         self._rest: dict[Key, Future[Any] | None] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._kept: KeptPrograms | None = None
+        self._chances: Floats = np.zeros((2, 2, 0, 0), np.float32)
         self.dispatches = self.late = 0
         self.compile_seconds = 0.0
 
@@ -148,7 +150,19 @@ class JaxPrograms:
         self._drop()
         self._functions = replace(self._functions, network=network)
         self.params = {**self.params, "draft": weights}
+        if network.sizes.confident:
+            self._chances = jax.device_get(weights["pairs"]["chances"])
         self.state = self.state._replace(draft=held)
+
+    def calibrate(self, chances: Floats) -> None:
+        """Have rounds use OnDeviceDraftSpec.chances from the next one on."""
+        draft = self.params["draft"]
+        whole = np.array(self._chances)
+        whole[:, :, : chances.shape[2]] = chances
+        if not np.array_equal(whole, self._chances):
+            self._chances = whole
+            pairs = {**draft["pairs"], "chances": self._there(whole)}
+            self.params = {**self.params, "draft": {**draft, "pairs": pairs}}
 
     def keep_state(self, width: int, levels: int) -> None:
         """Let rounds go on from each other: make room in the state for trees of this width and

@@ -17,7 +17,7 @@ from forerun.executors.jax.rounds.reports import TOP, line_size, report, reports
 from forerun.executors.jax.rounds.shaping import EditsByRow, edits_of
 from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.speculative.sampling import Sampling
-from forerun.speculative.tree import TreeBatch, full_size
+from forerun.speculative.tree import TreeBatch
 from forerun.types import Bools, Floats, Ints
 
 
@@ -152,7 +152,7 @@ def receive(record: Any, batch: Batch, choice: Ints, round: JaxRound, vocab: int
         _tell(batch, found[begin:end].reshape(*batch.size, -1), choice, round)
     if round.drafted is not None:
         drafted = round.drafted
-        count = 3 * batch.size.rows * full_size(drafted.width, drafted.levels)
+        count = drafted.sizes.record(batch.size.rows, drafted.width, drafted.levels)
         drafted.fill(batch, found[end : end + count])
 
 
