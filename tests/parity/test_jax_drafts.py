@@ -414,6 +414,8 @@ def read_in_place(cell):
     programs = cell.target.executor.programs
     rounds = [key for key in programs.compiled if key.kind == "round" and key.levels]
     for held in (*programs.state.keys, programs.state.draft.keys):
+        if not held.size:
+            continue
         moved = re.compile(rf"= f32\[{','.join(map(str, held.shape))}\]\S* copy\(")
         assert rounds and not any(moved.search(programs.text(key)) for key in rounds)
 
