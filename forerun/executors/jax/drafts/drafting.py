@@ -359,8 +359,8 @@ def recorded(
     """
     whole = [jnp.concatenate(part, 1) for part in zip(*grown, strict=True)]
     if confident:
-        said = jnp.concatenate(confident, 1)
-        whole.append(jnp.pad(said, ((0, 0), (0, 1 + whole[2].shape[1] - said.shape[1]))))
+        known = jnp.concatenate(confident, 1)
+        whole.append(jnp.pad(known, ((0, 0), (0, 1 + whole[2].shape[1] - known.shape[1]))))
     whole[2:] = [lax.bitcast_convert_type(part, jnp.int32) for part in whole[2:]]
     return jnp.concatenate([part.reshape(-1) for part in whole])
 
