@@ -23,7 +23,7 @@ from forerun.executors.pair_scores import PairScores
 TENTHS = 10
 
 
-class Below(NamedTuple):
+class JaxBelow(NamedTuple):
     """What may follow n nodes of a level in each of R rows.
 
     values      float32[R,n,K] log-probabilities of the level's candidates
@@ -51,7 +51,7 @@ class JaxPairs(NamedTuple):
     log_probs: Array
     hidden: Array
 
-    def below(self, level: int, tokens: Array, state: Array | None) -> Below:
+    def below(self, level: int, tokens: Array, state: Array | None) -> JaxBelow:
         """Return what may follow target ids tokens int32[R,n] above places of that level.
 
         state  of the nodes above the tokens, [R,n,r]; None at level 0
@@ -66,7 +66,7 @@ class JaxPairs(NamedTuple):
         if not self.about.top_k:  # Tokens that are no candidates keep their share.
             rest = 1.0 - jnp.exp(log_probs).sum(-1, keepdims=True)
             total = jnp.logaddexp(total, jnp.log(jnp.maximum(rest, 0.0)))
-        return Below(raised - total, self._sure(hidden, above), state)
+        return JaxBelow(raised - total, self._sure(hidden, above), state)
 
     def _shown(
         self, hidden: Array, above: Array, state: Array | None
