@@ -107,7 +107,7 @@ class Scheduler(Admission):
                 sequence.table.rollback(sequence.pending)
         closed = self._grow()
         opened = () if closed or not self.waiting else self._admit()
-        if not self.running:
+        if not self.running and not closed:
             return None
         schedule = self._schedule(opened, closed)
         return schedule if schedule.rows or opened or closed else None

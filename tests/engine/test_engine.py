@@ -192,6 +192,23 @@ def test_few_tokens(max_tokens):
     assert ear.last().finish == Finish.LENGTH
 
 
+def test_a_sequence_may_be_the_only_one_and_be_preempted():
+    """Where others than sequences hold pages: a page store that reads."""
+    engine, ear, request = make(page_size=2, pages=16), Ear(), ask(max_tokens=16)
+    engine.submit(request, ear)
+    for _ in range(4):
+        engine.step_once()
+    index = engine._core.scheduler.index
+    held = index.take(index.available)
+    for _ in range(4):
+        engine.step_once()
+    assert engine.stats().preemptions == 1 and not engine._parts.open_slots
+    for page in held:
+        index.release(page)
+    finish(engine)
+    ear.expect(request)
+
+
 @pytest.mark.parametrize("length", range(7, 11))
 def test_a_prompt_without_output_takes_no_nodes_from_others(length):
     """Nor does it give others its share, and a part of it: one of its chunks is a single token."""
