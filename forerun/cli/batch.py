@@ -13,7 +13,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +22,7 @@ import httpx
 from forerun.build.engine import Loaded
 from forerun.cli.console import bars, emit_json, load_shown, say
 from forerun.errors import ConfigError, reason_of
-from forerun.options.config import EngineConfig, ServeSettings
+from forerun.options.config import AskConfig, EngineConfig, ServeSettings
 from forerun.options.flags import configured
 from forerun.serve.app import create_app
 from forerun.serve.bodies.wire import parse_json
@@ -47,6 +47,10 @@ def main(arguments: argparse.Namespace) -> int:
     target = Path(arguments.out).resolve()
     if arguments.prompt is not None or arguments.raw or arguments.system:
         raise ConfigError("--batch brings its own prompts; leave PROMPT, --raw and --system out.")
+    if given := _of_one_answer(arguments):
+        raise ConfigError(
+            f"--batch: each request says itself how it is answered; leave {given[0]} out."
+        )
     requests, refused = read_requests(source)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"--out {arguments.out} is the file of the requests; name another file.")
@@ -74,6 +78,14 @@ def main(arguments: argparse.Namespace) -> int:
             f"{count} answers in {arguments.out}" + (f", {failed} of them errors" if failed else "")
         )
     return 1 if failed else 0
+
+
+def _of_one_answer(arguments: argparse.Namespace) -> list[str]:
+    """Return the flags on the command line that say how one prompt is answered."""
+    sampling = {item.name for item in fields(AskConfig)}
+    own = ("compare", "schema", "regex", "grammar")
+    flags = [one.where for one in arguments.given if not sampling.isdisjoint(one.option.fields)]
+    return flags + [f"--{name}" for name in own if getattr(arguments, name)]
 
 
 def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
@@ -164,12 +176,14 @@ def keep_answers(path: Path) -> dict[str, int]:
         *texts, cut = path.read_text(encoding="utf-8").split("\n")
         for number, text in enumerate([*texts, cut], 1):
             line = _object(text)
-            if not {"custom_id", "response", "error"} <= line.keys() and number <= len(texts):
+            answer = line.get("response") or {}
+            known = {"custom_id", "response", "error"} <= line.keys() and isinstance(answer, dict)
+            if not known and number <= len(texts):
                 raise ConfigError(
                     f"--out {path} cannot be used: line {number} is not an answer of a batch and "
                     "would be lost; name another file."
                 )
-            status = (line.get("response") or {}).get("status_code")
+            status = answer.get("status_code") if known else None
             if isinstance(status, int) and status < FAILED:
                 answered[str(line.get("custom_id"))] = status
                 kept.append(text + "\n")

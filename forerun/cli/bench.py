@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from math import inf
@@ -126,7 +127,10 @@ def _with_version(url: str) -> str:
     """Return the address of an OpenAI API: with /v1 if the address has no path, as other commands
     take it.
     """
-    return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
+    with suppress(ValueError):  # What is no address is for `find_model` to refuse.
+        if urlsplit(url).path.strip("/"):
+            return url
+    return f"{url.rstrip('/')}/v1"
 
 
 def _refuse_engine_flags(config: EngineConfig) -> None:

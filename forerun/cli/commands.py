@@ -414,7 +414,7 @@ def _tune_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="draw the frontier there, as PNG")
     parser.add_argument(
-        "--forget", action="store_true", help="delete this model's saved profiles first"
+        "--forget", action="store_true", help="only delete this model's saved profiles"
     )
     own = ("max_sequences", "policy", *SHAPE, "lora_modules")
     flags_of(EngineConfig, parser, "model and engine", without=own, draft_on_error="stop")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -35,8 +36,12 @@ def main(arguments: argparse.Namespace) -> int:
     config = configured(EngineConfig, arguments)
     if not config.speculates:
         raise ConfigError("there is nothing to measure with speculation off; choose a drafter.")
-    sets: dict[str, Path | None] = dict(_named(text) for text in arguments.set)
-    sets = sets or {"built in": None}
+    named = [_named(text) for text in arguments.set]
+    sets: dict[str, Path | None] = dict(named) or {"built in": None}
+    if twice := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
+        raise ConfigError(
+            f"two sets are called {twice[0]}; give each a name of its own: --set NAME=FILE"
+        )
     # Read all sets before running the first: minutes of results must not be lost to a bad file.
     chosen = {
         name: tuple(spread(read_prompts(path), arguments.count)) for name, path in sets.items()
@@ -51,8 +56,8 @@ def main(arguments: argparse.Namespace) -> int:
         if not target.config.speculates:
             raise ConfigError("there is nothing to measure: the draft cannot be used.")
         simulate = _simulation(target) if arguments.simulate else None
-        named = config.speculative_algorithm.upper() != "AUTO"
-        measured = target.config if named else alone(target.config)
+        chosen_one = config.speculative_algorithm.upper() != "AUTO"
+        measured = target.config if chosen_one else alone(target.config)
         questions = [
             Question(name, prompts, temperature, arguments.tokens, arguments.group)
             for name, prompts in chosen.items()
@@ -82,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _named(text: str) -> tuple[str, Path]:
     """Split NAME=FILE; a FILE alone is its own name."""
-    name, _, path = text.rpartition("=")
+    name, _, path = ("", "", text) if Path(text).is_file() else text.rpartition("=")
     file = Path(path)
     if not file.is_file():
         problem = f"{file} is not a file" if file.exists() else f"there is no file {file}"
@@ -112,8 +117,12 @@ def _promised(draft: str | None) -> float | None:
     metrics = metrics_beside(draft)
     if metrics is None:
         return None
-    value = json.loads(metrics.read_text()).get("best_simulated_length")
-    return float(value) if isinstance(value, int | float) else None
+    try:
+        value = json.loads(metrics.read_text(encoding="utf-8"))["best_simulated_length"]
+        return float(value)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        say(f"{metrics} cannot be read ({error}): what the trainer simulated is not known")
+        return None
 
 
 def table(findings: list[Finding]) -> Table:

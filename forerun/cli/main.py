@@ -156,6 +156,9 @@ def console() -> None:
     for each in (signal.SIGINT, signal.SIGHUP):  # Ignored in the background, and under nohup.
         if signal.getsignal(each) != signal.SIG_IGN:
             signal.signal(each, _interrupt)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # Closed by what started us, as by `>&-`.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     # A terminal that cannot show a letter of an answer gets another in its place.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(main())

@@ -1,6 +1,7 @@
 """Reads routes of a running server, for commands that talk to one."""
 
 import json
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -22,7 +23,7 @@ def get_json(url: str, path: str, key: str = "") -> dict[str, Any]:
     except HTTPError as error:
         why = "it needs a key: --api-key" if error.code == 401 else f"it answers {error.code}"
         raise ConfigError(f"The server at {base} refused the request: {why}.") from error
-    except (URLError, OSError, ValueError) as error:
+    except (URLError, OSError, ValueError, HTTPException) as error:
         raise ConfigError(
             f"No server answers at {base}; start one with: forerun serve, or name it with --url."
         ) from error

@@ -1,6 +1,7 @@
 """`forerun train`: a draft for a model in one command."""
 
 import argparse
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -22,14 +23,14 @@ from forerun.options.flags import configured
 from forerun.text.chat import ChatTemplate
 from forerun.train.answers import Author, ChatEncoder, PlainText
 from forerun.train.chats import Report, TrainingTarget, write_corpus
-from forerun.train.corpus import Corpus, open_corpus
+from forerun.train.corpus import Corpus, open_corpus, write_whole
 from forerun.train.ngrams import make_table
 from forerun.train.presets import TrainConfig, resolve
 from forerun.train.progress import Progress
 from forerun.train.prompts import Problems, read_prompts
 from forerun.train.served import ServedAuthor
 
-MAP_FILE = "token_map.json"
+MAP_FILE, TARGET_FILE = "token_map.json", "target.json"
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -178,7 +179,10 @@ def _corpus(
     out: Path,
     report: Report,
 ) -> Corpus:
-    """Return the chats of an earlier run, or let the target write new ones."""
+    """Return the chats of an earlier run, or let the target write new ones. Raises ConfigError if
+    another model wrote them.
+    """
+    _check_target(source.name, out)
     if (out / "corpus" / "corpus.json").exists():
         say(f"using the chats in {out / 'corpus'}")
         return open_corpus(out / "corpus")
@@ -189,6 +193,24 @@ def _corpus(
     if len(problems.bad_lines) > 5:
         say(f"... and {len(problems.bad_lines) - 5} more lines left out")
     return corpus
+
+
+def _check_target(name: str, out: Path) -> None:
+    """Write down which model the chats in a folder are of. Raises ConfigError if it is another:
+    their tokens are that model's, and a draft learns from nothing else.
+    """
+    file = out / TARGET_FILE
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(name))
+        return
+    if before != name:
+        raise ConfigError(
+            f"--out {out} holds chats of {before}, not of {name}: choose another folder, or remove "
+            "it"
+        )
 
 
 @contextmanager

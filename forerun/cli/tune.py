@@ -11,7 +11,7 @@ from rich.table import Table
 
 from forerun.build.tuned import Setting, forget, save
 from forerun.cli.console import bars, emit_json, open_shown, out, say
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, reason_of
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp
 from forerun.measure.pictures import draw_ratios
@@ -92,12 +92,19 @@ def _check_picture(path: Path) -> None:
         raise ConfigError(f"--out {path}: there is no folder {path.parent}.")
     if path.suffix != ".png":
         raise ConfigError(f"--out {path}: the picture is a PNG; let its name end in .png.")
+    if path.is_dir():
+        raise ConfigError(f"--out {path} is a folder; name a file for the picture.")
 
 
 def _draw(path: Path, cells: Sequence[Cell], fastest: Setting | None, title: str) -> None:
-    """Draw the ratios as PNG, if matplotlib is installed."""
+    """Draw the ratios as PNG, if matplotlib is installed. Raises ConfigError where the file cannot
+    be written.
+    """
     if find_spec("matplotlib") is None:
         say("no picture: matplotlib is not installed (pip install 'forerun[plots]')")
         return
-    draw_ratios(path, cells, fastest, title)
+    try:
+        draw_ratios(path, cells, fastest, title)
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {reason_of(error)}.") from error
     say(f"wrote {path}")

@@ -154,7 +154,12 @@ def _without_text(tokens: int, finish: str) -> str:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    """Return the text of an event, of its answer or of the reasoning before it: usage counts the
+    tokens of both.
+    """
+    delta = choice.get("delta") or {}
+    pieces = (choice.get("text"), *map(delta.get, ("content", "reasoning_content", "reasoning")))
+    return next(filter(None, pieces), "")
 
 
 def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:
@@ -207,10 +212,14 @@ def find_model(url: str, api_key: str, wanted: str | None) -> str:
     """Return the name of the model to measure: `wanted`, or the first that GET {url}/models lists
     (10 s timeout).
 
-    Raises ConfigError if the server does not answer, not yet, or lists none.
+    Raises ConfigError if that is no address, or the server does not answer, not yet, or lists none.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"The address begins with http:// or https://, not as {url!r} does.")
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{url} is no address: {error}.") from error
     if wanted:
         return wanted
     endpoint = Endpoint(url, "", api_key)

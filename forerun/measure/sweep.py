@@ -75,7 +75,8 @@ class Cell:
     acceptance_length   tokens per sequence and step; 1.0 = nothing was accepted
     accept_rate         accepted draft tokens over verified ones; 0.0 where none was made
     identical, answers  answers equal to plain decoding's, of so many
-    spread              90th over 10th percentile of the speed of the plain runs beside it
+    spread              90th over 10th percentile of the speed of the plain runs beside it, in
+                        `every` of all at its batch; None of a single run
     """
 
     setting: Setting
@@ -91,7 +92,7 @@ class Cell:
     accept_rate: float
     identical: int
     answers: int
-    spread: float = 1.0
+    spread: float | None = 1.0
 
     @property
     def gain(self) -> float:
@@ -186,8 +187,9 @@ def every(
                 pairs[setting].append(pair(target, config, requests, batch, draw))
             progress(f"{batch} at once", 1, 1)
         finally:
+            beside = _spread([plain for runs in pairs.values() for plain, _ in runs])
             cells += [
-                _cell(setting, batch, len(runs), runs, reference)
+                replace(_cell(setting, batch, len(runs), runs, reference), spread=beside)
                 for setting, runs in pairs.items()
                 if runs
             ]
@@ -246,11 +248,15 @@ def best(cells: Sequence[Cell]) -> tuple[Setting, float]:
     return fastest, mean[fastest]
 
 
-def noise(cells: Sequence[Cell]) -> float:
+def noise(cells: Sequence[Cell]) -> float | None:
     """Return how far one run may be from another of the same kind, as a share of its speed: half of
-    what the plain runs differ by, at the batch where they differ most.
+    what the plain runs differ by, at the batch where they differ most; None where a batch has a
+    single one.
     """
-    return max(cell.spread - 1.0 for cell in cells) / 2.0
+    known = {cell.batch for cell in cells if cell.spread is not None}
+    if len(known) < len({cell.batch for cell in cells}):
+        return None
+    return max(cell.spread - 1.0 for cell in cells if cell.spread is not None) / 2.0
 
 
 def verdict(cells: Sequence[Cell]) -> tuple[Setting | None, str]:
@@ -258,6 +264,8 @@ def verdict(cells: Sequence[Cell]) -> tuple[Setting | None, str]:
     found, as a sentence.
     """
     (fastest, gain), about = best(cells), noise(cells)
+    if about is None:
+        return None, "one run of plain decoding shows no noise: nothing is kept; raise --repeats"
     if about > BUSY:
         busy = f"the machine was busy, plain decoding's own speed varied by {2 * about:.0%}"
         return None, f"{busy}: nothing is kept; measure again when it is quiet"
@@ -324,7 +332,6 @@ def _cell(
     done = [item for _, found in runs for item in found.done]
     expected = [item for plain, _ in runs for item in (reference or plain).done]
     stats = [item.stats for item in done if item.stats]
-    slow, fast = np.percentile([plain.speed for plain, _ in runs], (10, 90)).tolist()
     drafted = sum(item.draft_tokens for item in stats)
     ratio = median_interval([found.speed / plain.speed for plain, found in runs])
     return Cell(
@@ -344,8 +351,16 @@ def _cell(
             for a, b in zip(expected, done, strict=True)
         ),
         answers=len(done),
-        spread=fast / slow,
+        spread=_spread([plain for plain, _ in runs]),
     )
+
+
+def _spread(plain: Sequence[Completions]) -> float | None:
+    """Return the 90th over the 10th percentile of the runs' speeds; None of a single run."""
+    if len(plain) < 2:
+        return None
+    slow, fast = np.percentile([run.speed for run in plain], (10, 90)).tolist()
+    return float(fast / slow)
 
 
 def _ms_per_step(run: Completions, batch: int) -> float:

@@ -12,6 +12,7 @@ turn writes a user's turn.
     AnswerStore  chats written so far, in parts on disk: an interrupted run loses the last few only
 """
 
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -19,6 +20,7 @@ from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -424,7 +426,7 @@ class AnswerStore:
                 tokens, wanted = np.split(part["tokens"], ends), np.split(part["wanted"], ends)
                 numbers = part["numbers"].tolist()
                 self.useless += part["useless"].tolist()
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, BadZipFile, zlib.error) as error:
             raise ModelError(
                 f"{path} cannot be read ({error}); remove it and start again"
             ) from None

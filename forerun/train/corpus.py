@@ -87,8 +87,17 @@ def write_chats(folder: Path, chats: list[Chat], held_out: int) -> Corpus:
     np.save(folder / "tokens.npy", np.concatenate([chat.tokens for chat in chats]))
     np.save(folder / "wanted.npy", np.concatenate([chat.wanted for chat in chats]))
     np.save(folder / "starts.npy", starts)
-    (folder / "corpus.json").write_text(json.dumps({"held_out": held_out}))
+    write_whole(folder / "corpus.json", json.dumps({"held_out": held_out}))
     return open_corpus(folder)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, whole or not at all: what is cut short would count as finished in the next run.
+    Raises OSError.
+    """
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def open_corpus(folder: Path) -> Corpus:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from forerun.errors import ModelError
-from forerun.train.corpus import Corpus
+from forerun.train.corpus import Corpus, write_whole
 from forerun.train.teacher import Teacher
 from forerun.types import Floats, Ints
 
@@ -92,7 +92,7 @@ def write_features(
         if chat % 50 == 49 or chat == corpus.chats - 1:
             for array in arrays.values():
                 array.flush()
-            note.write_text(json.dumps({"chats": chat + 1, **facts}))
+            write_whole(note, json.dumps({"chats": chat + 1, **facts}))
         progress(span.stop, total)
 
 

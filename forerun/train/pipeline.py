@@ -10,7 +10,6 @@ import json
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from time import monotonic
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError, ModelError
 from forerun.train.batches import online_reader, stored_reader
 from forerun.train.chats import Report, TrainingTarget
-from forerun.train.corpus import Corpus, batches, choose_vocabulary
+from forerun.train.corpus import Corpus, batches, choose_vocabulary, write_whole
 from forerun.train.features import write_features
 from forerun.train.generate import DenseAuthor
 from forerun.train.loop import TrainingRun, TrainingSchedule, train
@@ -115,10 +114,9 @@ def make_draft(
     schedule = trial.schedule
     first = next(batches(corpus, corpus.training, schedule.length, schedule.tokens, config.seed))
     student.begin(trial, read(first))
-    started = monotonic()
 
     def show(progress: Progress) -> None:
-        report(_line(progress, started), progress.step, progress.total)
+        report(_line(progress), progress.step, progress.total)
 
     progress = train(trial, show)
     finish(trial, student, progress, config, source.name)
@@ -191,17 +189,19 @@ def finish(
         "best_simulated_length": progress.best,
         "history": progress.history,
     }
-    (trial.folder / "metrics.json").write_text(json.dumps(metrics, indent=1))
+    write_whole(trial.folder / "metrics.json", json.dumps(metrics, indent=1))
     write_report(trial.folder / "report.html", metrics)
 
 
-def _line(progress: Progress, started: float) -> str:
-    """Return the live line: loss, per-position agreement, simulated length."""
+def _line(progress: Progress) -> str:
+    """Return the live line: loss, per-position agreement, simulated length, and answer tokens a
+    second, of all runs.
+    """
     if not progress.history:
         return f"training: loss {progress.loss:.3f}"
     last = progress.history[-1]
     accuracy = " ".join(f"{a:.2f}" for a in last["accuracy"])
-    speed = progress.tokens / max(monotonic() - started, 1e-9)
+    speed = progress.tokens / max(progress.seconds, 1e-9)
     return (
         f"training: loss {progress.loss:.2f}, agreement {accuracy}, "
         f"length {last['length']:.3f} (best {progress.best:.3f}), {speed:.0f} tokens/s"

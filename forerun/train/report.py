@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from forerun.train.corpus import write_whole
 from forerun.train.progress import TrainingMetrics
 
 WIDTH, HEIGHT, MARGIN = 560, 220, 44
@@ -76,7 +77,7 @@ def write_report(path: Path, metrics: TrainingMetrics) -> None:
         checks=table(heads, rows),
         settings=table(["setting", "value"], settings),
     )
-    path.write_text(page)
+    write_whole(path, page)
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:

@@ -111,6 +111,7 @@ def test_half_a_surrogate_pair_stops_no_other_line(files):
         (None, "is the file of the requests"),
         ("my notes\n", "line 1 is not an answer of a batch and would be lost"),
         ('{"custom_id": "a", "url": "/v1/completions", "body": {}}\n', "line 1 is not an answer"),
+        ('{"custom_id": "a", "response": "x", "error": null}\n', "line 1 is not an answer"),
     ],
 )
 def test_a_file_that_is_no_output_is_left_as_it_is(files, before, problem, capsys):
@@ -197,5 +198,10 @@ def test_flags_that_do_not_go_together(files, capsys):
     assert main(["run", "Hi", "--model", "toy", "--out", "x"]) == 2
     assert "--out is for --batch" in capsys.readouterr().err
     assert run("--raw") == 2
+    for flag, value in (("--temperature", "0.5"), ("--max-tokens", "9"), ("--regex", "a")):
+        capsys.readouterr()
+        assert run(flag, value) == 2
+        assert f"leave {flag} out" in capsys.readouterr().err
+    assert run("--compare") == 2
     assert main(["run", *TOY, "--batch", "/nowhere", "--out", "x"]) == 2
     assert "/nowhere cannot be read" in capsys.readouterr().err

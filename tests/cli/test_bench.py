@@ -29,7 +29,7 @@ class Script:
 
     def __init__(self):
         self.bodies, self.flying, self.most, self.headers = [], 0, 0, []
-        self.routes, self.pause = [], PAUSE
+        self.routes, self.pause, self.said = [], PAUSE, "content"
 
     async def handle(self, reader, writer):
         try:
@@ -61,7 +61,7 @@ class Script:
         silent = text.startswith("SILENT")
         for piece in ("",) if silent else ("", "one", " two three", " four"):
             await asyncio.sleep(self.pause)
-            said = {"text": piece} if "prompt" in body else {"delta": {"content": piece}}
+            said = {"text": piece} if "prompt" in body else {"delta": {self.said: piece}}
             self.event(writer, {"choices": [{"index": 0} | said]})
             await writer.drain()
         self.flying -= 1
@@ -123,6 +123,15 @@ def test_times_and_tokens_are_those_that_were_sent():
     assert timing.first < timing.total <= seconds
 
 
+def test_reasoning_is_text_too():
+    """Usage counts its tokens: an answer that is cut while the model thinks is no empty one."""
+    for name in ("reasoning_content", "reasoning"):
+        with scripted() as (script, url):
+            script.said = name
+            (timing,), _ = load(url, ["hello"])
+        assert timing.error is None and len(timing.arrivals) == 3 and timing.tokens == 4
+
+
 def test_concurrency_is_kept_and_not_exceeded():
     with scripted() as (script, url):
         timings, _ = load(url, ["x"] * 10, at_once=3)
@@ -159,6 +168,11 @@ def test_the_key_goes_along_and_the_model_is_found():
         assert "authorization: bearer secret" in script.headers[-1].lower()
         assert find_model(url, "", None) == "scripted"
         assert find_model(url, "", "mine") == "mine"
+    for wrong in ("http://[::1", "http://127.0.0.1:abc/v1"):
+        for wanted in ("mine", None):
+            with pytest.raises(ConfigError, match="is no address: "):
+                find_model(wrong, "", wanted)
+        assert main(["bench", "--url", wrong]) == 2
     with pytest.raises(ConfigError, match="does not list its models"):
         find_model("http://127.0.0.1:9/v1", "", None)
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from forerun.build.engine import load
+from forerun.cache_dir import cache_dir
 from forerun.cli.main import main
 from forerun.executors.toy import ToyExecutor
 from forerun.measure import prove, sweep
@@ -97,6 +98,16 @@ def test_the_best_is_kept(capsys, monkeypatch):
     loaded.close()
     assert loaded.info["profile"] == "fixed 4 draft tokens, 8 deep"
     assert loaded.config.speculative_num_draft_tokens == 5 and loaded.config.policy == "fixed"
+
+
+def test_of_one_repeat_all_plain_runs_are_the_noise(capsys):
+    """Two settings have two plain runs, by which both are judged; one alone is not kept."""
+    once = ("--repeats", "1", "--concurrency", "1", "--grid-tokens", "4")
+    found = cells(capsys, *once, "--grid-steps", "2,3")
+    assert found[0]["spread"] == found[1]["spread"] > 1.0
+    (alone,) = cells(capsys, *once, "--grid-steps", "2", "--keep")
+    assert alone["spread"] is None
+    assert not list((cache_dir() / "profiles").glob("*.json"))
 
 
 def test_the_frontier_leaves_out_what_another_beats():

@@ -272,6 +272,15 @@ def test_a_reader_that_goes_away_is_not_an_error():
     assert "Traceback" not in done.stderr and "Broken" not in done.stderr
 
 
+def test_a_closed_stream_is_no_traceback():
+    """As `>&-` leaves it, or a program that starts others with fewer."""
+    line = f"{sys.executable} -m forerun chat toy --max-tokens 2"
+    done = subprocess.run(
+        f"{line} <&- >&-", shell=True, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
 def test_control_c_ends_with_130_and_without_a_traceback():
     process = subprocess.Popen(
         [*FORERUN, "run", "Hi", *TOY, "--context", "4000",

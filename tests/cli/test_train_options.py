@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from forerun.cli.main import main
-from forerun.cli.train import _template
+from forerun.cli.train import _check_target, _template
 from forerun.errors import ConfigError
 from forerun.options.config import EngineConfig
 from forerun.text.tokenizer import Tokenizer
@@ -74,6 +74,14 @@ def test_prompts_without_a_chat_are_refused_before_a_model_is_loaded(
     assert main([*line, "--model", "nosuchmodel"]) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert f"--prompts {prompts}" in told and problem in told and not out.exists()
+
+
+def test_another_models_chats_are_not_learnt_from(tmp_path):
+    out = tmp_path / "out"
+    for name in ("one", "one"):
+        _check_target(name, out)
+    with pytest.raises(ConfigError, match=r"out holds chats of one, not of other: choose another"):
+        _check_target("other", out)
 
 
 def test_plain_text_has_no_template(tmp_path, capsys):

@@ -7,7 +7,9 @@ from forerun.build import tuned
 from forerun.build.engine import load
 from forerun.build.target import open_target
 from forerun.build.tuned import Setting
+from forerun.cli import tune
 from forerun.cli.main import main
+from forerun.errors import ConfigError
 from forerun.executors.toy import ToyExecutor
 from forerun.measure import prove
 from forerun.measure.sweep import OFF, Cell, Sweep, best, halving, verdict
@@ -71,6 +73,22 @@ def test_what_the_noise_explains_is_not_kept():
     kept, found = verdict([cell(1, 1.5, spread=2.0)])
     assert kept is None and found.startswith("the machine was busy, plain decoding's own speed")
     assert verdict([cell(1, 0.9, spread=1.04)])[0] == OFF
+
+
+def test_a_single_run_shows_no_noise_and_nothing_is_kept():
+    kept, found = verdict([cell(1, 1.5, spread=None)])
+    assert kept is None and "one run of plain decoding shows no noise" in found
+    assert verdict([cell(1, 1.5, spread=None), cell(1, 1.5, spread=1.0)])[0] == FOUR
+    assert verdict([cell(1, 1.5, spread=None), cell(4, 1.5, spread=1.0)])[0] is None
+
+
+def test_a_picture_that_cannot_be_written_is_said_in_a_sentence(tmp_path, capsys):
+    folder = tmp_path / "a.png"
+    folder.mkdir()
+    assert main(["tune", "toy", "--out", str(folder)]) == 2
+    assert "a.png is a folder" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"gone/a\.png cannot be written: No such file"):
+        tune._draw(tmp_path / "gone" / "a.png", [cell(1, 1.5)], FOUR, "toy")
 
 
 def test_no_speed_beyond_the_tokens_of_a_step_is_believed():

@@ -1,6 +1,8 @@
 """Verbs from elsewhere, and commands that talk to a running server."""
 
 import json
+import socket
+import threading
 import tomllib
 
 import pytest
@@ -71,6 +73,23 @@ def test_what_is_served(server, capsys):
     code, _, told = run(capsys, "ps", "--url", "http://127.0.0.1:9")
     assert code == 2 and "No server answers at http://127.0.0.1:9" in told
     assert run(capsys, "ps", "--url", "here")[0] == 2
+
+
+def test_what_is_no_server_is_said_in_a_sentence(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer():
+            asked, _ = other.accept()
+            asked.sendall(b"SSH-2.0-OpenSSH_9\r\n")
+            asked.recv(9999)
+            asked.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        for address in (f"127.0.0.1:{other.getsockname()[1]}", "127.0.0.1:abc", "a b"):
+            assert main(["ps", "--url", f"http://{address}"]) == 2
+            assert f"No server answers at http://{address}" in capsys.readouterr().err
+        thread.join()
 
 
 def test_agents_are_configured_beside_what_there_is(server, capsys, tmp_path, monkeypatch):

@@ -241,6 +241,12 @@ def test_an_interrupted_run_writes_what_one_run_does(tmp_path, monkeypatch, outp
         assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
+def test_a_damaged_part_is_named(tmp_path):
+    (tmp_path / "part-00000.npz").write_bytes(b"PK\x03\x04 cut short")
+    with pytest.raises(ModelError, match=r"part-00000.npz cannot be read .*; remove it"):
+        AnswerStore(tmp_path)
+
+
 def test_the_shelf_keeps_chats_over_an_interruption(tmp_path):
     random = np.random.default_rng(0)
 

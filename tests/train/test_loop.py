@@ -1,5 +1,6 @@
 """The loop learns, resumes to the bit, keeps the best, and stops without losing anything."""
 
+import errno
 import math
 import shutil
 from dataclasses import replace
@@ -16,12 +17,19 @@ from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.networks.rope import Rope
 from forerun.train.answers import Chat, before_loop, repeats
 from forerun.train.batches import stored_reader
-from forerun.train.corpus import batches, choose_vocabulary, open_corpus, write_chats
+from forerun.train.corpus import (
+    batches,
+    choose_vocabulary,
+    open_corpus,
+    write_chats,
+    write_whole,
+)
 from forerun.train.ema import WeightEma
 from forerun.train.features import write_features
 from forerun.train.init import SCALES, calibrate
 from forerun.train.loop import TrainingError, TrainingRun, TrainingSchedule, evaluate, train
 from forerun.train.loss import DraftVocabulary
+from forerun.train.pipeline import _line
 from forerun.train.progress import Progress
 from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot
@@ -301,6 +309,26 @@ def test_vocabulary_has_the_forced_and_the_frequent(corpus):
     counts = np.bincount(answers, minlength=VOCAB)
     outside = [i for i in range(VOCAB) if i not in ids]
     assert counts[outside].max() <= np.sort(counts[ids])[2]
+
+
+def test_a_file_that_cannot_be_written_is_none(tmp_path, monkeypatch):
+    """Else it would count as finished: a corpus, what features there are, what eval reads."""
+    file, write = tmp_path / "corpus.json", Path.write_text
+
+    def full(path, text, **how):
+        write(path, text[:1], **how)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_whole(file, "{}")
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(file, '{"held_out": 1}')
+    assert file.read_text() == "{}"
+
+
+def test_the_speed_is_that_of_all_runs_together():
+    row = {"step": 4.0, "loss": 1.0, "accuracy": [0.5], "length": 1.5}
+    assert _line(Progress(tokens=900, seconds=30.0, history=[row])).endswith(", 30 tokens/s")
 
 
 def test_an_unfinished_corpus_is_refused(tmp_path):
