@@ -92,6 +92,26 @@ def test_other_text_would_be_seen(page):
     page.wait_for_selector(".verdict.bad:has-text('differ from token 1 on')")
 
 
+def test_both_lanes_are_asked_the_same(page):
+    """Whatever is typed between them."""
+    asked = []
+
+    def answer(route):
+        asked.append(route.request.post_data_json["messages"])
+        page.page.evaluate("document.getElementById('race-prompt').value += '!'")
+        step = {"step": 0, "position": 0, "ms": 1, "tokens": [{"id": 1, "text": "a"}], "nodes": [],
+                "accepted": [], "left_out": 0, "allowed": 0, "reason": ""}  # fmt: skip
+        chunk = json.dumps({"choices": [{"index": 0, "delta": {}, "speculative_trace": [step]}]})
+        body = f"data: {chunk}\n\ndata: [DONE]\n\n"
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    page.route("**/v1/chat/completions", answer)
+    page.open("speculate")
+    page.click(".go")
+    page.wait_for_selector(".verdict.good")
+    assert len(asked) == 2 and asked[0] == asked[1]
+
+
 def test_the_dashboard_shows_what_the_server_did(page, server):
     server.complete(max_tokens=200)
     page.open("dashboard")

@@ -85,17 +85,31 @@ function stateOf(error) {
 
 export const connection = new Connection();
 
-/** The API key: kept for this tab, or for good where the user said so. */
+/** The API key: kept for this tab, or for good where the user said so; for this page where the browser keeps nothing. */
+let typed = null;
 export const key = {
-  get: () => sessionStorage.getItem("forerun.key") ?? load("key", "") ?? "",
+  get() {
+    try {
+      typed ??= sessionStorage.getItem("forerun.key");
+    } catch {
+      // Storage is off.
+    }
+    return typed ?? load("key", "") ?? "";
+  },
   set(value, keep) {
-    sessionStorage.setItem("forerun.key", value);
+    typed = value;
+    try {
+      sessionStorage.setItem("forerun.key", value);
+    } catch {
+      // Storage is off or full.
+    }
     save("key", keep ? value : null);
   },
 };
 
 async function send(path, options = {}) {
   const headers = { ...options.headers };
+  if (/[^\x20-\xff]/.test(key.get())) throw new ServerError(401, "The API key has letters that no key can have.", "invalid_api_key");
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   let response;
   try {

@@ -3,7 +3,7 @@
 import { answer, DEFAULTS, requestOf } from "./answer.js";
 import { connection, ConnectionError, ServerError } from "./api.js";
 import { readText } from "./attachments.js";
-import { announce, download, h, icon, iconButton } from "./dom.js";
+import { announce, composes, download, h, icon, iconButton } from "./dom.js";
 import { asJson, asMarkdown, fileName } from "./export.js";
 import { MessageView, beginVariant, showVariant } from "./message.js";
 import { OptionsPanel } from "./options.js";
@@ -62,7 +62,7 @@ export class Chat {
     root.addEventListener("dragover", (event) => { if (event.dataTransfer?.types.includes("Files")) event.preventDefault(); });
     root.addEventListener("drop", (event) => { if (event.dataTransfer?.files.length) { event.preventDefault(); this.#attach(event.dataTransfer.files); } });
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && !root.hidden && !document.querySelector("dialog[open]")) this.#escape();
+      if (event.key === "Escape" && !composes(event) && !root.hidden && !document.querySelector("dialog[open]")) this.#escape();
     });
     addEventListener("pagehide", () => this.#saveUnfinished());
     conversations.addEventListener("elsewhere", ({ detail }) => this.#elsewhere(detail.id));
@@ -482,7 +482,7 @@ export class Chat {
   }
 
   #typed(event) {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (event.key !== "Enter" || event.shiftKey || composes(event)) return;
     event.preventDefault();
     this.send();
   }

@@ -80,6 +80,9 @@ export function iconButton(name, label, onclick, attributes = {}) {
   return h("button.icon-button", { type: "button", "aria-label": label, title: label, onclick, ...attributes }, icon(name));
 }
 
+/** Whether a key belongs to a word that is being composed, as in Chinese; Safari says so by its code alone. */
+export const composes = (event) => event.isComposing || event.keyCode === 229;
+
 /** Tell a screen reader. */
 export function announce(text) {
   const log = document.getElementById("announcer");

@@ -1,9 +1,29 @@
 /** Conversations as files, and files as conversations. */
 
+import { DEFAULTS, NUMBERS } from "./answer.js";
 import { withFiles } from "./attachments.js";
 
 const FORMAT = "forerun-conversations";
 const ROLES = ["user", "assistant", "tool"];
+
+const TEXTS = ["reasoning", "problem", "finish", "tool_call_id"];
+
+const isText = (value) => typeof value === "string";
+const isList = (value, fits) => value === undefined || (Array.isArray(value) && value.every(fits));
+const moment = (value, otherwise) => new Date(Number(value)).getTime() || otherwise;
+
+/** Whether a message, or a variant of one, can be shown: what the page reads of it is of the kind that it writes. */
+function fits(message) {
+  return isText(message?.content) && TEXTS.every((name) => message[name] === undefined || isText(message[name]))
+    && isList(message.files, (file) => isText(file?.name) && isText(file.text))
+    && isList(message.tool_calls, (call) => isText(call?.function?.name) && isText(call.function.arguments))
+    && isList(message.variants, fits) && (message.variant === undefined || Number.isInteger(message.variant));
+}
+
+/** Whether a setting can be used. */
+function suits(name, value) {
+  return typeof value === typeof DEFAULTS[name] || (NUMBERS.includes(name) && typeof value === "number");
+}
 
 /** A file name from a title. */
 export function fileName(conversation, kind) {
@@ -29,14 +49,17 @@ export function fromJson(text, newId) {
   }
   return found.conversations.map((one, place) => {
     const wrong = (what) => new Error(`Conversation ${place + 1} of the file ${what}.`);
-    if (typeof one?.title !== "string" || !Array.isArray(one.messages)) throw wrong("has no title or no messages");
+    if (!isText(one?.title) || !Array.isArray(one.messages)) throw wrong("has no title or no messages");
     const messages = one.messages.map((message) => {
-      if (!ROLES.includes(message?.role) || typeof message.content !== "string") throw wrong("has a message without role or text");
+      if (!ROLES.includes(message?.role) || !isText(message.content)) throw wrong("has a message without role or text");
+      if (!fits(message)) throw wrong("has a message that is damaged");
       return { ...message, id: newId() };
     });
-    const time = Number(one.updated) || Date.now();
+    const time = moment(one.updated, Date.now());
     const { title, options } = one;
-    return { id: newId(), title, created: Number(one.created) || time, updated: time, messages, options: { ...options } };
+    const known = Object.entries({ ...options }).filter(([name]) => name in DEFAULTS);
+    if (!known.every(([name, value]) => suits(name, value))) throw wrong("has a setting that is damaged");
+    return { id: newId(), title, created: moment(one.created, time), updated: time, messages, options: Object.fromEntries(known) };
   });
 }
 

@@ -1,7 +1,7 @@
 /** One message of a conversation on the page. */
 
 import { connection } from "./api.js";
-import { copy, h, icon, iconButton, number, duration } from "./dom.js";
+import { composes, copy, h, icon, iconButton, number, duration } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 
 const WHO = { user: "You", assistant: "Model", tool: "Tool result" };
@@ -157,7 +157,7 @@ export class MessageView {
         message.role !== "assistant" && h("button.primary", { type: "submit", text: "Save and answer anew" }),
         h("button", { type: "button", text: "Save", onclick: () => keep(false) }),
         h("button", { type: "button", text: "Cancel", onclick: done })));
-    area.addEventListener("keydown", (event) => { if (event.key === "Escape") { event.stopPropagation(); done(); } });
+    area.addEventListener("keydown", (event) => { if (event.key === "Escape" && !composes(event)) { event.stopPropagation(); done(); } });
     this.body.replaceWith(form);
     this.foot.hidden = true;
     area.focus();

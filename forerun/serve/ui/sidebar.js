@@ -1,6 +1,6 @@
 /** The list of conversations at the left: search, rename, delete, export, import. */
 
-import { announce, download, h, icon, iconButton } from "./dom.js";
+import { announce, composes, download, h, icon, iconButton } from "./dom.js";
 import { asJson, fromJson } from "./export.js";
 
 /**
@@ -61,6 +61,7 @@ export class Sidebar {
       this.list.querySelector(`[data-id="${CSS.escape(conversation.id)}"] .conversation`)?.focus();
     };
     box.addEventListener("keydown", (event) => {
+      if (composes(event)) return;
       if (event.key === "Enter") done(true);
       if (event.key === "Escape") { event.stopPropagation(); done(false); }
     });

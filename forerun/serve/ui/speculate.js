@@ -80,7 +80,7 @@ export class Speculate {
     this.schemaField.open = schema !== undefined;
   }
 
-  #body(enabled) {
+  #asked() {
     const body = {
       ...connection.named,
       messages: [{ role: "user", content: this.prompt.value }],
@@ -88,7 +88,6 @@ export class Speculate {
       max_tokens: Number(this.tokens.value) || 160,
       temperature: Number(this.temperature.value) || 0,
       seed: Number(this.seed.value) || 0,
-      speculative: { enabled, trace: true },
     };
     if (this.schema.value.trim()) {
       const schema = JSON.parse(this.schema.value);
@@ -110,10 +109,11 @@ export class Speculate {
     for (const lane of [this.plain, this.drafted]) lane.clear(Number(this.tokens.value) || 160);
     this.#forget();
     try {
-      if (race) await this.#answer(this.plain, false, stop.signal);
+      const asked = this.#asked(); // Once: what is typed meanwhile is for the next race.
+      if (race) await this.#answer(this.plain, asked, false, stop.signal);
       if (race) this.#say("", "Now with speculation; the other lane is shown again at the pace that it had.");
       const replay = race && this.#replay(this.plain, this.drafted, stop.signal);
-      await this.#answer(this.drafted, true, stop.signal);
+      await this.#answer(this.drafted, asked, true, stop.signal);
       if (replay) await replay;
       this.#judge(race);
     } catch (error) {
@@ -122,13 +122,15 @@ export class Speculate {
       else if (error instanceof SyntaxError) this.#say("bad", `The JSON schema is not JSON: ${error.message}`);
       else throw error;
     } finally {
+      stop.abort(); // Also ends what is shown again.
       this.#stop = null;
       this.#showState();
     }
   }
 
-  async #answer(lane, enabled, signal) {
-    for await (const chunk of stream("v1/chat/completions", this.#body(enabled), signal)) {
+  async #answer(lane, asked, enabled, signal) {
+    const body = { ...asked, speculative: { enabled, trace: true } };
+    for await (const chunk of stream("v1/chat/completions", body, signal)) {
       for (const step of chunk.choices.flatMap((choice) => choice.speculative_trace ?? [])) {
         lane.add(step);
         if (enabled) this.#drawStep(step);

@@ -1,0 +1,109 @@
+"""Modules of the web page that need no page, run by node; the page itself is tested in
+tests/browser.
+"""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from forerun.serve.http.static_files import FOLDER
+
+NODE = shutil.which("node")
+STUBS = """
+globalThis.document = { baseURI: "http://forerun/" };
+const denied = () => { throw new DOMException("Access is denied", "SecurityError"); };
+Object.defineProperty(globalThis, "sessionStorage", { get: denied, configurable: true });
+Object.defineProperty(globalThis, "localStorage", { get: denied, configurable: true });
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Run a module beside the page's own; the JSON that it prints."""
+    if NODE is None:
+        pytest.skip("no node in the PATH")
+    folder = tmp_path_factory.mktemp("ui")
+    (folder / "package.json").write_text('{"type": "module"}')
+    for path in FOLDER.glob("*.js"):
+        shutil.copy(path, folder)
+
+    def ran(code):
+        (folder / "stubs.js").write_text(STUBS)
+        (folder / "test.js").write_text(f'import "./stubs.js";\n{code}')
+        line = [NODE, str(folder / "test.js")]
+        return json.loads(subprocess.run(line, capture_output=True, check=True, timeout=60).stdout)
+
+    return ran
+
+
+def imported(run, message, **conversation):
+    """What an import says of a conversation with this message; its settings if it is taken."""
+    said = {"role": "assistant", "content": "Hi"} | message
+    file = {
+        "format": "forerun-conversations",
+        "conversations": [{"title": "t", "messages": [said], "options": {}} | conversation],
+    }
+    return run(f"""
+      import {{ asMarkdown, fromJson }} from "./export.js";
+      let told;
+      try {{
+        const [found] = fromJson({json.dumps(json.dumps(file))}, () => "new");
+        asMarkdown({{ ...found, options: {{ system: "", ...found.options }} }});
+        told = found.options;
+      }} catch (error) {{ told = `${{error.name}}: ${{error.message}}`; }}
+      console.log(JSON.stringify(told));
+    """)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"tool_calls": [{}]},
+        {"files": {}},
+        {"reasoning": 7},
+        {"variants": [{"content": None}]},
+    ],
+)
+def test_a_damaged_message_is_not_taken(run, damage):
+    """It would be kept, and every later start of the page would fail to show it."""
+    told = imported(run, damage)
+    assert told == "Error: Conversation 1 of the file has a message that is damaged."
+
+
+def test_settings_and_times_are_of_their_kind(run):
+    whole = {"variants": [{"content": "a"}, {"content": "b"}], "variant": 2, "reasoning": "so"}
+    options = {"temperature": "0.5", "max_tokens": 8, "speculation": False}
+    assert imported(run, whole, options={**options, "unknown": 1}, created=1e300) == options
+    told = imported(run, {}, options={"system": 5})
+    assert told == "Error: Conversation 1 of the file has a setting that is damaged."
+
+
+def test_a_key_is_used_where_the_browser_keeps_nothing(run):
+    told = run("""
+      import { json, key } from "./api.js";
+      const sent = [];
+      globalThis.fetch = async (_, { headers }) => {
+        sent.push(headers.authorization ?? null);
+        return Response.json({});
+      };
+      await json("health");
+      key.set("secret", true);
+      await json("health");
+      key.set("ключ", false);
+      try { await json("health"); } catch (error) { sent.push(error.status); }
+      console.log(JSON.stringify(sent));
+    """)
+    assert told == [None, "Bearer secret", 401]
+
+
+def test_a_key_that_composes_a_word_is_known(run):
+    """Safari ends the composition before the key comes: only its code tells."""
+    told = run("""
+      import { composes } from "./dom.js";
+      const keys = [[true, 13], [false, 229], [false, 13]];
+      const of = ([isComposing, keyCode]) => composes({ isComposing, keyCode });
+      console.log(JSON.stringify(keys.map(of)));
+    """)
+    assert told == [True, True, False]
