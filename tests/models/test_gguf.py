@@ -340,7 +340,11 @@ BLOCKS = {
     "deepseek_v2": {"rope": tiny.YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     "phi3": {"sliding_window": 20, "partial": 0.5},
     "seed_oss": {},
-    "olmo3": {"rope": tiny.YARN, "num_hidden_layers": 4},
+    "olmo3": {
+        "rope": tiny.YARN | {"attention_factor": 1.3},
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    },
     "minimax_m2": {"num_hidden_layers": 3},
     "hunyuan_v1_dense": {},
     "granitemoehybrid": {},

@@ -637,6 +637,10 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
         writer.add_expert_feed_forward_length(settings.moe_intermediate_size)
     if family == "olmo3":
         writer.add_sliding_window(settings.sliding_window)
+        flags = [kind == "sliding_attention" for kind in settings.layer_types]
+        writer.add_sliding_window_pattern(flags)
+        if factor := settings.rope_parameters["full_attention"].get("attention_factor"):
+            writer.add_rope_scaling_attn_factors(factor)
     if family == "minimax_m2":
         writer.add_expert_feed_forward_length(settings.intermediate_size)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)

@@ -287,13 +287,31 @@ def _plain(
 
 
 def _olmo3(keys: Keys, sizes: ArchitectureSizes, whole: LayerSpec) -> tuple[LayerSpec, ...]:
-    """Give three of four layers a window, and positions that are not stretched: llama.cpp assumes
-    it without a key.
+    """Give layers a window, and positions that are not stretched. Both factors that converters
+    write are YaRN's whole one, not one more: transformers' `attention_factor`.
     """
-    keys.require("attention.sliding_window_pattern", _WINDOWED)
+    named = ("attn_factor", "yarn_attn_factor")
+    factor = next(filter(None, (keys.real(f"rope.scaling.{n}", 0.0) for n in named)), None)
+    scaling = whole.rope.scaling
+    if isinstance(scaling, Yarn) and factor is not None:
+        scaling = replace(scaling, attention_factor=factor)
+        whole = replace(whole, rope=replace(whole.rope, scaling=scaling))
     attention = replace(whole.attention, window=_window(keys))
     local = replace(whole, attention=attention, rope=Rope(whole.rope.theta))
-    return tuple(local if (i + 1) % _WINDOWED else whole for i in range(sizes.layers))
+    slides = _slides(keys, sizes.layers, _WINDOWED)
+    return tuple(local if slide else whole for slide in slides)
+
+
+def _slides(keys: Keys, layers: int, every: int) -> list[bool]:
+    """Return which layers have a window: by a flag for each where there are some, else all but the
+    last of every `every`, which llama.cpp assumes without a key.
+    """
+    name = "attention.sliding_window_pattern"
+    flags = keys.get(name)
+    if isinstance(flags, list) and len(flags) == layers and {*flags} <= {True, False}:
+        return [bool(flag) for flag in flags]
+    keys.require(name, every)
+    return [bool((layer + 1) % every) for layer in range(layers)]
 
 
 def _gpt_oss(keys: Keys, sizes: ArchitectureSizes, mixed: LayerSpec) -> tuple[LayerSpec, ...]:
@@ -336,7 +354,7 @@ def _gemma(
     keys.require("rope.dimension_count", sizes.head_size)
     large = sizes.layers == about.layers_of_27b
     scale = ((sizes.hidden // sizes.heads) if large else sizes.head_size) ** -0.5
-    keys.require("attention.sliding_window_pattern", about.pattern)
+    slides = _slides(keys, sizes.layers, about.pattern)
     cap = _cap(keys, "attn_logit_softcapping", about.score_cap) if about.score_cap else None
     rope = Rope(keys.real("rope.freq_base", about.theta), scaling_of(keys, sizes.context, file))
     whole = LayerSpec(
@@ -353,7 +371,7 @@ def _gemma(
     if about.local_theta is not None:
         rope = Rope(keys.real("rope.freq_base_swa", about.local_theta))
     local = replace(whole, attention=AttentionSpec(scale, window, cap), rope=rope)
-    return tuple(local if (layer + 1) % about.pattern else whole for layer in range(sizes.layers))
+    return tuple(local if slide else whole for slide in slides)
 
 
 def _below(metadata: Mapping[str, Value], prefix: str) -> dict[str, Any]:
