@@ -9,9 +9,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.quantised.method import read_method
 from forerun.checkpoints.quantised.numbers import widened
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel
 from forerun.errors import ModelError
@@ -255,6 +257,22 @@ def test_scales_of_activations_and_of_the_cache_are_left_alone(tmp_path):
     assert len(FolderCheckpoint(folder).names()) == 21
 
 
+@pytest.mark.parametrize(
+    ("made", "short"),
+    [
+        (transformers.GPTQConfig(bits=4), {"quant_method": "gptq", "bits": 4}),
+        (transformers.AwqConfig(bits=4), {"quant_method": "awq", "bits": 4}),
+        (transformers.FineGrainedFP8Config(), FP8 | {"weight_block_size": [128, 128]}),
+    ],
+)
+def test_what_transformers_writes_beside_a_format_changes_nothing(made, short):
+    """All its settings, defaults too, are in what it saves."""
+    settings = json.loads(json.dumps(made.to_dict(), default=str))
+    assert read_method({"quantization_config": settings}) == read_method(
+        {"quantization_config": short}
+    )
+
+
 Q = "model.layers.1.self_attn.q_proj"
 DAMAGES = {
     "no scales": ("gptq", lambda t: t.pop(f"{Q}.scales"), f"{Q} has g_idx, qweight, qzeros; it"),
@@ -323,6 +341,8 @@ REFUSED = {
     "three bits": (GPTQ | {"bits": 3}, "bits is 3; it must be 2, 4 or 8"),
     "gemv": (AWQ | {"version": "gemv"}, "gemm; gemv and marlin pack"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, "gptq or gptq_v2"),
+    "marlin by format": (GPTQ | {"format": "marlin"}, "gptq or gptq_v2"),
+    "fp4 experts": (FP8 | {"expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
     "e5m2": (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2'; it must be e4m3 or"),
     "unknown": (FP8 | {"rotate": True}, "quantization_config.rotate = True"),
     "nvfp4": (compressed("nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'; of"),

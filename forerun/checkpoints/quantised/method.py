@@ -86,6 +86,7 @@ _HARMLESS = re.compile(
     | dataset | model_seqlen | block_name_to_quantize | module_name_preceding_first_block
     | quantizer | meta | model_name_or_path | model_file_base_name | lm_head | is_marlin_format
     | mse | mock_quantization | offload_to_disk | hyb_act | adapter | pack_dtype | pack_impl
+    | act_group_aware | cache_block_outputs | pad_token_id
     | autoround_version | packing_format | iters | low_gpu_mem_usage | nsamples | seqlen
     # which kernels somebody used
     | backend | use_exllama | exllama_config | disable_exllama | use_cuda_fp16 | max_input_length
@@ -93,7 +94,7 @@ _HARMLESS = re.compile(
     # who wrote it
     | .*version | quantization_status | global_compression_ratio | scale_fmt
     # which modules are left out: their tensors say so too
-    | modules_to_not_convert | ignored_layers | ignore | modules_in_block_to_quantize | dynamic
+    | modules_to(_not)?_convert | ignored_layers | ignore | modules_in_block_to_quantize | dynamic
     # of activations and keys, which are not quantised here
     | activation_scheme | kv_cache_scheme | kv_cache_quant_algo
     """,
@@ -111,6 +112,7 @@ def _float8(keys: Keys) -> tuple[Method, ...]:
     """
     if (form := keys.text("fmt", "e4m3")) not in _E4M3:
         raise keys.unfit("fmt", form, " or ".join(_E4M3))
+    keys.require("expert_dtype", "fp8")
     block = keys.get("weight_block_size")
     if block is None:
         return (Method("float8, one scale for a matrix", "float8", 8, 0, 0),)
@@ -140,7 +142,9 @@ def _gptq(keys: Keys) -> tuple[Method, ...]:
     group = _group(keys, "group_size")
     ordered = keys.flag("desc_act", False)
     keys.get("sym")  # The zero points are in the file either way.
-    form = keys.text("checkpoint_format", "gptq")
+    form = keys.text("checkpoint_format", keys.text("format", "gptq"))
+    keys.require("format", form)
+    keys.require("method", "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise keys.unfit("checkpoint_format", form, "gptq or gptq_v2; others are made for a kernel")
     groups = f"in groups of {group}" if group else "a scale per channel"
@@ -153,9 +157,12 @@ def _awq(keys: Keys) -> tuple[Method, ...]:
     """Describe AWQ (arXiv 2306.00978) as AutoAWQ's "gemm" stores it."""
     keys.require("bits" if keys.has("bits") else "w_bit", 4)
     group = _group(keys, "group_size" if keys.has("group_size") else "q_group_size")
-    version = keys.text("version", "gemm").lower()
-    if version != "gemm":
-        raise keys.unfit("version", version, "gemm; gemv and marlin pack the numbers otherwise")
+    for name in ("version", "format", "checkpoint_format"):
+        form = keys.text(name, "gemm").lower()
+        if form != "gemm":
+            raise keys.unfit(name, form, "gemm; gemv and marlin pack the numbers otherwise")
+    keys.require("method", "awq")
+    keys.get("sym")  # Transformers writes GPTQ's default of it.
     if not keys.flag("zero_point", True):
         raise keys.unfit("zero_point", False, "true")
     return (Method(f"AWQ, 4 bits in groups of {group}", "awq", 4, group, 1, True),)
