@@ -3,9 +3,13 @@ effect beside others are refused.
 """
 
 import argparse
+from collections.abc import Mapping
 from math import inf
 
 from forerun.errors import ConfigError
+
+GRID = {"grid_steps": (3, 5), "grid_topk": None, "grid_tokens": (4, 16), "keep": False}
+"""Options of bench's grid, and their defaults."""
 
 
 def positive(text: str) -> int:
@@ -59,6 +63,23 @@ def refuse_load(arguments: argparse.Namespace, beside: str) -> None:
         "--output-len": arguments.output_len is not None,
         "--range-ratio": arguments.range_ratio < 1.0,
         "--completions": arguments.completions,
+        "--requests": arguments.requests is not None,
+        "--speculative": arguments.speculative is not None,
+        "--api-key": arguments.api_key != "",
     }
     for flag in (flag for flag, is_given in given.items() if is_given):
         raise ConfigError(f"{flag} is for --url and --launch; {beside} sends no requests.")
+
+
+def refuse_beside(
+    arguments: argparse.Namespace, beside: str, usual: Mapping[str, object], instead: str = ""
+) -> None:
+    """Raise ConfigError if one of a command's flags is given that has no effect `beside` others.
+
+    usual    by name of the flag, its default
+    instead  the rest of the sentence: what it is for
+    """
+    for name, default in usual.items():
+        if getattr(arguments, name) != default:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} has no effect {beside}; leave it out{instead}.")

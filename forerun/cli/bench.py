@@ -5,7 +5,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import cycle, islice
 from math import inf
 from pathlib import Path
@@ -15,7 +15,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from forerun.cli.argument_types import GRID, refuse_beside
 from forerun.cli.console import bars, emit_json, numbered, out, say
+from forerun.cli.layers import PREFIX
 from forerun.errors import ConfigError
 from forerun.machine import stamp
 from forerun.measure import report
@@ -36,7 +38,7 @@ from forerun.measure.workload import (
     words_of,
 )
 from forerun.options.config import AskConfig, EngineConfig
-from forerun.options.flags import command_line, configured
+from forerun.options.flags import configured
 
 SIDES: dict[str, tuple[str, ...]] = {
     "as-is": ("as-is",),
@@ -87,6 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.out:
         check_folder(Path(arguments.out))
+    refuse_beside(arguments, "on requests", GRID, ", or add --speculative-grid")
     ask, sweep = configured(AskConfig, arguments), _sweep(arguments)
     config = configured(EngineConfig, arguments)
     if arguments.launch:
@@ -96,7 +99,7 @@ def main(arguments: argparse.Namespace) -> int:
             endpoint = Endpoint(url, find_model(url, "", None))
             levels, facts = _measure(endpoint, sweep, ask, config)
     else:
-        _refuse_engine_flags(config)
+        _refuse_engine_flags(arguments)
         wanted = config.model if config.model != EngineConfig().model else None
         url = _with_version(arguments.url)
         endpoint = Endpoint(url, find_model(url, arguments.api_key, wanted), arguments.api_key)
@@ -133,12 +136,14 @@ def _with_version(url: str) -> str:
     return f"{url.rstrip('/')}/v1"
 
 
-def _refuse_engine_flags(config: EngineConfig) -> None:
-    """Raise ConfigError naming a flag of an engine: a server that runs already has its own."""
-    usual = EngineConfig()
-    given = command_line(replace(config, model=usual.model, draft_on_error=usual.draft_on_error))
-    if given:
-        raise ConfigError(f"{given[0]} is for --launch; the server at --url is already running.")
+def _refuse_engine_flags(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError naming a flag of an engine, or one in a file: a server that runs already
+    has its own. FORERUN_* may be there for that.
+    """
+    own = {item.name for item in fields(EngineConfig)} - {"model", "draft_on_error"}
+    for name, where in arguments.written.items():
+        if name in own and not where.startswith(PREFIX):
+            raise ConfigError(f"{where} is for --launch; the server at --url is already running.")
 
 
 def _sweep(arguments: argparse.Namespace) -> LoadSweep:

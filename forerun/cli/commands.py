@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from forerun.cli import verbs
-from forerun.cli.argument_types import numbers, positive, rate, share, temperatures
+from forerun.cli.argument_types import GRID, numbers, positive, rate, share, temperatures
 from forerun.options.config import AskConfig, EngineConfig, ServeSettings
 from forerun.options.flags import flags_of
 from forerun.train.presets import PRESETS, TrainConfig
@@ -336,7 +336,7 @@ def _grid_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--grid-{name}",
             type=numbers,
-            default=None if name == "topk" else numbers(usual),
+            default=GRID[f"grid_{name}"],
             metavar="N,N,...",
             help=f"{what} (default: {usual})",
         )
@@ -354,7 +354,7 @@ def _fuzz_flags(parser: argparse.ArgumentParser) -> None:
         "against the same request alone, without speculation",
     )
     group.add_argument(
-        "--minutes", type=float, metavar="N", help="time to search, in minutes (default: 2)"
+        "--minutes", type=rate, metavar="N", help="time to search, in minutes (default: 2)"
     )
     group.add_argument("--cases", type=positive, metavar="N", help="stop after so many cases")
     group.add_argument(

@@ -25,6 +25,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"forerun models {action} {wrong}; `forerun models list` shows all models."
         )
+    if arguments.tokenizer and action != "show":
+        raise ConfigError(f"--tokenizer is for `forerun models show`; {action} writes none.")
     if action == "pull":
         return fetch.main(arguments)
     if action == "rm":

@@ -20,7 +20,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command. Ends as MemoryPlanError does where the model does not fit."""
     config = configured(EngineConfig, arguments)
     memory = arguments.device_memory
-    if memory is not None and not (memory > 0 and math.isfinite(memory)):
+    if memory is not None and not (memory > 0 and math.isfinite(memory * GIB)):
         raise ConfigError(f"--device-memory is {memory}; it must be a number above 0.")
     if memory is not None and config.device == "auto" and _leaves_open(config):
         config = replace(config, device="cuda")  # What a device has is said of a GPU.

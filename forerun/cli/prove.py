@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forerun.cli import fuzz
+from forerun.cli.argument_types import refuse_beside
 from forerun.cli.console import bars, emit_json, numbered, open_shown, out, say
 from forerun.cli.constraint import grammar_of
 from forerun.machine import stamp
@@ -14,15 +15,22 @@ from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig, exact
 from forerun.options.flags import configured
 
+_DRAWN = {"quick": False, "count": None, "tokens": None, "temperatures": (0.0, 0.8)}
+_DRAWN |= {"group": None, "mixed": False, "schema": None, "regex": None, "grammar": None}
+"""What fuzzing draws by itself, and its defaults."""
+
 QUICK_PROMPTS, QUICK_TOKENS, QUICK_GROUP = 8, 32, 4
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. 1 where a run diverged, or where nothing was accepted and so proved."""
+    if arguments.replay or arguments.fuzz:
+        refuse_beside(arguments, "beside --fuzz, which draws requests of its own", _DRAWN)
     if arguments.replay:
         return fuzz.again(arguments)
     if arguments.fuzz:
         return fuzz.fuzz(arguments)
+    refuse_beside(arguments, "here", {"minutes": None, "cases": None}, ", or add --fuzz")
     config, trial = exact(configured(EngineConfig, arguments)), _trial(arguments)
     target = open_shown(replace(config, max_sequences=max(trial.group, 1)))
     sides = 2 if target.config.speculates else 1

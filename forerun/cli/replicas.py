@@ -19,7 +19,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "replicas: they serve one model, and take no --models-dir or --models-file."
         )
-    check_reference(config.model)
+    check_reference(config.model, config.revision)
     start = StartLog(as_log(settings), arguments.json, settings.ui)
     local.run(config, settings, arguments.replicas, start.listening)
     return 0

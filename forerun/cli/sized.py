@@ -6,7 +6,7 @@ from pathlib import Path
 from time import strftime
 
 from forerun.build.device import choose_device
-from forerun.cli.argument_types import refuse_load
+from forerun.cli.argument_types import GRID, refuse_beside, refuse_load
 from forerun.cli.console import emit_json, out
 from forerun.errors import ConfigError
 from forerun.machine import stamp
@@ -24,6 +24,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.out:
         check_folder(Path(arguments.out))
     refuse_load(arguments, "--random-weights")
+    others = {"prompts": None, "repeats": 3, **GRID}
+    refuse_beside(arguments, "beside --random-weights", others)
     config = configured(EngineConfig, arguments)
     if config.executor not in ("auto", "torch"):
         raise ConfigError(

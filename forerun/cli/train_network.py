@@ -12,7 +12,7 @@ from forerun.networks.arch import Architecture
 from forerun.train.chats import Report, TrainingTarget
 from forerun.train.corpus import Corpus
 from forerun.train.init import check_trainable
-from forerun.train.pipeline import make_draft
+from forerun.train.pipeline import checked_device, make_draft
 from forerun.train.presets import TrainConfig
 from forerun.train.progress import Progress
 from forerun.train.student import check_target
@@ -22,10 +22,11 @@ class Trainer:
     """Trains a draft network for a target, once there are chats."""
 
     def __init__(self, source: TrainingTarget, config: TrainConfig) -> None:
-        """Raise ModelError if no such network can be trained for the target, before answers are
-        written for it.
+        """Raise ModelError if no such network can be trained for the target, and ConfigError if the
+        device is none, before answers are written for it.
         """
         self._source, self._config = source, config
+        checked_device(config.train_device)
         if source.threads:
             torch.set_num_threads(source.threads)
         target = source.checkpoint.architecture

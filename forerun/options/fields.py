@@ -118,7 +118,7 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
         return truth(where, text)
     try:
         value = whole(text) if kind is int else float(text) if kind is float else text
-    except ValueError:
+    except (ValueError, OverflowError):  # A number with a unit may be "inf".
         what = "a whole number" if kind is int else "a number"
         units = f"; units are {', '.join(_UNITS)}" if kind is int and text[:1].isdigit() else ""
         raise ConfigError(f"{where} takes {what}, not {text!r}{units}.") from None

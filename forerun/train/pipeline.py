@@ -58,12 +58,22 @@ def dense_author(source: TrainingTarget, config: TrainConfig) -> DenseAuthor:
 
 def _dense(source: TrainingTarget, name: str) -> DenseTarget:
     """Return the target on a torch device: float32 on the CPU, bfloat16 elsewhere."""
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("train-device is cuda, but torch sees no GPU; use --train-device cpu")
+    device = checked_device(name)
     return DenseTarget(
         source.checkpoint, name, torch.float32 if device.type == "cpu" else torch.bfloat16
     )
+
+
+def checked_device(name: str) -> torch.device:
+    """Return the torch device of this name. Raises ConfigError if there is none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"train-device is {name}, which is no torch device: {error}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        seen = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
+        raise ConfigError(f"train-device is {name}, but torch sees {seen}; use --train-device cpu")
+    return device
 
 
 def make_draft(

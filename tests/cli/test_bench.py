@@ -346,7 +346,7 @@ def test_lengths_and_rates_that_cannot_be(flags, why, capsys):
 
 LOAD = (
     ["--rate", "2"], ["--input-len", "9"], ["--output-len", "9"], ["--range-ratio", "0.5"],
-    ["--completions"],
+    ["--completions"], ["--requests", "9"], ["--speculative", "on"], ["--api-key", "x"],
 )  # fmt: skip
 
 
@@ -356,6 +356,33 @@ def test_flags_of_requests_are_refused_where_none_are_sent(flags, beside, capsys
     assert main(["bench", *beside, *flags]) == 2
     expected = f"{flags[0]} is for --url and --launch; {beside[0]} sends no requests."
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        (["--url", "http://127.0.0.1:9", "--keep"], "--keep"),
+        (["--url", "http://127.0.0.1:9", "--grid-steps", "2"], "--grid-steps"),
+        (["--random-weights", "qwen3-32b", "--grid-topk", "2"], "--grid-topk"),
+        (["--random-weights", "qwen3-32b", "--repeats", "5"], "--repeats"),
+        (["--random-weights", "qwen3-32b", "--prompts", "x"], "--prompts"),
+    ],
+)
+def test_flags_of_another_measurement_are_refused(line, flag, capsys):
+    assert main(["bench", *line]) == 2
+    assert f"{flag} has no effect" in capsys.readouterr().err
+
+
+def test_what_the_environment_says_of_engines_is_not_for_a_server_elsewhere(
+    capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("FORERUN_CONTEXT", "4096")
+    (tmp_path / "engine.yaml").write_text("page-size: 32")
+    line = ["bench", "--url", "http://127.0.0.1:9"]
+    assert main(line) == 2
+    assert "does not list its models" in capsys.readouterr().err
+    assert main([*line, "--config", str(tmp_path / "engine.yaml")]) == 2
+    assert "page-size in" in capsys.readouterr().err
 
 
 def test_a_ratio_without_a_length_is_refused(capsys):

@@ -49,6 +49,22 @@ def test_every_grammar_is_taken():
         target.close()
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (["--fuzz", "--quick"], "--quick has no effect beside --fuzz"),
+        (["--fuzz", "--regex", "a"], "--regex has no effect beside --fuzz"),
+        (["--replay", "x", "--tokens", "9"], "--tokens has no effect beside --fuzz"),
+        (["--cases", "3"], "--cases has no effect here; leave it out, or add --fuzz"),
+        (["--fuzz", "--minutes", "nan"], "is not a number above 0, or inf"),
+        (["--fuzz", "--minutes", "0"], "is not a number above 0, or inf"),
+    ],
+)
+def test_flags_that_change_nothing_are_refused(line, why, capsys):
+    assert main(["prove", "toy", *line]) == 2
+    assert why in capsys.readouterr().err
+
+
 def forgetful(monkeypatch):
     """Penalties do not see the draft tokens above a node."""
     right = host_choice.process

@@ -291,6 +291,7 @@ def test_vllms_speculative_config():
         ("--tool-call-parser pythonic", "may be auto, hermes"),
         ("--reasoning-parser kimi", "--reasoning-end names the text"),
         ("--port x", "--port takes a whole number, not 'x'"),
+        ("--context infk", "--context takes a whole number, not 'infk'"),
         ("--api-key a --ssl-keyfile k", "ssl-keyfile and ssl-certfile go together"),
     ],
 )

@@ -243,6 +243,7 @@ def test_a_folder_with_its_weights(capsys, tmp_path):
         (("--model-shape", "llama-3-70b", "--tp-size", "3", *CARD), "shared by 1 or 2 or 4"),
         (("--model-shape", "tiny", "--device-memory", "0"), "--device-memory is 0"),
         (("--model-shape", "tiny", "--device-memory", "nan"), "--device-memory is nan"),
+        (("--model-shape", "tiny", "--device-memory", "1e308"), "--device-memory is 1e+308"),
         (("--model-shape", "tiny", "--device-memory", "inf"), "--device-memory is inf"),
         (("--model-shape", "tiny", *DRAFT, "/no/such", *CARD), "there is no config.json in it"),
         (("/no/such/folder",), "no file or folder"),

@@ -65,6 +65,11 @@ def test_models_alone_lists(capsys):
     assert code == 2 and "needs the name of a model" in told
 
 
+def test_a_tokenizer_is_written_by_show_alone(capsys, tmp_path):
+    assert main(["models", "rm", "toy", "--tokenizer", str(tmp_path)]) == 2
+    assert "--tokenizer is for `forerun models show`" in capsys.readouterr().err
+
+
 def test_what_is_served(server, capsys):
     code, out, _ = run(capsys, "ps", "--url", server.url)
     assert code == 0 and "toy" in out and "4,096" in out

@@ -98,6 +98,24 @@ def test_a_key_is_used_where_the_browser_keeps_nothing(run):
     assert told == [None, "Bearer secret", 401]
 
 
+def test_figures_of_several_replicas_are_of_all_of_them(run):
+    """Where `--replicas` puts their metrics on one page: shares are no sums, buckets are."""
+    told = run("""
+      import { Metrics } from "./prom.js";
+      const each = (fast, slow) => [["a", fast, 0.25, 2], ["b", slow, 0.75, 0]];
+      const page = (...counts) => each(...counts).map(([name, count, used, length]) => `
+        t_bucket{le="1",replica="${name}"} ${name === "a" ? count : 0}
+        t_bucket{le="2",replica="${name}"} ${count}
+        t_bucket{le="+Inf",replica="${name}"} ${count}
+        used{replica="${name}"} ${used}
+        length{replica="${name}"} ${length}`.replace(/^ +/gm, "")).join("\\n");
+      const [before, now] = [new Metrics(page(1, 1), 0), new Metrics(page(2, 4), 1)];
+      const shares = [0.25, 0.5].map((part) => now.quantile("t", part, before));
+      console.log(JSON.stringify([...shares, now.mean("used"), now.mean("length", true)]));
+    """)
+    assert told == [1.0, pytest.approx(4 / 3), 0.5, 2.0]
+
+
 def test_a_key_that_composes_a_word_is_known(run):
     """Safari ends the composition before the key comes: only its code tells."""
     told = run("""

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forerun.cli.train_network import Trainer
 from forerun.drafts.eagle_config import DraftHead
-from forerun.errors import ModelError
+from forerun.errors import ConfigError, ModelError
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.networks.rope import Rope
 from forerun.train.answers import Chat, before_loop, repeats
@@ -30,6 +31,7 @@ from forerun.train.init import SCALES, calibrate
 from forerun.train.loop import TrainingError, TrainingRun, TrainingSchedule, evaluate, train
 from forerun.train.loss import DraftVocabulary
 from forerun.train.pipeline import _line
+from forerun.train.presets import TrainConfig
 from forerun.train.progress import Progress
 from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot
@@ -324,6 +326,13 @@ def test_a_file_that_cannot_be_written_is_none(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_whole(file, '{"held_out": 1}')
     assert file.read_text() == "{}"
+
+
+def test_a_device_that_is_none_is_refused_before_answers_are_written(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for name, why in (("gpu", "is no torch device"), ("cuda", "sees no GPU"), ("cuda:3", "no GPU")):
+        with pytest.raises(ConfigError, match=f"train-device is {name}, .*{why}"):
+            Trainer(None, TrainConfig(train_device=name))
 
 
 def test_the_speed_is_that_of_all_runs_together():

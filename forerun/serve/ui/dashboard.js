@@ -80,10 +80,10 @@ export class Dashboard {
     return h("dl.tiles", {},
       tile("Output", number(rate(now, since, "vllm:generation_tokens_total"), "tokens/s"), `${number(now.value("vllm:generation_tokens_total"))} since the start`),
       tile("Running", number(now.value("vllm:num_requests_running")), `${number(now.value("vllm:num_requests_waiting"))} waiting`),
-      tile("Tokens per step", number(now.value("forerun:acceptance_length") || NaN), "per sequence, last 512"),
+      tile("Tokens per step", number(now.mean("forerun:acceptance_length", true) || NaN), "per sequence, last 512"),
       tile("Drafts accepted", percent(gain("vllm:spec_decode_num_accepted_tokens_total") / drafted), drafted ? `of ${number(drafted)} draft tokens${span}` : "nothing was drafted"),
       tile("Step", duration(gain("forerun:step_seconds_sum") / steps), `mean of ${number(steps)} steps${span}`),
-      tile("Cache in use", percent(now.value("vllm:kv_cache_usage_perc")), looked ? `${percent(now.value("vllm:prefix_cache_hits_total") / looked)} of prompts found there` : "no prompt yet"));
+      tile("Cache in use", percent(now.mean("vllm:kv_cache_usage_perc")), looked ? `${percent(now.value("vllm:prefix_cache_hits_total") / looked)} of prompts found there` : "no prompt yet"));
   }
 
   #speed() {

@@ -31,13 +31,26 @@ export class Metrics {
     return this.all(name).filter((sample) => wanted.every(([key, value]) => sample.labels[key] === value)).reduce((sum, sample) => sum + sample.value, 0);
   }
 
+  /** The mean of a family's samples, one a replica, or of those above zero; 0 where there is none. */
+  mean(name, aboveZero = false) {
+    const found = this.all(name).filter(({ value }) => !aboveZero || value > 0);
+    return found.reduce((sum, { value }) => sum + value, 0) / (found.length || 1);
+  }
+
+  /** How many a histogram counts up to each bound, of all replicas together. */
+  #buckets(name) {
+    const counts = new Map();
+    for (const { labels, value } of this.all(`${name}_bucket`)) counts.set(labels.le, (counts.get(labels.le) ?? 0) + value);
+    return counts;
+  }
+
   /**
    * A quantile of a histogram, of what it has counted since `before` (or ever, without one). NaN
    * where that is nothing. Between two bounds, values are taken to lie evenly.
    */
   quantile(name, share, before = null) {
-    const earlier = new Map(before?.all(`${name}_bucket`).map((sample) => [sample.labels.le, sample.value]));
-    const buckets = this.all(`${name}_bucket`).map((sample) => [Number(sample.labels.le.replace("+Inf", "Infinity")), sample.value - (earlier.get(sample.labels.le) ?? 0)]);
+    const earlier = before?.#buckets(name);
+    const buckets = [...this.#buckets(name)].map(([le, count]) => [Number(le.replace("+Inf", "Infinity")), count - (earlier?.get(le) ?? 0)]);
     const total = buckets.at(-1)?.[1] ?? 0;
     if (total <= 0) return NaN;
     let [low, below] = [0, 0];
