@@ -4,7 +4,6 @@ A module's weight W becomes W + scale B A, with B [out,r] and A [r,in]. Nothing 
 run both products beside the base's.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from forerun.types import Floats
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK = 1024
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
-_IN_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)")
+_IN_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d{1,9})\.(.+)")
 _ANY, _END = r".*\.", re.compile(r"(?:\.\*\\\.)?(?:\w|\\?\.)+")
 """Patterns of modules' names that are ends of them, as peft's own are."""
 _EXPERTS = re.compile(r"(?:(?:mlp|feed_forward|block_sparse_moe|moe)\.)?experts(?:\.base_layer)*")
@@ -142,7 +141,7 @@ def _is_alpha(item: tuple[str, Any]) -> bool:
     """Return whether an item of alpha_pattern is a module's name and a number."""
     pattern, alpha = item
     number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    return number and math.isfinite(alpha) and _END.fullmatch(pattern) is not None
+    return number and abs(alpha) < 1e30 and _END.fullmatch(pattern) is not None
 
 
 def _pairs(file: TensorFile) -> dict[str, dict[str, str]]:

@@ -155,7 +155,7 @@ _VISION = re.compile(
 INDEXERS = ("indexers",)
 """What `FolderCheckpoint.towers` has of a model whose indexers are left out."""
 _INDEXER = re.compile(r"\.self_attn\.indexer\.")
-_KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
+_KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 _WRAPPED = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 
 

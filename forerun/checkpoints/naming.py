@@ -210,7 +210,7 @@ _RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
 FINAL_NORMS: dict[Family, str] = dict.fromkeys(("lfm2", "lfm2_moe"), "model.embedding_norm.weight")
 """What files call model.norm.weight, where they call it otherwise."""
 
-IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+IN_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"(?:mlp|moe)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 

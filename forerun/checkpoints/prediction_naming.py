@@ -42,7 +42,7 @@ class Naming:
 
 DEEPSEEK = Naming(
     "DeepSeek-V3 and GLM-4.5",
-    re.compile(r"model\.layers\.(\d+)\."),
+    re.compile(r"model\.layers\.(\d{1,9})\."),
     {
         "enorm.weight": EMBEDDING_NORM,
         "hnorm.weight": HIDDEN_NORM,
@@ -54,7 +54,7 @@ DEEPSEEK = Naming(
 )
 MIMO = Naming(
     "MiMo",
-    re.compile(r"model\.mtp_layers\.(\d+)\."),
+    re.compile(r"model\.mtp_layers\.(\d{1,9})\."),
     {
         "token_layernorm.weight": EMBEDDING_NORM,
         "hidden_layernorm.weight": HIDDEN_NORM,
@@ -65,7 +65,7 @@ MIMO = Naming(
 )
 QWEN = Naming(
     "Qwen3-Next",
-    re.compile(r"mtp\.layers\.(\d+)\."),
+    re.compile(r"mtp\.layers\.(\d{1,9})\."),
     {
         "mtp.pre_fc_norm_embedding.weight": EMBEDDING_NORM,
         "mtp.pre_fc_norm_hidden.weight": HIDDEN_NORM,
@@ -141,7 +141,7 @@ def pieces(
     wanted: dict[str, tuple[str, StoredPart]] = {}
     for layer, spec in enumerate(arch.layer_specs):
         pattern = naming.layer.pattern.replace("\\", "")
-        prefix = pattern.replace("(d+)", str(layer + first))
+        prefix = pattern.replace("(d{1,9})", str(layer + first))
         for name, piece in layer_pieces(arch, spec, files).items():
             wanted[f"model.layers.{layer}.{name}"] = prefix + piece.stored, piece
         if naming.apart and layer:

@@ -37,7 +37,7 @@ _TARGETS = ("token_embd.weight", "output.weight", "output_norm.weight", "rope_fr
 """Tensors of the whole model that a converter may put into a file of prediction layers."""
 _NAMING = Naming(
     "llama.cpp",
-    re.compile(r"blk\.(\d+)\."),
+    re.compile(r"blk\.(\d{1,9})\."),
     {
         "nextn.enorm.weight": EMBEDDING_NORM,
         "nextn.hnorm.weight": HIDDEN_NORM,

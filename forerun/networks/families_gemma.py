@@ -176,7 +176,8 @@ def _numbered(keys: Keys, written: Any, layers: int) -> dict[int, Keys]:
     if not isinstance(written, dict):
         raise unfit
     for name, about in written.items():
-        if not str(name).isdecimal() or int(name) >= layers or not isinstance(about, dict):
+        number = str(name).isdecimal() and len(name) < 10
+        if not number or int(name) >= layers or not isinstance(about, dict):
             raise unfit
         found[int(name)] = Keys(about, f"{keys.prefix}per_layer_config.{name}.")
     return found

@@ -60,7 +60,7 @@ class Keys:
         ModelError for another value, or if it is missing without a default.
         """
         value = self._present(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) >= 1e30:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
             raise self.unfit(name, value, "a real number")
         return float(value)
 

@@ -211,7 +211,8 @@ def _divisors(divisors: tuple[float, ...], turned: int) -> dict[str, float]:
         raise ModelError(
             f"rope divisors: {len(divisors)} given, the head size {turned} needs {turned // 2}"
         )
-    return {"smallest divisor": min(divisors), "largest divisor": max(divisors)}
+    # Of numpy, whose least and largest of numbers with a NaN are NaN.
+    return {"smallest divisor": float(np.min(divisors)), "largest divisor": float(np.max(divisors))}
 
 
 def yarn_attention_factor(factor: float) -> float:

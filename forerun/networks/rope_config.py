@@ -144,10 +144,14 @@ def _scaling(kind: str, inner: Keys, context: int, original: int) -> Scaling | N
 
 def _divisors(inner: Keys, name: str) -> tuple[float, ...]:
     values = inner.get(name)
-    numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+    numbers = isinstance(values, list) and all(map(_is_number, values))
     if not numbers or not values:
         raise inner.unfit(name, values, "a list of numbers")
     return tuple(float(value) for value in values)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e30
 
 
 def _attention_factor(inner: Keys, factor: float) -> float:

@@ -60,6 +60,7 @@ BAD = "base_model.model.model.layers.0.self_attn.q_proj"
         ({"alpha_pattern": [1]}, {}, "alpha_pattern"),
         ({"alpha_pattern": {"q_proj": True}}, {}, "alpha_pattern"),
         ({"alpha_pattern": {"q_proj": float("inf")}}, {}, "alpha_pattern"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, {}, "alpha_pattern"),
         ({}, {f"{BAD}.lora_magnitude_vector": (64,)}, "lora_magnitude_vector"),
         ({}, {"base_model.model.lm_head.lora_A.weight": (4, 64)}, "only one of"),
         ({}, {f"{BAD}.lora_A.weight": (4, 63)}, r"lora_A \[4, 63\]"),

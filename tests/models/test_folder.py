@@ -88,6 +88,7 @@ def test_every_wrong_tensor_is_named(folder):
     def spoil(tensors):
         del tensors["model.norm.weight"]
         tensors["model.layers.0.mystery"] = np.zeros(3, np.float32)
+        tensors[f"model.layers.{'9' * 5000}.mlp.up_proj.weight"] = np.zeros(3, np.float32)
         tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
 
     rewrite(folder, spoil)

@@ -75,6 +75,8 @@ def test_divisors_divide():
         Rope(1e4, LongRope((1.0,), (1.0,) * 4, 64, 1.0)),
         Rope(1e4, LongRope((1.0,) * 4, (1.0, 1.0, -1.0, 1.0), 64, 1.0)),
         Rope(1e4, LongRope((1.0,) * 4, (1.0,) * 4, 64, math.nan)),
+        Rope(1e4, LongRope((1.0, math.nan, 1.0, 1.0), (1.0,) * 4, 64, 1.0)),
+        Rope(1e4, Divided((1.0, math.nan, 1.0, 1.0))),
     ],
 )
 def test_meaningless_numbers_are_refused(rope):
