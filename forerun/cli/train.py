@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("the toy has no weights to make a draft for; give --model another target")
     if _needs_torch(arguments, config):  # Missing, it is said before a model is fetched.
         from forerun.cli import train_network
-    with plain_warnings(), bars() as report:
+    with plain_warnings(), bars() as report, _writing(out):
         model = open_model(engine.model, report)
         if arguments.token_map:
             vocab, size = model.architecture.vocab, config.draft_vocab
@@ -81,12 +81,19 @@ def main(arguments: argparse.Namespace) -> int:
         except (ForerunError, KeyboardInterrupt):
             say(f"progress is saved in {out}; the same command continues it")
             raise
-        except OSError as error:
-            raise ForerunError(
-                f"{out} cannot be written ({error}); earlier results are kept. Free some space "
-                "there or check its permissions, and start the same command again"
-            ) from error
     return _told_draft(arguments, out, known, progress, config.steps)
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Turn errors of writing the results into ForerunError, as a context manager."""
+    try:
+        yield
+    except OSError as error:
+        raise ForerunError(
+            f"{out} cannot be written ({error}); earlier results are kept. Free some space "
+            "there or check its permissions, and start the same command again"
+        ) from error
 
 
 def _needs_torch(arguments: argparse.Namespace, config: TrainConfig) -> bool:

@@ -38,3 +38,15 @@ def test_what_is_no_text_is_refused_by_name(tmp_path, capsys, content, says):
     assert code == 1 or code == 2
     error = capsys.readouterr().err
     assert says in error and "text.txt" in error and "Traceback" not in error
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("flag", ["--text", "--token-map"])
+def test_results_that_cannot_be_written_are_a_sentence(tmp_path, capsys, flag):
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("The sky is blue and the sea is blue. " * 20)
+    out.mkdir()
+    (out / "draft").write_text("a file")
+    (out / "token_map.json").mkdir()
+    assert main(["train", "smollm2-135m", "--out", str(out), flag, str(text)]) == 5
+    assert f"{out} cannot be written (" in capsys.readouterr().err
