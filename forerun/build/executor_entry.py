@@ -93,6 +93,7 @@ class ExecutorEntry:
     dtype         the meaning of "auto"; None: bfloat16 on devices of their own, float32 on the CPU
     keeps         whether "auto" is the file's own numbers for quantised matrices (kept.py)
     shards        whether it divides a model over devices
+    together      whether needs and free memory are those of all these devices, not of each
     arithmetic    a text that changes when its results may, beside this package's version
     prefill_chunk default tokens of prompts and draft tokens in one step, for a device with so many
                   bytes of memory (None: this machine's)
@@ -110,6 +111,7 @@ class ExecutorEntry:
     within: frozenset[str]
     dtype: str | None = None
     shards: bool = False
+    together: bool = False
     keeps: bool = False
     arithmetic: Callable[[EngineConfig], str] = lambda config: ""
     prefill_chunk: Callable[[EngineConfig, int | None], int] = lambda config, memory: CHUNK

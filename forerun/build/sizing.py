@@ -51,12 +51,13 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The memory of a model on each of `config.tp_size` devices, in bytes.
+    """The memory of a model on each of `config.tp_size` devices, in bytes; with an executor that
+    counts them together (ExecutorEntry), on all.
 
     config   every "auto" replaced
-    needs    of one device, the draft's part included
+    needs    the draft's part included
     draft    the draft model's part of the weights
-    memory   usable on one device
+    memory   usable
     plan     its division; None if the model does not fit
     refusal  why it does not
     """
@@ -114,7 +115,10 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
         check_offered(config, draft)
         draft = sized(config, draft)
         whole = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
-    free = memory if memory is not None else entry.free_memory(config)
+    if memory is None:
+        free = entry.free_memory(config)
+    else:
+        free = memory * config.tp_size if entry.together else memory
     plan, refusal = _planned(config, whole, free)
     return Sizing(model, config, whole, whole.weights - needs.weights, free, plan, refusal)
 

@@ -144,4 +144,5 @@ ENTRY = ExecutorEntry(
         }
     ),
     shards=True,
+    together=True,
 )

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from forerun.build.memory import human
+from forerun.build.registry import EXECUTORS
 from forerun.build.sizing import GIB, Sizing, described, sizing
 from forerun.cli.console import emit_json, out, plain_warnings
 from forerun.errors import ConfigError, MemoryPlanError
@@ -56,7 +57,9 @@ def _leaves_open(config: EngineConfig) -> bool:
 
 
 def facts(size: Sizing) -> dict[str, Any]:
-    """Return the plan as JSON values: bytes of each device, tokens, and the model."""
+    """Return the plan as JSON values: bytes of each device, or of all (Sizing), tokens, and the
+    model.
+    """
     arch, config, plan = size.model.architecture, size.config, size.plan
     given_back = size.needs.windowed if plan and plan.windows else 0
     return {
@@ -88,7 +91,9 @@ def facts(size: Sizing) -> dict[str, Any]:
 def sentences(size: Sizing) -> dict[str, str]:
     """Return the plan as text for users, a line by name."""
     values = facts(size)
-    each = f" on each of {values['devices']} devices" if values["devices"] > 1 else ""
+    count, together = values["devices"], EXECUTORS[values["executor"]].together
+    each = f" on {count} devices together" if together else f" on each of {count} devices"
+    each *= count > 1
     source = (
         "as stored in its files" if values["weights_from_files"] else "from its configuration alone"
     )

@@ -67,6 +67,17 @@ def test_the_seeds_models_have_the_room_that_the_docs_say(capsys):
         assert found["device"] == "cuda"
 
 
+def test_jax_counts_its_devices_together(capsys):
+    """A model that one of them has no room for is divided over four."""
+    words = ("--model-shape", "llama-3.1-8b", "--executor", "jax", "--device", "tpu")
+    words += ("--device-memory", "16", "--tp-size", "4")
+    found = planned(capsys, *words)
+    assert found["fits"] and found["memory_bytes"] == 4 * 16 << 30
+    assert main(["plan", *words]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "68.7 GB on 4 devices together" in told and "on each of" not in told
+
+
 def test_memory_of_a_device_is_a_gpus_unless_another_is_named(capsys):
     words = ("--model-shape", "tiny", "--device-memory", "8")
     assert planned(capsys, *words)["device"] == "cuda"
