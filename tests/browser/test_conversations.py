@@ -369,13 +369,24 @@ def test_lists_tables_footnotes_and_parts_that_are_folded_away(page):
     said = page.locator(".message.assistant .said")
     assert said.locator("ol").evaluate("list => list.style.getPropertyValue('--digits')") == "3"
     aligned = "cells => cells.map(cell => getComputedStyle(cell).textAlign)"
-    assert said.locator("td").evaluate_all(aligned) == ["left", "right"]
+    assert said.locator("td").evaluate_all(aligned) == ["start", "right"]
     assert said.locator("sup").all_inner_texts() == ["1", "1"]
     assert said.locator("p:has(sup) em").inner_text() == "source"
     assert not said.locator("details strong").is_visible()
     said.locator("summary").click()
     assert said.locator("details strong").inner_text() == "words"
     assert said.locator("p").last.inner_text() == "End."
+
+
+def test_texts_run_the_way_of_their_script(page):
+    """Each block of its own; code from left to right."""
+    says(page, "שלום עולם.\n\nHello.\n\n- שלום\n\n```\nx = 1\n```\n")
+    page.open().ask("שלום")
+    page.answered()
+    way = "all => all.map(one => getComputedStyle(one).direction)"
+    assert page.locator(".assistant .block").evaluate_all(way) == ["rtl", "ltr", "rtl", "ltr"]
+    assert page.locator(".user .said").evaluate_all(way) == ["rtl"]
+    assert page.locator(".assistant pre").evaluate_all(way) == ["ltr"]
 
 
 def test_a_second_tab_says_that_the_first_is_writing(page):

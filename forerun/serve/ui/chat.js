@@ -468,7 +468,7 @@ export class Chat {
   }
 
   #composer() {
-    this.box = h("textarea", { rows: 1, "aria-label": "Your message", placeholder: "Write a message", enterkeyhint: "send",
+    this.box = h("textarea", { rows: 1, dir: "auto", "aria-label": "Your message", placeholder: "Write a message", enterkeyhint: "send",
       oninput: () => this.#grow(), onkeydown: (event) => this.#typed(event),
       onpaste: (event) => { if (event.clipboardData?.files.length) { event.preventDefault(); this.#attach([...event.clipboardData.files]); } } });
     this.go = h("button.send", { type: "submit", "aria-label": "Send" }, icon("send"));

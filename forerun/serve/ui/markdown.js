@@ -120,7 +120,7 @@ export class MarkdownView {
     blocks.forEach((token, place) => {
       const before = this.#blocks[place];
       if (before?.raw === token.raw && before.type === token.type) return;
-      const element = h("div.block", {}, rendered(token, tokens.links));
+      const element = h("div.block", { dir: "auto" }, rendered(token, tokens.links));
       if (before) before.element.replaceWith(element);
       else this.target.append(element);
       this.#blocks[place] = { raw: token.raw, type: token.type, element };

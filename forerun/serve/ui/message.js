@@ -43,7 +43,7 @@ export class MessageView {
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
-    this.body = h("div.md.said");
+    this.body = h("div.md.said", { dir: "auto" });
     this.reasoning = h("details.reasoning", { hidden: true }, h("summary", {}, h("span", { text: "Reasoning" })), h("div.md"));
     this.files = h("ul.files", { hidden: true });
     this.calls = h("div.calls");
@@ -148,7 +148,7 @@ export class MessageView {
   /** Let the user change the text. */
   edit() {
     const { message } = this;
-    const area = h("textarea", { "aria-label": "Text of the message", rows: Math.min(14, message.content.split("\n").length + 1) });
+    const area = h("textarea", { dir: "auto", "aria-label": "Text of the message", rows: Math.min(14, message.content.split("\n").length + 1) });
     area.value = message.content;
     const done = () => { form.replaceWith(this.body); this.foot.hidden = false; this.show(); };
     const keep = (again) => { message.content = area.value; done(); this.actions.edit(message, again); };
