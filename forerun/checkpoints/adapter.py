@@ -35,6 +35,7 @@ _HARMLESS = (
     *("peft_type", "task_type", "base_model_name_or_path", "lora_dropout", "target_modules"),
     *("inference_mode", "revision", "auto_mapping", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "megatron_core", "peft_version", "runtime_config"),
+    *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),
     *("rank_pattern", "ensure_weight_tying", "qalora_group_size", "target_parameters"),
 )
 """Keys that change nothing beyond which tensors there are, and their shapes."""

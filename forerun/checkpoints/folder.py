@@ -41,6 +41,8 @@ _NORM = "model.norm.weight"
 _MOST_SHARDS = 1024
 _MOST_INDEX = 64 << 20
 """Bytes; that of Kimi K2 has 13.5 MB."""
+_AT_ONCE = 1024
+"""Rows of a head that are compared with the embedding's before more of the file is read."""
 _ROTARY_TABLE = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
@@ -303,7 +305,12 @@ def _own_head(files: dict[str, TensorFile]) -> bool:
     head, embedding = files[_HEAD], files[_EMBEDDING]
     kinds = {head.tensors[_HEAD].kind, embedding.tensors[_EMBEDDING].kind}
     if len(kinds) == 1 and kinds <= FLOATS.keys():
-        return not np.array_equal(head.rows(_HEAD), embedding.rows(_EMBEDDING))
+        ours, theirs = head.rows(_HEAD), embedding.rows(_EMBEDDING)
+        same = len(ours) == len(theirs) and all(
+            np.array_equal(ours[at : at + _AT_ONCE], theirs[at : at + _AT_ONCE])
+            for at in range(0, len(ours), _AT_ONCE)
+        )
+        return not same
     return not np.array_equal(head.floats(_HEAD), embedding.floats(_EMBEDDING))
 
 

@@ -172,7 +172,8 @@ class _Wrapper:
     class_name  the only value of `architectures`
     inner       possible families of the language model; the first is the default
     defaults    transformers' defaults of keys that text_config may leave out
-    tied        default of tie_word_embeddings
+    tied        default of tie_word_embeddings, whatever text_config says: a head in the files that
+                differs from the embedding counts anyway
     """
 
     class_name: str
@@ -189,7 +190,9 @@ _WRAPPERS = {
     "gemma4_unified": _Wrapper(
         "Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",), _UNIFIED, tied=True
     ),
-    "mistral3": _Wrapper("Mistral3ForConditionalGeneration", ("ministral3", "mistral"), {}),
+    "mistral3": _Wrapper(
+        "Mistral3ForConditionalGeneration", ("ministral3", "mistral"), {}, tied=True
+    ),
     "lfm2_vl": _Wrapper("Lfm2VlForConditionalGeneration", ("lfm2",), {}, tied=True),
 }
 """By model_type."""
@@ -222,7 +225,8 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise keys.unfit("text_config.model_type", inner["model_type"], wanted)
     for key in _OUTSIDE:
         keys.get(key)
-    ties = keys.flag("tie_word_embeddings", inner.get("tie_word_embeddings", wrapper.tied))
+    inner_ties = inner.get("tie_word_embeddings") is True
+    ties = keys.flag("tie_word_embeddings", wrapper.tied or inner_ties)
     keys.refuse_the_rest(harmless)
     return _plain_name({**wrapper.defaults, **inner, "tie_word_embeddings": ties})
 

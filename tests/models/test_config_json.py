@@ -92,7 +92,9 @@ def test_ministral_ends_where_its_queries_would_grow(tmp_path):
     still = text | {"rope_parameters": text["rope_parameters"] | {"llama_4_scaling_beta": 0.0}}
     assert architecture_from(whole | {"text_config": still}, tmp_path).context == 4096
     older = whole | {"text_config": tiny.config("mistral").to_dict()}
-    assert architecture_from(older, tmp_path).family == "mistral"
+    arch = architecture_from(older, tmp_path)
+    assert arch.family == "mistral" and arch.tied_head  # The wrapper's default, not Mistral's own.
+    assert not architecture_from(older | {"tie_word_embeddings": False}, tmp_path).tied_head
 
 
 def test_older_spellings_are_the_same_models(tmp_path):
