@@ -48,6 +48,13 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError("\n".join(problems))
         return parsed
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Return the options that a word may be: `-n4` is -n, but `-f` is not the beginning of -fa,
+        which argparse would take it for.
+        """
+        found = super()._get_option_tuples(option_string)
+        return [one for one in found if option_string.startswith(one[1])]
+
     def _placed(self, parsed: argparse.Namespace, rest: list[str]) -> list[str]:
         """Put words behind flags where the command has room for words: argparse looks for them
         once, so that in `run MODEL --raw TEXT` it finds no TEXT. Returns those without a place.

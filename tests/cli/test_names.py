@@ -1,5 +1,6 @@
 """Names of options: ours, everybody else's, in flags, environment and files."""
 
+import json
 import subprocess
 import sys
 import time
@@ -299,6 +300,15 @@ def test_what_cannot_be_is_one_sentence(line, problem, capsys):
     assert main(["serve", *line.split()]) == 2
     err = capsys.readouterr().err
     assert problem in err and len(err.splitlines()) == 1
+
+
+def test_no_name_is_the_beginning_of_another(capsys):
+    """llama.cpp's -f and -p name a prompt, and a prompt is not swallowed by -fa or -pp."""
+    for flag in ("-f", "-p", "-u"):
+        assert main(["run", "toy", "Hi", flag, "64"]) == 2
+        assert f"There is no option {flag} of forerun run" in capsys.readouterr().err
+    assert main(["run", "toy", "Hi", "-n4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 4
 
 
 def test_all_that_is_refused_is_said_at_once(capsys):
