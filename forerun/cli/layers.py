@@ -25,6 +25,8 @@ _LLAMA_NAMES = {"n-parallel": "parallel", "batch": "batch-size", "ubatch": "ubat
                 "endpoint-metrics": "metrics", "endpoint-slots": "slots", "endpoint-props": "props",
                 "n-predict": "max-tokens"}  # fmt: skip
 """Names of llama.cpp's environment that are not those of its flags."""
+_KEYS = {"LLAMA_API_KEY": "api-key", "VLLM_API_KEY": "api-key"}
+"""Variables by which other servers are given a key: unread, a server would be open."""
 
 log = logging.getLogger(__name__)
 
@@ -85,12 +87,16 @@ def parted(words: Sequence[str], model_given: bool) -> tuple[str | None, str | N
 
 
 def from_llama(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Given]:
-    """Return the options in LLAMA_ARG_*, which configure llama.cpp's server. A name without a
-    meaning here is ignored, with a line in the log.
+    """Return the options in LLAMA_ARG_*, which configure llama.cpp's server, and the keys of
+    others. A name without a meaning here is ignored, with a line in the log.
     """
     found = []
     for variable, text in sorted(environment.items()):
-        if "port" not in options or not variable.startswith(LLAMA_PREFIX):
+        if "port" not in options:
+            continue
+        if variable in _KEYS and text:
+            found.append(Given(options[_KEYS[variable]], text, variable))
+        if not variable.startswith(LLAMA_PREFIX):
             continue
         name = variable.removeprefix(LLAMA_PREFIX).lower().replace("_", "-")
         option = options.get(_LLAMA_NAMES.get(name, name))

@@ -1,6 +1,7 @@
 """Starting a Forerun server of our own to measure, and stopping it again."""
 
 import http.client
+import os
 import socket
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from forerun.errors import EngineError
 from forerun.options.config import EngineConfig
 from forerun.options.flags import command_line
 
+ELSEWHERE = ("FORERUN_", "LLAMA_ARG_", "LLAMA_API_KEY", "VLLM_API_KEY")
+"""How the names of variables begin that hold options: a launched server has its command line
+alone."""
 START_SECONDS = 600.0
 """A model may have to be downloaded first."""
 
@@ -29,7 +33,11 @@ def launched(config: EngineConfig) -> Iterator[str]:
     line = [sys.executable, "-m", "forerun.cli", "serve", "--port", str(port)]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [*line, *command_line(config)], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            [*line, *command_line(config)],
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env={name: text for name, text in os.environ.items() if not name.startswith(ELSEWHERE)},
         )
         try:
             if not _came_up(port, process):

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from forerun.measure import launch
 from forerun.measure.launch import healthy
+from forerun.options.config import EngineConfig
 from tests.counted import lines
 
 
@@ -48,3 +50,28 @@ def test_asking_a_server_that_does_not_listen_is_next_to_no_work():
         assert not healthy(port)
         # 197; a client of httpx made for the question takes 1,527, and 18 ms instead of 0.03.
         assert lines(lambda: healthy(port)) < 400
+
+
+def test_a_launched_server_has_the_options_of_its_command_line_alone(monkeypatch):
+    """What the environment says is in that line, and a key or an address would lock bench out."""
+    for name in ("FORERUN_API_KEY", "FORERUN_POLICY", "LLAMA_ARG_HOST", "VLLM_API_KEY", "HF_HOME"):
+        monkeypatch.setenv(name, "x")
+    begun = []
+
+    class Process:
+        def __init__(self, line, env, **how):
+            begun.append(env)
+
+        def terminate(self):
+            pass
+
+        def wait(self, seconds):
+            pass
+
+    monkeypatch.setattr(launch.subprocess, "Popen", Process)
+    monkeypatch.setattr(launch, "_came_up", lambda port, process: True)
+    with launch.launched(EngineConfig(model="toy")):
+        pass
+    (env,) = begun
+    assert env["HF_HOME"] == "x" and "PATH" in env
+    assert not [name for name in env if name.startswith(("FORERUN", "LLAMA", "VLLM"))]

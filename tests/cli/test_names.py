@@ -146,6 +146,10 @@ def test_llama_cpps_environment(caplog):
     assert server(**told).port == 9 and server("--port", "7", **told).port == 7
     assert server(**told, FORERUN_PORT="8").port == 8
     assert "LLAMA_ARG_WHATEVER changes nothing here" in caplog.text
+    for name in ("LLAMA_API_KEY", "VLLM_API_KEY"):  # Unread, the server would be open.
+        assert server(**{name: "secret"}).api_keys == ("secret",)
+        assert server("--api-key", "own", **{name: "secret"}).api_keys == ("own",)
+        assert server(**{name: ""}).api_keys == ()
     assert settled("run", "hi", **told).values["context"] == EngineConfig().context
 
 
