@@ -15,7 +15,7 @@ from forerun.build.token_map import token_map
 from forerun.cli.console import bars, emit_json, err, plain_warnings, say
 from forerun.drafts.ngram_counts import write_ngrams
 from forerun.drafts.token_map import write_token_map
-from forerun.errors import ConfigError, ForerunError
+from forerun.errors import ConfigError, ForerunError, ModelError
 from forerun.hub.catalog import Model, open_model
 from forerun.measure.files import check_folder
 from forerun.options.config import EngineConfig
@@ -78,6 +78,8 @@ def main(arguments: argparse.Namespace) -> int:
             if trainer is None:
                 return _told_table(arguments, out, known)
             progress = trainer.make_draft(corpus, out, report)
+        except (ConfigError, ModelError):
+            raise  # Which would be so again.
         except (ForerunError, KeyboardInterrupt):
             say(f"progress is saved in {out}; the same command continues it")
             raise

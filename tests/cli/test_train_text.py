@@ -41,6 +41,15 @@ def test_what_is_no_text_is_refused_by_name(tmp_path, capsys, content, says):
 
 
 @pytest.mark.model
+def test_what_the_same_command_does_not_mend_is_not_said_to_go_on(tmp_path, capsys):
+    (tmp_path / "target.json").write_text('"another"')
+    line = ["train", "smollm2-135m", "--out", str(tmp_path), "--preset", "table"]
+    assert main(line) == 2
+    told = capsys.readouterr().err
+    assert "holds chats of another, not of " in told and "same command" not in told
+
+
+@pytest.mark.model
 @pytest.mark.parametrize("flag", ["--text", "--token-map"])
 def test_results_that_cannot_be_written_are_a_sentence(tmp_path, capsys, flag):
     text, out = tmp_path / "text.txt", tmp_path / "out"

@@ -116,6 +116,25 @@ def test_figures_of_several_replicas_are_of_all_of_them(run):
     assert told == [1.0, pytest.approx(4 / 3), 0.5, 2.0]
 
 
+def test_a_key_that_is_remembered_is_said_to_be(run):
+    """The box for it is set then: without it, using the key again would forget it."""
+    told = run("""
+      import { key } from "./api.js";
+      const kept = new Map();
+      const storage = {
+        getItem: (name) => kept.get(name) ?? null,
+        setItem: (name, value) => kept.set(name, value),
+        removeItem: (name) => kept.delete(name),
+      };
+      for (const name of ["localStorage", "sessionStorage"])
+        Object.defineProperty(globalThis, name, { value: storage });
+      const said = [key.kept()];
+      for (const keep of [true, false]) { key.set("secret", keep); said.push(key.kept()); }
+      console.log(JSON.stringify(said));
+    """)
+    assert told == [False, True, False]
+
+
 def test_a_key_that_composes_a_word_is_known(run):
     """Safari ends the composition before the key comes: only its code tells."""
     told = run("""

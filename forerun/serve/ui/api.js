@@ -96,6 +96,7 @@ export const key = {
     }
     return typed ?? load("key", "") ?? "";
   },
+  kept: () => Boolean(load("key", "")),
   set(value, keep) {
     typed = value;
     try {

@@ -90,6 +90,7 @@ function askForKey() {
   const box = h("input", { type: "password", autocomplete: "off", id: "key" });
   const keep = h("input", { type: "checkbox", id: "key-keep" });
   box.value = key.get();
+  keep.checked = key.kept();
   const dialog = h("dialog", { "aria-labelledby": "key-title" },
     h("form", { method: "dialog", onsubmit: () => { key.set(box.value.trim(), keep.checked); connection.watch(); } },
       h("h2", { id: "key-title", text: "API key" }),
