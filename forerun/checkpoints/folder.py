@@ -35,6 +35,8 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+_OF_PROCESSOR = "chat_template.json"
+"""Where multimodal models of before mid-2025 have their template."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NORM = "model.norm.weight"
@@ -405,13 +407,15 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def chat_template(folder: Path) -> str | None:
-    """Read the chat template: chat_template.jinja, else the one in tokenizer_config.json; with the
-    one for tools where there is one. Raises ModelError.
+    """Read the chat template: chat_template.jinja, else the one in tokenizer_config.json, else that
+    in chat_template.json; with the one for tools where there is one. Raises ModelError.
     """
     alone, with_tools = (_text(folder / name) for name in _TEMPLATES)
     if alone is not None:
         return joined_templates(str(folder), alone, with_tools)
     value = tokenizer_settings(folder).get("chat_template")
+    if value is None and (folder / _OF_PROCESSOR).is_file():
+        value = read_json(folder / _OF_PROCESSOR).get("chat_template")
     with_tools = None
     if isinstance(value, list):
         named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}

@@ -29,6 +29,7 @@ _PATTERNS = [
     "model.safetensors",
     "model.safetensors.index.json",
     "model-*.safetensors",
+    "model.safetensors-*.safetensors",
     "ngrams.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,6 +39,7 @@ _PATTERNS = [
     "sentence_bert_config.json",
     "1_Pooling/config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "additional_chat_templates/tool_use.jinja",
 ]
 """Data only: no code is ever fetched."""

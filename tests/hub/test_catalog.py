@@ -399,6 +399,14 @@ def test_only_data_is_wanted_from_a_hub():
     assert not any(ending in wanted for ending in (".py", ".pt", ".pkl"))
 
 
+@pytest.mark.parametrize("stem", ["model-", "model.safetensors-"])
+def test_shards_are_wanted_by_both_names_that_publishers_give_them(stem):
+    """Qwen3.5's have the second one, also where there is only one shard."""
+    names = [f"{stem}00001-of-00001.safetensors", "modeling.py", "original/model-1.safetensors.py"]
+    found = huggingface_hub.utils.filter_repo_objects(names, allow_patterns=huggingface._PATTERNS)
+    assert [*found] == names[:1]
+
+
 def test_pickled_weights_are_fetched_where_there_are_no_others(monkeypatch, tmp_path):
     """Of drafts and of whole models; never beside safetensors."""
     asked = []

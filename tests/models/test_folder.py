@@ -340,6 +340,8 @@ def test_chat_templates(folder):
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").unlink()
     assert chat_template(folder) is None
+    (folder / "chat_template.json").write_text('{"chat_template": "P"}')
+    assert chat_template(folder) == "P"
 
 
 def test_the_language_model_of_a_multimodal_checkpoint_runs_alone(tmp_path):
