@@ -38,6 +38,10 @@ ANY_OF_THREE = {"type": ["string", "integer", "null"]}
 KEYED = {**THREE, "properties": {**THREE["properties"], "a": ANY_OF_THREE}, "required": ["a"]}
 UNIQUE = {"type": "array", "uniqueItems": True}
 TEXT, INTEGER = {"type": "string"}, {"type": "integer"}
+EMPTY = {
+    "none": {"type": "integer", "minimum": 3, "maximum": 1},
+    "more": {"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}, "required": ["a"]},
+}
 TAKEN = [
     (PETS, [{"kind": "cat", "n": 1}, {"kind": "wolf"}],
      [{"kind": "cow"}, {"kind": "cat", "n": ""}]),
@@ -111,6 +115,24 @@ TAKEN = [
     ({"type": "object", "required": ['x"y'], "properties": {"a": TEXT}}, [{'x"y': 1}], [{}]),
     ({**TEXT, "pattern": r"^[\p{Lu}_]+$"}, ["E_A"], ["a", "p", "{"]),
     ({**TEXT, "pattern": r"^[^\p{L}]+$"}, ["12"], ["a", "É"]),
+    ({**TEXT, "not": {"const": "no"}}, ['a "b"\n\\', "no\t"], ["no"]),
+    ({"type": ["string", "null"], "not": {"enum": ["", None]}}, ["a"], ["", None]),
+    ({"not": {"enum": ["ab", 1, True]}}, ["a", 2, False, None, [], {}], ["ab", 1, True]),
+    ({**COUNTRY, "type": ["object", "null"]}, [None, {"in": "US", "zip": "12345"}],
+     [1, {"in": "US", "zip": "1234AB"}]),
+    ({"if": {"type": "object", "required": ["a"]}, "then": {"required": ["b"]}, "else": TEXT},
+     ["x", {"a": 1, "b": 2}], [None, {}, {"a": 1}]),
+    ({**PAIR, "additionalProperties": True, "required": ["c"], "maxProperties": 2},
+     [{"c": ""}, {"a": 1, "c": ""}], [{"a": 1}, {"a": 1, "b": 1, "c": 1}]),
+    ({**PAIR, "additionalProperties": TEXT, "minProperties": 1},
+     [{"x": ""}, {"b": 1}, {"a": 1, "x": ""}], [{}, {"x": 1}, {"a": ""}]),
+    ({**PAIR, "type": ["object", "string"], "required": ["a"],
+      "dependentSchemas": {"a": {"type": "object", "required": ["b"]}}},
+     ["x", {"a": 1, "b": 2}], [{"a": 1}, 1]),
+    ({**PAIR, "properties": {"a": {"$ref": "#/$defs/none"}, "b": INTEGER}, "$defs": EMPTY},
+     [{}, {"b": 1}], [{"a": 1}]),
+    ({"anyOf": [{"$ref": "#/$defs/more"}, {"type": "array", "items": {"$ref": "#/$defs/none"}}],
+      "$defs": EMPTY}, [[]], [{}, {"a": 1}, [1]]),
 ]  # fmt: skip
 
 

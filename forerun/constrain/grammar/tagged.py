@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.constrain.grammar.grammar import Grammar
+from forerun.constrain.schema.logic import TYPES, types
 from forerun.constrain.schema.origins import UnenforcedKeyword
 from forerun.constrain.schema.patterns import MAX_STEPS, matching
 from forerun.constrain.schema.rewrite import rewritten
@@ -256,22 +257,17 @@ class _Writer:
             self._fault(
                 UnenforcedKeyword(f"{path}.{keyword}", "not supported in calls of this form")
             )
-        for part in (schema, *schema.get("allOf", ())):
-            if part is not schema and (
-                not isinstance(part, dict) or part.keys() - {"pattern", "type"}
-            ):
-                self._fault(
-                    UnenforcedKeyword(f"{path}.allOf", "not supported in calls of this form")
-                )
+        terms += _limits(schema)
+        for part in schema.get("allOf", ()):
+            choices = part.get("anyOf", [part]) if isinstance(part, dict) else [part]
+            if all(map(_is_plain, choices)) and (choices == [part] or part.keys() == {"anyOf"}):
+                either = (" & ".join(_limits(choice)) or _ANY for choice in choices)
+                terms.append(" | ".join(f"({one})" for one in either))
                 continue
-            if isinstance(part.get("pattern"), str):
-                terms.append(f"/{_whole(part['pattern'])}/")
+            self._fault(UnenforcedKeyword(f"{path}.allOf", "not supported in calls of this form"))
         if "format" in schema:
             terms.append(f"/{_whole(RAW_FORMATS[schema['format']])}/")
-        if "minLength" in schema or "maxLength" in schema:
-            least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-            terms.append(f"/(.|\\n){{{least},{most}}}/")
-        return terms
+        return [f"({term})" for term in terms]
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
         for _ in range(20):
@@ -284,6 +280,24 @@ class _Writer:
         if not self._grammar.lenient:
             raise RequestError(f"{self._grammar.field}: {fault}", self._grammar.field)
         self._out.left.append(f"{self._grammar.field}.{fault.path}")
+
+
+def _is_plain(schema: Any) -> bool:
+    known = {"type", "pattern", "minLength", "maxLength"}
+    if not isinstance(schema, dict) or schema.keys() - known:
+        return False
+    return "string" in (types(schema) or TYPES)
+
+
+def _limits(schema: dict[str, Any]) -> list[str]:
+    """Return what the pattern and the lengths of a schema are for a raw string."""
+    terms = []
+    if isinstance(schema.get("pattern"), str):
+        terms.append(f"/{_whole(schema['pattern'])}/")
+    if "minLength" in schema or "maxLength" in schema:
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        terms.append(f"/(.|\\n){{{least},{most}}}/")
+    return terms
 
 
 def _whole(pattern: str) -> str:

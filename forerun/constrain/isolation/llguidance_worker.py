@@ -27,7 +27,7 @@ from forerun.constrain.matcher.limits import (
     json_options,
 )
 from forerun.constrain.matcher.llguidance_backend import GuidanceAutomaton
-from forerun.constrain.schema.paths import without
+from forerun.constrain.schema.paths import forbid_references, without
 from forerun.constrain.schema.rewrite import rewritten
 from forerun.errors import RequestError
 from forerun.sandbox import serve
@@ -82,8 +82,14 @@ def _fitted(
         raise ValueError("no text satisfies it")
     left_out = [fault.path for fault in result.unenforced]
     brief = False
-    for _ in range(MAX_LEFT_OUT if lenient else 0):
+    for _ in range(MAX_LEFT_OUT if lenient or _refers(result.schema) else 0):
         message = _refusal(result.schema, one_line, vocabulary)
+        empty = _EMPTY_DEFINITION.search(message)
+        if empty and (brief or not lenient):
+            forbid_references(result.schema, empty[1])
+            continue
+        if not lenient:
+            break
         if not brief and any(words in message for words in _TOO_MUCH):
             brief = True
             result = rewritten(schema, plain=False, brief=True)
@@ -97,7 +103,16 @@ def _fitted(
     return result.schema, left_out
 
 
+def _refers(schema: Any) -> bool:
+    return isinstance(schema, dict) and "$defs" in schema
+
+
 _UNSATISFIABLE = "Unsatisfiable schema"
+_EMPTY_DEFINITION = re.compile(
+    rf"{_UNSATISFIABLE}.*\n\s*while processing json-schema://[^#]*(#/\$defs/\w+)", re.DOTALL
+)
+"""What llguidance says where a schema refers to one that no value satisfies, wherever that is."""
+
 
 _TOO_MUCH = (
     *("schema too large", "Schema intersection stack level exceeded", "grammar size"),

@@ -86,8 +86,8 @@ def negated(schema: Any, raw: Schema, resolve: Resolve) -> Any:  # noqa: PLR0911
 def conditional(  # noqa: PLR0911
     condition: Any, then: Any, otherwise: Any, raw: Schema, resolve: Resolve
 ) -> Any:
-    """Rewrite an `if` over constants and required keys as a choice of two; None if the condition
-    has anything else.
+    """Rewrite an `if` over constants and required keys as a choice of two, and a third one for what
+    is no object; None if the condition has anything else.
 
     condition        as it was sent
     then, otherwise  rewritten
@@ -121,5 +121,9 @@ def conditional(  # noqa: PLR0911
             branches.append({"allOf": [no, otherwise]})
     for name in required:
         branches.append({"allOf": [{"properties": {name: False}}, otherwise]})
-    kind = {} if raw.get("type") == "object" else {"type": "object"}
-    return {**kind, "anyOf": branches}
+    if raw.get("type") == "object":
+        return {"anyOf": branches}
+    choices: list[Schema] = [{"type": "object", "anyOf": branches}]
+    if others := without_types(types(raw), frozenset({"object"})):
+        choices.append({"type": others, "allOf": [otherwise if "type" in rules else then]})
+    return {"anyOf": choices}

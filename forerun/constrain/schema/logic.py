@@ -262,17 +262,24 @@ def other_values(gone: list[Any], known: Any) -> Any:
     if values is not None:
         left = _without_values(values, gone)
         return {"enum": left} if left else False
+    if not gone:
+        return {}
     kinds = frozenset(map(type_of, gone))
     branches: list[Any] = []
     allowed = types(schema)
-    if all(isinstance(value, str) for value in gone) and (allowed is None or "string" in allowed):
-        branches.append({"type": "string", "pattern": other_than(gone)})
+    texts = [value for value in gone if isinstance(value, str)]
+    if texts and (allowed is None or "string" in allowed):
+        longer = {"type": "string", "minLength": max(map(len, texts)) + 1}
+        branches += [longer, {"type": "string", "pattern": other_than(texts)}]
+    if "boolean" in kinds and (allowed is None or "boolean" in allowed):
+        left = _without_values([False, True], gone)
+        branches += [{"enum": left}] if left else []
     if rest := without_types(allowed, kinds):
         branches.append({"type": rest})
     if kinds & _NUMBERS and (allowed is None or allowed & _NUMBERS) and all(map(exact, gone)):
         branches += _between(gone, allowed is None or "number" in allowed)
     if not branches:
-        return None if gone else {}
+        return None
     return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
 

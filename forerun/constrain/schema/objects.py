@@ -47,17 +47,20 @@ def depending(name: str, needs: Any, required: list[str]) -> Schema:
     return {"anyOf": [{"properties": {name: False}}, present]}
 
 
-def counted(schema: Schema) -> tuple[Schema, list[str]]:
+def counted(schema: Schema, alone: bool) -> tuple[Schema, list[str]]:
     """Return a copy with minProperties and maxProperties as llguidance can count them, and the
     names of those that it cannot.
 
     It counts where all properties are required; keys that repeat, which only further keys can,
     count each time.
+
+    alone  no schema beside this one may list more properties
     """
     out = dict(schema)
     least, most = out.pop("minProperties", None), out.pop("maxProperties", None)
-    properties, required = out.get("properties") or {}, list(out.get("required") or [])
-    closed = out.get("additionalProperties") is False and not out.get("patternProperties")
+    properties, required = dict(out.get("properties") or {}), list(out.get("required") or [])
+    further = out.get("additionalProperties", True)
+    closed = further is False and not out.get("patternProperties")
     names = [name for name in properties if properties[name] is not False]
     if isinstance(least, int) and least <= len(set(required)):
         least = None
@@ -78,7 +81,13 @@ def counted(schema: Schema) -> tuple[Schema, list[str]]:
     if choices is None or not isinstance(least or 0, int) or out.get("patternProperties"):
         return out, faults
     if most is not None:
+        out["properties"] = properties | {
+            name: further for name in required if name not in properties
+        }
         out["additionalProperties"] = False
+    elif least == 1 and alone and further is not False:
+        absent = {"properties": dict.fromkeys(names, False)} if names else {}
+        choices.append({**absent, "minProperties": 1})
     out.setdefault("allOf", [])
     out["allOf"] = [*out["allOf"], {"anyOf": choices}]
     return out, []

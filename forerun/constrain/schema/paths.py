@@ -60,6 +60,14 @@ def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield here, value
 
 
+def forbid_references(schema: Any, target: str) -> None:
+    """Replace, in place, every schema that refers to `target` by one that no value satisfies."""
+    for _, inner in list(schemas(schema)):
+        if inner.get("$ref") == target:
+            inner.clear()
+            inner["type"] = []
+
+
 def locate(source: str, message: str) -> str | None:
     """Return the path of the first keyword, reference or value in a schema (`source`, JSON) that a
     compiler's message quotes; None if there is none.

@@ -6,6 +6,7 @@ pattern. Every rewriting allows what was allowed or less: never more. What remai
 named, with its path.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,8 @@ _COPIED = (
     "multipleOf", "additionalProperties",
 )  # fmt: skip
 _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties")
+_MERGED = re.compile(r"(?:^|\.)(?:(?:all|any|one)Of\[\d+\]|then|else|(?:depend|\$?def)\w+\.[^.]*)$")
+"""Ends the path of a schema that may hold beside others."""
 
 
 def rewritten(schema: Any, plain: bool = True, brief: bool = False) -> Rewritten:
@@ -307,12 +310,14 @@ def _keys(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any
         keyword = "dependentSchemas" if name in (schemas or ()) else "dependencies"
         for needs in all_needs:
             known = rewriter.schema(needs, f"{begin}{keyword}.{name}")
-            out = also(out, depending(name, known, out.get("required") or []))
+            always = out.get("required") or [] if out.get("type") == "object" else []
+            out = also(out, depending(name, known, always))
     return out
 
 
 def _count(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
-    out, faults = counted(out)
+    merged = _MERGED.search(path) or any(name in raw for name in (*_APPLICATORS, "not"))
+    out, faults = counted(out, alone=not merged and "allOf" not in out)
     for name in faults:
         rewriter.fault(path, name, "properties cannot be counted here")
     return out
