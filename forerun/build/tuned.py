@@ -54,7 +54,7 @@ class Setting:
 def path_of(config: EngineConfig) -> Path:
     """Return the file for the profile of a resolved configuration, whether it exists or not.
 
-    Keyed by what decides speed: model, executor, threads, drafter, version and machine.
+    Keyed by what decides speed: model, executor, threads, devices, drafter, version and machine.
     """
     key = key_of(config, __version__, cpu_name())
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -63,10 +63,17 @@ def path_of(config: EngineConfig) -> Path:
 
 def key_of(config: EngineConfig, version: str, processor: str) -> str:
     """Return the key of a profile, as JSON text: two configurations with one key have one speed."""
-    target = [config.model, config.executor, config.device, config.dtype, config.threads]
-    draft = config.speculative_draft_model_path
+    target = [_place(config.model), config.executor, config.device, config.dtype, config.threads]
+    target += [config.kv_dtype, config.tp_size, config.disable_cuda_graph]
+    draft = _place(config.speculative_draft_model_path)
     drafter = [config.speculative_algorithm, draft, config.draft_shape.width]
     return json.dumps([target, drafter, version, processor])
+
+
+def _place(reference: str | None) -> str | None:
+    """Return a reference that means the same in every folder: of a path the whole path."""
+    path = Path(reference) if reference else None
+    return str(path.absolute()) if path is not None and path.exists() else reference
 
 
 def save(config: EngineConfig, setting: Setting, facts: dict[str, Any]) -> Path:

@@ -17,7 +17,7 @@ from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
 
 TOY = EngineConfig(model="toy", policy="adaptive", kv_tokens=8192, context=1024, max_sequences=8)
-FOUR = Setting("NGRAM", 5, 4, "fixed")
+FOUR, ONE = Setting("NGRAM", 5, 4, "fixed"), Setting("NGRAM", 2, 1, "fixed")
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +40,12 @@ def test_free_guesses_win_and_off_is_always_there(monkeypatch):
     toy = CountedToy(target.memory.limits)
     monkeypatch.setattr(prove, "perf_counter", lambda: float(toy.steps))
     target = replace(target, executor=toy)
-    sweep = Sweep(tuple(read_prompts()), settings=(FOUR,), batches=(1, 2), tokens=80)
+    sweep = Sweep(tuple(read_prompts()), settings=(FOUR, ONE), batches=(1, 2), tokens=80)
     cells = halving(target, sweep)
     target.close()
     assert best(cells)[0] == FOUR == verdict(cells)[0]
     assert {(cell.setting, cell.batch) for cell in cells} == {
-        (setting, batch) for setting in (OFF, FOUR) for batch in (1, 2)
+        (setting, batch) for setting in (OFF, FOUR, ONE) for batch in (1, 2)
     }
     won = next(cell for cell in cells if cell.setting == FOUR)
     assert won.ratio > 1.05 and won.acceptance_length > 1.05
@@ -126,8 +126,24 @@ def test_a_broken_profile_is_no_profile():
 
 def test_a_profile_belongs_to_what_decides_speed():
     config = EngineConfig(model="toy", device="cpu", speculative_algorithm="NGRAM")
-    key = '[["toy", "auto", "cpu", "auto", null], ["NGRAM", null, 1], "0.1.0", "some processor"]'
+    target = '["toy", "auto", "cpu", "auto", null, "same", 1, false]'
+    key = f'[{target}, ["NGRAM", null, 1], "0.1.0", "some processor"]'
     assert tuned.key_of(config, "0.1.0", "some processor") == key
+    for change in ({"tp_size": 2, "executor": "torch"}, {"kv_dtype": "q8_0", "executor": "cpu"}):
+        keys = {tuned.path_of(EngineConfig(**{"executor": change["executor"], **more}))
+                for more in ({}, change)}  # fmt: skip
+        assert len(keys) == 2
+
+
+def test_a_file_of_the_same_name_in_another_folder_is_another_model(tmp_path, monkeypatch):
+    found = set()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.gguf").touch()
+        monkeypatch.chdir(tmp_path / name)
+        found.add(tuned.path_of(EngineConfig(model="model.gguf")))
+        found.add(tuned.path_of(EngineConfig(model=str(tmp_path / name / "model.gguf"))))
+    assert len(found) == 2
 
 
 def test_profiles_are_forgotten(capsys):
