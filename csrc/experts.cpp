@@ -107,8 +107,10 @@ void Model::note_format(int layer, int which, int format) {
     if (sizes.rank && which > 9 + 3 * (int)at.experts.size()) reserve_heads(is_float(format));
     const bool feeds = which >= 4 && which < 9 + 3 * (int)at.experts.size();
     if (feeds && !is_float(format)) at.reads_groups = true;
+    if (!feeds || which < 9 || !is_float(format)) return;
+    at.gathers_floats = true;
     const size_t floats = expert_rows(at.kind) * sizes.hidden;
-    if (feeds && which >= 9 && is_float(format) && gathered_f_.size() < floats) gathered_f_.resize(floats);
+    if (gathered_f_.size() < floats) gathered_f_.resize(floats);
 }
 
 // The feed-forward of a layer of experts from `normed()` to the stream, or to branch_.
@@ -192,8 +194,6 @@ void Model::list_visits(const Layer& layer, int nodes) {
 // Every choice's row of `normed()` to the rows of its expert.
 void Model::gather(const Layer& layer, int nodes, int thread) {
     const int hidden = sizes.hidden, groups = groups_in(hidden), top_k = layer.kind.top_k;
-    const FeedForward& some = layer.experts[0];
-    const bool floats = is_float(some.gate.format) || is_float(some.up.format);
     const Share mine(nodes * top_k, thread, pool.threads());
     for (int i = mine.first; i < mine.last; i++) {
         const int node = i / top_k, row = row_at_[i];
@@ -203,7 +203,7 @@ void Model::gather(const Layer& layer, int nodes, int thread) {
             copy_lane(column(hidden_q_.data(), node, hidden), node % kLanes, to, row % kLanes,
                       groups);
         }
-        if (floats) {
+        if (layer.gathers_floats) {
             memcpy(&gathered_f_[(size_t)row * hidden], &hidden_f_[(size_t)node * hidden],
                    sizeof(float) * hidden);
         }

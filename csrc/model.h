@@ -160,6 +160,7 @@ struct Layer {
     // Of a delta net: float32[value_heads], [value_heads], [value_size].
     const float *rate = nullptr, *step = nullptr, *net_norm = nullptr;
     bool reads_groups = false;          // some feed-forward's weights are quantised
+    bool gathers_floats = false;        // some expert's are floats
 };
 
 // What an adapter adds to a matrix: up (down x), as floats; empty where it adds nothing.

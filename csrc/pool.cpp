@@ -113,12 +113,14 @@ void Pool::work_as(int id, const std::function<void(int)>& work) {
 
 void Pool::run(const std::function<void(int)>& work) {
     PlainFloats plain;
-    if (most_ == 1) return work(0);
+    const bool forked = getpid() != process_;
+    if (forked) threads_ = 1;  // Without the mutex: a thread that is not there any more may have it.
+    if (forked || most_ == 1) return work(0);
     const double begin = seconds(CLOCK_MONOTONIC);
     {
         std::lock_guard<std::mutex> lock(mutex_);
         work_ = &work;
-        threads_ = getpid() == process_ ? crowd_.active() : 1;
+        threads_ = crowd_.active();
         turn_++;
     }
     if (threads_ > 1) wake_.notify_all();

@@ -39,6 +39,11 @@ struct Draw {
     int32_t token;
 };
 
+// What a score has to be, before it is rounded, to be the best's once it is.
+FORERUN_INLINE float least_to_tie(const Draw& draw) {
+    return draw.score - __builtin_fabsf(draw.score) * 0x1p-23f;
+}
+
 FORERUN_INLINE float largest_lane(F8 a) {
     float lanes[8], most;
     store8(lanes, a);
@@ -50,7 +55,7 @@ FORERUN_INLINE float largest_lane(F8 a) {
 // Considers tokens [first, first + 32). With u = (x + 1/2) / 2^32 the noise -log(-log u) is below
 // -log(1 - u), so a token can win only where 2^32 (1 - u) = ~x + 1/2 is at most
 // 2^32 e^(z - best): this spares both logarithms for all but a few. Both sides are halved, to fit
-// signed integers; the factor and the addend are larger than any rounding.
+// signed integers; the factor and the addend are larger than any rounding but that of the scores.
 static void consider(const float* logits, int count, int first, Draw& draw) {
     const int present = count - first < kTokens ? count - first : kTokens;
     float z[kTokens];
@@ -62,12 +67,12 @@ static void consider(const float* logits, int count, int first, Draw& draw) {
         store8(z + 8 * k, heated[k]);
     }
     const F8 most = max8(max8(heated[0], heated[1]), max8(heated[2], heated[3]));
-    if (!any_at_most8(splat8(draw.score - kMostNoise), most)) return;
+    if (!any_at_most8(splat8(least_to_tie(draw) - kMostNoise), most)) return;
     uint32_t words[kTokens];
     philox((uint32_t)first / 4, draw.position, draw.seed, words);
     for (int k = 0; k < 4; k++) {
-        const F8 bound = fma8(exp_of(sub8(heated[k], splat8(draw.score))), splat8(2.1496e9f),
-                              splat8(2.0f));
+        const F8 behind = sub8(heated[k], splat8(least_to_tie(draw)));
+        const F8 bound = fma8(exp_of(behind), splat8(2.1496e9f), splat8(2.0f));
         if (!any_at_most8(half_complement8(words + 8 * k), bound)) continue;
         for (int i = 8 * k; i < 8 * k + 8 && i < present; i++) {
             const float score = z[i] + gumbel(words[i]);
@@ -106,6 +111,7 @@ static int32_t choose(const float* logits, int count, float temperature, uint64_
     uint32_t words[kTokens];
     philox((uint32_t)best / 4, position, seed, words);
     const float score = logits[best] / temperature + gumbel(words[best % 4]);
+    if (score - score != 0.0f) return -1;
     Draw draw = {temperature, seed, position, score, best};
     for (int first = 0; first < count; first += kTokens) consider(logits, count, first, draw);
     return draw.token;

@@ -1,11 +1,20 @@
 // The pool under stress, and its sense of a crowd. Linked with all of csrc/*.cpp; code 1 on a fault.
-#include <atomic>
 #include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <condition_variable>
 #include <cstdio>
+#include <functional>
+#include <mutex>
 #include <set>
+#include <thread>
+#include <vector>
 
+#define private public  // `forked` holds the mutex.
 #include "pool.h"
+#undef private
 
 using namespace forerun;
 
@@ -114,9 +123,30 @@ static void limited() {
     expect(ids == pool.most(), "all of them run");
 }
 
+// A process may be forked while a thread holds the mutex, which the child has no thread to release.
+static void forked() {
+    Pool pool(2);
+    pool.mutex_.lock();
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(10);
+        int ran = 0;
+        pool.run([&](int) {
+            ran++;
+            pool.barrier();
+        });
+        _exit(ran == 1 ? 0 : 1);
+    }
+    pool.mutex_.unlock();
+    int status = 1;
+    waitpid(child, &status, 0);
+    expect(status == 0, "a forked child works alone");
+}
+
 int main() {
     for (int most : {1, 2, 3, 5}) stress(most);
     crowd();
     limited();
+    forked();
     return faults != 0;
 }

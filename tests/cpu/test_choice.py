@@ -103,6 +103,28 @@ def test_same_token(native_choice, random, vocab, temperature):
             assert found == expected(logits, sampling, position)
 
 
+@pytest.mark.parametrize("position", [8356, 22866, 29132, 33050])
+def test_rounded_scores_that_are_equal(native_choice, position):
+    """Scores of millions are rounded to eighths: at these positions two tokens tie that way, and
+    the one of the lower id is chosen, though logit and noise together are less.
+    """
+    logits = np.full(331, -20.0, np.float32)
+    logits[[3, 300]] = 20.0, np.nextafter(np.float32(20.0), np.float32(21.0))
+    sampling = Sampling(temperature=1e-5, seed=0)
+    heated = logits / np.float32(1e-5) + gumbel(0, position, 331)
+    assert heated[3] == heated[300] and expected(logits, sampling, position) == 3
+    assert native_choice(logits, sampling, position) == 3
+
+
+def test_a_score_beyond_float32_is_no_choice(native_choice):
+    logits = np.full(331, -20.0, np.float32)
+    logits[5] = 1e36
+    sampling = Sampling(temperature=1e-3, seed=0)
+    with np.errstate(over="ignore"):
+        assert expected(logits, sampling, 0) == -1
+    assert native_choice(logits, sampling, 0) == -1
+
+
 @pytest.mark.parametrize("temperature", [1e-4, 0.8, 3.0])
 def test_excluded_tokens_are_never_chosen(native_choice, random, temperature):
     for seed in range(60):

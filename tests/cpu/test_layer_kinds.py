@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 
 from forerun.build.shapes import RandomCheckpoint, shape_named
 from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.mapped import Packed
 from forerun.errors import ModelError
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.cpu.few_bits import check_fp4
@@ -324,6 +325,34 @@ def test_any_company_leaves_a_row_its_bits(random, router, shared):
             assert np.array_equal(rows, whole[start : start + known])
     for each in made:
         each.shutdown()
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_experts_of_several_formats(executor, random, left):
+    """Some of a layer's experts are quantised and the others, left out of that, are floats: each
+    reads its own kind of numbers, whichever is the first.
+    """
+    arch = shape_named("tiny")
+    (spec,) = set(arch.layer_specs)
+    experts = Experts(8, 2, 32, Router(normalised=True))
+    source = Uneven(replace(arch, layer_specs=(replace(spec, feed_forward=experts),)), left)
+    tokens = random.integers(0, arch.vocab, 40)
+    found = logits_of(executor(source, 2), tokens)
+    assert distance(found, forward(source, tokens)) < SAME
+
+
+class Uneven(RandomCheckpoint):
+    """One expert is of the one kind, all others of the other: the first is quantised."""
+
+    def __init__(self, arch, left):
+        super().__init__(arch)
+        self.left = left
+
+    def packed(self, name):
+        if ".experts." not in name or (f".experts.{self.left}." in name) != (self.left > 0):
+            return None
+        matrix = np.ascontiguousarray(self.tensor(name))
+        return Packed("F32", matrix.view(np.uint8), matrix.shape[1])
 
 
 def test_a_router_that_is_not_finite_is_told_of(executor, checkpoint):
