@@ -27,6 +27,13 @@ TREE = 'start: "x" item*\nitem: /[0-9]/ | "(" item ")"'
 
 VECTORS = [
     (Grammar.regex("(Paris|Amsterdam)"), ["Paris", "Amsterdam"], ["", "Pari", "Paris ", "paris"]),
+    (Grammar.regex(r"[\w\W]"), ["\u00e9", "a", "/", "\U0001f600"], [""]),
+    (Grammar.regex(r"[^\W\d_]"), ["a", "Z"], ["\u00e9", "1", "_"]),
+    (Grammar.regex(r"[^\D]"), ["1"], ["\u0663", "a"]),
+    (Grammar.regex(r"[\w-z]"), ["-", "z"], ["`"]),
+    (Grammar.regex(r"[.-\w]"), ["-", ".", "a"], ["/"]),
+    (Grammar.json_schema({"type": "string", "pattern": r"^[\w-.]+$"}), ['"a-b.c"'], ['"/"']),
+    (Grammar.grammar('root ::= "a"{0} "b"'), ["b"], ["ab"]),
     (Grammar.regex(r"\d{2}/[a-c]+\n?"), ["12/abc", "34/a\n"], ["1/a", "12/", "12/d"]),
     (Grammar.regex("é+|日本"), ["é", "éé", "日本"], ["e", "日"]),
     (Grammar.regex(r"[^]x]|[[\]&&]"), ["a", "[", "&", "]"], ["x", "aa"]),

@@ -206,6 +206,8 @@ def _text(body: _Body, numbers: dict[str, str]) -> str:
 
 
 def _one(item: _Item, numbers: dict[str, str]) -> str:
+    if item.most == 0:
+        return '""'
     text = item.lexeme or (numbers[item.name] if item.name else f"({_text(item.group, numbers)})")
     if (item.least, item.most) == (1, 1):
         return text

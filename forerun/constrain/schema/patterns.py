@@ -16,18 +16,25 @@ MAX_FORCED = 10_000
 MAX_STEPS = 1_000_000
 """Most steps of a backtracking engine: some milliseconds."""
 
-ASCII_MEMBERS = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
+ASCII_MEMBERS = {
+    r"\d": "0-9",
+    r"\w": "0-9A-Za-z_",
+    r"\D": r"\x00-\/:-\U0010FFFF",
+    r"\W": r"\x00-\/:-@\[-\^`\{-\U0010FFFF",
+}
 """Their meaning within a class: no digits and letters of other scripts, as in JavaScript."""
 
 ASCII_CLASSES = {name: f"[{inside}]" for name, inside in ASCII_MEMBERS.items()} | {
-    name.upper(): f"[^{inside}]" for name, inside in ASCII_MEMBERS.items()
+    name.upper(): f"[^{ASCII_MEMBERS[name]}]" for name in (r"\d", r"\w")
 }
-"""Their meaning, and their opposites', elsewhere."""
+"""Their meaning elsewhere."""
 
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)
 _REPETITION = re.compile(r"\{\d*+(?:,\d*+)?\}")
+_SEVERAL = re.compile(r"\\[dDwWsSpP]|\[:")
+"""Begins an atom of a class that is no character: beside it a dash is one."""
 _ATOM = r"\\[pPux]\{[^{}]*\}|\\.|\[:\w+:\]|."
 
 
@@ -111,7 +118,8 @@ def portable_class(text: str) -> str:
     while index < len(atoms):
         out += _escaped(atoms[index])
         if atoms[index + 1 : index + 2] == ["-"] and index + 2 < len(atoms):
-            out += "-" + _escaped(atoms[index + 2])
+            several = any(_SEVERAL.match(atoms[place]) for place in (index, index + 2))
+            out += ("\\-" if several else "-") + _escaped(atoms[index + 2])
             index += 2
         index += 1
     return out + "]"
