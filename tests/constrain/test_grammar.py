@@ -34,6 +34,7 @@ VECTORS = [
     (Grammar.regex(r"[.-\w]"), ["-", ".", "a"], ["/"]),
     (Grammar.json_schema({"type": "string", "pattern": r"^[\w-.]+$"}), ['"a-b.c"'], ['"/"']),
     (Grammar.grammar('root ::= "a"{0} "b"'), ["b"], ["ab"]),
+    (Grammar.grammar('start: "a ::= b"'), ["a ::= b"], ["a"]),
     (Grammar.regex(r"\d{2}/[a-c]+\n?"), ["12/abc", "34/a\n"], ["1/a", "12/", "12/d"]),
     (Grammar.regex("é+|日本"), ["é", "éé", "日本"], ["e", "日"]),
     (Grammar.regex(r"[^]x]|[[\]&&]"), ["a", "[", "&", "]"], ["x", "aa"]),

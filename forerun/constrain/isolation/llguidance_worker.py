@@ -55,7 +55,7 @@ def translate(
         return str(
             matcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         ), left_out
-    if "::=" not in source:
+    if not _GBNF.search(source):
         source, left_out = _with_schemas(source, vocabulary)
         return str(matcher.grammar_from_lark(source)), left_out
     return str(matcher.grammar_from_lark(lark(source))), []
@@ -130,6 +130,9 @@ def _refusal(schema: Any, one_line: bool, vocabulary: llguidance.LLTokenizer) ->
     matcher = llguidance.LLMatcher(vocabulary, text, limits=LIMITS, log_level=0)
     return str(matcher.get_error()) if matcher.is_error() else ""
 
+
+_GBNF = re.compile(r"^[ \t]*+(?:[A-Za-z0-9_-]++[ \t]*+)?::=", re.MULTILINE)
+"""A rule of GBNF, or what should be one; texts of Lark may hold the sign as well."""
 
 _SCHEMA = re.compile(r'%json (?=\{"x-forerun":)')
 
