@@ -47,7 +47,7 @@ BODILESS = ("/flush_cache",)
 """Paths of POST requests that need no body."""
 _text = text(2**31 - 1)
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "": 1.0}
-_PART = re.compile(r"(\d+(?:\.\d*)?)(ms|us|ns|h|m|s)")
+_PART = re.compile(r"(?<![\d.])(\d++(?:\.\d*+)?+)(ms|us|ns|h|m|s)")
 _DURATION = re.compile(rf"-?(?:{_PART.pattern})+|-?\d+(?:\.\d*)?")
 """Durations as Go has them, such as 1h30m, and plain numbers of seconds."""
 LONGEST_DURATION = 32

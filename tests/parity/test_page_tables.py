@@ -55,12 +55,12 @@ class Device:
         """The rows' tables, and whether they fitted into the round's own facts."""
         staging = self.staging()
         staging.buffers["slot"][: len(slots)] = slots
-        first = self.tables.send(staging.buffers, Tables(slots, page_table))
-        if first is not None:
-            first()
+        more = self.tables.send(staging.buffers, Tables(slots, page_table))
+        for entries in more:
+            entries()
         self.sized.whole.copy_(staging.whole)
         table = self.tables.of(self.size, self.sized.buffers)["table"]
-        return table.clone().numpy(), first is None
+        return table.clone().numpy(), not more
 
 
 PAGES = st.lists(st.integers(0, 40), max_size=WIDTH)
@@ -97,10 +97,10 @@ def test_what_did_not_change_is_not_sent():
     slots = np.array([3, 1], np.int32)
     assert not device.run(slots, table)[1]  # Two whole rows are more than there is room for.
     staging = device.staging()
-    assert device.tables.send(staging.buffers, Tables(slots, table)) is None
+    assert device.tables.send(staging.buffers, Tables(slots, table)) == ()
     assert not staging.buffers["sent"].any()
     table[1, 4] = 40
-    assert device.tables.send(staging.buffers, Tables(slots, table)) is None
+    assert device.tables.send(staging.buffers, Tables(slots, table)) == ()
     assert staging.buffers["sent"].tolist()[:2] == [40, 0]
     assert staging.buffers["sent_to"].view(np.int64)[:, 0].tolist()[:2] == [1 * WIDTH + 4, 45]
 
@@ -124,9 +124,9 @@ class Looking(Tape):
         self.plans, self.pending, self.checked, self.overflows = {}, None, 0, 0
         self.wrong = []
 
-    def sent(self, tables, page_table, first):
+    def sent(self, tables, page_table, more):
         self.pending = tables, page_table.copy()
-        self.overflows += first is not None
+        self.overflows += bool(more)
 
     def launch(self, work):
         wait = super().launch(work)
@@ -153,9 +153,9 @@ def device(folder, learned):
     with pytest.MonkeyPatch.context() as patch:
 
         def told(self, buffers, plan):
-            first = send(self, buffers, plan)
-            tape.sent(self, plan.page_table, first)
-            return first
+            more = send(self, buffers, plan)
+            tape.sent(self, plan.page_table, more)
+            return more
 
         patch.setattr(PageTables, "send", told)
         target = taped(folder, learned[0], tape, True, max_sequences=4, **shape)
