@@ -3,6 +3,7 @@ it, no process is left, no port is kept. Nothing here waits for a clock.
 """
 
 import os
+import re
 import resource
 import select
 import signal
@@ -180,7 +181,11 @@ def test_what_nobody_will_get_is_not_waited_for(served, monkeypatch):
     monkeypatch.setattr(target.executor.shared, "_group", Deaf(target.executor.shared._group))
     news = SimpleQueue()
     engine.submit(make_request(np.arange(5, dtype=np.int32), max_tokens=5), news.put)
-    assert "all 2 ranks of the tensor-parallel group wait for each other" in last_of(news).error
+    error = last_of(news).error
+    assert "all 2 ranks of the tensor-parallel group wait for each other" in error
+    # Rank 1 is one sum further.
+    entered = [int(count) for count in re.findall(r"\d+(?=[,\]])", error)]
+    assert entered[1] == entered[0] + 1
     engine._thread.join(PATIENCE)
     assert over(pid) and not engine.alive
 

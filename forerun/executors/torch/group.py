@@ -84,6 +84,10 @@ class Waits:
         """Count that this rank has looked, and what it waits for is not there."""
         self._counts[self._place + 2] += 1
 
+    def entered(self) -> list[int]:
+        """Return how many collectives each rank has entered."""
+        return self._counts.tolist()[::3]
+
     def silent(self) -> int:
         """Return how often every rank has looked since all of them wait and none got its message; 0
         while one of them is busy. Counts looks instead of seconds: a rank without a processor makes

@@ -247,8 +247,8 @@ class Ranks:
         if self.waits.silent() >= LOST_LOOKS:
             raise RankError(
                 f"all {1 + len(self._ranks)} ranks of the tensor-parallel group wait for each "
-                f"other, and nothing comes: one of them has lost a message, perhaps for lack of "
-                "memory."
+                "other, and nothing comes: one of them has lost a message, perhaps for lack of "
+                f"memory. Collectives that each has entered: {self.waits.entered()}."
             )
 
     def give_up(self, error: BaseException) -> NoReturn:
