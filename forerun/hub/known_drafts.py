@@ -97,6 +97,8 @@ def _row(row: dict[str, Any], where: str) -> KnownDraft:
             f"{where}: algorithm is {row['algorithm']!r}, which runs no draft alone; write EAGLE3, "
             "DFLASH, NEXTN, STANDALONE or FROZEN_KV_MTP."
         )
+    if not _plain(row["model"]):
+        raise ConfigError(f"{where}: model is {row['model']!r}, which names none.")
     if hub_reference(row["draft"]) is None:
         raise ConfigError(f"{where}: draft is {row['draft']!r}, which is no hub id.")
     return KnownDraft(_plain(row["model"]), method, row["draft"])

@@ -73,6 +73,7 @@ def test_rows_of_ones_own_go_before(own):
         (ROW + ROW.replace("draft =", "drafts ="), r"own.toml, .* 2: unknown key 'drafts'"),
         (ROW.replace('algorithm = "EAGLE"\n', ""), r" 1: no 'algorithm'; a row has model"),
         (ROW.replace('"org/Some-1B"', "7"), r" 1: model is 7, but must be a text"),
+        (ROW.replace("org/Some-1B", "org/:Q8_0"), r" 1: model is 'org/:Q8_0', which names none"),
         (ROW.replace('"EAGLE"', '"EGALE"'), r" 1: speculative-algorithm is 'EGALE'"),
         (ROW.replace('"EAGLE"', '"NGRAM"'), r" 1: algorithm is 'NGRAM', which runs no"),
         (ROW.replace('"EAGLE"', '"AUTO"'), r" 1: algorithm is 'AUTO', which runs no"),
