@@ -20,8 +20,8 @@ HEAD = """# Coming from another server
 
 Move the command line over. Each name below works on `forerun serve`, `run` and `chat` (and where
 else the option exists), as `FORERUN_*` in the environment, and in a `--config` file; it is
-honoured, or taken with a line in the log where it changes no text here, or refused with a sentence
-that names what to do.
+honoured, or taken with a line in the log where it changes no text, or refused with what to do
+instead.
 
     python -m forerun.launch_server --model-path org/target --speculative-algorithm EAGLE3 \\
         --speculative-draft-model-path org/draft --speculative-num-steps 3 \\
@@ -36,19 +36,20 @@ The first of these that sets an option wins:
 
 1. flags
 2. `FORERUN_*` in the environment: `FORERUN_MAX_MODEL_LEN=4096` is `--max-model-len 4096`
-3. the file of `--config` (or `FORERUN_CONFIG`): YAML, `max-model-len: 4096`, a list only for
+3. `LLAMA_ARG_*` of llama.cpp, `LLAMA_API_KEY` and `VLLM_API_KEY`
+4. the file of `--config` (or `FORERUN_CONFIG`): YAML, `max-model-len: 4096`, a list only for
    an option that may be repeated; values are read as written: `api-key: 007` is the key 007
-4. the profile that `forerun tune` left for this model and machine, where none of its options was
+5. the profile of `forerun tune` for this model and machine, where none of its options was
    set above
-5. the defaults
+6. the defaults
 
 Two names of one option that disagree in one place are an error. A name that no command has is an
-error in all three; the environment may hold options of other commands, a file may not.
+error, but in 3; the environment may hold options of other commands, a file may not.
 
 ## Methods
 
 `--speculative-algorithm`, in any case. Steps, top-k and draft tokens are the most that a step may
-have; `--policy fixed` always takes as many, the default takes as many of them as pay. As in SGLang,
+have; `--policy fixed` always takes as many, the default as many as pay. As in SGLang,
 draft tokens count the last accepted token: a chain of 3 steps has 4. A tree of S steps and top-k K
 has at most 1 + K + (S - 1) x K x K.
 """
