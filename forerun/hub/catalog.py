@@ -16,6 +16,7 @@ from forerun.hub.reference import HubReference, NoGgufError, hub_reference
 from forerun.hub.well_known import well_known
 from forerun.hub.wheel import Progress, WheelModel
 from forerun.networks.arch import Architecture
+from forerun.text.stored_tokenizer import file_tokenizer, gguf_tokenizer
 from forerun.text.tokenizer import Tokenizer
 
 BUILT_IN = {
@@ -206,7 +207,9 @@ def _open_hub(
 def _open_gguf(name: str, path: Path, context: int | None) -> Model:
     checkpoint = GgufCheckpoint(path, context)
     try:
-        tokenizer = Tokenizer.from_gguf(checkpoint.metadata, checkpoint.whole_metadata)
+        tokenizer = gguf_tokenizer(
+            checkpoint.metadata, checkpoint.whole_metadata, checkpoint.header_digest()
+        )
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     key = "tokenizer.chat_template"
@@ -228,7 +231,7 @@ def _open_folder(name: str, path: Path, context: int | None) -> Model:
         )
     config, vocab = checkpoint.config, checkpoint.architecture.vocab
     eos_ids, bos_id = folders.eos_ids(path, config, vocab), folders.bos_id(path, config, vocab)
-    tokenizer = Tokenizer.from_file(source, eos_ids, bos_id, folders.special_tokens(path), vocab)
+    tokenizer = file_tokenizer(source, eos_ids, bos_id, folders.special_tokens(path), vocab)
     where = f"{path / 'generation_config.json'}"
     sampling = folders.sampling_defaults(where, folders.generation_config(path))
     return _model(name, checkpoint, tokenizer, folders.chat_template(path), sampling)

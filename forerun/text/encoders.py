@@ -39,10 +39,18 @@ class Encoders:
     interpreter's lock, which `tokenizers` lets go of for batches only.
     """
 
-    def __init__(self, document: Callable[[], Spec], controls: set[str]) -> None:
-        self._document, self._controls = document, controls
+    def __init__(self, document: Callable[[], Spec]) -> None:
+        """document: returns a `tokenizer.json` document without control strings, as
+        `without_controls` makes it.
+        """
+        self._document = document
         self._lock = Lock()
         self._made: dict[TextPlace, tokenizers.Tokenizer] = {}
+        self._watch: Callable[[Spec], None] = lambda spec: None
+
+    def watch(self, watch: Callable[[Spec], None]) -> None:
+        """Have `watch` called with the document when the encoders were made of it."""
+        self._watch = watch
 
     def __call__(self, text: str, first: bool) -> list[int]:
         """Return the ids of a part of a text; see Codec. Raises RequestError if the tokenizer
@@ -58,8 +66,9 @@ class Encoders:
         with self._lock:
             if not self._made:
                 with _refused():
-                    spec = without_controls(self._document(), self._controls)
+                    spec = self._document()
                     self._made = _for_places(spec)
+                self._watch(spec)
                 del spec
                 trim_memory()  # Of 262,144 words 60 MB are left over.
         encoder = self._made[place]

@@ -12,7 +12,6 @@ import numpy as np
 from forerun.errors import ModelError
 from forerun.text.pieces import SPACE_MARK
 from forerun.text.pre_tokenizers import NOT_BYTE_LEVEL, PRE_TOKENIZERS, PreTokenizer
-from forerun.text.stored_merges import stored_merges
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -188,7 +187,7 @@ def _scored(
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise ModelError("tokenizer.ggml.scores is missing or not as long as the tokens")
-    return stored_merges(tokens, types, scores, derived_merges) if merged else []
+    return derived_merges(tokens, types, scores) if merged else []
 
 
 def _sentence_piece(

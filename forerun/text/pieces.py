@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any, Self, overload
 
 from forerun.errors import ModelError
 
@@ -22,10 +22,14 @@ class PieceTable(Sequence[bytes]):
     starts  V+1 numbers: those of id i are joined[starts[i]:starts[i + 1]]
     """
 
-    def __init__(self, pieces: Iterable[bytes]) -> None:
+    def __init__(self, joined: bytes, starts: "array[int]") -> None:
+        self.joined, self.starts = joined, starts
+
+    @classmethod
+    def of(cls, pieces: Iterable[bytes]) -> Self:
+        """Return the table of these pieces."""
         every = [*pieces]
-        self.joined = b"".join(every)
-        self.starts = array("I", accumulate(map(len, every), initial=0))
+        return cls(b"".join(every), array("I", accumulate(map(len, every), initial=0)))
 
     def __len__(self) -> int:
         """Return V."""
@@ -121,8 +125,8 @@ def _table(pieces: Mapping[int, bytes]) -> PieceTable:
     if size > 4 * len(pieces) + 1024:
         raise ModelError(f"the tokenizer numbers {len(pieces)} tokens up to {size - 1}")
     if size == len(pieces):
-        return PieceTable(map(pieces.__getitem__, range(size)))
-    return PieceTable(pieces.get(id, b"") for id in range(size))
+        return PieceTable.of(map(pieces.__getitem__, range(size)))
+    return PieceTable.of(pieces.get(id, b"") for id in range(size))
 
 
 def _utf8(text: str) -> bytes:

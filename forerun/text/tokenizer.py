@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError, RequestError
-from forerun.text.encoders import Encoders, built, check_parts
+from forerun.text.encoders import Encoders, built, check_parts, without_controls
 from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import UNKNOWN, LengthBound, length_bound
 from forerun.text.pieces import Pieces, PieceTable, pieces_of
@@ -91,6 +91,9 @@ class Tokenizer:
     eos_ids         ids that end a text, the declared one first
     bos_id          begin-of-text id, if there is one
     suffix          ids behind a text of which an embedding is made
+    ends            all of that as it was given
+    plain           encodes parts of a text
+    bound           returns what bounds the number of tokens of a text
     pieces          bytes that each id below vocab_size stands for; no id above it stands for any
     names           texts of special tokens by what chat templates call them: bos_token, eos_token
                     and the like, as far as there are any
@@ -109,24 +112,23 @@ class Tokenizer:
     ) -> None:
         """Hold the parts of a tokenizer.
 
-        plain   encodes parts of a text
         whole   returns its `tokenizer.json` document; None = there is none
         within  encodes what goes on behind other text; None = as any later part
         """
         self.added = {token.text: token for token in added}
         self.special_ids = frozenset(token.id for token in self.added.values() if token.control)
         table = pieces.table
-        self.pieces = table if isinstance(table, PieceTable) else PieceTable(table)
+        self.pieces = table if isinstance(table, PieceTable) else PieceTable.of(table)
         self.vocab_size = len(table)
         self.eos_ids = ends.eos_ids
         self.bos_id = ends.bos_id
         self.suffix = ends.suffix
         self.leading_spaces = pieces.leading_spaces
+        self.ends = ends
+        self.plain = plain
         self._whole = whole
-        self._plain = plain
         self._within = within or (lambda text: plain(text, False))
-        self._bound = bound
-        self._prefix = ends.prefix
+        self.bound = bound
         outside = [id for id in self.eos_ids if not 0 <= id < self.vocab_size]
         if outside:
             raise ModelError(f"end-of-text ids {outside} are not below {self.vocab_size}")
@@ -207,8 +209,8 @@ class Tokenizer:
         Raises ModelError if the file cannot be read, exceeds the limits (check_limits), or is of
         an unsupported kind.
         """
-        spec, packed = _document(Path(path), most)
-        whole = partial(_unpacked, packed)
+        spec = document(Path(path), most)
+        whole = partial(_unpacked, zlib.compress(json.dumps(spec).encode(), 1))
         return cls._from_json(spec, tuple(eos_ids), bos_id, whole, names or {})
 
     @classmethod
@@ -240,7 +242,7 @@ class Tokenizer:
             # What ends a text is no part of one, whatever the file calls it.
             added = [replace(one, control=one.control or one.id in eos_ids) for one in added]
             controls = {token.text for token in added if token.control}
-            codec = Encoders(lambda: _checked(whole()), controls)
+            codec = Encoders(lambda: without_controls(_checked(whole()), controls))
             around = prefix_of(spec), suffix_of(spec)
         except ModelError:
             raise
@@ -276,7 +278,7 @@ class Tokenizer:
 
         Raises RequestError if the text holds a lone surrogate.
         """
-        ids = list(self._prefix) if bos else []
+        ids = list(self.ends.prefix) if bos else []
         parts = self.split(text, self._controls) if specials else iter([text])
         for index, part in enumerate(parts):
             ids += [part] if isinstance(part, int) else self.encode_part(part, index == 0)
@@ -286,7 +288,7 @@ class Tokenizer:
         """Return a lower bound of the tokens of `text`, without encoding it; 0 if that is
         unknown.
         """
-        return self._bound().least(text)
+        return self.bound().least(text)
 
     def encode_part(self, text: str, first: bool) -> list[int]:
         """Return the ids of a part of a text, in which control strings are plain text.
@@ -298,7 +300,7 @@ class Tokenizer:
         words.
         """
         _check_unicode(text)
-        return self._plain(text, first)
+        return self.plain(text, first)
 
     def encode_within(self, text: str) -> list[int]:
         """Return the ids of text that continues other text: no space is put before it. Raises as
@@ -365,9 +367,9 @@ class Tokenizer:
         return piece[min(spaces, self.leading_spaces) :]
 
 
-def _document(path: Path, most: int | None) -> tuple[dict[str, Any], bytes]:
-    """Read a `tokenizer.json`, without added tokens whose ids are not below `most`. Returns it,
-    and the same compressed, for `_unpacked`: the file may change or go. Raises ModelError.
+def document(path: Path, most: int | None) -> dict[str, Any]:
+    """Return a `tokenizer.json`, without added tokens whose ids are not below `most`. Raises
+    ModelError.
     """
     try:
         spec = json.loads(path.read_text(encoding="utf-8"))
@@ -381,14 +383,13 @@ def _document(path: Path, most: int | None) -> tuple[dict[str, Any], bytes]:
             "only 'BPE' is supported"
         )
     try:
-        spec = spec if most is None else without_foreign(spec, most)
-        return spec, zlib.compress(json.dumps(spec).encode(), 1)
+        return spec if most is None else without_foreign(spec, most)
     except Exception as error:  # A part of another type than it must have.
         raise ModelError(f"{path}: the tokenizer cannot be built: {error!r}") from error
 
 
 def _unpacked(packed: bytes) -> dict[str, Any]:
-    """Return the document that `_document` compressed."""
+    """Return the document that `from_file` compressed: the file may change or go."""
     spec: dict[str, Any] = json.loads(zlib.decompress(packed))
     return spec
 

@@ -516,13 +516,13 @@ def test_no_text_has_fewer_tokens_than_told_unencoded(text, kind, specials):
 
 def test_pieces_are_a_sequence():
     pieces = [b"a", b"", b"\xff\x00", b"bc"]
-    table = PieceTable(pieces)
+    table = PieceTable.of(pieces)
     assert [*table] == pieces and len(table) == 4 and table.index(b"bc") == 3
     assert table[1:3] == pieces[1:3] and table[-1] == b"bc" and table[::-2] == pieces[::-2]
     for id in (4, -5):
         with pytest.raises(IndexError):
             table[id]
-    assert not len(PieceTable([]))
+    assert not len(PieceTable.of([]))
 
 
 @pytest.mark.parametrize("kind", [*PRES, "sentence piece", "bytes"])

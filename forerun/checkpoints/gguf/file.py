@@ -1,5 +1,6 @@
 """GGUF checkpoints: canonical names, canonical row order, floats on demand."""
 
+from hashlib import sha256
 from pathlib import Path
 
 from forerun.checkpoints.checkpoint import check_whole
@@ -46,6 +47,10 @@ class GgufCheckpoint:
     def metadata(self) -> dict[str, Value]:
         """Everything the header says; the tokenizer and chat template live here."""
         return self._file.metadata
+
+    def header_digest(self) -> bytes:
+        """Return a hash of the header."""
+        return sha256(self._file.data[: self._file.end].data).digest()
 
     def drop_vocabulary(self) -> None:
         """Drop the lists of tokens, scores and merges from `metadata`, tens of megabytes;

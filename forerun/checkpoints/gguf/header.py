@@ -62,9 +62,10 @@ _DIMENSIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class GgufFile(TensorFile):
-    """A checked header over a mapped file."""
+    """A checked header over a mapped file; `end` is where the header ends."""
 
     metadata: dict[str, Value]
+    end: int
 
 
 def read_header(path: Path) -> GgufFile:
@@ -88,7 +89,7 @@ def parsed_header(path: Path, data: NDArray[np.uint8]) -> GgufFile:
         raise ModelError(f"{path}: {error}") from error
     except (struct.error, UnicodeDecodeError, ModelError) as error:
         raise ModelError(f"{path}: damaged GGUF header at byte {cursor.at}: {error}") from error
-    return GgufFile(path, tensors, data, metadata)
+    return GgufFile(path, tensors, data, metadata, cursor.at)
 
 
 def declared(path: Path, key: str) -> Value | None:

@@ -75,7 +75,7 @@ def read_gguf(path: Path) -> GgufFile:
     if announced != len(owners):
         raise ModelError(f"{path}: its parts have {len(owners)} tensors, not {announced}")
     tensors = {name: owner.tensors[name] for name, owner in owners.items()}
-    return PartedGguf(path, tensors, first.data, first.metadata, owners)
+    return PartedGguf(path, tensors, first.data, first.metadata, first.end, owners)
 
 
 def _part(path: Path, number: int, count: int) -> GgufFile:

@@ -188,7 +188,7 @@ class Guidance:
         sleep(_STEP)
         vocabulary = whole.with_slices(SLICES)
         del whole
-        known.tokens = PieceTable(known.tokens)
+        known.tokens = PieceTable.of(known.tokens)
         trim_memory()
         sleep(_STEP)
         return vocabulary, known
