@@ -17,9 +17,11 @@ from forerun.build.drafting import (
     with_shipped,
 )
 from forerun.build.executor_entry import AnyDraft, Progress
+from forerun.build.kept_costs import kept_or_measured
 from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_titles, plan_memory
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.token_map import with_token_map
+from forerun.build.tuned import key_of
 from forerun.checkpoints.adapter import LoraAdapter, read_adapter
 from forerun.checkpoints.folder import INDEXERS
 from forerun.checkpoints.mapped import release_files
@@ -36,11 +38,12 @@ from forerun.hub.catalog import Model, open_model
 from forerun.hub.known_drafts import known_drafts
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor
-from forerun.machine import memory_available, trim_memory
+from forerun.machine import cores, cpu_name, memory_available, trim_memory
 from forerun.options.config import NATIVE_DTYPES, EngineConfig
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
+from forerun.version import __version__
 
 TOY_VOCAB, TOY_CONTEXT, TOY_TOKEN_BYTES = 259, 4096, 8
 
@@ -141,7 +144,7 @@ def _open_toy(config: EngineConfig) -> Target:
         name="toy",
         config=config,
         memory=memory,
-        costs=_costs(config, executor),
+        costs=_costs(config, executor) if _priced(config) else None,
         compiler=open_compiler(tokenizer),
         sampling={"temperature": 0.0} if config.sampling_defaults == "model" else {},
     )
@@ -187,7 +190,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         name=model.name,
         config=config,
         memory=memory,
-        costs=_prepared_costs(config, executor, draft, drafts, progress),
+        costs=_prepared_costs(config, executor, draft, drafts, progress, model),
         compiler=open_compiler(model.tokenizer),
         sampling=model.sampling if config.sampling_defaults == "model" else {},
         family=arch.family,
@@ -240,16 +243,32 @@ def _prepared_costs(
     draft: AnyDraft | None,
     drafts: DraftModel | None,
     progress: Progress | None,
+    model: Model,
 ) -> StepCosts | None:
-    """Compile all that steps will run, then return what they cost, as `_costs`."""
-    parts = EXECUTORS[config.executor].within
-    within = drafts is not None and draft is not None and draft.kind in parts
+    """Compile all that steps will run, then return what they cost, None where the policy does not
+    need it: on the compiled core what its last starts measured, if that is known.
+    """
+    entry = EXECUTORS[config.executor]
+    within = drafts is not None and draft is not None and draft.kind in entry.within
     prepare(config, executor, within, progress)
-    costs = _costs(config, executor, progress)
-    if costs is not None and drafts is not None:
+
+    def measured() -> StepCosts:
+        costs = _costs(config, executor, progress)
+        if drafts is None:
+            return costs
         depth = config.draft_shape.depth
-        costs = with_draft_model(costs, drafts, executor, config.page_size, depth)
-    return costs
+        return with_draft_model(costs, drafts, executor, config.page_size, depth)
+
+    if not _priced(config):
+        return None
+    if config.executor != "cpu":
+        return measured()
+    facts = [
+        *(key_of(config, __version__, cpu_name()), entry.arithmetic(config), cores()),
+        *(str(model.architecture), executor.describe(), str(executor.limits)),
+        draft and [str(draft.path), draft.path.stat().st_mtime_ns],
+    ]
+    return kept_or_measured(facts, measured)
 
 
 def _drafts(config: EngineConfig, target: Model) -> DraftParts:
@@ -300,12 +319,13 @@ def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
     return model.tokenizer, chat and chat.warmed_up()
 
 
-def _costs(
-    config: EngineConfig, executor: Executor, progress: Progress | None = None
-) -> StepCosts | None:
-    """Measure what steps cost, if the policy needs it; else return None."""
-    if config.policy != "adaptive" or not config.speculates:
-        return None
+def _priced(config: EngineConfig) -> bool:
+    """Return whether the policy needs to know what steps cost."""
+    return config.policy == "adaptive" and config.speculates
+
+
+def _costs(config: EngineConfig, executor: Executor, progress: Progress | None = None) -> StepCosts:
+    """Measure what steps cost."""
     if progress is not None:
         compiled = "compiling with torch.compile, " * config.enable_torch_compile
         progress(f"{compiled}timing steps", 0, 0)

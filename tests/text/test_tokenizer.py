@@ -18,6 +18,7 @@ from transformers.tokenization_utils_base import generate_merges
 
 from forerun.errors import ModelError, RequestError
 from forerun.text import encoders
+from forerun.text import tokenizer as tokenizer_module
 from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import length_bound
 from forerun.text.pieces import PieceTable, byte_alphabet
@@ -662,13 +663,13 @@ def test_millions_of_ids_are_converted_in_pieces():
 
 def test_what_only_encoding_needs_is_made_when_a_text_is_encoded(monkeypatch):
     """Once, whoever comes first; a fault of it is a ModelError then."""
-    made, without = [], encoders.without_controls
+    made, without = [], tokenizer_module.without_controls
 
     def counted(*given):
         made.append(given)
         return without(*given)
 
-    monkeypatch.setattr(encoders, "without_controls", counted)
+    monkeypatch.setattr(tokenizer_module, "without_controls", counted)
     spec = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}
     cuts = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     spec["decoder"] = {"type": "ByteLevel", **cuts}
