@@ -38,7 +38,7 @@ from forerun.hub.catalog import Model, open_model
 from forerun.hub.known_drafts import known_drafts
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor
-from forerun.machine import cores, cpu_name, memory_available, trim_memory
+from forerun.machine import collected_later, cores, cpu_name, memory_available, trim_memory
 from forerun.options.config import NATIVE_DTYPES, EngineConfig
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
@@ -311,8 +311,9 @@ def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
     if config.toy:
         tokenizer, template = Tokenizer.byte_level(), BYTE_LEVEL_TEMPLATE
         return tokenizer, _chat(template_source(config, template), tokenizer)
-    model = open_model(config.model, revision=config.revision)
-    model.tokenizer.warm_up()
+    with collected_later():
+        model = open_model(config.model, revision=config.revision)
+        model.tokenizer.warm_up()
     chat = _chat(template_source(config, model.chat_template), model.tokenizer)
     release_files()
     trim_memory(cycles=True)

@@ -7,6 +7,7 @@ import sys
 
 from forerun.cli.main import STARTED
 from forerun.client.engine_start import EngineProgram, EngineStart
+from forerun.machine import collected_later
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.options.flags import configured_both
 
@@ -27,7 +28,8 @@ def main(arguments: argparse.Namespace) -> int:
             from forerun.client import messages
 
             begun.send(messages.encode(messages.Start(config, program.options)))
-        from forerun.cli import serve
+        with collected_later():
+            from forerun.cli import serve
 
         return serve.main(arguments, program, begun)
     finally:
