@@ -292,7 +292,7 @@ def window_needs(arch: Architecture, needs: Needs, windowed: int) -> Needs:
 
 def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) -> Needs:
     """Return the needs of a model whose weights are unpacked to config.dtype, in bytes; does not
-    read the checkpoint.
+    read the checkpoint. Layers with a window give back what lies behind it.
     """
     width = item_bytes(config)
     # In float32 on the CPU, torch packs a tied head once more.
@@ -302,7 +302,8 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
     if config.dtype == "float8":  # All but embeddings and head is one byte a number.
         weights -= arch.parameters - embedding * (1 if arch.tied_head else 2)
         weights += arch.token_numbers
-    return needs_of(arch, weights, cached_bytes(config, arch.caches))
+    needs = needs_of(arch, weights, cached_bytes(config, arch.caches))
+    return window_needs(arch, needs, cached_bytes(config, arch.windowed_caches))
 
 
 def cached_bytes(config: EngineConfig, caches: Iterable[CacheLayer]) -> int:

@@ -62,7 +62,7 @@ def _build(
             "shared experts: leave --ep-size and --replicate-shared-expert out, or use --executor "
             "torch."
         )
-    from forerun.executors.jax import JaxExecutor, JaxOptions
+    from forerun.executors.jax import JaxOptions, jax_executor
 
     options = JaxOptions(
         dtype=config.dtype,
@@ -73,7 +73,7 @@ def _build(
         overlap=bool(config.overlap),
     )
     reported = counted(checkpoint, ITEM_BYTES[config.dtype], partial(progress, "loading weights"))
-    return JaxExecutor(reported, limits, options)
+    return jax_executor(limits)(reported, limits, options)
 
 
 def _free_memory(config: EngineConfig) -> int:

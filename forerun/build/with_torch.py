@@ -8,10 +8,8 @@ from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import (
     CHUNK,
     Needs,
-    cached_bytes,
     dense_needs,
     item_bytes,
-    window_needs,
 )
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.counted import counted
@@ -89,7 +87,6 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     if config.tp_size > 1:
         return _rank_needs(config, arch, checkpoint)
     needs = replace(dense_needs(config, arch, checkpoint), per_scored=4 * arch.vocab)
-    needs = window_needs(arch, needs, cached_bytes(config, arch.windowed_caches))
     needs = _kept_needs(config, checkpoint, needs)
     return _captured_needs(config, arch, _state_needs(config, arch, needs))
 
@@ -138,7 +135,6 @@ def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint
     check_divides(arch, tp)
     part = tp.architecture(arch)
     needs = dense_needs(config, part, checkpoint)
-    needs = window_needs(part, needs, cached_bytes(config, part.windowed_caches))
     # Embedding and head are counted as a whole there; each rank has its tokens' rows. Where a draft
     # borrows them, rank 0 has the whole of both too.
     ends = 1 if arch.tied_head else 2

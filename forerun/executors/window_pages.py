@@ -126,7 +126,8 @@ class WindowPages:
         the pages of other sequences would be too few.
         """
         least = [self._lengths[slot] for slot in plan.slots.tolist()]
-        most = np.minimum(plan.kv_len + plan.max_depth + 1, ends)
+        # A row whose text has ended runs its last token.
+        most = np.minimum(plan.kv_len + plan.max_depth, ends) + 1
         if (most - np.array(least)).max() > MOST_PATH:
             return False
         self._hold(plan, least, most.tolist())
@@ -146,10 +147,14 @@ class WindowPages:
         slots = plan.slots.tolist()
         for slot in self._lengths.keys() - {*slots}:
             self._leave(slot, self._lengths[slot])
-        for slot, pages, length in zip(slots, plan.page_table, lengths, strict=True):
-            self.read(slot, pages, length)
+        self.read_all(slots, plan.page_table, lengths)
         for slot, pages, length, end in zip(slots, plan.page_table, lengths, ends, strict=True):
             self._write(slot, pages, length, end)
+
+    def read_all(self, slots: list[int], pages: Ints, lengths: list[int]) -> None:
+        """Do what `read` does for R slots with pages int32[R,W]."""
+        for slot, own, length in zip(slots, pages, lengths, strict=True):
+            self.read(slot, own, length)
 
     def read(self, slot: int, pages: Ints, length: int) -> None:
         """Hold what a slot's sequence reads behind its first `length` positions, in pages int32[.],

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from forerun.executors.window_pages import WindowPages
 from forerun.interface.executor import Executor, PageContents
-from forerun.interface.plan import Plan
+from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Ints
@@ -42,6 +42,24 @@ class Windowed(Executor):
         """Begin a step once all that it reads and writes has its place."""
         self.windows.begin(plan, trees)
         return super().begin(plan, trees, masks)  # type: ignore[safe-super]
+
+
+class WindowedOverlap(Windowed):
+    """The same where rounds begin from each other."""
+
+    def begin_after(self, running: Round, plan: Plan, ends: Ints) -> Any:
+        """Begin a round on what the running one leaves; None also where the host knows too little
+        of the sequences' lengths.
+        """
+        if not self.windows.begin_after(plan, ends):
+            return None
+        return super().begin_after(running, plan, ends)
+
+    def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
+        """Wait for a round, and learn its sequences' lengths."""
+        outcome = super().finish(round, masks)  # type: ignore[safe-super]
+        self.windows.finish(round.plan, outcome)
+        return outcome
 
 
 class WindowPageContents(PageContents, Protocol):

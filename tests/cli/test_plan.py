@@ -157,7 +157,7 @@ def test_windows_leave_a_device_to_many_sequences(capsys, tmp_path):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_windows_take_as_much_in_torch(capsys, tmp_path, device):
-    """On one device and on several; JAX says that it gives nothing back."""
+    """On one device and on several, and in JAX."""
     (tmp_path / "config.json").write_text(json.dumps(tiny.config("gemma3_text", **GEMMA).to_dict()))
     words = ["--model", str(tmp_path), "--device-memory", "16", "--executor", "torch"]
     words += ["--device", device, "--dtype", "float32", "--max-sequences", "4"]
@@ -166,10 +166,8 @@ def test_windows_take_as_much_in_torch(capsys, tmp_path, device):
     for size in ("1", "2"):  # The only key/value head is on every rank.
         found = planned(capsys, *words, "--tp-size", size)
         assert found["window_bytes"] == (8 * each + 32) * 16 * near
-    jax = [*words, "--executor", "jax", "--device", "cpu"]
-    assert planned(capsys, *jax)["window_bytes"] == 0
-    assert main(["plan", *jax]) == 0
-    assert "layers with a window keep every page" in " ".join(capsys.readouterr().out.split())
+    jax = planned(capsys, *words, "--executor", "jax", "--device", "cpu")
+    assert jax["window_bytes"] == (8 * each + 32) * 16 * near
 
 
 def test_windows_leave_memory_for_longer_contexts(capsys, tmp_path):

@@ -2,6 +2,7 @@
 what was written there for the same tokens.
 """
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -180,6 +181,22 @@ def test_what_waits_for_its_next_step_holds_its_window_alone():
         pool.check()
     held = [len(pages) for pages in pool.windows._held.values()]
     assert held[:-1] == [3] * (SLOTS - 1)
+
+
+def test_a_text_that_may_have_ended_has_a_place_for_its_last_token():
+    """A round that begins from another runs that too; here it is the first in its page."""
+    pool = Pool(0, 4, window=10, windows=2)
+    pages = np.arange(8, dtype=np.int32)
+    pool.windows.open(SlotInit(0, TokenText([0] * 14), 14, Sampling()))
+    nothing, some = np.zeros(1, np.int32), np.ones(1, np.int32)
+    plan = Plan(
+        nothing, nothing, (np.zeros(14, np.int32),), some > 0, nothing, nothing, pages[None],
+        nothing > 0,
+    )  # fmt: skip
+    pool.windows.begin(plan, batch(plan.known, [Draft()]))
+    after = replace(plan, kv_len=14 * some, max_depth=3 * some)
+    assert pool.windows.begin_after(after, 16 * some)
+    assert (pool.windows.of[:6] >= 0).tolist() == [*[True] * 5, False]
 
 
 def test_more_than_was_planned_for_is_an_error():

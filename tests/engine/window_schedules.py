@@ -27,10 +27,10 @@ BASE = np.random.default_rng(5).integers(97, 113, 400).astype(np.int32)
 
 
 def shaped(page=16, slots=3, nodes=32, tokens=704, windows=2):
-    """Limits with window pages for so many whole windows and a step."""
+    """Limits with window pages for so many whole windows and a step; without any for none."""
     count = windows * window_pages_of(512, WINDOW, page) + -(-nodes // page)
     made = limits(VOCAB, page_size=page, pages=tokens // page, slots=slots, max_nodes=nodes)
-    return replace(made, window=WINDOW, window_pages=count)
+    return replace(made, window=WINDOW, window_pages=count) if windows else made
 
 
 class Known:

@@ -8,6 +8,7 @@ from forerun.executors.jax.draft_models.prediction import JaxPredictionModel
 from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.memory import free_bytes
 from forerun.executors.jax.options import JaxOptions
+from forerun.executors.jax.windowed import WindowedJaxExecutor, jax_executor
 
 __all__ = [
     "JaxAssistantModel",
@@ -17,5 +18,7 @@ __all__ = [
     "JaxExecutor",
     "JaxOptions",
     "JaxPredictionModel",
+    "WindowedJaxExecutor",
     "free_bytes",
+    "jax_executor",
 ]

@@ -22,6 +22,7 @@ from forerun.executors.jax.network.kv import (
     NetworkSizes,
     StateShape,
     first_without_page,
+    page_tables,
 )
 from forerun.executors.jax.network.sharding import make_sharding
 from forerun.executors.jax.network.weights import Params, Pattern, load_params
@@ -44,6 +45,7 @@ from forerun.executors.jax.program.step import (
 from forerun.executors.jax.rounds.batches import Batch, Buckets, batches
 from forerun.executors.jax.rounds.inputs import Rows, packed, packed_carried, padded_masks
 from forerun.executors.jax.rounds.shaping import EditsByRow, packed_shaping, room_for_edits
+from forerun.executors.window_pages import WindowPages
 from forerun.interface.executor import (
     Capabilities,
     Executor,
@@ -72,9 +74,14 @@ class JaxExecutor(Executor):
     Raises ConfigError for an unknown dtype, limits that are not the model's, or shards that the
     model or the machine does not have; MemoryPlanError if weights, cache and the largest round
     do not fit. All before anything is allocated.
+
+    tables   shape [K,W] of a row's page tables in programs (inputs.py): pages of the longest
+             sequence
+    windows  the pages that layers with a window hold; None: they keep every page
     """
 
     name = "jax"
+    windows: WindowPages | None = None
 
     def __init__(
         self,
@@ -88,7 +95,7 @@ class JaxExecutor(Executor):
         self.capabilities = Capabilities(
             overlap=options.overlap,
             padded=True,
-            unwritten=arch.recurrent is None,
+            unwritten=arch.recurrent is None and not limits.window_pages,
             timed=TIMED_NODES + 1,
         )
         check_runs(arch)
@@ -106,10 +113,11 @@ class JaxExecutor(Executor):
         self._stack = options.stacked if options.stacked is not None else not on_cpu
         self._stacked = self._stack and Pattern.of(arch).times > 1
         params = load_params(checkpoint, dtype, sharding, self._stacked)
-        self._width = -(-limits.context // limits.page_size)
-        self.decoder, self.dtype = JaxDecoder(arch, sharding), dtype
+        windowed = limits.window_pages > 0
+        self.tables = 1 + windowed, -(-limits.context // limits.page_size)
+        self.decoder, self.dtype = JaxDecoder(arch, sharding, windowed), dtype
         self._edits = room_for_edits(limits.slots, limits.context, limits.vocab)
-        functions = Functions(self.decoder, self._shape, limits.page_size, self._width, self._edits)
+        functions = Functions(self.decoder, self._shape, limits.page_size, self.tables, self._edits)
         self._programs: JaxPrograms | None = JaxPrograms(
             functions, params, limits, self._buckets, options.cache_dir
         )
@@ -143,10 +151,11 @@ class JaxExecutor(Executor):
         """Padded sizes of steps that programs are compiled for; `warm_up` replaces them."""
         return self._buckets
 
-    @property
-    def width(self) -> int:
-        """Places of a page table's row in programs: pages of the longest sequence."""
-        return self._width
+    def page_tables(self, pages: Ints) -> Ints:
+        """Return int32[R,K,W], what programs get of rows with these pages int32[R,W] of the
+        engine.
+        """
+        return page_tables(pages, self.tables[1])
 
     @property
     def place(self) -> tuple[Any, int]:
@@ -274,7 +283,8 @@ class JaxExecutor(Executor):
         can_overlap = self._options.overlap and alone and certain(plan, self._sampler)
         round = JaxRound(
             plan, trees, can_overlap=can_overlap,
-            batches=cut, place=place, rows=rows, edits=edits, drafted=drafted, reserved=reserved,
+            batches=cut, place=place, rows=rows, tables=self.page_tables(plan.page_table),
+            edits=edits, drafted=drafted, reserved=reserved,
         )  # fmt: skip
         late = bool((plan.constrained & plan.samples).any())
         self._dispatch(round, [batch for batch in cut if batch.chunk or not late])
@@ -300,11 +310,12 @@ class JaxExecutor(Executor):
         batch = Batch(size, False, tuple(range(plan.rows)), (), (0,))
         round = JaxRound(
             plan, previous=running, can_overlap=True,
-            batches=[batch], place=plan.slots[:0], rows=rows, edits=edits, drafted=drafted,
-            reserved=reserved,
+            batches=[batch], place=plan.slots[:0], rows=rows,
+            tables=self.page_tables(plan.page_table),
+            edits=edits, drafted=drafted, reserved=reserved,
         )  # fmt: skip
         choosing = self._sampler.choosing
-        given = packed_carried(batch, plan, ends, most, choosing, rows, self._width)
+        given = packed_carried(batch, plan, ends, most, choosing, rows, round.tables)
         self._round(round, batch, given)
         return self._begun(round)
 
@@ -332,7 +343,7 @@ class JaxExecutor(Executor):
         """Begin some of a step's batches, in their order."""
         choosing = self._sampler.choosing
         for batch in cut:
-            given = packed(batch, round.plan, round.trees, choosing, round.rows, self._width)
+            given = packed(batch, round.plan, round.trees, choosing, round.rows, round.tables)
             if batch.chunk:
                 self.programs.run(Key("chunk", batch.size), given)
                 round.records.append(None)
@@ -377,9 +388,10 @@ class JaxExecutor(Executor):
             return {}, {}
         for late in self._states.missing(plan):
             nothing = asked_rows(late.plan, np.zeros(1, np.bool_))
+            tables = self.page_tables(late.plan.page_table)
             for batch in batches(late.plan, late.trees, self._buckets, self._shape):
                 choosing = self._sampler.choosing
-                given = packed(batch, late.plan, late.trees, choosing, nothing, self._width)
+                given = packed(batch, late.plan, late.trees, choosing, nothing, tables)
                 self.programs.run(Key("chunk", batch.size), given)
         cuts = self._states.claims(plan, trees)
         return cuts, self._reserved(plan, rows, plan.kv_len + np.diff(trees.start))
@@ -428,8 +440,9 @@ class JaxExecutor(Executor):
         outcome = self._sampler.finish(
             round, logits.of_node, masks, choice, logits.reports, features, drafts
         )
-        source, target = left_to_move(round, outcome, self._shape.slots, self.limits.page_size)
-        self.programs.move(Key("move"), source, target, self._shape.slots)
+        scratch = np.array(self._shape.paged)[:, None]
+        source, target = left_to_move(round, outcome, scratch, self.limits.page_size)
+        self.programs.move(Key("move"), source, target, scratch)
         if self._states is not None:
             self._states.settle(plan, outcome, kept, round.reserved)
         return outcome

@@ -19,6 +19,7 @@ from forerun.drafts.assistant import BEFORE, BEHIND, CENTROIDS, Assistant
 from forerun.executors.jax.draft_models.level_model import JaxLevelModel
 from forerun.executors.jax.drafts.draft_network import Ran
 from forerun.executors.jax.executor import JaxExecutor
+from forerun.executors.jax.network.attention import Layer
 from forerun.executors.jax.network.decoder import Attend, JaxDecoder
 from forerun.executors.jax.network.kv import NetworkSizes
 from forerun.executors.jax.network.layers import product, products, rotation
@@ -54,7 +55,7 @@ class AssistantNetwork(NamedTuple):
             vocab=scored or self.about.vocab,
             parameters=self.about.parameters,
             cut=False,
-            borrows=True,
+            borrows=self.target.table_numbers,
         )
 
     @property
@@ -82,11 +83,12 @@ class AssistantNetwork(NamedTuple):
             rope = arch.rope_of(spec)
             frequencies = weights["frequencies"][arch.ropes.index(rope)]
             rotary = rotation(position, frequencies, rope[0].attention_factor)
-            cache, how = arch.cache_of(spec), spec.attention
+            how, source = spec.attention, spec.reads or 0
             if how.window is not None:  # It is measured from behind what is seen.
                 how = replace(how, window=how.window + 2)
-            number = (cache.kv_heads, cache.head_size), self.target.place(spec.reads or 0)
-            x, _ = self.decoder.layer(spec, layer, x, rotary, partial(attend, (number, how)), ())
+            kind = self.target.kind(self.target.arch.layer_specs[source])
+            theirs = Layer(self.target.place(source), how, kind)
+            x, _ = self.decoder.layer(spec, layer, x, rotary, partial(attend, theirs), ())
         read = self.decoder.final_norm(weights, x)
         nothing = jnp.zeros((0, *position.shape, 1, 1), x.dtype)
         return Ran(read, product(read, weights["behind"]), nothing, nothing)

@@ -19,7 +19,6 @@ from forerun.executors.jax.drafts.block import BlockNetwork, load_block
 from forerun.executors.jax.drafts.block_passes import block_shapes, enter_shapes
 from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.memory import check_fits
-from forerun.executors.jax.network.kv import put_table
 from forerun.executors.jax.program.functions import Key
 from forerun.executors.jax.rounds.batches import Bucket, chunks, sized
 from forerun.executors.jax.rounds.inputs import total, views_of
@@ -96,14 +95,15 @@ class JaxBlockModel:
     def _enter(
         self, extension: DraftExtension, stream: Ints, size: Bucket, rows: list[tuple[int, Ints]]
     ) -> None:
-        shapes = enter_shapes(size, self._executor.width)
+        shapes = enter_shapes(size, self._executor.tables)
         whole = np.zeros(total(shapes), np.int32)
         views = views_of(whole, shapes)
         for line, (row, nodes) in enumerate(rows):
             count, begin = len(nodes), int(nodes[0] - extension.start[row])
             views["kv_len"][line] = extension.kv_len[row] + begin
             views["stream"][line, :count], views["real"][line, :count] = stream[nodes], 1
-            put_table(views["table"][line], extension.pages[row])
+        own = [row for row, _ in rows]
+        views["tables"][: len(own)] = self._executor.page_tables(extension.pages[own])
         self._executor.programs.run(Key("enter", size), whole)
 
     def expand(self, level: DraftLevel) -> Candidates:
@@ -139,12 +139,11 @@ class JaxBlockModel:
         """
         count, vocab = len(block.roots), self._vocab
         rows = next(size for size in self._executor.buckets.rows if size >= count)
-        shapes = block_shapes(rows, self._executor.width)
+        shapes = block_shapes(rows, self._executor.tables)
         whole = np.zeros(total(shapes), np.int32)
         views = views_of(whole, shapes)
         views["kv_len"][:count], views["root"][:count] = block.kv_len, block.roots
-        for line, pages in enumerate(block.pages):
-            put_table(views["table"][line], pages)
+        views["tables"][:count] = self._executor.page_tables(block.pages)
         most = min(vocab, CANDIDATES if block.candidates <= CANDIDATES else vocab)
         found = self._executor.programs.ask(Key("block", Bucket(rows, most)), whole)
         ids, *bits = np.split(found[:count, : block.depth], [most, 2 * most], -1)

@@ -21,6 +21,7 @@ from forerun.errors import ModelError
 from forerun.executors.jax.draft_models.level_model import JaxLevelModel
 from forerun.executors.jax.drafts.draft_network import Ran
 from forerun.executors.jax.executor import JaxExecutor
+from forerun.executors.jax.network.attention import Layer
 from forerun.executors.jax.network.decoder import Attend, JaxDecoder
 from forerun.executors.jax.network.kv import NetworkSizes, sanitised
 from forerun.executors.jax.network.layers import product, rms_norm, rotate, rotation, swiglu
@@ -140,7 +141,8 @@ class JaxEagleHead(NamedTuple):
 
         q, k = heads("q", about.heads), heads("k", about.kv_heads)
         k, v = sanitised(rotate(k, cos, sin), heads("v", about.kv_heads))
-        context = attend((0, self._spec), rotate(q, cos, sin), k, v).reshape(*x.shape[:2], -1)
+        context = attend(Layer(0, self._spec), rotate(q, cos, sin), k, v)
+        context = context.reshape(*x.shape[:2], -1)
         return put(product(context, weights["o_proj"]), None, None, None), k, v
 
     def _feed_forward(self, weights: Params, x: Array) -> Array:

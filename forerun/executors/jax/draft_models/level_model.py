@@ -28,7 +28,6 @@ from forerun.executors.jax.drafts.draft_passes import (
 )
 from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.memory import check_fits
-from forerun.executors.jax.network.kv import put_table
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.program.functions import Key
 from forerun.executors.jax.rounds.batches import Bucket, chunks, sized
@@ -156,7 +155,7 @@ class JaxLevelModel:
         self, extension: DraftExtension, chains: _Chains, size: Bucket, lines: list[_Line]
     ) -> AnyArray:
         """Run one dispatch of `extend`, packed."""
-        whole, views = blank(extend_shapes(size, self._executor.width))
+        whole, views = blank(extend_shapes(size, self._executor.tables))
         for line, (row, nodes) in enumerate(lines):
             count, first = len(nodes), int(chains.start[row])
             views["kv_len"][line] = chains.kv_len[row] + nodes[0] - first
@@ -166,7 +165,8 @@ class JaxLevelModel:
             views["stream"][line, :count] = chains.stream[nodes]
             views["read"][line, :count] = nodes
             views["real"][line, :count] = 1
-            put_table(views["table"][line], extension.pages[row])
+        own = [line.row for line in lines]
+        views["tables"][: len(own)] = self._executor.page_tables(extension.pages[own])
         return whole
 
     def _chains(self, extension: DraftExtension, features: Features | None) -> _Chains:
@@ -176,8 +176,12 @@ class JaxLevelModel:
         if self._sizes.runs_root:
             return _Chains.with_roots(extension)
         stream = streams_of(extension, features)
-        borrows = self._sizes.borrows
-        return (_Chains.of_roots if borrows else _Chains.of)(extension, stream)
+        if not self._sizes.borrows:
+            return _Chains.of(extension, stream)
+        chains = _Chains.of_roots(extension, stream)
+        if (windows := self._executor.windows) is not None:
+            windows.read_all(extension.slots.tolist(), extension.pages, chains.kv_len.tolist())
+        return chains
 
     def expand(self, level: DraftLevel) -> Candidates:
         """Run one level of n draft tokens, at most `level_nodes` of a row in one dispatch.
@@ -211,11 +215,12 @@ class JaxLevelModel:
         self, level: DraftLevel, paths: list[Ints], size: Bucket, depth: int, lines: list[_Line]
     ) -> AnyArray:
         """Run one dispatch of `expand`, packed."""
-        whole, views = blank(expand_shapes(size, self._executor.width, depth))
+        whole, views = blank(expand_shapes(size, self._executor.tables, depth))
+        own = [line.row for line in lines]
+        views["tables"][: len(own)] = self._executor.page_tables(level.pages[own])
         for line, (row, nodes) in enumerate(lines):
             root = self._limits.max_nodes + int(level.slots[row])
             views["kv_len"][line], views["root"][line] = level.kv_len[row], root
-            put_table(views["table"][line], level.pages[row])
             for at, node in enumerate(nodes.tolist()):
                 path, parent = paths[node], int(level.parents[node])
                 views["tokens"][line, at] = level.tokens[node]

@@ -6,6 +6,7 @@ parameters of the layer under `layer`, `ids`, `frequencies`; `embed` [V,H] and `
 these are not the target's.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ from forerun.errors import ModelError
 from forerun.executors.jax.draft_models.level_model import JaxLevelModel
 from forerun.executors.jax.drafts.draft_network import Ran
 from forerun.executors.jax.executor import JaxExecutor
+from forerun.executors.jax.network.attention import Layer
 from forerun.executors.jax.network.decoder import Attend, JaxDecoder
 from forerun.executors.jax.network.kv import NetworkSizes
 from forerun.executors.jax.network.layers import product, rms_norm, rotation
@@ -88,7 +90,7 @@ class PredictionHead(NamedTuple):
         x = self.target.sharding.put(product(beside, weights["fuse"]), None, None, None)
         rotary = rotation(position, weights["frequencies"], spec.rope.attention_factor)
         after, (keys, values) = self.target.layer(
-            spec, weights["layer"], x, rotary, lambda *qkv: attend((0, spec.attention), *qkv)
+            spec, weights["layer"], x, rotary, partial(attend, Layer(0, spec.attention))
         )
         out = rms_norm(after, weights["norm"], eps)
         return Ran(out, out, keys[None], values[None])

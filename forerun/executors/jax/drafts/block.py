@@ -18,7 +18,8 @@ from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.block_config import KERNEL_SIZE, PAIRS, BlockHead, expected_block_tensors
 from forerun.drafts.block_folder import BlockFile
 from forerun.executors.jax.drafts.pairs import load_pairs
-from forerun.executors.jax.network.decoder import Attend, JaxDecoder, Numbered
+from forerun.executors.jax.network.attention import Layer
+from forerun.executors.jax.network.decoder import Attend, JaxDecoder
 from forerun.executors.jax.network.kv import NetworkSizes, sanitised
 from forerun.executors.jax.network.layers import (
     product,
@@ -106,9 +107,9 @@ class BlockNetwork(NamedTuple):
         rotary = self._rotary(params, position)
         windows = about.windows or (None,) * about.layers
         for number, (layer, window) in enumerate(zip(weights["layers"], windows, strict=True)):
-            which = number, AttentionSpec(about.head_size**-0.5, window)
+            which = Layer(number, AttentionSpec(about.head_size**-0.5, window))
 
-            def mixed(normed: Array, layer: Params = layer, which: Numbered = which) -> Array:
+            def mixed(normed: Array, layer: Params = layer, which: Layer = which) -> Array:
                 queries = self._heads(layer, "q", normed, rotary)
                 context = attend(which, queries, *self._keys_values(layer, normed, rotary))
                 return product(context.reshape(*normed.shape[:2], -1), layer["o_proj"])

@@ -27,7 +27,6 @@ from forerun.executors.jax.drafts.drafting import (
 )
 from forerun.executors.jax.drafts.pairs import JaxPairs, calibrated
 from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
-from forerun.executors.jax.network.decoder import Numbered
 from forerun.executors.jax.network.kv import DraftArrays, of_nodes, slots_of
 from forerun.executors.jax.network.weights import Params
 from forerun.interface.draft_model import CANDIDATES
@@ -51,9 +50,10 @@ class JaxBlockDrafting(NamedTuple):
         """
         given, (kept, count) = accepted.given, accepted.followed
         position = given.kv_len[:, None] + given.depth
-        held = self.enter(params, held, accepted.streams, (given.table, position, kept))
+        table = given.tables[:, 0]
+        held = self.enter(params, held, accepted.streams, (table, position, kept))
         _, roots = accepted.end(kept)
-        read = self.propose(params, held, roots[:, 0], given.table, given.kv_len + count)
+        read = self.propose(params, held, roots[:, 0], table, given.kv_len + count)
         noise = Noise.of_rows(given, count)
         return held, self._grow(params, (roots, read[:, :levels]), noise, width)
 
@@ -85,12 +85,12 @@ class JaxBlockDrafting(NamedTuple):
         """
         about, order = self.network.about, jnp.arange(self.network.about.places)
         position = kv_len[:, None] + order
-        past = Past(held.keys, held.values, table, kv_len)
+        past = Past(held.keys, held.values, table, kv_len, self.page_size)
         seen = order[:, None] >= order if about.causal else jnp.ones((about.places,) * 2, bool)
         tree = Tree(jnp.broadcast_to(seen, (len(roots), *seen.shape)), position)
 
-        def of_layer(layer: Numbered, queries: Array, keys: Array, values: Array) -> Array:
-            return attend(queries, (keys, values), past, tree, Layer(*layer, self.page_size))
+        def of_layer(layer: Layer, queries: Array, keys: Array, values: Array) -> Array:
+            return attend(queries, (keys, values), past, tree, layer)
 
         return self.network.block(params, roots, position, of_layer)[:, self.network.first :]
 

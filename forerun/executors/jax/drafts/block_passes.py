@@ -19,39 +19,39 @@ from forerun.executors.jax.rounds.batches import Bucket
 from forerun.executors.jax.rounds.inputs import Shapes, views_of
 
 
-def enter_shapes(size: Bucket, width: int) -> Shapes:
+def enter_shapes(size: Bucket, tables: tuple[int, int]) -> Shapes:
     """Return the parts of the int32 vector that `enter` reads: by row kv_len; by node `stream`, the
     row of the streams that holds its features, and `real`, 1 if there is a node; page tables of
-    `width` places.
+    this shape (inputs.py).
     """
     nodes = dict.fromkeys(("stream", "real"), (size.rows, size.nodes))
-    return {"kv_len": (size.rows,), **nodes, "table": (size.rows, width)}
+    return {"kv_len": (size.rows,), **nodes, "tables": (size.rows, *tables)}
 
 
-def block_shapes(rows: int, width: int) -> Shapes:
+def block_shapes(rows: int, tables: tuple[int, int]) -> Shapes:
     """Return the parts of the int32 vector that `block` reads: by row kv_len, root token and page
-    table of `width` places.
+    tables of this shape (inputs.py).
     """
-    return {"kv_len": (rows,), "root": (rows,), "table": (rows, width)}
+    return {"kv_len": (rows,), "root": (rows,), "tables": (rows, *tables)}
 
 
 class BlockPasses(NamedTuple):
-    """The programs as pure functions. width: places of a page table's row."""
+    """The programs as pure functions. tables: shape of a row's page tables."""
 
     drafting: JaxBlockDrafting
-    width: int
+    tables: tuple[int, int]
 
     def enter(self, params: Params, state: State, whole: Array, *, size: Bucket) -> State:
         """Return the state with keys and values of accepted positions [R,N] written into the
         drafter's pages.
 
-        whole  int32[total] vector of `enter_shapes(size, width)`; padding is written nowhere
+        whole  int32[total] vector of `enter_shapes(size, tables)`; padding is written nowhere
         """
         held = state.draft
         assert held is not None, "a draft network was attached"
-        given = views_of(whole, enter_shapes(size, self.width))
+        given = views_of(whole, enter_shapes(size, self.tables))
         position = given["kv_len"][:, None] + jnp.arange(size.nodes)
-        where = given["table"], position, given["real"] > 0
+        where = given["tables"][:, 0], position, given["real"] > 0
         held = self.drafting.enter(params, held, held.streams[given["stream"]], where)
         return state._replace(draft=held)
 
@@ -65,8 +65,8 @@ class BlockPasses(NamedTuple):
         """
         held, network = state.draft, self.drafting.network
         assert held is not None, "a draft network was attached"
-        given = views_of(whole, block_shapes(size.rows, self.width))
-        where = given["root"], given["table"], given["kv_len"]
+        given = views_of(whole, block_shapes(size.rows, self.tables))
+        where = given["root"], given["tables"][:, 0], given["kv_len"]
         read = self.drafting.propose(params, held, *where)
         logits = network.logits(params, read.reshape(-1, read.shape[-1]))
         best, ids = lax.top_k(logits, size.nodes)

@@ -28,29 +28,29 @@ DEPTHS = (4, 16, 64)
 """Draft tokens above one that the host runs, at most: what programs are compiled for."""
 
 
-def extend_shapes(size: Bucket, width: int) -> Shapes:
+def extend_shapes(size: Bucket, tables: tuple[int, int]) -> Shapes:
     """Return the parts of the int32 vector that `extend` reads. By row: kv_len; root, the row of
     `outputs` for the last node's output (and, of a network that runs roots, its keys and values).
 
     By node: tokens; stream, the row of its features; read, the row of `reads` to write; real, 1
-    where there is a node. Page tables have `width` places.
+    where there is a node. A row has page tables of this shape (inputs.py).
     """
     nodes = dict.fromkeys(("tokens", "stream", "read", "real"), (size.rows, size.nodes))
     return {
         "kv_len": (size.rows,),
         "root": (size.rows,),
         **nodes,
-        "table": (size.rows, width),
+        "tables": (size.rows, *tables),
     }
 
 
-def expand_shapes(size: Bucket, width: int, depth: int) -> Shapes:
+def expand_shapes(size: Bucket, tables: tuple[int, int], depth: int) -> Shapes:
     """Return the parts of the int32 vector that `expand` reads. By row: kv_len; root, the row of
     `outputs` of its root.
 
     By node: tokens; above, the row of `outputs` of its parent; number; depth below the first level;
-    path, the numbers of the `depth` draft nodes above it, -1 = none. Page tables have `width`
-    places.
+    path, the numbers of the `depth` draft nodes above it, -1 = none. A row has page tables of this
+    shape (inputs.py).
     """
     nodes = dict.fromkeys(("tokens", "above", "number", "depth"), (size.rows, size.nodes))
     return {
@@ -58,7 +58,7 @@ def expand_shapes(size: Bucket, width: int, depth: int) -> Shapes:
         "root": (size.rows,),
         **nodes,
         "path": (size.rows, size.nodes, depth),
-        "table": (size.rows, width),
+        "tables": (size.rows, *tables),
     }
 
 
@@ -77,10 +77,10 @@ def blank(shapes: Shapes) -> tuple[Ints, dict[str, AnyArray]]:
 
 
 class DraftPrograms(NamedTuple):
-    """The programs as pure functions. width: places of a page table's row."""
+    """The programs as pure functions. tables: shape of a row's page tables."""
 
     drafting: JaxDrafting
-    width: int
+    tables: tuple[int, int]
 
     @property
     def _runs_root(self) -> bool:
@@ -90,18 +90,18 @@ class DraftPrograms(NamedTuple):
         """Return the state after permanent nodes [R,N] ran through the draft network: their keys
         and values in its pages, outputs of roots in `outputs`, the head's inputs in `reads`.
 
-        whole  int32[total] vector of `extend_shapes(size, width)`
+        whole  int32[total] vector of `extend_shapes(size, tables)`
         """
-        held, given = _held(state), views_of(whole, extend_shapes(size, self.width))
+        held, given = _held(state), views_of(whole, extend_shapes(size, self.tables))
         hidden = self.drafting.network.enter(params, held.streams[given["stream"]])
         position = given["kv_len"][:, None] + jnp.arange(size.nodes)
         pages = state.keys, state.values
-        pasts = self.drafting.pasts(held, pages, given["table"], given["kv_len"])
+        pasts = self.drafting.pasts(held, pages, given["tables"], given["kv_len"])
         order = jnp.arange(size.nodes)
         seen = jnp.broadcast_to(order[:, None] >= order, (*size, size.nodes))
         attend = self.drafting.attention(pasts, Tree(seen, position))
         ran = self.drafting.network.run(params, given["tokens"], hidden, position, attend)
-        target = slots_of(given["table"], position, self.drafting.page_size)
+        target = slots_of(given["tables"][:, 0], position, self.drafting.page_size)
         target = jnp.where(given["real"] > 0, target, NOWHERE)
         last = jnp.maximum(given["real"].sum(1) - 1, 0)[:, None]
         if self._runs_root:
@@ -120,25 +120,29 @@ class DraftPrograms(NamedTuple):
 
         Their keys, values and outputs go to the draft nodes' places; pages stay as they are.
 
-        whole  int32[total] vector of `expand_shapes(size, width, levels)`
+        whole  int32[total] vector of `expand_shapes(size, tables, levels)`
         """
-        held, given = _held(state), views_of(whole, expand_shapes(size, self.width, levels))
+        held, given = _held(state), views_of(whole, expand_shapes(size, self.tables, levels))
         below = given["depth"] + self._runs_root
         further = 0 if self.drafting.network.sizes.borrows else below
         position = given["kv_len"][:, None] + further * jnp.ones_like(below)
         pages = state.keys, state.values
-        pasts = self.drafting.pasts(held, pages, given["table"], given["kv_len"])
+        pasts = self.drafting.pasts(held, pages, given["tables"], given["kv_len"])
         above = given["path"].reshape(size.rows, -1)
+        root = given["kv_len"][:, None]
+        fresh = root + self._runs_root + jnp.tile(jnp.arange(levels), size.nodes)
         own = jnp.eye(size.nodes, dtype=bool)
         seen = jnp.repeat(own, levels, 1) & (above >= 0)[:, None]
         if self._runs_root:
             above = jnp.concatenate([given["root"][:, None], above], 1)
             seen = jnp.pad(seen, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+            fresh = jnp.concatenate([root, fresh], 1)
         place = self.drafting.slots + jnp.maximum(above, 0)
         room = ((0, 0), (0, 0), (0, size.nodes), (0, 0), (0, 0))
         before = jnp.pad(held.keys[:, place], room), jnp.pad(held.values[:, place], room)
         seen = jnp.concatenate([seen, jnp.broadcast_to(own, (*size, size.nodes))], -1)
-        attend = self.drafting.attention(pasts, Tree(seen, position), before, above.shape[1])
+        tree = Tree(seen, position, jnp.concatenate([fresh, position], 1))
+        attend = self.drafting.attention(pasts, tree, before, above.shape[1])
         hidden = held.outputs[given["above"]]
         ran = self.drafting.network.run(params, given["tokens"], hidden, position, attend)
         number = given["number"]

@@ -32,7 +32,7 @@ from forerun.executors.jax.network.attention import (
     attend,
     pasts_of,
 )
-from forerun.executors.jax.network.decoder import Attend, Numbered
+from forerun.executors.jax.network.decoder import Attend
 from forerun.executors.jax.network.kv import (
     DraftArrays,
     NetworkSizes,
@@ -84,14 +84,15 @@ class _Roots(NamedTuple):
     read, hidden  [R,.] input of the output head, and of a next step
     position      int32[R] of the first level's nodes
     accepted      int32[R] accepted nodes of this step
-    path          the extension's result, and bool[R,N] the part that the trees attend to
+    path          the extension's result, its positions int32[R,N], and bool[R,N] the part that the
+                  trees attend to
     """
 
     read: Array
     hidden: Array
     position: Array
     accepted: Array
-    path: tuple[Ran, Array]
+    path: tuple[Ran, Array, Array]
 
 
 class _Growing(NamedTuple):
@@ -114,7 +115,7 @@ class _Growing(NamedTuple):
         cls, first: tuple[Array, Array, Array], roots: _Roots, shape: tuple[int, int]
     ) -> "_Growing":
         """Return trees of the roots and the level below them."""
-        (width, levels), (path, kept) = shape, roots.path
+        (width, levels), (path, _, kept) = shape, roots.path
         more, wide = (levels - 1) * width, width * width - width
         seen = jnp.pad(kept, ((0, 0), (0, more)))[:, None]
         room = ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))
@@ -225,37 +226,33 @@ class JaxDrafting(NamedTuple):
         place = jnp.where(follows, self.nodes + accepted.given.draft_slot, NOWHERE)
         return held._replace(outputs=held.outputs.at[place].set(roots.hidden, mode="drop")), record
 
-    def pasts(self, held: DraftArrays, pages: Pages, table: Array, kv_len: Array) -> Pasts:
+    def pasts(self, held: DraftArrays, pages: Pages, tables: Array, kv_len: Array) -> Pasts:
         """Return what the network's layers read of rows with these page tables and so many cached
         tokens: its own pages, or the target's, `pages`, if it borrows them.
         """
-        own = (held.keys,), (held.values,)
-        return pasts_of(pages if self.network.sizes.borrows else own, table, kv_len)
+        if not self.network.sizes.borrows:
+            return pasts_of(((held.keys,), (held.values,)), tables, kv_len, self.page_size)
+        return pasts_of(pages, tables, kv_len, self.page_size, self.network.sizes.borrows)
 
     def attention(
         self, pasts: Pasts, tree: Tree, held: tuple[Array, Array] | None = None, begin: Any = 0
     ) -> Attend:
         """Return the attention of a draft network's layer: to the cached prefix and the pass's own
-        nodes. A layer that borrows has no keys and values of its own nodes and a number that names
-        whose it reads: (shape, number in that shape).
+        nodes. A layer that borrows has no keys and values of its own nodes, and its number and kind
+        are those of the layer that it reads.
 
         held  keys and values [layers,R,T,G,E] of nodes that ran before; the own ones are inserted
               from index `begin` on
         """
 
-        def of_layer(layer: Numbered, queries: Array, *fresh: Array) -> Array:
-            number, spec = layer
-            if not fresh:
-                shape, number = number
-                return attend(queries, (), pasts[shape], tree, Layer(number, spec, self.page_size))
-            if held is not None:
+        def of_layer(layer: Layer, queries: Array, *fresh: Array) -> Array:
+            if fresh and held is not None:
                 place = (0, begin, 0, 0)
                 fresh = tuple(
-                    lax.dynamic_update_slice(before[number], own, place)
+                    lax.dynamic_update_slice(before[layer.number], own, place)
                     for before, own in zip(held, fresh, strict=True)
                 )
-            past = pasts[fresh[0].shape[2:]]
-            return attend(queries, fresh, past, tree, Layer(number, spec, self.page_size))
+            return attend(queries, fresh, pasts[layer.kind], tree, layer)
 
         return of_layer
 
@@ -267,8 +264,8 @@ class JaxDrafting(NamedTuple):
         """
         given, network = accepted.given, self.network
         kept, count = accepted.followed
-        cached = given.kv_len + count * network.sizes.borrows
-        pasts = self.pasts(held, accepted.pages, given.table, cached)
+        cached = given.kv_len + count * bool(network.sizes.borrows)
+        pasts = self.pasts(held, accepted.pages, given.tables, cached)
         extended = _Extended.of(accepted, kept, count, network.sizes)
         hidden = network.enter(params, extended.streams)
         tree = Tree(extended.seen, extended.position)
@@ -276,14 +273,15 @@ class JaxDrafting(NamedTuple):
         ran = network.run(params, extended.tokens, hidden, extended.position, of_layer)
         follows = given.draft_slot >= 0
         place = jnp.where(follows, self.nodes + given.draft_slot, NOWHERE)
-        slots = slots_of(given.table, extended.position, self.page_size)
+        slots = slots_of(given.tables[:, 0], extended.position, self.page_size)
         target = jnp.where(extended.path, slots, NOWHERE)
         if network.sizes.runs_root:
             target = target.at[:, -1].set(jnp.where(follows, self.slots + place, NOWHERE))
         last = extended.last[:, None, None]
         read, output = (jnp.take_along_axis(x, last, 1)[:, 0] for x in (ran.read, ran.output))
         position = given.kv_len + count + network.sizes.runs_root
-        return _Roots(read, output, position, count, (ran, extended.path)), pasts, target
+        path = ran, extended.position, extended.path
+        return _Roots(read, output, position, count, path), pasts, target
 
     def _grow(
         self, params: Params, given: Inputs, roots: _Roots, pasts: Pasts, shape: tuple[int, int]
@@ -328,7 +326,8 @@ class JaxDrafting(NamedTuple):
         """Run nodes chosen int32[R,width] of the newest level, which attend to their ancestors."""
         (chosen, seen), (roots, pasts) = which, below
         rows, width = chosen.shape
-        path = roots.path[1].shape[1]
+        above = roots.path[1]
+        path, rest = above.shape[1], growing.seen.shape[2] - above.shape[1]
         own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (rows, width, width))
         begin = path + (number - 1) * width
         seen = lax.dynamic_update_slice(seen, own, (0, 0, begin))
@@ -336,7 +335,9 @@ class JaxDrafting(NamedTuple):
         token = jnp.take_along_axis(growing.tokens, chosen, 1)
         further = 0 if self.network.sizes.borrows else number - 1
         position = jnp.broadcast_to((roots.position + further)[:, None], token.shape)
-        of_layer = self.attention(pasts, Tree(seen, position), growing.keys, begin)
+        later = roots.position[:, None] + jnp.arange(rest) // width
+        tree = Tree(seen, position, jnp.concatenate([above, later], 1))
+        of_layer = self.attention(pasts, tree, growing.keys, begin)
         ran = self.network.run(params, token, hidden, position, of_layer)
         keys = tuple(
             lax.dynamic_update_slice(held, new, (0, 0, begin, 0, 0))

@@ -2,10 +2,12 @@
 
 A row's prefix is visible to all of its nodes, so the mask of a tree is N x N, never N x context.
 The tree is read first; then the prefix in blocks of BLOCK positions, merged by online softmax
-(arXiv 1805.02867). The number of blocks is that of the longest prefix, known to the running
-program alone: one program serves every length.
+(arXiv 1805.02867): all of it, or with a window the blocks that the window shows. The number of
+blocks is that of the row that reads most, known to the running program alone: one program serves
+every length.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -25,35 +27,46 @@ class Past(NamedTuple):
     keys, values  [L,slots,G,E]; values of width 0 if they are the first of the keys' numbers
     table         int32[R,W]
     kv_len        int32[R]
+    page_size     tokens
     """
 
     keys: Array
     values: Array
     table: Array
     kv_len: Array
+    page_size: int
 
 
 Pages = tuple[tuple[Array, ...], tuple[Array, ...]]
-"""Keys and values as State has them, of each shape."""
+"""Keys and values as State has them, of each kind."""
 
-Pasts = dict[tuple[int, ...], Past]
-"""By shape [G,E] of keys."""
+Pasts = tuple[Past, ...]
+"""By kind."""
 
 
-def pasts_of(pages: Pages, table: Array, kv_len: Array) -> Pasts:
-    """Return what rows with these page tables and lengths can read of pages, by shape."""
-    return {
-        keys.shape[2:]: Past(keys, values, table, kv_len)
-        for keys, values in zip(*pages, strict=True)
-    }
+def pasts_of(
+    pages: Pages, tables: Array, kv_len: Array, page_size: int, which: Sequence[int] = (0,)
+) -> Pasts:
+    """Return what rows with these page tables int32[R,K,W] and lengths can read of pages. which: of
+    each kind, the number of its table.
+    """
+    return tuple(
+        Past(keys, values, tables[:, table], kv_len, page_size)
+        for keys, values, table in zip(*pages, which, strict=True)
+    )
 
 
 class Layer(NamedTuple):
-    """Which layer attends: its number (traced, in a scan) and how; tokens per page."""
+    """Which layer attends.
+
+    number  of its keys and values among those of their kind; traced, in a scan
+    spec    how it attends
+    kind    of its keys and values (kv.Kind), by number
+    """
 
     number: Any
     spec: AttentionSpec
-    page_size: int
+    kind: int = 0
 
 
 def ancestors(intervals: Array) -> Array:
@@ -67,13 +80,17 @@ def ancestors(intervals: Array) -> Array:
 
 
 class Tree(NamedTuple):
-    """The rows' own nodes: position int32[R,N], and seen bool[R,N,T], which of the T fresh keys
-    each attends to; if only the nodes themselves are fresh that is `ancestors`, and a window may
-    limit it.
+    """The rows' own nodes.
+
+    seen      bool[R,N,T] which of the T fresh keys each attends to, unless a window hides them; if
+              only the nodes themselves are fresh that is `ancestors`
+    position  int32[R,N]
+    fresh     int32[R,T] positions of the fresh keys; None: they are the nodes'
     """
 
     seen: Array
     position: Array
+    fresh: Array | None = None
 
 
 def attend(queries: Array, fresh: tuple[Array, ...], past: Past, tree: Tree, how: Layer) -> Array:
@@ -83,11 +100,12 @@ def attend(queries: Array, fresh: tuple[Array, ...], past: Past, tree: Tree, how
     fresh    keys and values [R,T,G,E] that are not in pages, those of the same nodes among them; of
              latent attention the context is of `rank` numbers, the first of the keys; (): nodes see
              pages alone
-    past     pages of which row r reads positions 0 .. kv_len[r]-1
+    past     pages of which row r sees positions 0 .. kv_len[r]-1
     tree     which fresh keys each node sees
 
     Scores and sums are float32; the prefix is read in blocks and merged by online softmax (arXiv
-    1805.02867). A node that sees no key gives NaN.
+    1805.02867). A block that no node of its row sees changes no bit. A node that sees no key gives
+    NaN.
     """
     rows, nodes, heads, size = queries.shape
     groups, spec = past.keys.shape[2], how.spec
@@ -96,21 +114,25 @@ def attend(queries: Array, fresh: tuple[Array, ...], past: Past, tree: Tree, how
     if fresh:
         (keys, values), seen = fresh, tree.seen
         if spec.window is not None:
-            seen = seen & (tree.position[:, :, None] - tree.position[:, None] < spec.window)
+            own = tree.position if tree.fresh is None else tree.fresh
+            seen = seen & (tree.position[:, :, None] - own[:, None] < spec.window)
         running = _first(_masked(_scores(grouped, keys), seen, spec), _values(keys, values, spec))
 
+    begin = jnp.zeros_like(past.kv_len)
+    if spec.window is not None:
+        begin = jnp.maximum(tree.position.min(1) + 1 - spec.window, 0) // BLOCK
+
     def block(index: Array, running: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        position = index * BLOCK + jnp.arange(BLOCK)
-        places = jnp.broadcast_to(position, (rows, BLOCK))
-        slots = slots_of(past.table, places, how.page_size)
+        places = (begin + index)[:, None] * BLOCK + jnp.arange(BLOCK)
+        slots = slots_of(past.table, places, past.page_size)
         seen = (places < past.kv_len[:, None])[:, None]
         if spec.window is not None:
-            seen = seen & (tree.position[..., None] - position < spec.window)
+            seen = seen & (tree.position[..., None] - places[:, None] < spec.window)
         keys, values = past.keys[how.number, slots], past.values[how.number, slots]
         scores = _masked(_scores(grouped, keys), seen, spec)
         return _merged(running, scores, _values(keys, values, spec))
 
-    blocks = (past.kv_len.max() + BLOCK - 1) // BLOCK
+    blocks = ((past.kv_len + BLOCK - 1) // BLOCK - begin).max()
     _, total, summed = lax.fori_loop(0, blocks, block, running)
     context = jnp.moveaxis(summed / total[..., None], 3, 1)
     return context.reshape(rows, nodes, heads, -1).astype(queries.dtype)

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from forerun.executors.jax.network.attention import Layer
 from forerun.executors.jax.network.beside import beside_experts, token_vectors, with_vector
 from forerun.executors.jax.network.experts import mixture, shared
-from forerun.executors.jax.network.kv import sanitised
+from forerun.executors.jax.network.kv import Kind, kinds_of, sanitised
 from forerun.executors.jax.network.layers import (
     GATES,
     product,
@@ -34,10 +35,8 @@ from forerun.executors.jax.network.recurrent import Brought, Recur, inputs, no_s
 from forerun.executors.jax.network.sharding import Sharding
 from forerun.executors.jax.network.weights import Params
 from forerun.networks.arch import Architecture
-from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.layer_spec import (
     NORM_NAMES,
-    AttentionSpec,
     Dense,
     Latent,
     LayerSpec,
@@ -94,16 +93,11 @@ def _sanitised(latent: Array, key: Array) -> Array:
     return jnp.concatenate([clean, key + spoiled], -1)
 
 
-Numbered = tuple[Any, AttentionSpec]
-"""The number of a layer's keys and values among those of their shape, which is traced in a scan,
-and how it attends.
-"""
-
 KeysValues = tuple[Array, ...]
 
 Attend = Callable[..., Array]
-"""(layer, queries [R,N,A,E], keys [R,N,G,E], values [R,N,G,E]), rotated -> context [R,N,A,E]; layer
-is Numbered. Without keys and values the layer borrows another model's (drafting.py).
+"""(Layer, queries [R,N,A,E], keys [R,N,G,E], values [R,N,G,E]), rotated -> context [R,N,A,E].
+Without keys and values the layer borrows another model's (drafting.py).
 """
 
 Rotary = tuple[Array, Array]
@@ -114,7 +108,7 @@ class Forwarded(NamedTuple):
     """The result of a pass.
 
     last          [R,N,H] residual stream after the last layer
-    keys, values  of each shape in `arch.cache_shapes` [L,R,N,G,E] of the nodes, ready to be cached;
+    keys, values  of each of `JaxDecoder.kinds` [L,R,N,G,E] of the nodes, ready to be cached;
                   values of width 0 if keys begin with them (latent attention)
     streams       [R,N,H] input of each requested layer
     brought       what the nodes bring to the states of each recurrent layer
@@ -135,10 +129,27 @@ class Forwarded(NamedTuple):
 
 
 class JaxDecoder(NamedTuple):
-    """The fixed parts of a model: its description and its arrays' sharding."""
+    """The fixed parts of a model: its description and its arrays' sharding. windowed: layers with
+    a window have window pages.
+    """
 
     arch: Architecture
     sharding: Sharding
+    windowed: bool = False
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of its layers' keys and values, as State has them."""
+        return tuple(kinds_of(self.arch, self.windowed))
+
+    @property
+    def table_numbers(self) -> tuple[int, ...]:
+        """The number of the page table of each kind: 1 of window pages, else 0."""
+        return tuple(int(kind.near) for kind in self.kinds)
+
+    def kind(self, spec: LayerSpec) -> int:
+        """Return the number of the kind of a layer's keys and values, or of those that it reads."""
+        return self.kinds.index(Kind.of(self.arch, spec, self.windowed))
 
     def forward(
         self,
@@ -180,7 +191,7 @@ class JaxDecoder(NamedTuple):
         }
         brought: list[Brought] = []
         last, number = x, 0
-        kept: dict[CacheLayer, list[KeysValues]] = {shape: [] for shape in arch.cache_shapes}
+        kept: list[list[KeysValues]] = [[] for _ in self.kinds]
         fresh: dict[int | None, KeysValues] = {}
         streams: dict[int, Array] = {}
         for part in params["layers"]:
@@ -198,30 +209,32 @@ class JaxDecoder(NamedTuple):
                 last, own = each[spec](part, last, turned, at, (source, vector))
                 if source is None:
                     fresh[number] = own
-                    kept[arch.cache_of(spec)].append((own[0][None], own[1][None]))
+                    kept[self.kind(spec)].append((own[0][None], own[1][None]))
                 number += 1
                 continue
-            last, found = self._scanned(part, number, last, rotary, attend, bool(aux_layers))
-            kept[arch.cache_layer].append((found[0], found[1]))
-            streams |= {number + at: stream for at, stream in enumerate(found[2:] and found[2])}
-            number += len(found[0])
+            last, found, entered = self._scanned(
+                part, number, last, rotary, attend, bool(aux_layers)
+            )
+            for kind, own in found.items():
+                kept[kind].append(own)
+            streams |= {number + at: stream for at, stream in enumerate(entered)}
+            number += sum(len(keys) for keys, _ in found.values())
         asked = tuple(last if layer == len(specs) else streams[layer] for layer in aux_layers)
         keys, values = (
-            tuple(jnp.concatenate([own[which] for own in mine]) for mine in kept.values())
+            tuple(jnp.concatenate([own[which] for own in mine]) for mine in kept)
             for which in (0, 1)
         )
         return Forwarded(last, keys, values, asked, tuple(brought))
 
     def place(self, number: int) -> int:
         """Return the place of a layer's keys and values, or of those that it reads, among those of
-        their shape.
+        their kind.
         """
         specs, spec = self.arch.layer_specs, self.arch.layer_specs[number]
         before = specs[: number if spec.reads is None else spec.reads]
-        return sum(
-            each.reads is None and each.recurrent is None and each.cache == spec.cache
-            for each in before
-        )
+        owners = [each for each in before if each.reads is None and each.recurrent is None]
+        kinds = [Kind.of(self.arch, each, self.windowed) for each in owners]
+        return kinds.count(Kind.of(self.arch, spec, self.windowed))
 
     def _scanned(
         self,
@@ -231,27 +244,33 @@ class JaxDecoder(NamedTuple):
         rotary: dict[tuple[Rope, int], Rotary],
         attend: Attend,
         entering: bool,
-    ) -> tuple[Array, tuple[Array, ...]]:
+    ) -> tuple[Array, dict[int, KeysValues], KeysValues]:
         """Run a pattern of layers as often as it is repeated, from layer `number` on. Returns the
-        last stream; and keys, values and, if requested, the input of each layer, [layers, ...].
+        last stream; keys and values by kind, [layers, ...] each; and, if requested, the input of
+        each layer.
         """
-        period = len(pattern)
-        specs = self.arch.layer_specs[number : number + period]
+        specs = self.arch.layer_specs[number : number + len(pattern)]
+        kinds = [self.kind(spec) for spec in specs]
         times = len(jax.tree.leaves(pattern)[0])
 
-        def once(
-            x: Array, given: tuple[tuple[Params, ...], Array]
-        ) -> tuple[Array, tuple[Array, ...]]:
-            found = []
+        def once(x: Array, given: tuple[tuple[Params, ...], Array]) -> tuple[Array, Any]:
+            entered: list[Array] = []
+            found: dict[int, list[KeysValues]] = {kind: [] for kind in kinds}
             for at, (spec, weights) in enumerate(zip(specs, given[0], strict=True)):
-                before, own_number = x, given[1] * period + (number + at)
+                entered += [x] * entering
+                own_number = self.place(number + at) + given[1] * kinds.count(kinds[at])
                 turned = rotary[self.arch.rope_of(spec)]
                 x, own = self._numbered(spec, attend, weights, x, turned, own_number)
-                found.append((*own, before) if entering else own)
-            return x, tuple(jnp.stack(part) for part in zip(*found, strict=True))
+                found[kinds[at]].append(own)
+            stacked = {
+                kind: tuple(jnp.stack(part) for part in zip(*own, strict=True))
+                for kind, own in found.items()
+            }
+            return x, (stacked, jnp.stack(entered) if entering else ())
 
         last, each = lax.scan(once, x, (pattern, jnp.arange(times)))
-        return last, tuple(part.reshape(times * period, *part.shape[2:]) for part in each)
+        found, entered = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), each)
+        return last, found, entered
 
     def _numbered(
         self,
@@ -268,7 +287,7 @@ class JaxDecoder(NamedTuple):
         """
 
         def attends(*qkv: Array) -> Array:
-            return attend((number, spec.attention), *qkv)
+            return attend(Layer(number, spec.attention, self.kind(spec)), *qkv)
 
         return self.layer(spec, weights, x, rotary, attends, *given)
 

@@ -5,10 +5,14 @@ Slots as in torch/kv.py, `slots` axis second:
     0 .. P*page_size     pages: offset o of page p is slot p*page_size + o
     .. + scratch         nodes of rounds, until their rows are decided
 
+Layers with window pages (executors/window_pages.py) have as many of these, found by a second page
+table.
+
 A program reads pages as they were before the step; permanent entries are written at its
 end, so XLA needs no copy of the pages.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,9 +28,34 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.networks.arch import Architecture
 from forerun.networks.cache_layer import CacheLayer
-from forerun.networks.layer_spec import GatedDelta
+from forerun.networks.layer_spec import GatedDelta, LayerSpec
 from forerun.speculative.tree import full_size
-from forerun.types import AnyArray, Ints
+from forerun.types import Ints
+
+
+class Kind(NamedTuple):
+    """What layers have in common whose keys and values lie in one array.
+
+    shape  what they keep of a position
+    near   they have window pages
+    """
+
+    shape: CacheLayer
+    near: bool
+
+    @classmethod
+    def of(cls, arch: Architecture, spec: LayerSpec, windowed: bool) -> "Kind":
+        """Return the kind of a layer's keys and values, or of those that it reads. windowed: layers
+        with a window have window pages.
+        """
+        owner = spec if spec.reads is None else arch.layer_specs[spec.reads]
+        return cls(arch.cache_of(spec), windowed and owner.attention.window is not None)
+
+
+def kinds_of(arch: Architecture, windowed: bool) -> Counter[Kind]:
+    """Return how many layers have keys and values of each kind, in the order of first use."""
+    owners = (spec for spec in arch.layer_specs if spec.recurrent is None and spec.reads is None)
+    return Counter(Kind.of(arch, spec, windowed) for spec in owners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +73,9 @@ class NetworkSizes:
     runs_root   it reads tokens alone, and each row's root is a node of its own
     block       draft tokens that it proposes at once; 0 = it proposes level by level
     confident   it says how sure it is of its tokens
-    borrows     it keeps nothing of a position and reads the target's pages; all of a draft stands
-                at one position (drafts/assistant.py)
+    borrows     of one that keeps nothing of a position and reads the target's pages: the number of
+                the page table of each kind; all of a draft stands at one position
+                (drafts/assistant.py). (): it has pages of its own
     """
 
     features: tuple[int, ...]
@@ -59,7 +89,7 @@ class NetworkSizes:
     runs_root: bool = False
     block: int = 0
     confident: bool = False
-    borrows: bool = False
+    borrows: tuple[int, ...] = ()
 
     def record(self, rows: int, width: int, levels: int) -> int:
         """Return the length of the record of what it drafted for so many rows (drafting.py)."""
@@ -91,8 +121,8 @@ class DraftArrays(NamedTuple):
 class State(NamedTuple):
     """The bundle.
 
-    keys, values  of each shape that layers keep (Architecture.cache_shapes) [L,slots,G,E]; of
-                  values no numbers where keys begin with them
+    keys, values  of each kind (kinds_of) [L,slots,G,E]; of values no numbers where keys begin
+                  with them
     hidden        [Xh,H] residual streams after the last layer of the step's nodes
     draft         of the draft head, if there is one
     future        what a next round carries on from (future_map.py), where one may
@@ -116,6 +146,7 @@ class StateShape:
     hidden   rows of `State.hidden`: those of rounds, then those of prompt chunks
     nodes    M of a step at most
     states   rows of recurrent states; the last holds zeros
+    near     slots of window pages; 0 = every layer keeps all
     """
 
     slots: int
@@ -123,6 +154,12 @@ class StateShape:
     hidden: int
     nodes: int
     states: int = 0
+    near: int = 0
+
+    @property
+    def paged(self) -> tuple[int, ...]:
+        """Slots of pages in the arrays that each of a row's page tables is for."""
+        return (self.slots, self.near) if self.near else (self.slots,)
 
     @classmethod
     def of(cls, limits: ExecutorLimits, scratch: int, largest_chunk: int) -> "StateShape":
@@ -135,14 +172,19 @@ class StateShape:
             hidden=scratch + limits.max_nodes + largest_chunk,
             nodes=limits.max_nodes,
             states=rows_of(limits) + 1,
+            near=limits.window_pages * limits.page_size,
         )
 
     def cache_bytes(self, arch: Architecture, itemsize: int) -> int:
         """Return the bytes of keys and values of pages and scratch, all devices together;
         `itemsize` bytes per number.
         """
-        per_slot = sum(layer.numbers for layer in arch.caches) * itemsize
-        return (self.slots + self.scratch) * per_slot
+        kinds = kinds_of(arch, bool(self.near)).items()
+        numbers = (
+            layers * kind.shape.numbers * (self.paged[kind.near] + self.scratch)
+            for kind, layers in kinds
+        )
+        return sum(numbers) * itemsize
 
     def drafting(self, sizes: NetworkSizes, limits: ExecutorLimits) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of DraftArrays, in its order, for a network of these sizes."""
@@ -157,8 +199,8 @@ class StateShape:
     def made(self, arch: Architecture, dtype: jnp.dtype, sharding: Sharding) -> State:
         """Allocate a State of zeros on the devices."""
         planes = [
-            _planes(arch.caches.count(shape), self.slots + self.scratch, shape)
-            for shape in arch.cache_shapes
+            _planes(layers, self.paged[kind.near] + self.scratch, kind.shape)
+            for kind, layers in kinds_of(arch, bool(self.near)).items()
         ]
         keys, values = (
             tuple(jnp.zeros(part[which], dtype, device=sharding.cache) for part in planes)
@@ -230,9 +272,11 @@ def first_without_page(plan: Plan, reach: np.ndarray, page_size: int) -> int | N
     return int(rows[0]) if len(rows) else None
 
 
-def put_table(into: AnyArray, pages: Ints) -> None:
-    """Copy one row's pages int32[W] into a program's table row, in place; absent pages (-1) become
-    0, pages beyond its width are dropped.
+def page_tables(pages: Ints, width: int) -> Ints:
+    """Return int32[R,1,width], what programs get of rows with these pages int32[R,W]: absent pages
+    (-1) become 0, pages beyond its width are dropped.
     """
-    width = min(len(pages), len(into))
-    into[:width] = np.maximum(pages[:width], 0)
+    found = np.zeros((len(pages), 1, width), np.int32)
+    held = pages[:, :width]
+    found[:, 0, : held.shape[1]] = np.maximum(held, 0)
+    return found

@@ -26,7 +26,6 @@ from forerun.executors.jax.rounds.batches import Bucket
 from forerun.executors.jax.rounds.inputs import Inputs
 from forerun.executors.jax.rounds.reports import line_size, lines
 from forerun.executors.jax.rounds.shaping import JaxShaping, choose_shaped
-from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import full_size
 
@@ -48,7 +47,7 @@ class Key(NamedTuple):
 class Functions:
     """The programs as pure functions, not compiled.
 
-    width    places of a page table's row
+    tables   shape [K,W] of a row's page tables (inputs.py)
     edits    most tokens, over all rows, whose logits a round may change (shaping.py)
     network  that drafts, with features to store, if there is one
     future   width, levels of trees for carried rounds; None = none are carried
@@ -57,7 +56,7 @@ class Functions:
     decoder: JaxDecoder
     shape: StateShape
     page_size: int
-    width: int
+    tables: tuple[int, int]
     edits: int
     network: DraftNetwork | BlockNetwork | None = None
     future: tuple[int, int] | None = None
@@ -79,9 +78,9 @@ class Functions:
             return cast("Callable[..., Any]", getattr(self, kind))
         drafting = self.drafting
         passes: Any = (
-            BlockPasses(drafting, self.width)
+            BlockPasses(drafting, self.tables)
             if isinstance(drafting, JaxBlockDrafting)
-            else DraftPrograms(drafting, self.width)
+            else DraftPrograms(drafting, self.tables)
         )
         return cast("Callable[..., Any]", getattr(passes, kind))
 
@@ -93,7 +92,7 @@ class Functions:
 
         whole  int32 vector of inputs.py for `size`
         """
-        given = Inputs.of(whole, size, self.width)
+        given = Inputs.of(whole, size, self.tables)
         given, passed = self._forward(params, state, given, chain=True)
         return self._kept(params, state, given, passed, given.trees.real), jnp.zeros(0, jnp.int32)
 
@@ -157,10 +156,17 @@ class Functions:
 
     def move(self, params: Params, state: State, moves: Array) -> State:
         """Return the state with keys and values of slots moves[0] copied to slots moves[1]; moves
-        int32[2,MOVED].
+        int32[2,K,MOVED], of each page table.
         """
         del params
-        return _moved(state, moves[0], moves[1])
+        keys, values = (
+            tuple(
+                held.at[:, moves[1, which]].set(held[:, moves[0, which]])
+                for held, which in zip(both, self.decoder.table_numbers, strict=True)
+            )
+            for both in (state.keys, state.values)
+        )
+        return state._replace(keys=keys, values=values)
 
     def keep(self, params: Params, state: State, moves: Array) -> State:
         """Return the state with features at rows moves[0] of the draft's streams copied to rows
@@ -218,7 +224,7 @@ class Functions:
 
     def _entered(self, state: State, whole: Array, size: Bucket) -> Inputs:
         """Return a round's inputs, in which carried rows continue from their slots."""
-        given = Inputs.of(whole, size, self.width)
+        given = Inputs.of(whole, size, self.tables)
         if self.future is None:
             return given
         return enter(given, state.future, self.future)
@@ -226,15 +232,15 @@ class Functions:
     def _forward(
         self, params: Params, state: State, given: Inputs, chain: bool = False
     ) -> tuple[Inputs, Forwarded]:
-        pasts = pasts_of((state.keys, state.values), given.table, given.kv_len)
+        pages = state.keys, state.values
+        pasts = pasts_of(
+            pages, given.tables, given.kv_len, self.page_size, self.decoder.table_numbers
+        )
         position = given.kv_len[:, None] + given.depth
         tree = Tree(given.trees.seen, position)
 
-        def of_layer(
-            layer: tuple[Any, AttentionSpec], queries: Array, keys: Array, values: Array
-        ) -> Array:
-            how = Layer(*layer, self.page_size)
-            return attend(queries, (keys, values), pasts[keys.shape[2:]], tree, how)
+        def of_layer(layer: Layer, queries: Array, keys: Array, values: Array) -> Array:
+            return attend(queries, (keys, values), pasts[layer.kind], tree, layer)
 
         wanted = self.network.sizes.features if self.network is not None else ()
         recur = no_states
@@ -279,10 +285,19 @@ class Functions:
         assert state.recurrent is not None
         return state._replace(recurrent=state.recurrent.copied(*moves))
 
-    def _slots(self, given: Inputs) -> Array:
-        """Return int32[R*N], the slots of nodes in pages."""
+    def _targets(self, given: Inputs, kept: Array) -> list[Array]:
+        """Return int32[R*N] by page table, the slots of nodes: of kept ones in pages, of others in
+        scratch.
+        """
         position = given.kv_len[:, None] + given.depth
-        return slots_of(given.table, position, self.page_size).reshape(-1)
+        return [
+            jnp.where(
+                kept.reshape(-1),
+                slots_of(given.tables[:, which], position, self.page_size).reshape(-1),
+                scratch + given.place,
+            )
+            for which, scratch in enumerate(self.shape.paged)
+        ]
 
     def _kept(
         self, params: Params, state: State, given: Inputs, passed: Forwarded, kept: Array
@@ -291,12 +306,11 @@ class Functions:
 
         Of a chunk what is not kept is no node, and goes nowhere.
         """
-        scratch = self.shape.slots + given.place
-        target = after(jnp.where(kept.reshape(-1), self._slots(given), scratch), passed.last)
+        targets = [after(target, passed.last) for target in self._targets(given, kept)]
         keys, values = (
             tuple(
-                held.at[:, target].set(of_nodes(new), mode="drop")
-                for held, new in zip(*both, strict=True)
+                held.at[:, targets[which]].set(of_nodes(new), mode="drop")
+                for held, new, which in zip(*both, self.decoder.table_numbers, strict=True)
             )
             for both in ((state.keys, passed.keys), (state.values, passed.values))
         )
@@ -327,11 +341,3 @@ def _put(held: Array, streams: Array, place: Array) -> Array:
     """
     flat = streams.reshape(len(place), streams.shape[-1]).astype(held.dtype)
     return lax.dynamic_update_slice(held, flat, (place[0], 0))
-
-
-def _moved(state: State, source: Array, target: Array) -> State:
-    keys, values = (
-        tuple(held.at[:, target].set(held[:, source]) for held in both)
-        for both in (state.keys, state.values)
-    )
-    return state._replace(keys=keys, values=values)

@@ -309,15 +309,16 @@ class JaxPrograms:
         """Return float32[n,V] logits of rows int32[n] of the streams, n >= 1, on the host."""
         return np.concatenate(self.parts(Key("logits"), rows, 0))
 
-    def move(self, key: Key, source: np.ndarray, target: np.ndarray, unused: int = 0) -> None:
-        """Run `move`, `keep` or `states`: what lies at int[n] goes to int[n]. Nothing is ever moved
-        to `unused`.
+    def move(self, key: Key, source: np.ndarray, target: np.ndarray, unused: Any = 0) -> None:
+        """Run `move`, `keep` or `states`: what lies at int[n] goes to int[n], or by page table at
+        int[K,n]. Nothing is ever moved to `unused`, one place or int[K,1].
         """
-        for begin in range(0, len(source), MOVED):
-            moves = np.full((2, MOVED), unused, np.int32)
+        for begin in range(0, source.shape[-1], MOVED):
             part = slice(begin, begin + MOVED)
-            count = len(source[part])
-            moves[0, :count], moves[1, :count] = source[part], target[part]
+            moves = np.empty((2, *source.shape[:-1], MOVED), np.int32)
+            moves[:] = unused
+            count = source[..., part].shape[-1]
+            moves[0, ..., :count], moves[1, ..., :count] = source[..., part], target[..., part]
             self.run(key, moves)
 
     def parts(self, key: Key, rows: np.ndarray, axis: int = 1) -> list[np.ndarray]:
@@ -403,24 +404,26 @@ class JaxPrograms:
         def ints(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._whole)
 
-        width = self._functions.width
+        tables = self._functions.tables
         match key.kind:
-            case "move" | "keep" | "states":
+            case "move":
+                return (ints(2, tables[0], MOVED),)
+            case "keep" | "states":
                 return (ints(2, MOVED),)
             case "report":
                 return (ints(2, REPORTED),)
             case "extend":
-                whole = ints(total(extend_shapes(key.size, width)))
+                whole = ints(total(extend_shapes(key.size, tables)))
             case "enter":
-                whole = ints(total(enter_shapes(key.size, width)))
+                whole = ints(total(enter_shapes(key.size, tables)))
             case "block":
-                whole = ints(total(block_shapes(key.size.rows, width)))
+                whole = ints(total(block_shapes(key.size.rows, tables)))
             case "expand":
-                whole = ints(total(expand_shapes(key.size, width, key.levels)))
+                whole = ints(total(expand_shapes(key.size, tables, key.levels)))
             case kind if kind in FEW_ROWS:
                 whole = ints(FEW)
             case _:
-                whole = ints(packed_size(key.size, width))
+                whole = ints(packed_size(key.size, tables))
         if key.kind == "shaped":
             nodes = key.size.total
             shaping = ints(total(shaping_shapes(key.size.rows, self._functions.edits)))

@@ -18,7 +18,7 @@ from forerun.executors.jax.rounds.shaping import EditsByRow, edits_of
 from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import TreeBatch
-from forerun.types import Bools, Floats, Ints
+from forerun.types import AnyArray, Bools, Floats, Ints
 
 
 @dataclass(eq=False)
@@ -30,6 +30,7 @@ class JaxRound(Round):
     records  the result of each that has begun, on the device; None of a chunk
     place    int32[M] a flat node's row of State.hidden; -1 = it did not run
     rows     what programs do for its rows; `decided`: rows that programs decide
+    tables   int32[B,K,W] page tables of its rows (inputs.py)
     edits    sampling parameters of rows that need a `shaped` round
     drafted  its drafts
     reported lines of flat nodes (reports.py)
@@ -40,6 +41,7 @@ class JaxRound(Round):
     records: list[Any] = field(default_factory=list)
     place: Ints = field(kw_only=True)
     rows: Rows = field(kw_only=True)
+    tables: Ints = field(kw_only=True)
     edits: EditsByRow = field(kw_only=True)
     drafted: Drafted | None = field(kw_only=True)
     reported: dict[int, Ints] = field(default_factory=dict)
@@ -114,21 +116,21 @@ def complete(round: JaxRound) -> None:
 
 
 def left_to_move(
-    round: JaxRound, outcome: Outcome, scratch: int, page_size: int
+    round: JaxRound, outcome: Outcome, scratch: AnyArray, page_size: int
 ) -> tuple[Ints, Ints]:
-    """Return int[n] each, slots in scratch (from `scratch` on) and slots in pages, of nodes that
-    the host accepted in rows that no program decided.
+    """Return int[K,n] each, slots in scratch (from `scratch` int[K,1] on) and slots in pages, by
+    page table, of nodes that the host accepted in rows that no program decided.
     """
     plan, trees = round.plan, round.trees
-    source, target = [plan.slots[:0]], [plan.slots[:0]]
+    source, target = [scratch[:, :0]], [scratch[:, :0]]
     for row in np.flatnonzero(plan.samples & ~round.rows.decided).tolist():
         path = outcome.permanent(trees, row)
         path = path[path >= trees.root(row)]
         positions = plan.kv_len[row] + trees.depth[path]
         source.append(scratch + round.place[path])
-        pages = plan.page_table[row, positions // page_size]
+        pages = round.tables[row][:, positions // page_size]
         target.append(pages * page_size + positions % page_size)
-    return np.concatenate(source), np.concatenate(target)
+    return np.concatenate(source, 1), np.concatenate(target, 1)
 
 
 def asked_rows(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Rows:

@@ -3,7 +3,8 @@
 Of rows, [R]: kv_len; count of nodes; decided; draft_slot, the slot whose draft shall follow, or -1;
 low and high halves of the seed; temperature (its bits); Bounds. Of nodes, [R*N]: tokens; parents
 and depth within the row; place, the row of State.hidden for a node's stream; intervals
-[2,R*N] (forerun.speculative.verify). Of pages: table [R,W].
+[2,R*N] (forerun.speculative.verify). Of pages: tables [R,K,W], of the engine's pages and, where
+layers with a window give pages back (K = 2), of their window pages.
 
 For carried rows (future_map.py) the device has kv_len and all values of the nodes.
 """
@@ -46,20 +47,20 @@ class Bounds(NamedTuple):
 _BOUNDS = tuple(f"of_{name}" for name in Bounds._fields)
 
 
-def _shapes(size: Bucket, width: int) -> Shapes:
+def _shapes(size: Bucket, tables: tuple[int, int]) -> Shapes:
     rows = ("kv_len", "count", "decided", "draft_slot", "low", "high", "temperature", *_BOUNDS)
     nodes = ("tokens", "parents", "depth", "place")
     return {
         **dict.fromkeys(rows, (size.rows,)),
         **dict.fromkeys(nodes, (size.rows, size.nodes)),
         "intervals": (2, size.rows, size.nodes),
-        "table": (size.rows, width),
+        "tables": (size.rows, *tables),
     }
 
 
-def packed_size(size: Bucket, width: int) -> int:
-    """Return the length of the int32 vector of a dispatch, for page tables of `width` places."""
-    return total(_shapes(size, width))
+def packed_size(size: Bucket, tables: tuple[int, int]) -> int:
+    """Return the length of the int32 vector of a dispatch, for rows' page tables of this shape."""
+    return total(_shapes(size, tables))
 
 
 def total(shapes: Shapes) -> int:
@@ -93,15 +94,15 @@ class Rows(NamedTuple):
 
 
 def packed(
-    batch: Batch, plan: Plan, trees: TreeBatch, choosing: Choosing, asked: Rows, width: int
+    batch: Batch, plan: Plan, trees: TreeBatch, choosing: Choosing, asked: Rows, tables: Ints
 ) -> Ints:
     """Return the vector int32[packed_size] that a program reads for one batch of a complete plan.
 
     choosing  temperature, seed and prompt length by slot
     asked     what programs do for the plan's rows
-    width     places of a page table's row
+    tables    int32[B,K,W] of the plan's rows
     """
-    whole, views = _blank(batch, width)
+    whole, views = _blank(batch, tables)
     for line, (row, nodes) in enumerate(zip(batch.rows, batch.nodes, strict=True)):
         count, first, slot = len(nodes), int(nodes[0]), int(plan.slots[row])
         depth = int(trees.depth[first])
@@ -118,13 +119,12 @@ def packed(
         views["parents"][line, :count] = parents
         views["depth"][line, :count] = trees.depth[nodes] - depth
         views["intervals"][:, line, :count] = intervals(parents)
-        table = plan.page_table[row]
-        views["table"][line, : len(table)] = np.maximum(table, 0)
+        views["tables"][line] = tables[row]
     return whole
 
 
 def packed_carried(
-    batch: Batch, plan: Plan, ends: Ints, most: Ints, choosing: Choosing, asked: Rows, width: int
+    batch: Batch, plan: Plan, ends: Ints, most: Ints, choosing: Choosing, asked: Rows, tables: Ints
 ) -> Ints:
     """Return the vector int32[packed_size] of a round that begins from another: every row takes
     length, root and tree from its slot.
@@ -132,23 +132,23 @@ def packed_carried(
     ends  int32[B] as in `Executor.begin_after`
     most  int32[B] draft tokens of each row at most
     """
-    whole, views = _blank(batch, width)
+    whole, views = _blank(batch, tables)
     rows = slice(0, plan.rows)
     views["count"][rows] = views["decided"][rows] = views["of_carried"][rows] = 1
     views["draft_slot"][rows] = asked.draft_slot
     views["of_most"][rows], views["of_depth"][rows] = most, plan.max_depth
     views["of_end"][rows], views["of_copies"][rows] = ends, asked.copies
-    views["table"][rows, : plan.page_table.shape[1]] = np.maximum(plan.page_table, 0)
+    views["tables"][rows] = tables
     for line, slot in enumerate(plan.slots.tolist()):
         _put_choosing(views, line, slot, choosing, asked.temperature[line])
     return whole
 
 
-def _blank(batch: Batch, width: int) -> tuple[Ints, dict[str, Any]]:
-    """Return a vector without rows, and its views."""
-    size = batch.size
-    whole = np.zeros(packed_size(size, width), np.int32)
-    views = views_of(whole, _shapes(size, width))
+def _blank(batch: Batch, tables: Ints) -> tuple[Ints, dict[str, Any]]:
+    """Return a vector without rows, for page tables like these, and its views."""
+    size, (_, kinds, width) = batch.size, tables.shape
+    whole = np.zeros(packed_size(size, (kinds, width)), np.int32)
+    views = views_of(whole, _shapes(size, (kinds, width)))
     views["draft_slot"][:] = views["of_slot"][:] = views["of_copies"][:] = -1
     views["parents"][:] = -1
     # What is no node sees itself alone.
@@ -173,7 +173,7 @@ class Inputs(NamedTuple):
     """The vector, read inside a program; shapes as above."""
 
     kv_len: Array
-    table: Array
+    tables: Array
     depth: Array
     place: Array
     draft_slot: Array
@@ -182,11 +182,11 @@ class Inputs(NamedTuple):
     bounds: Bounds
 
     @classmethod
-    def of(cls, whole: Array, size: Bucket, width: int) -> "Inputs":
+    def of(cls, whole: Array, size: Bucket, tables: tuple[int, int]) -> "Inputs":
         """Read a vector int32[packed_size] inside a program: views of its parts, and the ancestors,
         positions and seeds that follow from them.
         """
-        views = views_of(whole, _shapes(size, width))
+        views = views_of(whole, _shapes(size, tables))
         depth = views["depth"]
         real = jnp.arange(size.nodes) < views["count"][:, None]
 
@@ -197,7 +197,7 @@ class Inputs(NamedTuple):
         temperature = lax.bitcast_convert_type(views["temperature"], jnp.float32)
         return cls(
             kv_len=views["kv_len"],
-            table=views["table"],
+            tables=views["tables"],
             depth=depth,
             place=views["place"].reshape(-1),
             draft_slot=views["draft_slot"],

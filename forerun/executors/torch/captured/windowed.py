@@ -13,15 +13,13 @@ from forerun.executors.torch.attention.window_cache import WindowCache, window_c
 from forerun.executors.torch.captured.buffers import PageTables, TableEntries
 from forerun.executors.torch.captured.entries import KindOfPages
 from forerun.executors.torch.captured.executor import CapturedExecutor
-from forerun.executors.torch.captured.round import CapturedRound
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.triton.record import Size
 from forerun.executors.torch.triton.round_types import RoundInputs
 from forerun.executors.torch.windowed import WindowedTorchExecutor
-from forerun.executors.windowed import Windowed
-from forerun.interface.plan import Outcome, Plan, Round
-from forerun.speculative.tree import NodeMasks
-from forerun.types import AnyArray, Ints
+from forerun.executors.windowed import WindowedOverlap
+from forerun.interface.plan import Plan
+from forerun.types import AnyArray
 
 
 class _Near(PageTables):
@@ -83,7 +81,7 @@ class WindowRunner(CudaGraphRunner):
         return whole, KindOfPages(cache, geometry, slots, pages)
 
 
-class WindowedRounds(Windowed, CapturedExecutor):
+class WindowedRounds(WindowedOverlap, CapturedExecutor):
     """A CapturedExecutor around a WindowedTorchExecutor."""
 
     Runner = WindowRunner
@@ -91,17 +89,3 @@ class WindowedRounds(Windowed, CapturedExecutor):
     def __init__(self, eager: WindowedTorchExecutor, *arguments: Any, **named: Any) -> None:
         super().__init__(eager, *arguments, **named)
         self.windows = eager.windows
-
-    def begin_after(self, running: Round, plan: Plan, ends: Ints) -> CapturedRound | None:
-        """Begin a round on what the running one leaves, as CapturedExecutor does; None also where
-        the host knows too little of the sequences' lengths.
-        """
-        if not self.windows.begin_after(plan, ends):
-            return None
-        return super().begin_after(running, plan, ends)
-
-    def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
-        """Wait for a round, as CapturedExecutor does, and learn its sequences' lengths."""
-        outcome = super().finish(round, masks)
-        self.windows.finish(round.plan, outcome)
-        return outcome

@@ -108,11 +108,8 @@ class TorchAssistantModel:
             raise EngineError("an extension whose features are not one row per token")
         roots = roots_of(extension)
         if executor.windows is not None:
-            rows = zip(
-                extension.slots.tolist(), extension.pages, roots.kv_len.tolist(), strict=True
-            )
-            for slot, pages, length in rows:
-                executor.windows.read(slot, pages, length)
+            lengths = roots.kv_len.tolist()
+            executor.windows.read_all(extension.slots.tolist(), extension.pages, lengths)
         hidden = executor.decoder.final_norm(streams[indices(roots.last, executor.device)])
         tokens = extension.next_tokens[roots.last]
         read, outputs = self._pass(tokens, hidden, roots.start, roots.kv_len, extension.pages)

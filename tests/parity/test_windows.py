@@ -1,7 +1,8 @@
 """Window pages in torch: eager, by kernels' twins, and in rounds that are captured and begin from
-each other, against an engine that keeps everything.
+each other; and in JAX, whose rounds do too. Against an engine that keeps everything.
 """
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,10 @@ from forerun.engine import disk_pages
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
 from forerun.errors import EngineError
+from forerun.executors.jax import JaxDecoderModel, JaxExecutor, JaxOptions, jax_executor
+from forerun.executors.jax.program.functions import Key
+from forerun.executors.jax.program.programs import JaxPrograms
+from forerun.executors.jax.rounds.batches import Bucket
 from forerun.executors.torch import (
     TorchDecoderModel,
     TorchExecutor,
@@ -28,6 +33,7 @@ from forerun.executors.torch import (
 from forerun.executors.torch.memory import target_kv_shape
 from forerun.interface.grammars import NoGrammars
 from forerun.speculative.sampling import Sampling
+from tests.drafters.served import padded
 from tests.engine.drafters import ErraticDrafter
 from tests.engine.toys import TOKENIZER, VOCAB, Ear, ask
 from tests.engine.window_schedules import (
@@ -59,14 +65,16 @@ def known(source):
 
 
 @pytest.fixture
-def windowed(source, monkeypatch):
+def windowed(source, monkeypatch, compiled, quickly):
     """An executor of a kind: "eager"; "kernels", whose prompts are FlashAttention's; or "rounds",
-    which begin from each other.
+    which begin from each other, as those of "jax" do.
     """
 
     def build(kind="eager", of=None, **shape):
         with monkeypatch.context() as patch:
             limits = shaped(**shape)
+            if kind == "jax":
+                return on_xla(patch, of or source, limits, compiled)
             if kind != "eager":
                 patch.setattr(model_runner, "kernels_for", lambda device: SLOW_TWINS)
             if kind == "rounds":
@@ -76,6 +84,15 @@ def windowed(source, monkeypatch):
             return with_captures(made, overlap=True) if kind == "rounds" else made
 
     return build
+
+
+def on_xla(patch, source, limits, compiled):
+    """Rounds of one size, and layers in a scan where they repeat; what a step needs is compiled by
+    it.
+    """
+    padded(patch, "rows", "nodes", "chunks")
+    options = JaxOptions(draft_nodes=6, overlap=True, stacked=True, cache_dir=compiled)
+    return jax_executor(limits)(source, limits, options)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +109,8 @@ def windowed(source, monkeypatch):
                 ("kernels", 16, True, 3),
                 ("rounds", 16, True, 2),
                 ("rounds", 1, False, 5),
+                ("jax", 16, True, 2),
+                ("jax", 1, False, 5),
             ]
         ),
     ],
@@ -100,11 +119,12 @@ def test_any_schedule_meets_the_same_texts(windowed, known, kind, page, drafts, 
     """Of window pages there are too few for all sequences at once, and of pages too."""
     executor = windowed(kind, page=page, tokens=304)
     drafter = ErraticDrafter(known.following, VOCAB, seed) if drafts else None
-    engine = engine_on(executor, drafter, overlap=kind == "rounds")
+    begins_early = kind in ("rounds", "jax")
+    engine = engine_on(executor, drafter, overlap=begins_early)
     Schedule(engine, executor, known, seed).run(requests)
     assert engine.stats().preemptions > 0 or page == 1 or requests < 10
     assert (engine.stats().acceptance_length > 1.05) == drafts
-    assert kind != "rounds" or drafts or engine.stats().carried > 4
+    assert not begins_early or drafts or engine.stats().carried > 4
 
 
 @pytest.mark.parametrize("kind", ["eager", pytest.param("rounds", marks=pytest.mark.slow)])
@@ -127,7 +147,7 @@ def test_texts_and_their_windows_come_back_from_disk(windowed, known, tmp_path, 
         executor.pages.contents.write_window_page(0, b"x")
 
 
-@pytest.mark.parametrize("kind", ["eager", "rounds"])
+@pytest.mark.parametrize("kind", ["eager", "rounds", "jax"])
 @pytest.mark.parametrize("page", [1, 16])
 def test_a_text_goes_on_where_its_window_is_still_there(windowed, known, kind, page):
     executor = windowed(kind, page=page, tokens=1408)
@@ -143,20 +163,32 @@ def test_a_text_goes_on_where_its_window_is_still_there(windowed, known, kind, p
 
 
 @pytest.mark.parametrize(
-    "family",
+    ("kind", "family"),
     [
-        "gemma4_text",
-        *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_oss", "exaone4", "mistral")),
+        ("eager", "gemma4_text"),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in [
+                *(("eager", family) for family in ("gpt_oss", "exaone4", "mistral")),
+                *(("jax", family) for family in ("gemma3_text", "gemma4_text", "mistral")),
+            ]
+        ),
     ],
 )
-def test_layers_of_any_family(checkpoint, windowed, family):
-    """Shared keys and values, sinks, windows everywhere: the logits of a long text, bit for bit."""
-    changes = {"gemma4_text": {"vocab_size_per_layer_input": VOCAB}}.get(family, {})
-    changes |= {"sliding_window": 24} if family == "mistral" else {}
+def test_layers_of_any_family(checkpoint, windowed, kind, family):
+    """Shared keys and values, sinks, windows everywhere, and in a scan beside layers without: the
+    logits of a long text, bit for bit.
+    """
+    changes = {
+        "gemma4_text": {"vocab_size_per_layer_input": VOCAB},
+        "gemma3_text": {"num_hidden_layers": 5},
+        "mistral": {"sliding_window": 24},
+    }.get(family, {})
     source = checkpoint(family, vocab_size=VOCAB, **changes)
-    kept = TorchExecutor(source, replace(shaped(), window=0, window_pages=0))
+    kept = windowed(kind, source, windows=0)
+    assert kept.windows is None
     found = []
-    for executor in (kept, windowed(of=source)):
+    for executor in (kept, windowed(kind, source)):
         with Driver(executor) as driver:
             driver.open(0, BASE[:200])
             logits = []
@@ -167,17 +199,30 @@ def test_layers_of_any_family(checkpoint, windowed, family):
     assert found[0].tobytes() == found[1].tobytes()
 
 
-def grown(executor, source, known, overlap):
-    """Texts of an engine whose rounds grow trees with the target itself as draft model, and its
-    statistics.
-    """
+def beside_itself(executor, source, shape):
+    """The target itself as draft model, with which rounds grow trees."""
     draft = WholeDraft("itself", source, equal_vocabulary(VOCAB, VOCAB))
+    if isinstance(executor, JaxExecutor):
+        model = JaxDecoderModel(executor, draft)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(JaxPrograms, "warm_up", lambda *_: None)
+            executor.warm_up(shape, lambda *_: None)
+        return model
     model = TorchDecoderModel(executor.draft_target, draft)
     executor.draft_with(model)
-    drafter = ModelDrafter(model, executor.limits, DraftShape(nodes=6, width=2, depth=3))
-    options = EngineOptions(overlap=overlap)
+    return model
+
+
+def grown(executor, source, known, overlap):
+    """Texts of an engine whose rounds grow trees with the target itself as draft model, and its
+    statistics. A text's last token would be the first in its page.
+    """
+    shape = DraftShape(nodes=6, width=2, depth=3)
+    model = beside_itself(executor, source, shape)
+    drafter, options = ModelDrafter(model, executor.limits, shape), EngineOptions(overlap=overlap)
     engine = Engine(executor, drafter, FixedPolicy(6, 3), TOKENIZER, NoGrammars(), options)
-    ear, asked = Ear(), [ask(str(n), BASE[n : 60 + 30 * n], 50, seed=n) for n in range(3)]
+    ear = Ear()
+    asked = [ask(str(n), BASE[n : 60 + 30 * n], 53 + 3 * n, seed=n) for n in range(3)]
     for request in asked:
         engine.submit(request, ear)
     finished(engine, executor)
@@ -185,10 +230,19 @@ def grown(executor, source, known, overlap):
     return engine.stats()
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_rounds_that_grow_trees_accept_as_much(windowed, source, known, overlap):
+@pytest.mark.parametrize(
+    ("kind", "overlap"),
+    [
+        ("rounds", True),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in [("rounds", False), ("jax", True), ("jax", False)]
+        ),
+    ],
+)
+def test_rounds_that_grow_trees_accept_as_much(windowed, source, known, kind, overlap):
     """All draft tokens are right; the host knows only bounds of how many were accepted."""
-    executor = windowed("rounds", windows=3)
+    executor = windowed(kind, windows=3)
     stats = grown(executor, source, known, overlap)
     assert stats.acceptance_length > 3.2
     assert (stats.carried > 10) == overlap
@@ -208,8 +262,9 @@ def test_rounds_wait_where_bounds_are_far_apart(windowed, monkeypatch):
         assert (executor.windows.of == before).all()
 
 
-def test_what_was_given_back_is_never_read_or_written(windowed):
-    reads_what_was_given_back(windowed())
+@pytest.mark.parametrize("kind", ["eager", pytest.param("jax", marks=pytest.mark.slow)])
+def test_what_was_given_back_is_never_read_or_written(windowed, kind):
+    reads_what_was_given_back(windowed(kind))
 
 
 def test_no_more_is_allocated_than_planned(source, windowed):
@@ -222,3 +277,18 @@ def test_no_more_is_allocated_than_planned(source, windowed):
     everything = replace(limits, window=0, window_pages=0)
     kept = TorchExecutor(source, everything).describe()["cache_bytes"]
     assert held < kept / 2
+
+
+@pytest.mark.slow
+def test_no_more_is_allocated_on_xla_than_planned(source, windowed):
+    """And no round copies a cache of either kind."""
+    executor = windowed("jax", tokens=2816)
+    state, text = executor.programs.state, executor.programs.text(Key("round", Bucket(3, 7)))
+    held = sum(part.nbytes for part in (*state.keys, *state.values))
+    assert held == executor.describe()["cache_bytes"]
+    kept = windowed("jax", tokens=2816, windows=0).describe()["cache_bytes"]
+    assert len(state.keys) == 2 and held < kept / 2
+    for part in state.keys:
+        shape = ",".join(map(str, part.shape))
+        assert f"f32[{shape}]" in text
+        assert not re.search(rf"= f32\[{shape}\]\S* copy\(", text)
