@@ -269,7 +269,7 @@ class JaxDecoder(NamedTuple):
             return x, (stacked, jnp.stack(entered) if entering else ())
 
         last, each = lax.scan(once, x, (pattern, jnp.arange(times)))
-        found, entered = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), each)
+        found, entered = jax.tree.map(lambda part: lax.collapse(part, 0, 2), each)
         return last, found, entered
 
     def _numbered(
