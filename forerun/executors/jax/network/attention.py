@@ -61,7 +61,7 @@ class Layer(NamedTuple):
 
     number  of its keys and values among those of their kind; traced, in a scan
     spec    how it attends
-    kind    of its keys and values (kv.Kind), by number
+    kind    of its keys and values (kv.CacheKind), by number
     """
 
     number: Any

@@ -21,7 +21,7 @@ from jax import Array, lax
 from forerun.executors.jax.network.attention import Layer
 from forerun.executors.jax.network.beside import beside_experts, token_vectors, with_vector
 from forerun.executors.jax.network.experts import mixture, shared
-from forerun.executors.jax.network.kv import Kind, kinds_of, sanitised
+from forerun.executors.jax.network.kv import CacheKind, kinds_of, sanitised
 from forerun.executors.jax.network.layers import (
     GATES,
     product,
@@ -138,7 +138,7 @@ class JaxDecoder(NamedTuple):
     windowed: bool = False
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[CacheKind, ...]:
         """The kinds of its layers' keys and values, as State has them."""
         return tuple(kinds_of(self.arch, self.windowed))
 
@@ -149,7 +149,7 @@ class JaxDecoder(NamedTuple):
 
     def kind(self, spec: LayerSpec) -> int:
         """Return the number of the kind of a layer's keys and values, or of those that it reads."""
-        return self.kinds.index(Kind.of(self.arch, spec, self.windowed))
+        return self.kinds.index(CacheKind.of(self.arch, spec, self.windowed))
 
     def forward(
         self,
@@ -233,8 +233,8 @@ class JaxDecoder(NamedTuple):
         specs, spec = self.arch.layer_specs, self.arch.layer_specs[number]
         before = specs[: number if spec.reads is None else spec.reads]
         owners = [each for each in before if each.reads is None and each.recurrent is None]
-        kinds = [Kind.of(self.arch, each, self.windowed) for each in owners]
-        return kinds.count(Kind.of(self.arch, spec, self.windowed))
+        kinds = [CacheKind.of(self.arch, each, self.windowed) for each in owners]
+        return kinds.count(CacheKind.of(self.arch, spec, self.windowed))
 
     def _scanned(
         self,

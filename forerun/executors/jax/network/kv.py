@@ -33,7 +33,7 @@ from forerun.speculative.tree import full_size
 from forerun.types import Ints
 
 
-class Kind(NamedTuple):
+class CacheKind(NamedTuple):
     """What layers have in common whose keys and values lie in one array.
 
     shape  what they keep of a position
@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     near: bool
 
     @classmethod
-    def of(cls, arch: Architecture, spec: LayerSpec, windowed: bool) -> "Kind":
+    def of(cls, arch: Architecture, spec: LayerSpec, windowed: bool) -> "CacheKind":
         """Return the kind of a layer's keys and values, or of those that it reads. windowed: layers
         with a window have window pages.
         """
@@ -52,10 +52,10 @@ class Kind(NamedTuple):
         return cls(arch.cache_of(spec), windowed and owner.attention.window is not None)
 
 
-def kinds_of(arch: Architecture, windowed: bool) -> Counter[Kind]:
+def kinds_of(arch: Architecture, windowed: bool) -> Counter[CacheKind]:
     """Return how many layers have keys and values of each kind, in the order of first use."""
     owners = (spec for spec in arch.layer_specs if spec.recurrent is None and spec.reads is None)
-    return Counter(Kind.of(arch, spec, windowed) for spec in owners)
+    return Counter(CacheKind.of(arch, spec, windowed) for spec in owners)
 
 
 @dataclass(frozen=True, slots=True)
