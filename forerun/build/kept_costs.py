@@ -25,6 +25,8 @@ from forerun.machine import cores
 
 STARTS = 3
 """Measurements whose medians count."""
+FILES = 64
+"""Most files; the ones written longest ago go."""
 SECONDS = 7 * 86_400.0
 """Age at which a measurement no longer counts."""
 
@@ -88,7 +90,11 @@ def _sound(costs: StepCosts) -> bool:
 
 
 def _write(path: Path, entries: list[tuple[float, StepCosts]]) -> None:
+    """Write the file at once, and delete the oldest beyond FILES. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}")
     new.write_bytes(msgspec.json.encode(entries))
     new.replace(path)
+    old = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime_ns)
+    for one in old[:-FILES]:
+        one.unlink(missing_ok=True)

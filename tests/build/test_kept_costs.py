@@ -121,3 +121,10 @@ def test_what_cannot_be_written_is_measured_each_time(starts, tmp_path):
     (tmp_path / "costs").write_text("a file where the folder should be")
     for ms in (4.0, 5.0, 6.0, 7.0, 8.0):
         assert starts(costs(ms)) == costs(ms)
+
+
+def test_few_files_are_kept(starts, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_costs, "FILES", 2)
+    for model in range(4):
+        starts(costs(4.0), ["a model", model])
+    assert len([*(tmp_path / "costs").iterdir()]) == 2
