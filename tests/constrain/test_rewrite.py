@@ -1,6 +1,7 @@
 """Keywords that no library has, in words that they have: nothing invalid passes, something does."""
 
 import json
+from decimal import Decimal
 
 import pytest
 
@@ -204,6 +205,18 @@ def test_what_cannot_be_enforced_is_refused_or_left_out_and_named(schema, path, 
     loose = Grammar.json_schema(schema, lenient=True, field=field)
     assert compiled(loose).unenforced == (f"{field}.{path}",)
     assert fits(loose, json.dumps(value))
+
+
+@pytest.mark.parametrize("factor", [".25", ".15", ".375", "12.25", ".05", ".5", "2.5", "15"])
+@pytest.mark.parametrize("beside", [{}, {"minimum": 1}, {"anyOf": [{"type": "number"}]}])
+def test_a_multiple_may_have_fewer_digits_than_the_factor(factor, beside):
+    grammar = Grammar.json_schema({"type": "number", "multipleOf": float(factor), **beside})
+    places = -min(0, Decimal(factor).as_tuple().exponent)
+    for digits in range(places + 1):
+        for number in (0, 1, 5, 10, 12, 15, 25, 75, 125, 130, 245, 250, 375, 2450):
+            text = f"{Decimal(number).scaleb(-digits):f}"
+            large = Decimal(text) >= beside.get("minimum", 0)
+            assert fits(grammar, text) == (Decimal(text) % Decimal(factor) == 0 and large), text
 
 
 def test_bounds_with_no_float_between_them_are_refused_or_left_out_both():

@@ -1,6 +1,7 @@
 """Bounds and values of numbers, as far as llguidance can count."""
 
 import math
+from decimal import Decimal
 from typing import Any
 
 EXACT = 2**53
@@ -15,6 +16,9 @@ LARGE_BOUND = (
 _INTEGERS = 2**63 - 1024
 """The largest integer below 2**63 that a float can be."""
 
+_PLACES = 6
+"""Most digits behind the point of a multiple that is written with fewer, too."""
+
 _DIGITS = 10**18
 """Digits of numbers with fractions that llguidance makes a pattern for."""
 
@@ -28,6 +32,27 @@ def exclusive(schema: dict[str, Any]) -> dict[str, Any]:
         if isinstance(out.get(name), bool) and out.pop(name) and bound in out:
             out[name] = out.pop(bound)
     return out
+
+
+def with_fewer_digits(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy under which a multiple may be written with fewer digits behind the point than
+    `multipleOf` has: llguidance takes 2.50 for a multiple of .25 and refuses 2.5 (so it does of all
+    factors of two digits and more).
+    """
+    factor = schema.get("multipleOf")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+        return schema
+    _, digits, exponent = Decimal(repr(factor)).normalize().as_tuple()
+    if len(digits) < 2 or not isinstance(exponent, int) or not -_PLACES <= exponent < -1:
+        return schema
+    least = int("".join(map(str, digits)))
+    shared = (math.lcm(least, 10**fewer) for fewer in range(-exponent))
+    every = [float(Decimal(one).scaleb(exponent)) for one in shared]
+    out = {name: schema[name] for name in schema if name != "multipleOf"}
+    choice = {"anyOf": [{"multipleOf": one} for one in every]}
+    if out.keys() & {"anyOf", "allOf"}:
+        return {**out, "allOf": [*out.get("allOf", []), choice]}
+    return out | choice
 
 
 def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -14,7 +14,13 @@ from forerun.constrain.schema.arrays import arrays
 from forerun.constrain.schema.choices import conditional, exclusive_choice, negated
 from forerun.constrain.schema.keys import with_plain_keys
 from forerun.constrain.schema.logic import NOTES, type_of
-from forerun.constrain.schema.numbers import LARGE_BOUND, bounded, exact, exclusive
+from forerun.constrain.schema.numbers import (
+    LARGE_BOUND,
+    bounded,
+    exact,
+    exclusive,
+    with_fewer_digits,
+)
 from forerun.constrain.schema.objects import counted, dependencies, depending, named
 from forerun.constrain.schema.origins import Origins, Rewritten, UnenforcedKeyword
 from forerun.constrain.schema.references import References, SchemaPlace
@@ -221,7 +227,7 @@ def _numbers(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
     out, faults = bounded(out)
     for name in faults:
         rewriter.fault(path, name, LARGE_BOUND)
-    return out
+    return with_fewer_digits(out)
 
 
 def _strings(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
