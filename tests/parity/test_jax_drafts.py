@@ -25,11 +25,13 @@ from forerun.executors.jax import executor as jax_executor
 from forerun.executors.jax.draft_models import level_model
 from forerun.executors.jax.drafts import drafting
 from forerun.executors.jax.drafts.draft_network import Ran
+from forerun.executors.jax.network.attention import Layer
 from forerun.executors.jax.network.kv import DraftArrays, NetworkSizes
 from forerun.executors.jax.rounds.accept import NodeSampling
 from forerun.executors.jax.rounds.reports import line_size
 from forerun.interface.grammars import Committed
 from forerun.networks.cache_layer import CacheLayer
+from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import NodeMasks, full_size
 from tests.covering import covering, every, values
 from tests.drafters.conftest import kinds  # noqa: F401 - a fixture
@@ -73,7 +75,9 @@ def cells(kinds, compiled, quickly):  # noqa: F811
 
 
 class Reading:
-    """A network whose likeliest token after a node is the position at which it was run."""
+    """A network whose likeliest token after a node is the position at which it was run: that of the
+    second of the last three, which are all that it sees.
+    """
 
     sizes = NetworkSizes((), 1, (CacheLayer(1, 2),), 1, 100, 100, 0, False)
 
@@ -84,9 +88,11 @@ class Reading:
         return features
 
     def run(self, params, tokens, hidden, position, attend):
-        nothing = jnp.zeros((1, *position.shape, 1, 2))
-        read = jax.nn.one_hot(position, self.sizes.read) * 9
-        return Ran(read, position[..., None] * 1.0, nothing, nothing)
+        here = jnp.broadcast_to(1.0 * position[..., None, None], (*position.shape, 1, 2))
+        mean = attend(Layer(0, AttentionSpec(1.0, window=3)), here * 0, here * 0, here)
+        likeliest = jnp.rint(mean[..., 0, 0]).astype(int) + 1
+        read = jax.nn.one_hot(likeliest, self.sizes.read) * 9
+        return Ran(read, position[..., None] * 1.0, here[None] * 0, here[None])
 
     def logits(self, params, read):
         return read
@@ -109,12 +115,13 @@ def test_a_level_stands_one_position_below_the_level_above(quickly, runs_root):
             jnp.zeros((2, 6), jnp.uint32), jnp.zeros(6, jnp.int32), jnp.zeros(6)
         )
         given = SimpleNamespace(
-            kv_len=kv_len, depth=depth, table=jnp.arange(16).reshape(2, 8), sampling=sampling,
+            kv_len=kv_len, depth=depth, tables=jnp.arange(16).reshape(2, 1, 8), sampling=sampling,
             trees=SimpleNamespace(tokens=depth, seen=below), draft_slot=jnp.arange(2),
         )  # fmt: skip
         done = drafting.AcceptedStep(given, depth, kept, jnp.zeros((rows, nodes, 1)))
         keys, outputs = jnp.zeros((1, 100, 1, 2)), jnp.zeros((9, 1))
-        held = DraftArrays(outputs, keys, keys, outputs, outputs)
+        values = keys + (jnp.arange(100) % 32)[:, None, None]
+        held = DraftArrays(outputs, keys, values, outputs, outputs)
         return network.work({"draft": {"ids": jnp.arange(100)}}, held, done, 1, levels)[1]
 
     record = grown(kv_len, depth, depth < accepted[:, None])

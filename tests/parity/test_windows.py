@@ -147,7 +147,7 @@ def test_texts_and_their_windows_come_back_from_disk(windowed, known, tmp_path, 
         executor.pages.contents.write_window_page(0, b"x")
 
 
-@pytest.mark.parametrize("kind", ["eager", "rounds", "jax"])
+@pytest.mark.parametrize("kind", ["eager", "rounds", pytest.param("jax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page", [1, 16])
 def test_a_text_goes_on_where_its_window_is_still_there(windowed, known, kind, page):
     executor = windowed(kind, page=page, tokens=1408)
