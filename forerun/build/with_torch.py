@@ -21,6 +21,7 @@ from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.prediction_layers import PredictionLayers
 from forerun.drafts.whole_draft import WholeDraft
 from forerun.errors import ConfigError, ModelError
+from forerun.executors.windowed import WindowedPages
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available, physical_cores
@@ -167,7 +168,6 @@ def _build(
     try:
         from forerun.executors.torch import (
             TorchPages,
-            WindowedTorchPages,
             torch_executor,
             with_captures,
         )
@@ -194,7 +194,7 @@ def _build(
     )
     eager.pages, eager.state_contents = TorchPages(eager), eager.states
     if eager.windows is not None:
-        eager.pages = eager.window_contents = WindowedTorchPages(eager.pages, eager.windows)
+        eager.pages = eager.window_contents = WindowedPages(eager.pages, eager.windows)
     if config.disable_cuda_graph:
         return eager
     # With captured rounds steps overlap by default (decision 0022).
@@ -234,12 +234,10 @@ def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits
 
 
 def _joined(executor: Any, model: Any) -> DraftModel:
-    """Attach a draft model to its executor, whose steps draft with it if they can, and to the
-    executor's pages, and return it.
+    """Attach a draft model to its executor, whose steps draft with it if they can, and return
+    it.
     """
     executor.draft_with(model)
-    if executor.pages is not None:
-        executor.pages.add(model)
     return cast(DraftModel, model)
 
 

@@ -29,6 +29,7 @@ class Admission:
     ready    whether a sequence with a slot can take part in the next step
     reusable_prefix_len  (cached tokens, salt, pages) -> how many tokens a sequence can skip, as
                          Executor.reusable_prefix_len
+    copy_page  as Executor.copy_page
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class Admission:
         features: bool,
         ready: Callable[[Sequence], bool],
         reusable_prefix_len: Callable[[Ints, bytes, Ints], int],
+        copy_page: Callable[[int, int], bool],
     ) -> None:
         self.limits, self.num_logits_rows = limits, limits.scored_nodes
         self._ready, self._reusable_prefix_len = ready, reusable_prefix_len
+        self._copy_page = copy_page
         self.index = PrefixIndex(limits.pages, limits.page_size, lookahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -131,10 +134,11 @@ class Admission:
         """Reserve pages for all known tokens, cached or new, and leave one for each running row to
         grow.
         """
-        table, index = sequence.table, self.index
-        if sequence.reuses_prefix:
-            # At least one token must run, or there are no logits to sample from.
-            table.start(sequence.tokens[: sequence.total - 1 + index.lookahead])
+        table, index, reuses = sequence.table, self.index, sequence.reuses_prefix
+        # At least one token must run, or there are no logits to sample from.
+        known = sequence.tokens[: sequence.total - 1 + index.lookahead]
+        if reuses:
+            table.start(known)
             sequence.shared = max(table.length, sequence.stored)
             cached, pages = sequence.tokens[: table.length], np.array(table.pages, np.int32)
             table.shorten(self._reusable_prefix_len(cached, table.salt, pages))
@@ -142,9 +146,12 @@ class Admission:
         if missing + len(self.running) > index.available:
             table.release()
             return False
+        reserved = table.reserve(sequence.pending)
+        if reuses and reserved:
+            table.continue_within(known, self._copy_page)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = table.length
-        return table.reserve(sequence.pending)
+        return reserved
 
     def _windows_fit(self, *more: Sequence) -> bool:
         """Return whether running sequences, and these, have window pages enough now."""

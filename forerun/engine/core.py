@@ -41,6 +41,7 @@ class EngineCore:
             features=parts.drafter.traits.needs_features,
             ready=self._ready,
             reusable_prefix_len=parts.executor.reusable_prefix_len,
+            copy_page=parts.executor.copy_page,
         )
         self.outputs = OutputProcessor(
             parts, self.scheduler, self.metrics, self._release_sequence, ended

@@ -194,7 +194,9 @@ class DiskPages:
         """
         index, salt = self._index, sequence.table.salt
         size, lookahead = index.page_size, index.lookahead
-        tokens = sequence.tokens[: sequence.total - 1 + lookahead]
+        # Of a full last page all but one token are reused; but states are there for its end alone.
+        last = 0 if self._beside is None else 1 - lookahead
+        tokens = sequence.tokens[: sequence.total - last]
         most = (len(tokens) - lookahead) // size
         known = index.acquire(tokens, salt)
         for entry in reversed(known):

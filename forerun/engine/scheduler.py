@@ -64,7 +64,7 @@ class Scheduler(Admission):
     step's prompt tokens (PromptShares).
 
     ready  whether a sequence with a slot can take part in the next step
-    reusable_prefix_len  see Admission
+    reusable_prefix_len, copy_page  see Admission
     """
 
     def __init__(
@@ -74,8 +74,9 @@ class Scheduler(Admission):
         features: bool = False,
         ready: Callable[[Sequence], bool] = lambda sequence: True,
         reusable_prefix_len: Callable[[Ints, bytes, Ints], int] = lambda tokens, *_: len(tokens),
+        copy_page: Callable[[int, int], bool] = lambda *_: False,
     ) -> None:
-        super().__init__(limits, features, ready, reusable_prefix_len)
+        super().__init__(limits, features, ready, reusable_prefix_len, copy_page)
         self.policy = policy
 
     def preempt(self, sequence: Sequence) -> int:

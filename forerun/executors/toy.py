@@ -103,6 +103,12 @@ class ToyExecutor(Executor):
         """
         self._sampler.open(slot_init)
 
+    def copy_page(self, source: int, target: int) -> bool:
+        """Make page `target` hold the positions and tokens of `source`."""
+        for part in (self._keys, self._values):
+            part[target] = part[source]
+        return True
+
     def close(self, slot: int) -> None:
         """Discard the slot's sequence, if it has one."""
         self._sampler.close(slot)

@@ -33,6 +33,10 @@ class Windowed(Executor):
         """
         return 0 if pages is None else self.windows.reusable_prefix_len(pages)
 
+    def copy_page(self, source: int, target: int) -> bool:
+        """Return False: windows are there for ends of pages only."""
+        return False
+
     def close(self, slot: int) -> None:
         """Discard the slot's sequence, if it has one."""
         self.windows.close(slot)

@@ -225,6 +225,13 @@ class Executor(Protocol):
         """
         return len(tokens)
 
+    def copy_page(self, source: int, target: int) -> bool:
+        """Make page `target` hold what `source` does, in the target and in every draft model, so
+        that a new sequence can continue within it. While no round runs. Returns False, and copies
+        nothing, if a sequence can continue behind whole pages only.
+        """
+        return False
+
     def close(self, slot: int) -> None:
         """Discard a slot's sequence; its pages belong to the engine alone from now on. A closed
         slot is no error.

@@ -72,7 +72,9 @@ def test_the_same_in_as_many_steps(
     cell = cells(executor, name, page_size=page_size)
     new, known = answers(cell, tmp_path, temperature, 2, shape=(3, 3, 1))
     (after,) = answers(cell, tmp_path, temperature, 1, shape=(3, 3, 1))
-    assert after == known and after[0] >= len(PROMPT) - 1 - page_size and new[0] == 0
+    assert after[1:] == known[1:] and new[0] == 0
+    # In memory are pages of its answer, too, of which one begins as the prompt ends.
+    assert after[0] == (len(PROMPT) - 1) // page_size * page_size <= known[0]
     assert np.array_equal(new[1], after[1])
     (plain,) = answers(cell, tmp_path / "plain", temperature, 1)
     assert np.array_equal(plain[1], after[1])

@@ -101,6 +101,21 @@ class ToyBlock(ToySelf):
         )
 
 
+class _Copies(ToyExecutor):
+    """A toy that copies a draft model's pages, too."""
+
+    def __init__(self, shape, model):
+        super().__init__(shape)
+        while hasattr(model, "_model"):
+            model = model._model
+        self._entries = [] if model is None else [model.entries]
+
+    def copy_page(self, source, target):
+        for entries in self._entries:
+            entries[target] = entries[source]
+        return super().copy_page(source, target)
+
+
 class ToyCell(Cell):
     """As a Cell, on the toy."""
 
@@ -124,5 +139,5 @@ class ToyCell(Cell):
             nodes, depth, width = shape
             drafter = ModelDrafter(model, self._limits, DraftShape(width=width, depth=depth))
             policy = FixedPolicy(nodes, depth)
-        executor, options = ToyExecutor(self._limits), EngineOptions()
+        executor, options = _Copies(self._limits, model), EngineOptions()
         return Engine(executor, drafter, policy, TOKENIZER, NoGrammars(), options)

@@ -48,6 +48,10 @@ class CarryingToy(ToyExecutor):
         self._no_step_has(slot_init.slot)
         super().open(slot_init)
 
+    def copy_page(self, source, target):
+        assert not self._queue, "a page is copied while a step runs"
+        return super().copy_page(source, target)
+
     def close(self, slot):
         self._no_step_has(slot)
         super().close(slot)

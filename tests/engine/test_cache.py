@@ -156,6 +156,91 @@ def test_a_page_waits_for_the_token_after_it():
     assert shared.evictable == 1 and free(shared) == 7
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_page_that_begins_alike(lookahead):
+    """Of several the one that has most; what depends on the token behind it is not the same."""
+    shared = PrefixIndex(8, 4, lookahead)
+    for last in ((7, 8, 1), (7, 9, 1), (9, 9, 1)):
+        filled(shared, ints(1, 2, 3, 4, 5, 6, *last)).release()
+    table = PageTable(shared)
+    assert table.start(ints(1, 2, 3, 4, 5)) == 4
+    (entry,) = table._chain
+    pages = [child.page for child in entry.children.values()]
+
+    def found(*tokens):
+        return shared.partial_match(entry, ints(*tokens))
+
+    assert found(5, 6, 7, 9) == (pages[1], 4 - lookahead)
+    assert found(5, 6, 7, 9, 1) == found(5, 6, 7, 9, 1, 1) == (pages[1], 4)
+    assert found(5, 6, 9, 8) == (pages[2], 3 - lookahead)
+    assert found(5, 6)[1] == 2 - lookahead and found(5)[1] == 1 - lookahead
+    assert found(6)[1] == found()[1] == 0
+    assert found(6, 6, 7, 9)[1] == 0
+    assert shared.partial_match(shared.root, ints(1, 2, 9))[1] == 2 - lookahead
+    shared.check()
+
+
+def test_a_page_that_begins_alike_is_of_the_same_salt():
+    """Also where a salt is what the other text begins with."""
+    shared = index(pages=12)
+    for salt in (b"", ints(1).tobytes()):
+        filled(shared, ints(1, 2, 3, 4), salt).release()
+
+    def found(*tokens, salt=b""):
+        return shared.partial_match(shared.root, ints(*tokens), salt)[1]
+
+    assert found(1, 9) == found(1, 9, salt=ints(1).tobytes()) == 1
+    assert found(1, 1) == 1 and found(2, 9) == 0
+    assert found(1, 9, salt=b"a") == found(2, 9, salt=ints(1).tobytes()) == 0
+
+
+def test_a_page_that_was_copied_is_evicted_last():
+    shared = index(pages=4)
+    pages = [filled(shared, ints(first, 2)).pages[0] for first in (1, 3, 5)]
+    for page in pages:
+        shared.release(page)
+    assert shared.partial_match(shared.root, ints(1)) == (pages[0], 1)
+    assert shared.take(3) is not None
+    assert PageTable(shared).start(ints(1, 2)) == 2
+    shared.check()
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_a_table_continues_within_a_page(can):
+    shared, copies = index(size=4), []
+    known = filled(shared, ints(1, 2, 3, 4, 5, 6, 7, 8))
+    table, tokens = PageTable(shared), ints(1, 2, 3, 4, 5, 6, 9, 9)
+
+    def copy(*pages):
+        copies.append(pages)
+        return can
+
+    assert table.start(tokens[:-1]) == 4 and table.reserve(4)
+    table.continue_within(tokens[:-1], copy)
+    assert copies == [(known.pages[1], table.pages[1])] and table.pages[1] != known.pages[1]
+    assert table.length == (6 if can else 4)
+    table.check()
+    table.commit(8 - table.length, tokens)
+    table.check()
+    assert table.pages[1] != known.pages[1] and shared.references(known.pages[1]) == 1
+    for each in (table, known):
+        each.release()
+    shared.check()
+    assert shared.held == 0 and shared.evictable == 3
+
+
+def test_a_copy_that_becomes_its_source_is_given_back():
+    shared = index(size=4)
+    tokens = ints(1, 2, 3, 4)
+    known, table = filled(shared, tokens), PageTable(shared)
+    assert table.start(tokens[:-1]) == 0 and table.reserve(4)
+    table.continue_within(tokens[:-1], lambda *_: True)
+    assert table.length == 3 and shared.held == 2
+    table.commit(1, tokens)
+    assert table.pages == known.pages and shared.held == 1
+    shared.check()
+
+
 def test_kept_pages_are_evicted_least_recently_used_first_and_leaves_before_parents():
     shared = index(pages=4)
     filled(shared, ints(1, 2, 3, 4)).release()

@@ -89,9 +89,9 @@ def test_the_same_text_after_a_restart(engines, name, page_size):
     second = restarted(engines, first, **shape)
     after = answer(second, ask(prompt=LONG))
     assert after.tokens() == before.tokens()
-    assert cached(after) == 95 // page_size * page_size
+    assert cached(after) == 95  # One runs again; the rest of its page is copied.
     stats = second.stats().store
-    assert stats.hits == 1 and stats.tokens == cached(after) and not stats.misses
+    assert stats.hits == 1 and stats.tokens == 96 and not stats.misses
     assert answer(second, ask(prompt=LONG)).tokens() == before.tokens()
     assert second.stats().store.hits == 1  # Now it is in memory.
 
@@ -105,7 +105,7 @@ def test_at_any_temperature_with_several_choices_and_a_longer_text(engines):
         ask("a", LONG + "more", temperature=1.0, seed=3, n=2),
         ask("b", LONG[:70] + "other", temperature=0.7, seed=4),
     )
-    assert cached(ear, "a") == 96 and cached(ear, "b") == 68
+    assert cached(ear, "a") == 96 and cached(ear, "b") == 70
     assert second.stats().store.hits == 1  # The others found its pages in memory.
 
 
@@ -125,7 +125,7 @@ def test_rounds_that_overlap(engines, name):
         second.step_once()
     late = answer(second, ask("1", LONG), ask("2", LONG[::-1]))
     ear.expect(short)
-    assert cached(late, "1") == cached(late, "2") == 92
+    assert cached(late, "1") == cached(late, "2") == 95
     assert second.stats().store.hits == 2
 
 
@@ -139,7 +139,7 @@ def test_salts_do_not_share(engines):
         ask("other", LONG, cache_salt="yours"),
         ask("mine", LONG, cache_salt="mine"),
     )
-    assert [cached(ear, id) for id in ("none", "other", "mine")] == [0, 0, 92]
+    assert [cached(ear, id) for id in ("none", "other", "mine")] == [0, 0, 95]
 
 
 def test_short_prompts_are_written_when_they_come_again(engines):
@@ -172,7 +172,7 @@ def test_shutdown_writes_what_waits_and_what_runs(engines):
         time.sleep(0.001)
     engine.shutdown()
     assert len(kept(engine).store) == 24
-    assert cached(answer(engines(), ask(prompt=LONG))) == 92
+    assert cached(answer(engines(), ask(prompt=LONG))) == 95
 
 
 def test_two_servers_at_once(engines):
@@ -183,7 +183,7 @@ def test_two_servers_at_once(engines):
     written(two)
     three = engines()
     ear = answer(three, ask("1", LONG), ask("2", LONG[::-1]))
-    assert cached(ear, "1") == cached(ear, "2") == 92
+    assert cached(ear, "1") == cached(ear, "2") == 95
 
 
 def damage(folder, every=97):
@@ -203,7 +203,7 @@ def test_damaged_records_are_misses(engines, tmp_path, every):
     second = engines()
     assert cached(answer(second, ask(prompt=LONG))) < 92
     third = restarted(engines, second)
-    assert cached(answer(third, ask(prompt=LONG))) == 92  # It was written again.
+    assert cached(answer(third, ask(prompt=LONG))) == 95  # It was written again.
 
 
 @pytest.mark.parametrize("bytes_before_a_step", [1, 150, 10**6])
@@ -289,7 +289,7 @@ def test_a_stalling_disk_delays_no_longer_than_reading_the_prompt(engines, monke
     written(second)
     second.forget_prefixes()
     monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 10.0)
-    assert cached(answer(second, ask("c", LONG)), "c") == 92
+    assert cached(answer(second, ask("c", LONG)), "c") == 95
 
 
 class Forgetful:
@@ -377,7 +377,7 @@ def test_an_executor_that_refuses_a_page(engines):
     executor.pages = Sulking(executor.pages.keys, executor.pages.values)
     second = restarted(engines, first, executor=executor)
     assert cached(answer(second, ask("a", LONG)), "a") == 0
-    assert cached(answer(second, ask("b", LONG)), "b") == 92  # From memory; the store is off.
+    assert cached(answer(second, ask("b", LONG)), "b") == 95  # From memory; the store is off.
 
 
 def test_many_requests_on_a_shared_prefix(engines):
@@ -385,7 +385,8 @@ def test_many_requests_on_a_shared_prefix(engines):
     answer(first, ask(prompt=LONG))
     second = restarted(engines, first, pages=256, slots=4)
     ear = answer(second, *[ask(str(i), LONG + str(i), max_tokens=5) for i in range(12)])
-    assert all(cached(ear, str(i)) == 96 for i in range(12))
+    found = [cached(ear, str(i)) for i in range(12)]
+    assert found == [96] * 10 + [97] * 2  # The last two begin as the second does.
     assert second.stats().store.hits == 1
 
 

@@ -13,6 +13,7 @@ from forerun.errors import BusyError, ContextError, EngineError, RequestError
 from forerun.executors.toy import ToyExecutor
 from tests.control.steps import MODEL, PolicyOnTable
 from tests.covering import covering, every
+from tests.engine.carrying import CarryingToy
 from tests.engine.toys import (
     Ear,
     ask,
@@ -249,7 +250,7 @@ def test_choices_differ_by_seed_and_share_the_prompt():
     ear = run(engine, request)
     ear.expect(request)
     assert len({ear.text(index=i) for i in range(4)}) == 4
-    assert [ear.of(index=i)[0].cached_tokens for i in range(4)] == [0, 18, 18, 18]
+    assert [ear.of(index=i)[0].cached_tokens for i in range(4)] == [0, 19, 19, 19]
 
 
 def test_prefix_of_an_earlier_request_is_found():
@@ -259,12 +260,61 @@ def test_prefix_of_an_earlier_request_is_found():
     again = ask("2", "The same beginning, and more", 8)
     ear = run(engine, again)
     ear.expect(again)
-    assert ear.of("2")[0].cached_tokens == 16
+    assert ear.of("2")[0].cached_tokens == 18
     # The output of a request is a prefix too.
     talk = "The same beginning" + reference(first)[1]
     ear = run(engine, ask("3", talk + "?", 8))
     assert ear.of("3")[0].cached_tokens == 24
-    assert engine.stats().cached_tokens == 40
+    assert engine.stats().cached_tokens == 42
+
+
+class WholePages(ToyExecutor):
+    """The slow twin: a toy that copies no page."""
+
+    def copy_page(self, source, target):
+        return False
+
+
+TEXT = "The same beginning, and more of it"
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size"), covering(every(["none", "ngram", "oracle", "erratic"], [1, 4, 7, 16]))
+)
+def test_a_text_continues_within_a_page(name, page_size):
+    """Wherever it parts from one that is known, one that is known whole runs its last token."""
+    shape = {"page_size": page_size, "pages": 6000 // page_size, "max_nodes": 64}
+    fast, slow = (make(name, executor=kind(limits(**shape))) for kind in (ToyExecutor, WholePages))
+    for engine in (fast, slow):
+        run(engine, ask("first", TEXT, 24, stop_tokens=()))
+    for cut in range(1, len(TEXT)):
+        for prompt, known in ((TEXT[:cut], cut - 1), (TEXT[:cut] + "~ other", cut)):
+            request = ask(f"{prompt}", prompt, 6, **SAMPLED)
+            ears = [run(engine, request) for engine in (fast, slow)]
+            for ear, cached in zip(ears, (known, known // page_size * page_size), strict=True):
+                ear.expect(request)
+                assert ear.of(request.id)[0].cached_tokens == cached
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page_size", [3, 8])
+def test_copied_pages_are_evicted_and_preempted_like_others(page_size, overlap):
+    """Texts that part within pages, in a pool too small for them, under several salts."""
+    kind = CarryingToy if overlap else ToyExecutor
+    shape = limits(page_size=page_size, pages=96 // page_size, slots=6)
+    engine = make("ngram", executor=kind(shape), overlap=overlap)
+    requests = [
+        ask(f"{part} {cut}", TEXT[:cut] + str(cut), 20, cache_salt="ab"[part], **SAMPLED)
+        for cut in (2, 5, 9, 12, 13, 20, 21, 33)
+        for part in (0, 1, 0)[: 2 + (cut < 10)]
+    ]
+    requests = [replace(one, id=f"{one.id} {n}") for n, one in enumerate(requests)]
+    ear = run(engine, *requests)
+    for request in requests:
+        ear.expect(request)
+    stats = engine.stats()
+    assert stats.preemptions > 0 and stats.load.pages_held == 0
+    assert any(ear.of(one.id)[0].cached_tokens % page_size for one in requests)
 
 
 def test_a_salt_shares_cached_prefixes_with_itself_alone():
@@ -277,13 +327,13 @@ def test_a_salt_shares_cached_prefixes_with_itself_alone():
         ear = run(engine, request)
         ear.expect(request)
         found = ear.of(request.id)[0].cached_tokens
-        assert found == (24 if request.id == "a2" else 0), request.id
+        assert found == (26 if request.id == "a2" else 0), request.id
     engine = make()
     together = [said["a1"], said["b1"], said["a2"]]
     ear = run(engine, *together)
     for request in together:
         ear.expect(request)
-    assert [ear.of(each.id)[0].cached_tokens for each in together] == [0, 0, 24]
+    assert [ear.of(each.id)[0].cached_tokens for each in together] == [0, 0, 26]
 
 
 @pytest.mark.parametrize("name", ["none", "oracle", "erratic"])

@@ -32,8 +32,10 @@ def test_share_out(wanted, room, given):
 class World:
     """A scheduler whose sequences emit a made-up token wherever a row samples."""
 
-    def __init__(self, nodes=0, depth=0, **shape):
-        self.scheduler = Scheduler(limits(**shape), FixedPolicy(nodes, depth))
+    def __init__(self, nodes=0, depth=0, copies=False, **shape):
+        self.scheduler = Scheduler(
+            limits(**shape), FixedPolicy(nodes, depth), copy_page=lambda *_: copies
+        )
         self.orders = 0
 
     def add(self, prompt_len=3, max_tokens=8, n=1, **changes):
@@ -281,15 +283,18 @@ def test_what_is_computed_already_is_not_waited_for():
     assert second in world.step().rows and second.cached_tokens == 8
 
 
-def test_a_hit_leaves_one_token_to_run():
-    world = World(page_size=2)
+@pytest.mark.parametrize(("copies", "cached"), [(True, 7), (False, 6)])
+def test_a_hit_leaves_one_token_to_run(copies, cached):
+    """The whole last page, where the executor copies none."""
+    world = World(page_size=2, copies=copies)
     first = world.add(prompt_len=8, max_tokens=1)
     world.step()
     assert first.remaining == 0
     world.orders = 0
     again = world.add(prompt_len=8, max_tokens=1)
     plan = world.step().plan
-    assert again.cached_tokens == 6 and [len(tokens) for tokens in plan.known] == [2]
+    assert again.cached_tokens == cached
+    assert [len(tokens) for tokens in plan.known] == [8 - cached]
 
 
 def test_echo_runs_the_whole_prompt():

@@ -43,9 +43,21 @@ class PagesMachine(RuleBasedStateMachine):
         table = PageTable(self.index, data.draw(st.sampled_from([b"", b"a"])))
         cached = table.start(np.array(tokens, np.int32))
         assert cached % self.size == 0 and cached <= len(tokens)
-        text = Text(table, tokens[:cached])
+        return self.within(table, tokens)
+
+    def within(self, table, tokens):
+        """The text of a table that has just started: behind whole pages, or within one too."""
+        tokens = [*tokens]
+        if table.reserve(len(tokens) - table.length):
+            table.continue_within(np.array(tokens, np.int32), self.copy)
+        text = Text(table, tokens[: table.length])
         self.live.append(text)
         return text
+
+    def copy(self, source, target):
+        assert self.index.references(target) == 1, "a shared page is written to"
+        self.memory[target] = self.memory[source]
+        return True
 
     @rule(text=texts, tokens=st.lists(st.integers(0, 1), max_size=8), slack=st.integers(0, 6))
     def advance(self, text, tokens, slack):
@@ -76,14 +88,13 @@ class PagesMachine(RuleBasedStateMachine):
 
     @rule(target=texts, text=texts)
     def fork(self, text):
-        """Another sequence begins with the same text: its full pages are shared."""
+        """Another sequence begins with the same text: its full pages are shared, and a page that
+        begins like the rest is copied."""
         tokens = text.tokens if text in self.live else []
         table = PageTable(self.index, text.table.salt)
         cached = table.start(np.array(tokens, np.int32))
         assert cached == len(tokens) // self.size * self.size
-        other = Text(table, tokens[:cached])
-        self.live.append(other)
-        return other
+        return self.within(table, tokens)
 
     @rule()
     @precondition(lambda self: self.index.evictable)

@@ -15,7 +15,7 @@ from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
 from tests.covering import spread
 from tests.models import tiny
-from tests.parity.driver import SHAPED, Driver, Row, limits
+from tests.parity.driver import SHAPED, Driver, Row, emitted_within_a_page, limits
 
 VOCAB = 323
 """Not divisible: ranks' parts of embedding and head differ by one token."""
@@ -107,6 +107,12 @@ def test_trees_are_verified_the_same(alone, shared, asked):
     sampling = Sampling(**asked)
     plain, _ = texts(alone, sampling)
     assert same(shared, alone, sampling, [*plain, plain[0], plain[0]])
+
+
+def test_ranks_copy_a_page_after_what_was_accepted_in_it(shared):
+    prompt = np.random.default_rng(5).integers(0, VOCAB, 30)
+    found, expected = emitted_within_a_page(shared, prompt, Sampling(temperature=0.8, seed=2))
+    assert found == expected
 
 
 def test_what_is_refused_leaves_all_ranks_in_step(alone, shared):

@@ -207,3 +207,30 @@ def emitted_behind(executor, text, kept):
         again = driver.step([Row(2)]).emitted(0)
         driver.sequences[2].pages = driver.sequences[2].pages[len(pages) :]
         return again
+
+
+def emitted_within_a_page(executor, text, sampling, count=6):
+    """Return the tokens of a text that continues within a copy of another's last page, right after
+    drafted tokens were written there, and of the same text that nothing was copied for.
+    """
+    with Driver(executor, seed=2) as driver:
+        for slot in (0, 1):
+            driver.open(slot, text, sampling)
+            driver.step([Row(slot)])
+        for _ in range(count + 5):
+            driver.step([Row(0)])
+        whole, size = driver.sequences[0].tokens, executor.limits.page_size
+        driver.step([Row(1, draft=chain_draft(whole[len(text) + 1 : len(text) + 5]))])
+        known, copy = driver.sequences[1], driver._free.pop()
+        kept = known.kv_len
+        full = kept // size
+        assert kept == len(text) + 5 and kept % size, "what was drafted is right, and in a page"
+        assert executor.copy_page(known.pages[full], copy)
+        driver.open(2, whole[: kept + 1], sampling, prompt_len=len(text))
+        own = driver.sequences[2]
+        own.kv_len, own.pages = kept, [*known.pages[:full], copy]
+        for _ in range(count):
+            driver.step([Row(2), Row(1)])
+        own.pages = own.pages[full:]
+        assert known.tokens == own.tokens
+        return own.tokens, whole[: len(own.tokens)]

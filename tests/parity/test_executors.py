@@ -19,7 +19,14 @@ from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NodeMasks
 from tests.drafters.served import padded
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits
+from tests.parity.driver import (
+    Driver,
+    Row,
+    as_draft,
+    chain_draft,
+    emitted_within_a_page,
+    limits,
+)
 from tests.parity.test_torch_invariance import half_true_draft
 
 SMALL = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
@@ -101,6 +108,12 @@ def test_plain_steps(executor, kind, reference, temperature):
     assert found == reference(kind, temperature)
     alone = emitted(executor, plain(temperature)[:1])
     assert alone == found[:1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_text_continues_within_a_copied_page(executor, temperature):
+    found, expected = emitted_within_a_page(executor, PROMPTS[0], plain(temperature)[0])
+    assert found == expected
 
 
 @pytest.mark.parametrize(

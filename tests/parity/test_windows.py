@@ -25,12 +25,12 @@ from forerun.executors.torch import (
     TorchDecoderModel,
     TorchExecutor,
     TorchPages,
-    WindowedTorchPages,
     model_runner,
     torch_executor,
     with_captures,
 )
 from forerun.executors.torch.memory import target_kv_shape
+from forerun.executors.windowed import WindowedPages
 from forerun.interface.grammars import NoGrammars
 from forerun.speculative.sampling import Sampling
 from tests.drafters.served import padded
@@ -132,7 +132,7 @@ def test_texts_and_their_windows_come_back_from_disk(windowed, known, tmp_path, 
     monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 60.0)
     executor = windowed(kind, tokens=1408)
     eager = executor.eager if kind == "rounds" else executor
-    executor.pages = WindowedTorchPages(TorchPages(eager), executor.windows)
+    executor.pages = WindowedPages(TorchPages(eager), executor.windows)
     executor.window_contents = executor.pages
     for whole in (0, 384):  # The pool's pages begin another life with the second engine.
         engine = engine_on(executor, overlap=kind == "rounds")

@@ -180,6 +180,15 @@ class CpuModel:
             own, left = np.split(left, [array[:, page].nbytes])
             array[:, page] = own.view(array.dtype).reshape(array[:, page].shape)
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Make page `target` of target and drafts hold what `source` does. Raises EngineError if
+        there is no such page.
+        """
+        for model in self._models():
+            content = np.empty(self._library.forerun_page_bytes(model, 0), np.uint8)
+            self._copy_page(model, source, content, out=True)
+            self._copy_page(model, target, content, out=False)
+
     @property
     def window_page_bytes(self) -> int:
         """Bytes of a window page."""

@@ -249,6 +249,16 @@ class JaxExecutor(Executor):
         states = self._states
         return len(tokens) if states is None else states.book.reusable_prefix_len(tokens, salt)
 
+    def copy_page(self, source: int, target: int) -> bool:
+        """Copy a page of target and draft; False where layers are recurrent."""
+        if self._states is not None:
+            return False
+        size = self.limits.page_size
+        places = np.arange(size, dtype=np.int32)
+        begin, end = source * size + places, target * size + places
+        self.programs.move(Key("move"), begin, end, self._shape.slots)
+        return True
+
     def close(self, slot: int) -> None:
         """Forget the slot's sequence, if it has one."""
         self._sampler.close(slot)

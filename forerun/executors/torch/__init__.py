@@ -10,11 +10,7 @@ from forerun.executors.torch.drafts.prediction_model import TorchPredictionModel
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.executor import TorchExecutor
 from forerun.executors.torch.page_contents import TorchPages
-from forerun.executors.torch.windowed import (
-    WindowedTorchExecutor,
-    WindowedTorchPages,
-    torch_executor,
-)
+from forerun.executors.torch.windowed import WindowedTorchExecutor, torch_executor
 
 __all__ = [
     "CapturedExecutor",
@@ -27,7 +23,6 @@ __all__ = [
     "TorchPredictionModel",
     "TorchTarget",
     "WindowedTorchExecutor",
-    "WindowedTorchPages",
     "torch_executor",
     "with_captures",
 ]

@@ -1,38 +1,23 @@
 """What pages hold, in the target's cache and in those of draft models: as bytes."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.attention.window_cache import window_cache
-from forerun.executors.torch.drafts.draft_cache import DraftCache
-from forerun.executors.torch.model_runner import ModelRunner
-
-
-class HasPages(Protocol):
-    """A draft model of this executor. One whose layers read each other has `states`, which say
-    which rows of `outputs` belong to pages.
-    """
-
-    cache: DraftCache
+from forerun.executors.torch.drafts.draft_cache import states_of
+from forerun.executors.torch.executor import TorchExecutor
 
 
 class TorchPages:
-    """PageContents of an executor in one process, and of the draft models that were added."""
+    """PageContents of an executor in one process, and of the models that draft with it."""
 
-    def __init__(self, executor: ModelRunner) -> None:
+    def __init__(self, executor: TorchExecutor) -> None:
         self._executor = executor
-        self._drafts: list[HasPages] = []
-
-    def add(self, model: HasPages) -> None:
-        """Count a draft model's entries among what pages hold."""
-        self._drafts.append(model)
 
     @property
     def page_bytes(self) -> int:
@@ -97,13 +82,12 @@ class TorchPages:
         if not 0 <= page < pages:
             raise EngineError(f"there is no page {page} of {pages}")
         caches = [self._executor.cache]
-        for model in self._drafts:
+        for model in self._executor.drafts:
             caches.append(model.cache.paged)
         for cache in caches:
             yield from _of_cache(cache, page * size, size)
-        for model in self._drafts:
-            states = getattr(model, "states", None)
-            if isinstance(states, LayerStates):
+        for model in self._executor.drafts:
+            if (states := states_of(model)) is not None:
                 outputs: Tensor = model.outputs  # type: ignore[attr-defined]
                 yield outputs.narrow(0, states.pages + page, 1)
 

@@ -1,13 +1,11 @@
 """WindowedTorchExecutor: a torch executor with window pages for layers that see a window."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from forerun.executors.torch.attention.window_cache import window_cache
 from forerun.executors.torch.executor import TorchExecutor
-from forerun.executors.torch.page_contents import HasPages, TorchPages
 from forerun.executors.window_pages import WindowPages
-from forerun.executors.windowed import Windowed, WindowedPages
+from forerun.executors.windowed import Windowed
 from forerun.interface.executor import ExecutorLimits
 
 
@@ -20,17 +18,6 @@ class WindowedTorchExecutor(Windowed, TorchExecutor):
         super().__init__(*arguments, **named)
         self.windows = WindowPages(self.limits)
         window_cache(self.cache).of = self.windows.of
-
-
-@dataclass(frozen=True, slots=True)
-class WindowedTorchPages(WindowedPages):
-    """PageContents and WindowContents of such an executor, and of its draft models."""
-
-    contents: TorchPages
-
-    def add(self, model: HasPages) -> None:
-        """Count a draft model's entries among what pages hold."""
-        self.contents.add(model)
 
 
 def torch_executor(limits: ExecutorLimits) -> type[TorchExecutor]:

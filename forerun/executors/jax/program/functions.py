@@ -155,8 +155,8 @@ class Functions:
         return self.decoder.logits(params, state.hidden[rows])
 
     def move(self, params: Params, state: State, moves: Array) -> State:
-        """Return the state with keys and values of slots moves[0] copied to slots moves[1]; moves
-        int32[2,K,MOVED], of each page table.
+        """Return the state with keys and values of slots moves[0] copied to slots moves[1], the
+        draft's too where both are of pages; moves int32[2,K,MOVED], of each page table.
         """
         del params
         keys, values = (
@@ -166,7 +166,16 @@ class Functions:
             )
             for both in (state.keys, state.values)
         )
-        return state._replace(keys=keys, values=values)
+        draft = state.draft
+        if draft is not None:
+            source, target = moves[:, 0]
+            target = jnp.where(source < self.shape.slots, target, NOWHERE)
+            own = (
+                held.at[:, target].set(held[:, source], mode="drop")
+                for held in (draft.keys, draft.values)
+            )
+            draft = draft._replace(**dict(zip(("keys", "values"), own, strict=True)))
+        return state._replace(keys=keys, values=values, draft=draft)
 
     def keep(self, params: Params, state: State, moves: Array) -> State:
         """Return the state with features at rows moves[0] of the draft's streams copied to rows

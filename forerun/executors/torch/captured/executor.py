@@ -106,6 +106,10 @@ class CapturedExecutor(Executor):
         if self.eager.slot_adapters is not None:
             self.eager.slot_adapters.open(slot_init)
 
+    def copy_page(self, source: int, target: int) -> bool:
+        """Copy a page as TorchExecutor does."""
+        return self.eager.copy_page(source, target)
+
     def close(self, slot: int) -> None:
         """Forget a slot's sequence. Its pages are the caller's."""
         self._sampler.close(slot)
@@ -138,6 +142,7 @@ class CapturedExecutor(Executor):
 
     def draft_with(self, model: LevelModel | TorchBlockModel) -> None:
         """Let rounds that are to draft do this model's work at their end."""
+        self.eager.draft_with(model)
         log.info("%s drafts within captured rounds", model.traits.name)
         self.runner.drafting = drafting_of(model, self.kernels, self.limits)
 

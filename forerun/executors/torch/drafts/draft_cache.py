@@ -11,11 +11,13 @@ as one node more; its keys and values wait by slot until the target has decided 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.attention import KeyBlock, RowKeys, attend, blocks_of
 from forerun.executors.torch.attention.kv import KvShape, PagedCache, Slots, write
 from forerun.interface.draft_model import DraftBlock, DraftExtension, DraftLevel
@@ -239,6 +241,20 @@ class DraftCache:
         while self._above[path[-1]] >= 0:
             path.append(int(self._above[path[-1]]))
         return np.array(path[::-1], np.int32)
+
+
+class HasPages(Protocol):
+    """A draft model with a cache. One whose layers read each other has `states`, which say which
+    rows of `outputs` belong to pages.
+    """
+
+    cache: DraftCache
+
+
+def states_of(model: HasPages) -> LayerStates | None:
+    """Return the `states` of a draft model, None if it has none."""
+    states = getattr(model, "states", None)
+    return states if isinstance(states, LayerStates) else None
 
 
 def _room(limits: ExecutorLimits) -> ExecutorLimits:

@@ -117,6 +117,7 @@ class ParallelExecutor(TorchExecutor):
             self.ranks.close()
             raise
         self.sampler = HostSampler(limits.slots, limits.vocab)
+        self.drafts = []
 
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
         """Raise ConfigError: ranks run no adapters."""
@@ -195,6 +196,21 @@ class ParallelExecutor(TorchExecutor):
         """
         super().move(source, target)
         self._moves.append((source, target))
+
+    def copy_page(self, source: int, target: int) -> bool:
+        """Copy a page as TorchExecutor does, on all ranks behind the copies before it: what it
+        reads may be what they write.
+        """
+        self._send_moves()
+        copied = super().copy_page(source, target)
+        self._send_moves()
+        return copied
+
+    def _send_moves(self) -> None:
+        """Have the other ranks do what was copied here, if anything was since the last message."""
+        if self._moves:
+            source, target = self.moved()
+            self.ranks.send(RankMessage("move", arrays={"source": source, "target": target}))
 
     def moved(self) -> tuple[Slots, Slots]:
         """Return the places copied since the last call, and their targets: for the next message."""

@@ -74,6 +74,8 @@ def serve(channel: Channel, shared: int) -> None:
             case "step":
                 step = SharedStep.of(message)
                 round = run(runner, group, step, round)
+            case "move":
+                follow(runner, (message.arrays["source"], message.arrays["target"]))
             case "reports" if round is not None:
                 pairs = list(
                     zip(*(message.arrays[n].tolist() for n in ("nodes", "tokens")), strict=True)

@@ -21,6 +21,7 @@ from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.states import RoundStates
 from forerun.executors.torch.captured.warm_up import capture, rehearse_prompts
 from forerun.executors.torch.captured.windowed import WindowedRounds, WindowRunner
+from forerun.executors.torch.drafts.draft_cache import HasPages
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner
 from forerun.executors.torch.parallel.channel import RankMessage
@@ -137,8 +138,9 @@ class SharedRounds(CapturedExecutor):
         """For draft models, which run here alone (ParallelExecutor); rounds keep features too."""
         return DraftTarget(self.eager, self.eager.whole, self)
 
-    def draft_with(self, model: object) -> None:
-        """Do nothing: no round drafts; the host runs every pass of the model."""
+    def draft_with(self, model: HasPages) -> None:
+        """Count the model among the executor's. No round drafts: the host runs every pass."""
+        self.eager.draft_with(model)
 
     @torch.inference_mode()
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:

@@ -104,7 +104,7 @@ class Gathered:
 
 
 @torch.inference_mode()
-def follow(runner: ModelRunner, moves: Moves, links: Ints) -> None:
+def follow(runner: ModelRunner, moves: Moves, links: Ints | tuple[()] = ()) -> None:
     """Do what rank 0 has done outside of steps: its copies, then its changes of window pages."""
     if len(moves[0]):
         runner.move(*moves)
