@@ -104,11 +104,11 @@ class Gathered:
 
 
 @torch.inference_mode()
-def follow(runner: ModelRunner, moves: Moves, links: Ints | tuple[()] = ()) -> None:
+def follow(runner: ModelRunner, moves: Moves, links: Ints | None = None) -> None:
     """Do what rank 0 has done outside of steps: its copies, then its changes of window pages."""
     if len(moves[0]):
         runner.move(*moves)
-    if len(links):
+    if links is not None and len(links):
         window_cache(runner.cache).link(links)
 
 
