@@ -105,9 +105,7 @@ class PrefixIndex:
             node, salt = child, b""
         return entries
 
-    def partial_match(
-        self, parent: CachedPage, tokens: Ints, salt: bytes = b""
-    ) -> tuple[int, int]:
+    def partial_match(self, parent: CachedPage, tokens: Ints, salt: bytes = b"") -> tuple[int, int]:
         """Return the known page after `parent` that begins with most of `tokens` int32[T], and how
         many of its positions hold what these decide: min(T - lookahead, page_size) at most, maybe
         0. It now counts as used; nobody holds it, so the next `take` may evict it.

@@ -18,14 +18,14 @@ from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, DraftSource, batch
 from tests.control.steps import plan_of
-from tests.drafters.test_model_drafter import FeaturedToy, ToyHead, Watched
+from tests.drafters.test_model_drafter import FeaturedToy, Watched
 from tests.engine.toys import TOKENIZER, ask, limits, run
 
 
 def served(combine):
     """Statistics of a few long texts, drafted by what `combine` makes of a lookup and a head."""
     executor = FeaturedToy(limits(pages=200))
-    head = Watched(ToyHead(executor.limits), executor.limits, DraftShape(width=2, depth=3))
+    head = Watched(executor.head, executor.limits, DraftShape(width=2, depth=3))
     drafter = combine(NgramDrafter(4), head)
     made = Engine(
         executor, drafter, FixedPolicy(4, 4), TOKENIZER, NoGrammars(), EngineOptions()

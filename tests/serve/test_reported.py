@@ -165,11 +165,11 @@ def test_log_probabilities_of_prompts_do_not_depend_on_speculation(predicting):
 
 
 @pytest.mark.parametrize("common", [39, 47, 48, 49, 64])
-def test_prediction_layers_lose_at_most_a_page_of_the_prefix_cache(predicting, plain, common):
+def test_prediction_layers_lose_at_most_a_token_of_the_prefix_cache(predicting, plain, common):
     """vLLM #53670: a block of 1,648 tokens is read again in every turn, or all of them are.
 
-    Here a page of 16 is, and only where two texts part exactly at its end: what a prediction layer
-    keeps for a position depends on the token behind it.
+    Here one token is where two texts part: what a prediction layer keeps for a position depends on
+    the token behind it.
     """
     ids = LUCK.integers(8, 250, 180).tolist()  # New ones: `plain` serves both.
 
@@ -181,8 +181,7 @@ def test_prediction_layers_lose_at_most_a_page_of_the_prefix_cache(predicting, p
     for client in (plain, predicting):
         cached(client, ids[:80])
     wanted, found = cached(plain, parted), cached(predicting, parted)
-    assert wanted == common // 16 * 16
-    assert found == wanted or (common % 16 == 0 and found == wanted - 16)
+    assert wanted == common and common - found in (0, 1)
     assert cached(plain, parted) == cached(predicting, parted), "asked again"
 
 

@@ -86,9 +86,10 @@ def test_a_cached_prefix_is_for_requests_of_its_salt(client, path, name):
         usage = ask(client, path, **asked, **salt)["usage"]
         return (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
 
-    assert cached() == 0 < cached()
-    assert cached(**{name: "a"}) == 0 < cached(**{name: "a"})
-    assert cached(**{name: "b"}) == 0
+    alike = 16 * chat  # At most: what every chat begins with.
+    assert cached() <= alike < cached()
+    assert cached(**{name: "a"}) <= alike < cached(**{name: "a"})
+    assert cached(**{name: "b"}) <= alike
     for wrong in ("", 7, ["a"]):
         assert ask(client, path, 400, **{name: wrong})["error"]["param"] == name
 
