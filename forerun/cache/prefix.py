@@ -3,10 +3,10 @@ others, and which full pages can be looked up by the tokens they contain.
 
 A tree of entries, one per full page. The key of an entry is its parent entry together with the
 page's own tokens, compared exactly (a dictionary of bytes): two texts can never be taken for
-one another. Only full pages are shared, so a shared page is never written again: a text that parts
-from it within copies it (`partial_match`). The first page's
-key begins with the text's salt, so texts of different salts share none: a request's `cache_salt`,
-and what its adapter is (`EngineOptions.salt`).
+one another. Only full pages are shared, so a shared page is never written again; a text that parts
+within it gets a copy (within.py). The first page's key begins with the text's salt, so texts of
+different salts share none: a request's `cache_salt`, and what its adapter is
+(`EngineOptions.salt`).
 
 A draft head's cache depends on one token more: its entry for a position combines that position's
 feature and the token after it (drafters/model_drafter.py). Then the key includes that token, too.
@@ -100,39 +100,10 @@ class PrefixIndex:
             child = node.children.get(salt + data[4 * start : 4 * (start + size + lookahead)])
             if child is None:
                 break
-            self._hold(child.page)
+            self.hold(child.page)
             entries.append(child)
             node, salt = child, b""
         return entries
-
-    def partial_match(self, parent: CachedPage, tokens: Ints, salt: bytes = b"") -> tuple[int, int]:
-        """Return the known page after `parent` that begins with most of `tokens` int32[T], and how
-        many of its positions hold what these decide: min(T - lookahead, page_size) at most, maybe
-        0. It now counts as used; nobody holds it, so the next `take` may evict it.
-
-        parent  an entry that the caller holds, or the root
-        """
-        salt = salt if parent is self.root else b""
-        wanted = np.ascontiguousarray(tokens[: self.page_size + self.lookahead], np.int32)
-        if len(wanted) <= self.lookahead:
-            return -1, 0
-        begins = salt + wanted[: 1 + self.lookahead].tobytes()
-        size = len(salt) + 4 * (self.page_size + self.lookahead)
-        alike = [
-            child
-            for key, child in parent.children.items()
-            if len(key) == size and key.startswith(begins)
-        ]
-        if not alike:
-            return -1, 0
-        keys = np.frombuffer(b"".join(child.key[len(salt) :] for child in alike), np.int32)
-        same = keys.reshape(len(alike), -1)[:, : len(wanted)] == wanted
-        counts = np.logical_and.accumulate(same, 1).sum(1)
-        best = int(counts.argmax())
-        page = alike[best].page
-        if page in self._idle:
-            self._idle.move_to_end(page)
-        return page, int(counts[best]) - self.lookahead
 
     def insert(self, parent: CachedPage, tokens: Ints, page: int, salt: bytes = b"") -> CachedPage:
         """Register that `page`, held by the caller, contains `tokens` int32[page_size + lookahead]
@@ -145,7 +116,7 @@ class PrefixIndex:
         key = salt + key if parent is self.root else key
         known = parent.children.get(key)
         if known is not None:
-            self._hold(known.page)
+            self.hold(known.page)
             self.release(page)
             return known
         entry = CachedPage(page=page, key=key, parent=parent)
@@ -182,7 +153,8 @@ class PrefixIndex:
             else:
                 self._idle[page] = entry
 
-    def _hold(self, page: int) -> None:
+    def hold(self, page: int) -> None:
+        """Add a reference to a page that is held or evictable."""
         self._references[page] += 1
         self._idle.pop(page, None)
 

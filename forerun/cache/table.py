@@ -1,7 +1,6 @@
 """A sequence's page table: reserved, then committed or rolled back."""
 
 from array import array
-from collections.abc import Callable
 
 from forerun.cache.prefix import CachedPage, PrefixIndex
 from forerun.types import Ints
@@ -57,17 +56,6 @@ class PageTable:
         del self._chain[length // self.page_size :]
         self.length = min(length, self.length)
         self.rollback()
-
-    def continue_within(self, tokens: Ints, copy: Callable[[int, int], bool]) -> None:
-        """Make positions behind the shared pages permanent whose content the index knows as the
-        beginning of a page: (page, own page) -> whether `copy` made the own one hold the same.
-
-        Right after `start` and `reserve`. tokens: int32[T] as of `start`.
-        """
-        parent = self._chain[-1] if self._chain else self._index.root
-        known, count = self._index.partial_match(parent, tokens[self.length :], self.salt)
-        if count > 0 and copy(known, self.pages[len(self._chain)]):
-            self.length += count
 
     def reserve(self, tokens: int) -> bool:
         """Take pages for positions length .. length+tokens-1, valid until commit or rollback.

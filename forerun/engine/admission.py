@@ -8,6 +8,7 @@ import numpy as np
 
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
+from forerun.cache.within import continue_within
 from forerun.control.policy import Budget
 from forerun.engine.disk_pages import DiskPages
 from forerun.engine.prompt_pace import PromptPace
@@ -148,7 +149,7 @@ class Admission:
             return False
         reserved = table.reserve(sequence.pending)
         if reuses and reserved:
-            table.continue_within(known, self._copy_page)
+            continue_within(index, table, known, self._copy_page)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = table.length
         return reserved

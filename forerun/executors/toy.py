@@ -62,6 +62,12 @@ class ToyPages:
         """Make a page hold what `read_page` returned."""
         self.keys[page], self.values[page] = np.frombuffer(content, np.int32).reshape(2, -1)
 
+    def copy_page(self, source: int, target: int) -> bool:
+        """Make page `target` hold what `source` does."""
+        for part in (self.keys, self.values):
+            part[target] = part[source]
+        return True
+
 
 @dataclass(eq=False)
 class ToyRound(Round):
@@ -102,12 +108,6 @@ class ToyExecutor(Executor):
         range.
         """
         self._sampler.open(slot_init)
-
-    def copy_page(self, source: int, target: int) -> bool:
-        """Make page `target` hold the positions and tokens of `source`."""
-        for part in (self._keys, self._values):
-            part[target] = part[source]
-        return True
 
     def close(self, slot: int) -> None:
         """Discard the slot's sequence, if it has one."""

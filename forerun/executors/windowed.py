@@ -33,10 +33,6 @@ class Windowed(Executor):
         """
         return 0 if pages is None else self.windows.reusable_prefix_len(pages)
 
-    def copy_page(self, source: int, target: int) -> bool:
-        """Return False: windows are there for ends of pages only."""
-        return False
-
     def close(self, slot: int) -> None:
         """Discard the slot's sequence, if it has one."""
         self.windows.close(slot)
@@ -105,6 +101,10 @@ class WindowedPages:
         """Implement PageContents.write_page: nothing is known of its window."""
         self.windows.forget(page)
         self.contents.write_page(page, content)
+
+    def copy_page(self, source: int, target: int) -> bool:
+        """Return False: windows are there for ends of pages alone."""
+        return False
 
     @property
     def window_page_bytes(self) -> int:

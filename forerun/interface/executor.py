@@ -114,6 +114,12 @@ class PageContents(Protocol):
         """
         ...
 
+    def copy_page(self, source: int, target: int) -> bool:
+        """Make page `target` hold what `source` does, for a new sequence that continues within it.
+        Returns False, and copies nothing, if one can continue behind whole pages only.
+        """
+        ...
+
 
 class WindowContents(Protocol):
     """What layers that see a window keep of pages, to be copied between steps: it is given back
@@ -226,11 +232,8 @@ class Executor(Protocol):
         return len(tokens)
 
     def copy_page(self, source: int, target: int) -> bool:
-        """Make page `target` hold what `source` does, in the target and in every draft model, so
-        that a new sequence can continue within it. While no round runs. Returns False, and copies
-        nothing, if a sequence can continue behind whole pages only.
-        """
-        return False
+        """Copy a page as PageContents.copy_page; False without `pages`. While no round runs."""
+        return self.pages is not None and self.pages.copy_page(source, target)
 
     def close(self, slot: int) -> None:
         """Discard a slot's sequence; its pages belong to the engine alone from now on. A closed

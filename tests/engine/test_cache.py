@@ -5,6 +5,7 @@ import pytest
 
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
+from forerun.cache.within import continue_within, partial_match
 
 
 def ints(*values):
@@ -168,7 +169,7 @@ def test_a_page_that_begins_alike(lookahead):
     pages = [child.page for child in entry.children.values()]
 
     def found(*tokens):
-        return shared.partial_match(entry, ints(*tokens))
+        return partial_match(shared, entry, ints(*tokens))
 
     assert found(5, 6, 7, 9) == (pages[1], 4 - lookahead)
     assert found(5, 6, 7, 9, 1) == found(5, 6, 7, 9, 1, 1) == (pages[1], 4)
@@ -176,7 +177,7 @@ def test_a_page_that_begins_alike(lookahead):
     assert found(5, 6)[1] == 2 - lookahead and found(5)[1] == 1 - lookahead
     assert found(6)[1] == found()[1] == 0
     assert found(6, 6, 7, 9)[1] == 0
-    assert shared.partial_match(shared.root, ints(1, 2, 9))[1] == 2 - lookahead
+    assert partial_match(shared, shared.root, ints(1, 2, 9))[1] == 2 - lookahead
     shared.check()
 
 
@@ -187,7 +188,7 @@ def test_a_page_that_begins_alike_is_of_the_same_salt():
         filled(shared, ints(1, 2, 3, 4), salt).release()
 
     def found(*tokens, salt=b""):
-        return shared.partial_match(shared.root, ints(*tokens), salt)[1]
+        return partial_match(shared, shared.root, ints(*tokens), salt)[1]
 
     assert found(1, 9) == found(1, 9, salt=ints(1).tobytes()) == 1
     assert found(1, 1) == 1 and found(2, 9) == 0
@@ -196,11 +197,12 @@ def test_a_page_that_begins_alike_is_of_the_same_salt():
 
 def test_a_page_that_was_copied_is_evicted_last():
     shared = index(pages=4)
-    pages = [filled(shared, ints(first, 2)).pages[0] for first in (1, 3, 5)]
-    for page in pages:
-        shared.release(page)
-    assert shared.partial_match(shared.root, ints(1)) == (pages[0], 1)
-    assert shared.take(3) is not None
+    for first in (1, 3, 5):
+        filled(shared, ints(first, 2)).release()
+    table = PageTable(shared)
+    assert table.start(ints(1)) == 0 and table.reserve(2)
+    continue_within(shared, table, ints(1), lambda *_: True)
+    assert table.length == 1 and shared.take(2) is not None
     assert PageTable(shared).start(ints(1, 2)) == 2
     shared.check()
 
@@ -216,7 +218,7 @@ def test_a_table_continues_within_a_page(can):
         return can
 
     assert table.start(tokens[:-1]) == 4 and table.reserve(4)
-    table.continue_within(tokens[:-1], copy)
+    continue_within(shared, table, tokens[:-1], copy)
     assert copies == [(known.pages[1], table.pages[1])] and table.pages[1] != known.pages[1]
     assert table.length == (6 if can else 4)
     table.check()
@@ -234,7 +236,7 @@ def test_a_copy_that_becomes_its_source_is_given_back():
     tokens = ints(1, 2, 3, 4)
     known, table = filled(shared, tokens), PageTable(shared)
     assert table.start(tokens[:-1]) == 0 and table.reserve(4)
-    table.continue_within(tokens[:-1], lambda *_: True)
+    continue_within(shared, table, tokens[:-1], lambda *_: True)
     assert table.length == 3 and shared.held == 2
     table.commit(1, tokens)
     assert table.pages == known.pages and shared.held == 1

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
+from forerun.cache.within import continue_within
 
 
 class Text:
@@ -49,7 +50,7 @@ class PagesMachine(RuleBasedStateMachine):
         """The text of a table that has just started: behind whole pages, or within one too."""
         tokens = [*tokens]
         if table.reserve(len(tokens) - table.length):
-            table.continue_within(np.array(tokens, np.int32), self.copy)
+            continue_within(self.index, table, np.array(tokens, np.int32), self.copy)
         text = Text(table, tokens[: table.length])
         self.live.append(text)
         return text

@@ -13,7 +13,7 @@ import pytest
 from forerun.executors import cpu
 from forerun.executors.cpu import CpuExecutor
 from forerun.executors.jax import JaxExecutor, JaxOptions
-from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch import TorchExecutor, TorchPages
 from forerun.executors.toy import ToyExecutor
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NodeMasks
@@ -48,7 +48,11 @@ def executor_of(checkpoint, compiled, quickly):
             with pytest.MonkeyPatch.context() as patch:
                 padded(patch, "rows", "chunks", "nodes")
                 return JaxExecutor(found, SMALL, options)
-        return {"cpu": CpuExecutor, "torch": TorchExecutor}[kind](found, SMALL)
+        if kind == "cpu":
+            return CpuExecutor(found, SMALL)
+        made = TorchExecutor(found, SMALL)
+        made.pages = TorchPages(made)
+        return made
 
     return build
 

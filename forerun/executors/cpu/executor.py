@@ -101,15 +101,6 @@ class CpuExecutor(Executor):
             else self.states.book.reusable_prefix_len(tokens, salt)
         )
 
-    def copy_page(self, source: int, target: int) -> bool:
-        """Copy a page of target and drafts. Returns False where layers are recurrent, or read each
-        other's states, which are there for ends of pages only.
-        """
-        if self.states is not None or self.model.by_page:
-            return False
-        self.model.copy_page(source, target)
-        return True
-
     def close(self, slot: int) -> None:
         """Discard the slot's sequence, if it has one."""
         self._sampler.close(slot)

@@ -180,14 +180,18 @@ class CpuModel:
             own, left = np.split(left, [array[:, page].nbytes])
             array[:, page] = own.view(array.dtype).reshape(array[:, page].shape)
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Make page `target` of target and drafts hold what `source` does. Raises EngineError if
-        there is no such page.
+    def copy_page(self, source: int, target: int) -> bool:
+        """Make page `target` of target and drafts hold what `source` does. Returns False where
+        layers are recurrent, or read each other's states: these are there for ends of pages alone.
+        Raises EngineError if there is no such page.
         """
+        if self._arch.recurrent is not None or self.by_page:
+            return False
         for model in self._models():
             content = np.empty(self._library.forerun_page_bytes(model, 0), np.uint8)
             self._copy_page(model, source, content, out=True)
             self._copy_page(model, target, content, out=False)
+        return True
 
     @property
     def window_page_bytes(self) -> int:

@@ -14,9 +14,8 @@ from forerun.executors.device_choice import device_nodes
 from forerun.executors.host_choice import Logits, ReportsOf, put_path
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.slot_adapters import SlotAdapters
-from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.attention.plan_geometry import StepNodes, choosing_nodes, places_of
-from forerun.executors.torch.drafts.draft_cache import HasPages, states_of
+from forerun.executors.torch.drafts.draft_cache import HasPages
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
@@ -92,20 +91,6 @@ class TorchExecutor(ModelRunner, Executor):
         every pass of the model.
         """
         self.drafts.append(model)
-
-    @torch.inference_mode()
-    def copy_page(self, source: int, target: int) -> bool:
-        """Copy a page of target and drafts. Returns False where layers are recurrent, or read each
-        other's states, which are there for ends of pages only.
-        """
-        if self.states is not None or any(map(states_of, self.drafts)):
-            return False
-        places = np.arange(self.limits.page_size, dtype=np.int64)
-        begin, end = (page * self.limits.page_size + places for page in (source, target))
-        self.move(begin, end)
-        for model in self.drafts:
-            model.cache.paged.move(indices(begin, self.device), indices(end, self.device))
-        return True
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> TorchRound:
         """Score every node of every tree in one forward pass. Writes scratch. Ignores draft

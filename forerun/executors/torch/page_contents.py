@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.torch.attention.kv import PagedCache
+from forerun.executors.torch.attention.kv import PagedCache, indices
 from forerun.executors.torch.attention.window_cache import window_cache
 from forerun.executors.torch.drafts.draft_cache import states_of
 from forerun.executors.torch.executor import TorchExecutor
@@ -40,6 +40,22 @@ class TorchPages:
         if len(content) != self.page_bytes:
             raise EngineError(f"{len(content)} bytes are not a page of {self.page_bytes}")
         self._write(self._parts(page), content)
+
+    @torch.inference_mode()
+    def copy_page(self, source: int, target: int) -> bool:
+        """Make page `target` hold what `source` does. Returns False where layers are recurrent or
+        give pages back, or read each other's states: these are there for ends of pages alone.
+        """
+        executor, size = self._executor, self._executor.limits.page_size
+        recurrent = executor.states is not None or any(map(states_of, executor.drafts))
+        if recurrent or executor.limits.window_pages:
+            return False
+        begin, end = (page * size + np.arange(size, dtype=np.int64) for page in (source, target))
+        executor.move(begin, end)
+        begins, ends = (indices(slots, executor.device) for slots in (begin, end))
+        for model in executor.drafts:
+            model.cache.paged.move(begins, ends)
+        return True
 
     def read_window_page(self, page: int) -> bytes:
         """Return what a window page holds. Raises EngineError if it does not exist."""

@@ -106,10 +106,6 @@ class CapturedExecutor(Executor):
         if self.eager.slot_adapters is not None:
             self.eager.slot_adapters.open(slot_init)
 
-    def copy_page(self, source: int, target: int) -> bool:
-        """Copy a page as TorchExecutor does."""
-        return self.eager.copy_page(source, target)
-
     def close(self, slot: int) -> None:
         """Forget a slot's sequence. Its pages are the caller's."""
         self._sampler.close(slot)

@@ -28,6 +28,7 @@ from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.executor import TorchExecutor
 from forerun.executors.torch.group import Processes
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
+from forerun.executors.torch.page_contents import TorchPages
 from forerun.executors.torch.parallel.channel import RankMessage
 from forerun.executors.torch.parallel.processes import COMMAND, Ranks
 from forerun.executors.torch.parallel.start import RankStart, difference
@@ -198,11 +199,11 @@ class ParallelExecutor(TorchExecutor):
         self._moves.append((source, target))
 
     def copy_page(self, source: int, target: int) -> bool:
-        """Copy a page as TorchExecutor does, on all ranks behind the copies before it: what it
-        reads may be what they write.
+        """Copy a page as TorchPages does, on all ranks behind the copies before it: what it reads
+        may be what they write.
         """
         self._send_moves()
-        copied = super().copy_page(source, target)
+        copied = TorchPages(self).copy_page(source, target)
         self._send_moves()
         return copied
 

@@ -138,6 +138,10 @@ class SharedRounds(CapturedExecutor):
         """For draft models, which run here alone (ParallelExecutor); rounds keep features too."""
         return DraftTarget(self.eager, self.eager.whole, self)
 
+    def copy_page(self, source: int, target: int) -> bool:
+        """Implement ParallelExecutor.copy_page."""
+        return self.eager.copy_page(source, target)
+
     def draft_with(self, model: HasPages) -> None:
         """Count the model among the executor's. No round drafts: the host runs every pass."""
         self.eager.draft_with(model)

@@ -1,0 +1,60 @@
+"""Continues a text within a page: of which another one, that parts from it there, left the first
+tokens. The page is copied, for full pages alone are shared.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from forerun.cache.prefix import CachedPage, PrefixIndex
+from forerun.cache.table import PageTable
+from forerun.types import Ints
+
+
+def continue_within(
+    index: PrefixIndex, table: PageTable, tokens: Ints, copy: Callable[[int, int], bool]
+) -> None:
+    """Make positions behind a table's shared pages permanent that `index` knows the content of.
+
+    After `table.start` and `table.reserve`, before anything else takes or releases pages.
+
+    tokens  int32[T] as of `start`
+    copy    (page, page of the table) -> whether it made the second hold what the first does; if
+            not, nothing changes
+    """
+    chain = table.chain
+    tokens, salt = tokens[table.length :], b"" if chain else table.salt
+    page, count = partial_match(index, chain[-1] if chain else index.root, tokens, salt)
+    if count <= 0:
+        return
+    index.hold(page)  # It counts as used.
+    if copy(page, table.pages[len(chain)]):
+        table.length += count
+    index.release(page)
+
+
+def partial_match(
+    index: PrefixIndex, parent: CachedPage, tokens: Ints, salt: bytes = b""
+) -> tuple[int, int]:
+    """Return the known page behind `parent` that begins with most of `tokens` int32[T], and how
+    many of its positions have what these decide: min(T - lookahead, page_size) at most; -1 and 0
+    if no page has any.
+
+    salt  of the text, if `parent` is the root
+    """
+    lookahead = index.lookahead
+    wanted = np.ascontiguousarray(tokens[: index.page_size + lookahead], np.int32)
+    if len(wanted) <= lookahead:
+        return -1, 0
+    begin, size = salt + wanted[: 1 + lookahead].tobytes(), 4 * (index.page_size + lookahead)
+    alike = {
+        key[len(salt) :]: child.page
+        for key, child in parent.children.items()
+        if len(key) == len(salt) + size and key.startswith(begin)
+    }
+    if not alike:
+        return -1, 0
+    keys = np.frombuffer(b"".join(alike), np.int32).reshape(len(alike), -1)
+    counts = np.logical_and.accumulate(keys[:, : len(wanted)] == wanted, 1).sum(1)
+    best = int(counts.argmax())
+    return [*alike.values()][best], int(counts[best]) - lookahead
