@@ -250,11 +250,11 @@ class JaxExecutor(Executor):
         return len(tokens) if states is None else states.book.reusable_prefix_len(tokens, salt)
 
     def copy_page(self, source: int, target: int) -> bool:
-        """Copy a page of target and draft; False where layers are recurrent."""
-        if self._states is not None:
+        """Copy a page of target and draft; False where layers are recurrent or give pages back."""
+        if self._states is not None or self.windows is not None:
             return False
         size = self.limits.page_size
-        places = np.arange(size, dtype=np.int32)
+        places = np.arange(size, dtype=np.int32)[None]
         begin, end = source * size + places, target * size + places
         self.programs.move(Key("move"), begin, end, self._shape.slots)
         return True
