@@ -81,9 +81,8 @@ def count(tokenizer: Tokenizer, vocab: int, pieces: Iterable[str]) -> NgramTable
 def file_of(tokenizer: Tokenizer, vocab: int) -> Path:
     """Return the file in the cache for the table of a tokenizer, whether it exists or not."""
     name = hashlib.sha256(f"{VERSION} {vocab}\n".encode())
-    for piece in tokenizer.pieces:
-        name.update(b"%d:" % len(piece))
-        name.update(piece)
+    name.update(tokenizer.pieces.starts.tobytes())
+    name.update(tokenizer.pieces.joined)
     return cache_dir() / "tables" / f"{name.hexdigest()[:24]}.safetensors"
 
 
