@@ -9,7 +9,7 @@ busy machine is no hindrance but what is tested.
 import argparse
 import sys
 from itertools import cycle, islice
-from statistics import fmean
+from statistics import fmean, median
 
 from bench.records import ended
 from forerun.build.engine import encode_chat, make_engine
@@ -50,6 +50,9 @@ def main() -> None:
         why = max(facts["reasons"], key=facts["reasons"].get)
         sys.stdout.write(f"{reached[-1]:.2f} {facts['step_ms_by_nodes']} {why}\n")
         sys.stdout.flush()
+    every = [reached[place :: options.prompts] for place in range(options.prompts)]
+    worst = min((min(one) / median(one) for one in every if one), default=1.0)
+    sys.stdout.write(f"least over the median of its prompt: {worst:.2f}\n")
     sys.stdout.write(
         f"{len(reached)} starts: least {min(reached):.2f}, mean {fmean(reached):.2f}\n"
     )

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from forerun.build.calibration import measure_costs, prepare, with_draft_model
+from forerun.build.calibration import PER_ROW, measure_costs, prepare, with_draft_model
 from forerun.build.chat_template import template_source
 from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
@@ -263,9 +263,11 @@ def _prepared_costs(
         return None
     if config.executor != "cpu":
         return measured()
+    how, limits = executor.describe(), executor.limits
     facts = [
         *(key_of(config, __version__, cpu_name()), entry.arithmetic(config), cores()),
-        *(str(model.architecture), executor.describe(), str(executor.limits)),
+        *(str(model.architecture), how["kernels"], how["threads"], how["dtype"]),
+        *(limits.page_size, limits.scored_nodes, min(limits.slots, PER_ROW)),
         draft and [str(draft.path), draft.path.stat().st_mtime_ns],
     ]
     return kept_or_measured(facts, measured)
