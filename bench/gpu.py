@@ -47,7 +47,7 @@ from forerun.build.shapes import (
 )
 from forerun.client.completion import acceptance_length, complete, make_request
 from forerun.client.llm import LLM
-from forerun.executors.torch import CapturedExecutor
+from forerun.executors.torch import TorchExecutor
 from forerun.hub.catalog import open_model, shipped_draft
 from forerun.machine import stamp
 from forerun.measure.sized import (
@@ -104,9 +104,11 @@ def replay_ms(executor: Any, device: torch.device, rounds: int) -> float | None:
     """Milliseconds of a replay of the last round on what still lies on the device, many behind each
     other; None without rounds.
     """
-    if not isinstance(executor, CapturedExecutor) or executor.last is None:
+    assert isinstance(executor, TorchExecutor)
+    captured = executor.rounds
+    if captured is None or captured.last is None:
         return None
-    replay = partial(executor.runner.programs.run, executor.last.size)
+    replay = partial(captured.runner.programs.run, captured.last.size)
     if device.type != "cuda":
         with torch.inference_mode():
             return median(milliseconds(replay, rounds))

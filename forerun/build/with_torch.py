@@ -169,7 +169,6 @@ def _build(
         from forerun.executors.torch import (
             TorchPages,
             torch_executor,
-            with_captures,
         )
     except ImportError as error:
         raise ConfigError(
@@ -183,7 +182,7 @@ def _build(
         torch.set_num_threads(threads)
     if config.tp_size > 1:
         return _shared(config, checkpoint, limits)
-    eager = torch_executor(limits)(
+    executor = torch_executor(limits)(
         counted(checkpoint, item_bytes(config), partial(progress, "loading weights")),
         limits,
         config.device,
@@ -192,17 +191,21 @@ def _build(
         kv_dtype=config.kv_dtype,
         prompts=config.prefill_attention_backend,
     )
-    eager.pages, eager.state_contents = TorchPages(eager), eager.states
-    if eager.windows is not None:
-        eager.pages = eager.window_contents = WindowedPages(eager.pages, eager.windows)
-    if config.disable_cuda_graph:
-        return eager
-    # With captured rounds steps overlap by default (decision 0022).
+    executor.pages, executor.state_contents = TorchPages(executor), executor.states
+    if executor.windows is not None:
+        executor.pages = WindowedPages(executor.pages, executor.windows)
+        executor.window_contents = executor.pages
+    return _captured(config, executor)
+
+
+def _captured(config: EngineConfig, executor: Any) -> Executor:
+    """Have the executor replay steps unless the options say otherwise. With captured rounds steps
+    overlap by default (decision 0022).
+    """
     cuda = config.device.startswith("cuda")
-    executor = with_captures(eager, cuda if config.overlap is None else config.overlap)
-    executor.pages, executor.state_contents = eager.pages, eager.state_contents
-    executor.window_contents = eager.window_contents
-    return executor
+    if not config.disable_cuda_graph:
+        executor.capture(cuda if config.overlap is None else config.overlap)
+    return cast(Executor, executor)
 
 
 def _threads(config: EngineConfig) -> int | None:
@@ -216,7 +219,6 @@ def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits
     """Build the executor of rank 0, which starts the others."""
     from forerun.executors.torch.model_runner import TorchOptions
     from forerun.executors.torch.parallel.executor import parallel_executor
-    from forerun.executors.torch.parallel.rounds import with_shared_captures
 
     options = TorchOptions(
         device=config.device,
@@ -226,11 +228,7 @@ def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits
         prompts=config.prefill_attention_backend,
     )
     kind, first = parallel_executor(limits), _first_rank(config)
-    eager = kind(checkpoint, limits, options, first, _threads(config))
-    cuda = config.device.startswith("cuda")
-    if config.disable_cuda_graph:
-        return eager
-    return with_shared_captures(eager, cuda if config.overlap is None else config.overlap)
+    return _captured(config, kind(checkpoint, limits, options, first, _threads(config)))
 
 
 def _joined(executor: Any, model: Any) -> DraftModel:
@@ -255,33 +253,33 @@ def _arithmetic(config: EngineConfig) -> str:
 
 
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
-    from forerun.executors.torch import CapturedExecutor, TorchEagleModel, TorchExecutor
+    from forerun.executors.torch import TorchEagleModel, TorchExecutor
 
-    assert isinstance(executor, TorchExecutor | CapturedExecutor)
+    assert isinstance(executor, TorchExecutor)
     model = TorchEagleModel(executor.draft_target, checkpoint, draft)
     return _joined(executor, model)
 
 
 def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
-    from forerun.executors.torch import CapturedExecutor, TorchBlockModel, TorchExecutor
+    from forerun.executors.torch import TorchBlockModel, TorchExecutor
 
-    assert isinstance(executor, TorchExecutor | CapturedExecutor)
+    assert isinstance(executor, TorchExecutor)
     model = TorchBlockModel(executor.draft_target, checkpoint, draft)
     return _joined(executor, model)
 
 
 def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
-    from forerun.executors.torch import CapturedExecutor, TorchDecoderModel, TorchExecutor
+    from forerun.executors.torch import TorchDecoderModel, TorchExecutor
 
-    assert isinstance(executor, TorchExecutor | CapturedExecutor)
+    assert isinstance(executor, TorchExecutor)
     model = TorchDecoderModel(executor.draft_target, draft)
     return _joined(executor, model)
 
 
 def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers) -> DraftModel:
-    from forerun.executors.torch import CapturedExecutor, TorchExecutor, TorchPredictionModel
+    from forerun.executors.torch import TorchExecutor, TorchPredictionModel
 
-    assert isinstance(executor, TorchExecutor | CapturedExecutor)
+    assert isinstance(executor, TorchExecutor)
     model = TorchPredictionModel(executor.draft_target, draft)
     return _joined(executor, model)
 
@@ -289,7 +287,8 @@ def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers)
 def _assistant(executor: Executor, checkpoint: Checkpoint, draft: Assistant) -> DraftModel:
     from forerun.executors.torch import TorchAssistantModel, TorchExecutor
 
-    if not isinstance(executor, TorchExecutor) or executor.group is not None:
+    assert isinstance(executor, TorchExecutor)
+    if executor.rounds is not None or executor.group is not None:
         raise ModelError(
             "an assistant drafts outside of captured rounds and of --tp-size; use "
             "--disable-cuda-graph on one device, or --speculative-algorithm NGRAM"

@@ -112,7 +112,7 @@ def complete(
     prompt_logprobs: list[Reports] = [()] * plan.rows
     for row, slot in rows:
         nodes, root = trees.nodes(row), trees.root(row)
-        echo = _echo(plan, row, trees, slot, reports)
+        echo = reports(slot.sampling.prompt_logprobs or 0, echoed(plan, row, trees, slot))
         if any(isnan(entry.logprob) for entry in echo):
             choice[nodes.start : nodes.stop] = NOTHING
             finite[row] = False
@@ -139,16 +139,15 @@ def put_path(choice: Ints, root: int, path: Path) -> None:
         choice[node] = token
 
 
-def _echo(plan: Plan, row: int, trees: TreeBatch, slot: SlotInit, reports: ReportsOf) -> Reports:
-    """Return reports of the decided tokens that follow the known ones, if the request wants
-    them.
+def echoed(plan: Plan, row: int, trees: TreeBatch, slot: SlotInit) -> list[tuple[int, int]]:
+    """Return (known node, the decided token that follows it) pairs of a row, of which
+    `prompt_logprobs` reports; none if the request does not want them.
     """
-    top = slot.sampling.prompt_logprobs
-    if top is None:
-        return ()
+    if slot.sampling.prompt_logprobs is None:
+        return []
     nodes = range(int(trees.start[row]), trees.root(row) + 1)
     following = slot.text.tokens[int(plan.kv_len[row]) + 1 :][: len(nodes)].tolist()
-    return reports(top, list(zip(nodes, following, strict=False)))
+    return list(zip(nodes, following, strict=False))
 
 
 def reports_of(logits: Logits, top: int, pairs: Iterable[tuple[int, int]]) -> Reports:

@@ -25,7 +25,7 @@ from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import MemoryPlanError
-from forerun.executors.torch import TorchEagleModel, TorchExecutor, with_captures
+from forerun.executors.torch import TorchEagleModel, TorchExecutor
 from forerun.interface.executor import Executor
 from forerun.measure.step_bench import StepBench, limits_for, milliseconds
 
@@ -109,7 +109,7 @@ def torch_bench(
     arch = checkpoint.architecture
     rows, nodes = max(sweep.batches), max(sweep.nodes)
     limits = limits_for(arch, rows, nodes, sweep.context)
-    executor = with_captures(TorchExecutor(checkpoint, limits, device, dtype, **how))
+    executor = TorchExecutor(checkpoint, limits, device, dtype, **how).capture()
     head = None
     if draft is not None:
         head = TorchEagleModel(executor, checkpoint, draft)

@@ -15,7 +15,6 @@ import sys
 from forerun.cli.engine_process import load_started
 from forerun.client.engine_worker import run
 from forerun.executors.torch.model_runner import ModelRunner
-from forerun.executors.torch.parallel.executor import ParallelExecutor
 from forerun.executors.torch.parallel.processes import Ranks
 from tests.chaos.hoard import hoard
 
@@ -69,7 +68,7 @@ def main(path: str, phase: str, connection: str) -> int:
 
     Ranks.__init__ = lambda self, starts, command: begin(self, starts, RANK)
     ModelRunner.__init__ = prepared
-    ParallelExecutor.run = worked
+    ModelRunner.run = worked
     return run(int(connection), phases.load)
 
 

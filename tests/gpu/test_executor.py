@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from forerun.build.target import open_target
-from forerun.executors.torch import TorchExecutor, with_captures
-from forerun.executors.torch.accept import choices, gumbel
+from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.accept import NodeNoise, gumbel
 from forerun.measure.prove import Trial, prove
 from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
@@ -14,7 +14,7 @@ from forerun.speculative import noise
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, limits
-from tests.parity.test_choices import SAMPLINGS, SEEDS, nodes, text
+from tests.parity.test_choices import SAMPLINGS, SEEDS, choices, nodes, text
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 6e-2}
 """Norm of the difference over the norm, logits of a tiny model; float32 allows for tf32."""
@@ -45,7 +45,8 @@ def test_logits_of_chunks_and_trees_are_the_cpus(checkpoint, device, family, dty
 def test_noise_and_choices_are_the_hosts(device):
     where = torch.device(device)
     positions = np.array([0, 1, 7, 4095, 131071, 2], np.int32)
-    found = gumbel(np.array(SEEDS, np.uint64), positions, 49152, where).cpu().numpy()
+    made = NodeNoise.of(nodes([(*each, 1.0) for each in zip(SEEDS, positions, strict=True)]), where)
+    found = gumbel(made.seeds, made.positions.long(), 49152).cpu().numpy()
     expected = np.stack(
         [noise.gumbel(s, int(p), 49152) for s, p in zip(SEEDS, positions, strict=True)]
     )
@@ -54,9 +55,7 @@ def test_noise_and_choices_are_the_hosts(device):
     logits = torch.randn(90, 5000, generator=torch.Generator().manual_seed(2)) * 4
     logits[5, 77] = torch.nan
     logits[6, 78] = torch.inf
-    assert (
-        choices(logits.to(where), nodes(cases)).tolist() == choices(logits, nodes(cases)).tolist()
-    )
+    assert choices(logits, cases, where).tolist() == choices(logits, cases).tolist()
 
 
 def test_text_in_float32_is_the_cpus(checkpoint, device):
@@ -92,7 +91,7 @@ def test_speculation_changes_no_token_in_float32(folder, device, temperature):
 
 
 def test_many_rounds_leave_no_memory_behind(checkpoint, device):
-    executor = with_captures(TorchExecutor(checkpoint(), limits(tiny.VOCAB), device))
+    executor = TorchExecutor(checkpoint(), limits(tiny.VOCAB), device).capture()
     used = []
     for _ in range(6):
         with Driver(executor) as driver:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch import TorchExecutor, torch_executor, with_captures
+from forerun.executors.torch import TorchExecutor, torch_executor
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.attention.kv import Narrow, enter
@@ -299,7 +299,7 @@ def test_products_of_few_bits_are_the_twins(kernels, device, kind, shape, group)
 
 def test_rounds_in_float8(checkpoint, device):
     """Every product of every layer: captured, and the same text again."""
-    made = with_captures(TorchExecutor(checkpoint(), limits(tiny.VOCAB), device, "float8"))
+    made = TorchExecutor(checkpoint(), limits(tiny.VOCAB), device, "float8").capture()
     found = []
     for _ in range(2):
         with Driver(made) as driver:
@@ -322,7 +322,7 @@ def test_other_families_write_the_text_of_the_cpu(checkpoint, device, family, wi
     found, kept = [], limits(tiny.VOCAB)
     near = replace(kept, window=25 * bool(windows), window_pages=windows)
     for where, room in ((device, near), ("cpu", kept)):
-        made = with_captures(torch_executor(room)(checkpoint(family), room, where, "float32"))
+        made = torch_executor(room)(checkpoint(family), room, where, "float32").capture()
         with Driver(made) as driver:
             for slot in range(3):
                 driver.open(slot, np.arange(20, 60 + slot), Sampling(temperature=0.0))
@@ -341,7 +341,7 @@ def test_captured_rounds_give_the_eager_text(checkpoint, device, compiled, kv_dt
     for graphs in (True, False):
         how = ("float32", compiled and graphs and device == "cuda", kv_dtype)
         made = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), device, *how)
-        made = with_captures(made) if graphs else made
+        made = made.capture() if graphs else made
         with Driver(made) as driver:
             for slot, temperature in enumerate((0.0, 0.8, 1.0)):
                 prompt = np.arange(20 + slot, 40 + 3 * slot)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from forerun.checkpoints.folder import FolderCheckpoint
-from forerun.executors.torch import CapturedExecutor
+from forerun.executors.torch import TorchExecutor
 from tests.parity.heads import Target, learn, opened
 from tests.parity.test_torch_overlap import OFF, SHAPES, answered, asked, crowd, tokens
 
@@ -20,7 +20,7 @@ def learned(folder, tmp_path_factory):
 def target(folder, learned, device):
     with pytest.MonkeyPatch.context() as patch:
         # Each size is captured when it comes up: the tests below draft in other shapes.
-        patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
+        patch.setattr(TorchExecutor, "warm_up", lambda *_: None)
         target = opened(
             folder("llama", layers=6), learned[0], device, chunked_prefill_size=256, context=128
         )

@@ -5,7 +5,7 @@ models and block drafters draft there as they do when asked pass by pass.
 import pytest
 
 from forerun.build.target import open_target
-from forerun.executors.torch import CapturedExecutor
+from forerun.executors.torch import TorchExecutor
 from tests.parity.test_rounds_that_draft import (
     BLIND,
     answered,
@@ -39,7 +39,7 @@ def targets(made, device):
     def of(method):
         if method not in opened:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
+                patch.setattr(TorchExecutor, "warm_up", lambda *_: None)
                 opened[method] = [
                     open_target(
                         configured(made, method, 16, device=device, disable_cuda_graph=eager)

@@ -17,12 +17,9 @@ from torch._C._distributed_c10d import TCPStore
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel
 from forerun.executors.host_sampler import HostSampler
-from forerun.executors.torch import TorchExecutor, model_runner
-from forerun.executors.torch.accept import best
-from forerun.executors.torch.captured.executor import CapturedExecutor
+from forerun.executors.torch import TorchExecutor, launched, model_runner
 from forerun.executors.torch.group import Processes
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions
-from forerun.speculative.accept import NOTHING
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
 from tests.parity.driver import Driver, Row, limits
@@ -52,19 +49,11 @@ class Recorded(Processes):
 
 
 class Eager(TorchExecutor):
-    """A rank's part; every rank chooses what all find."""
+    """A rank's part, of which nothing is told to the others."""
 
     def __init__(self, part, group):
         ModelRunner.__init__(self, part, LIMITS, TorchOptions(), group)
         self.sampler = HostSampler(LIMITS.slots, VOCAB)
-
-    def choices_of(self, round):
-        rows = torch.from_numpy(round.row_of[round.on_device.nodes].astype(np.int64))
-        first = self.group.tp.span(VOCAB).start
-        scores, tokens = best(round.logits[rows], round.on_device, first)
-        parts = torch.stack(self.group.everywhere(torch.stack([scores.double(), tokens + first])))
-        top, where = parts[:, 0].max(0)
-        return parts[:, 1].gather(0, where[None])[0].where(top.isfinite(), NOTHING).int().tolist()
 
 
 def texts(executor, drafts=None):
@@ -103,7 +92,8 @@ def main(rank, size, port, folder):
     group = Recorded(store, TensorParallel(rank, size), torch.device("cpu"))
     part = RankCheckpoint(FolderCheckpoint(Path(folder)), TensorParallel(rank, size))
     tape = Tape()
-    executor = CapturedExecutor(Eager(part, group), SLOW_TWINS, tape)
+    launched.recorder = lambda device: tape
+    executor = Eager(part, group).capture()
     plain = texts(executor)
     before = tape.replays
     trees = texts(executor, plain)

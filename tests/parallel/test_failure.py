@@ -25,7 +25,7 @@ from forerun.client.completion import make_request
 from forerun.errors import ConfigError, EngineError, ModelError, RankError
 from forerun.executors.torch import group
 from forerun.executors.torch.group import Waits
-from forerun.executors.torch.model_runner import TorchOptions
+from forerun.executors.torch.model_runner import ModelRunner, TorchOptions
 from forerun.executors.torch.parallel import processes
 from forerun.executors.torch.parallel.executor import ParallelExecutor
 from forerun.executors.torch.parallel.processes import Ranks
@@ -141,12 +141,12 @@ def test_also_while_nothing_runs(served):
 
 def test_rank_0_that_fails_in_a_step_ends_the_others(served, monkeypatch):
     """They wait for it in the middle of a pass."""
-    target, engine, pid = served
+    _, engine, pid = served
 
     def no_memory(*_):
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr(target.executor, "run", no_memory)
+    monkeypatch.setattr(ModelRunner, "run", no_memory)
     news = SimpleQueue()
     engine.submit(make_request(np.arange(5, dtype=np.int32), max_tokens=5), news.put)
     assert "rank 0 failed: out of memory" in last_of(news).error

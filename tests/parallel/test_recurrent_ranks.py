@@ -115,7 +115,7 @@ def test_rounds_move_states_on_every_rank(folder, monkeypatch, algorithm, page, 
             assert found == expected
         assert told["round"] >= (10 if algorithm == "OFF" else 5) and any(resumed)
         assert stats.accepted > 10 or algorithm == "OFF"
-        target.executor.eager.states.book.check()
+        target.executor.states.book.check()
 
 
 @pytest.mark.slow

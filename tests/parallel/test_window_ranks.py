@@ -10,7 +10,6 @@ from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.model_runner import TorchOptions
 from forerun.executors.torch.parallel import executor
-from forerun.executors.torch.parallel.rounds import with_shared_captures
 from tests.engine.drafters import ErraticDrafter
 from tests.engine.toys import VOCAB
 from tests.engine.window_schedules import (
@@ -49,7 +48,7 @@ def ranks(checkpoint):
             kind = executor.parallel_executor(limits)
             made = kind(checkpoint, limits, TorchOptions(), TensorParallel(0, 2), threads=1)
             stack.callback(made.shutdown)
-            return made if said is None else with_shared_captures(made, overlap=True)
+            return made if said is None else made.capture(overlap=True)
 
         yield begin
 

@@ -96,7 +96,7 @@ class Result:
     @cached_property
     def _of_node(self) -> Callable[[int], np.ndarray]:
         """Kept, because what it makes for one node is that of hundreds."""
-        return getattr(self.executor, "eager", self.executor).logits_of(self.round)
+        return self.executor.logits_of(self.round)
 
     def every(self) -> torch.Tensor:
         """float32[M,V] of all nodes of a step of one row, where all are wanted."""

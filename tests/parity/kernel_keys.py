@@ -26,8 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.draft_shape import DraftShape
-from forerun.executors.torch import TorchExecutor, model_runner, with_captures
-from forerun.executors.torch.captured import choice
+from forerun.executors.torch import TorchExecutor, launched, model_runner
 from forerun.executors.torch.drafts.eagle import TorchEagleModel
 from forerun.executors.torch.triton import compile_ahead
 from forerun.interface.executor import ExecutorLimits
@@ -69,9 +68,9 @@ def recorded(found):
 def opened():
     """An executor whose every sequence asks for something else, with a draft head."""
     model_runner.kernels_for = lambda device: kernels()
-    choice.recorder = lambda device: Tape()
+    launched.recorder = lambda device: Tape()
     checkpoint = RandomCheckpoint(shape_named("tiny"))
-    made = with_captures(TorchExecutor(checkpoint, LIMITS), overlap=True)
+    made = TorchExecutor(checkpoint, LIMITS).capture(overlap=True)
     draft = random_draft(checkpoint.architecture, 64)
     made.draft_with(TorchEagleModel(made, checkpoint, draft))
     return made
@@ -95,7 +94,7 @@ def load(made, steps):
         if random.random() < 0.1:  # Somebody's prompt.
             sizes[None, int(random.integers(1, LIMITS.max_nodes + 1))] += 1
         else:
-            size = made._size(slots, nodes, request, bool(random.random() < 0.2))
+            size = made.rounds._size(slots, nodes, request, bool(random.random() < 0.2))
             sizes[size, len(slots) * nodes] += 1
     for slot in range(LIMITS.slots):
         made.close(slot)
@@ -113,14 +112,15 @@ def main():
     with compile_ahead._Zeros():
         made = opened()
         made.warm_up(DRAFT, lambda what, *news: told.__setitem__(what, news))
-        ready, declared, tape = set(made.runner.programs.captured), len(found), made.runner._records
+        runner = made.rounds.runner
+        ready, declared, tape = set(runner.programs.captured), len(found), runner._records
         captures, sizes = tape.captures, load(made, arguments.steps)
         for size, nodes in sizes:
             with torch.inference_mode():
                 if size is None:
-                    made.eager.rehearse(nodes)
+                    made.rehearse(nodes)
                 else:
-                    made.runner.launch(size, made.runner.staging(size))()
+                    runner.launch(size, runner.staging(size))()
     rounds = sum(count for (size, _), count in sizes.items() if size is not None)
     json.dump(
         {

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from forerun.executors.torch import TorchExecutor, with_captures
+from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.captured.graphs import CapturedPrograms
 from forerun.executors.torch.triton import kernels
 from tests.models import tiny
@@ -173,7 +173,7 @@ def test_a_head_that_comes_after_the_first_capture(recorder, checkpoint, monkeyp
     """Loading a head asks for features: what start-up captured is forgotten, then captured anew."""
     on_tape(monkeypatch, recorder())
     small = limits(tiny.VOCAB, context=128, pages=40, slots=1)
-    made = with_captures(TorchExecutor(checkpoint("qwen3"), small))
+    made = TorchExecutor(checkpoint("qwen3"), small).capture()
 
     def decode():
         with Driver(made) as driver:

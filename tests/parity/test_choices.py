@@ -20,7 +20,7 @@ from forerun.executors.jax.rounds import accept, noise
 from forerun.executors.jax.rounds.accept import NodeSampling, Trees, unpacked, walk
 from forerun.executors.jax.rounds.accept import choose as choose_on_xla
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.accept import choices, gumbel
+from forerun.executors.torch.accept import NodeNoise, best, greatest, gumbel
 from forerun.speculative import noise as host
 from forerun.speculative.accept import NOTHING, accept_row, choose
 from forerun.speculative.sampling import Sampling, unpack
@@ -63,8 +63,18 @@ def node_sampling(cases):
     )
 
 
+def choices(logits, cases, device=CPU):
+    """int32[n] as a step without kernels makes them, of (seed, position, temperature) of each."""
+    noise, logits = NodeNoise.of(nodes(cases), device), torch.as_tensor(logits).to(device)
+    score, tokens = best(logits, noise, 0)
+    if not noise.temperatures.any():
+        for one, other in zip(greatest(logits, noise, 0), (score, tokens), strict=True):
+            assert torch.equal(one.nan_to_num(9e9), other.nan_to_num(9e9))
+    return torch.where(score.isfinite(), tokens, NOTHING)
+
+
 CHOICES = {
-    "torch": lambda logits, cases: choices(torch.from_numpy(logits), nodes(cases)),
+    "torch": choices,
     "jax": lambda logits, cases: CHOOSE(logits, node_sampling(cases)),
 }
 """(logits float32[n,V], (seed, position, temperature) of each) -> tokens."""
@@ -102,7 +112,8 @@ def test_ties_go_to_the_lowest_id_and_trouble_to_nothing(program):
 
 @pytest.mark.parametrize("vocab", [1, 6, 320, 49152])
 def test_noise_is_the_hosts(vocab):
-    found = gumbel(np.array(SEEDS, np.uint64), POSITIONS, vocab, CPU).numpy()
+    made = NodeNoise.of(nodes([(*each, 1.0) for each in zip(SEEDS, POSITIONS, strict=True)]), CPU)
+    found = gumbel(made.seeds, made.positions.long(), vocab).numpy()
     for line, seed, position in zip(found, SEEDS, POSITIONS, strict=True):
         expected = host.gumbel(seed, int(position), vocab)
         # Two libraries' float64 logarithms may differ in the last bit: then float32 may, too.

@@ -12,7 +12,7 @@ from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
 from forerun.control.policy import Budget, Decision, with_known
 from forerun.draft_shape import DraftShape
-from forerun.executors.torch import CapturedExecutor
+from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.captured.round import CapturedRound
 from tests.parity.heads import opened_config
 from tests.parity.tape import Tape, on_tape
@@ -104,7 +104,7 @@ def test_nothing_is_captured_after_the_first_request(
             speculative_eagle_topk=width, speculative_draft_model_path=head,
         )
     )  # fmt: skip
-    begin = CapturedExecutor.begin
+    begin = TorchExecutor.begin
 
     def counted(self, plan, trees, *rest):
         begun = begin(self, plan, trees, *rest)
@@ -112,7 +112,7 @@ def test_nothing_is_captured_after_the_first_request(
             rounds.append(isinstance(begun, CapturedRound))
         return begun
 
-    monkeypatch.setattr(CapturedExecutor, "begin", counted)
+    monkeypatch.setattr(TorchExecutor, "begin", counted)
     captures, ready = tape.captures, target.executor.describe()["captured"]
     assert captures == len(ready)
     monkeypatch.setattr(build, "policy_for", lambda *_: Whim(nodes, depth))

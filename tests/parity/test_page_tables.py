@@ -1,6 +1,6 @@
 """Page tables that are sent as differences, against whole ones."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
-from forerun.executors.torch.captured.buffers import PageTables, StagingBuffer
 from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, changes_of, room_of
+from forerun.executors.torch.captured.round import PageTables, StagingBuffer
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.triton.record import Size
 from tests.parity.tape import Tape
@@ -25,17 +25,9 @@ SLOTS, WIDTH = 5, 9
 class Whole(PageTables):
     """The slow twin: every round is sent its whole tables."""
 
-    def send(self, buffers, plan):
+    def send(self, buffers, slots, table):
         self.forget()
-        return super().send(buffers, plan)
-
-
-@dataclass
-class Tables:
-    """What of a plan is looked at."""
-
-    slots: np.ndarray
-    page_table: np.ndarray
+        return super().send(buffers, slots, table)
 
 
 class Device:
@@ -55,11 +47,11 @@ class Device:
         """The rows' tables, and whether they fitted into the round's own facts."""
         staging = self.staging()
         staging.buffers["slot"][: len(slots)] = slots
-        more = self.tables.send(staging.buffers, Tables(slots, page_table))
+        more = self.tables.send(staging.buffers, slots, page_table)
         for entries in more:
             entries()
         self.sized.whole.copy_(staging.whole)
-        table = self.tables.of(self.size, self.sized.buffers)["table"]
+        table = self.tables.of(self.size, self.sized.buffers)
         return table.clone().numpy(), not more
 
 
@@ -81,7 +73,7 @@ def test_tables_are_whole_after_any_steps(steps, page_size, lost):
         for row, mine in zip(table, pages, strict=False):
             row[: len(mine)] = mine
         if number % 4 == lost:  # It was written, and never began.
-            ours.tables.send(ours.staging().buffers, Tables(slots, table))
+            ours.tables.send(ours.staging().buffers, slots, table)
             ours.tables.forget()
             continue
         found, expected = ours.run(slots, table)[0], twin.run(slots, table)[0]
@@ -97,10 +89,10 @@ def test_what_did_not_change_is_not_sent():
     slots = np.array([3, 1], np.int32)
     assert not device.run(slots, table)[1]  # Two whole rows are more than there is room for.
     staging = device.staging()
-    assert device.tables.send(staging.buffers, Tables(slots, table)) == ()
+    assert device.tables.send(staging.buffers, slots, table) == ()
     assert not staging.buffers["sent"].any()
     table[1, 4] = 40
-    assert device.tables.send(staging.buffers, Tables(slots, table)) == ()
+    assert device.tables.send(staging.buffers, slots, table) == ()
     assert staging.buffers["sent"].tolist()[:2] == [40, 0]
     assert staging.buffers["sent_to"].view(np.int64)[:, 0].tolist()[:2] == [1 * WIDTH + 4, 45]
 
@@ -152,9 +144,9 @@ def device(folder, learned):
     shape = {"chunked_prefill_size": 128, "context": 128, "page_size": 4, "kv_tokens": 128}
     with pytest.MonkeyPatch.context() as patch:
 
-        def told(self, buffers, plan):
-            more = send(self, buffers, plan)
-            tape.sent(self, plan.page_table, more)
+        def told(self, buffers, slots, table):
+            more = send(self, buffers, slots, table)
+            tape.sent(self, table, more)
             return more
 
         patch.setattr(PageTables, "send", told)

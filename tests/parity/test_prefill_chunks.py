@@ -12,7 +12,7 @@ from forerun.build.memory import dense_needs, plan_memory
 from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.build.with_torch import ENTRY
 from forerun.errors import EngineError
-from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner, with_captures
+from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner
 from forerun.interface.draft_model import DraftExtension
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import HostFeatures
@@ -173,8 +173,8 @@ def test_rounds_hold_logits_of_what_is_scored(checkpoint, monkeypatch, scored):
     tape = Tape()
     on_tape(monkeypatch, tape)
     most = limits(tiny.VOCAB, max_scored=scored)
-    made = with_captures(TorchExecutor(checkpoint("qwen2"), most))
-    assert made.runner.logits.shape == (scored or 384, tiny.VOCAB)
+    made = TorchExecutor(checkpoint("qwen2"), most).capture()
+    assert made.rounds.runner.logits.shape == (scored or 384, tiny.VOCAB)
     prompt = np.random.default_rng(2).integers(8, tiny.VOCAB, 120)
     texts = []
     for each in (made, TorchExecutor(checkpoint("qwen2"), most)):
@@ -187,7 +187,7 @@ def test_rounds_hold_logits_of_what_is_scored(checkpoint, monkeypatch, scored):
             texts.append([driver.sequences[slot].tokens for slot in range(2)])
     assert tape.replays > 2
     assert texts[0] == texts[1]
-    size = made.size_of(*driver_plan(made, prompt, 9))
+    size = made.rounds.size_of(*driver_plan(made, prompt, 9))
     assert (size is None) == (scored == 8)
 
 

@@ -11,8 +11,8 @@ from forerun.build.target import open_target
 from forerun.client.completion import make_request
 from forerun.errors import EngineError
 from forerun.executors.state_slots import StateSlots
-from forerun.executors.torch import TorchExecutor, with_captures
-from forerun.executors.torch.captured.recurrent import RecurrentExecutor
+from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.captured.recurrent import StateRows
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NodeMasks
 from tests.models import tiny
@@ -81,7 +81,7 @@ def test_preempted_texts_go_on_from_what_rounds_have_kept(
         found, stats = answered(rounds, wanted(longer), shape, pause=1, overlap=overlap)
         assert tokens(found) == expected
         assert any(counted)
-        rounds.executor.eager.states.book.check()
+        rounds.executor.states.book.check()
     finally:
         rounds.close()
         eager.close()
@@ -94,7 +94,7 @@ def pair_of(source, **changes):
     small = limits(tiny.VOCAB, **{"page_size": 4, "pages": 60, "checkpoints": 6} | changes)
     with pytest.MonkeyPatch.context() as patch:
         on_tape(patch, Tape())
-        captured = with_captures(TorchExecutor(source, small))
+        captured = TorchExecutor(source, small).capture()
     return captured, TorchExecutor(source, small)
 
 
@@ -115,7 +115,7 @@ def ran(made, drafts=True):
             right = driver.sequences[0].tokens[-1] if drafts else 0
             tree = as_draft([right, 5, right, 9], [-1, -1, 0, 2])
             driver.step([Row(0, draft=tree if step % 2 == 0 else as_draft([], []))])
-        states, text = getattr(made, "eager", made).states, list(driver.sequences[0].tokens)
+        states, text = made.states, list(driver.sequences[0].tokens)
         length = driver.sequences[0].kv_len
         kept = states.book.lengths(np.array(text, np.int32))
         rows = {n: states.book.row(np.array(text[:n], np.int32)) for n in kept}
@@ -157,13 +157,13 @@ def free_grammar(plan, trees):
 def test_rows_that_the_host_decides_are_advanced_by_it(pair, monkeypatch):
     """Rows of a grammar whose masks come after the forward pass."""
     followed, found = [], []
-    follow = RecurrentExecutor._follow
+    follow = StateRows._follow
 
-    def following(self, round, outcome):
-        followed.append(int((~round.decided).sum()))
-        follow(self, round, outcome)
+    def following(self, round, outcome, left):
+        followed.append(len(left))
+        follow(self, round, outcome, left)
 
-    monkeypatch.setattr(RecurrentExecutor, "_follow", following)
+    monkeypatch.setattr(StateRows, "_follow", following)
     for made in pair:
         with Driver(made) as driver:
             driver.open(0, TEXT[:6], GREEDY)
@@ -173,7 +173,7 @@ def test_rows_that_the_host_decides_are_advanced_by_it(pair, monkeypatch):
                 right = driver.sequences[0].tokens[-1]
                 tree = as_draft([5, right, right], [-1, -1, 1])
                 driver.step([Row(0, draft=tree), Row(1)], free_grammar)
-            states = getattr(made, "eager", made).states
+            states = made.states
             found.append([np.frombuffer(states.content(row), np.float32) for row in (0, 1)])
             found[-1].append(driver.sequences[0].tokens)
     assert followed == [2, 2, 2]
@@ -191,13 +191,13 @@ def test_a_round_behind_another_length_is_refused(pair):
 
 
 def test_a_round_that_fails_leaves_its_rows(pair, monkeypatch):
-    captured, book = pair[0], pair[0].eager.states.book
+    captured, book = pair[0], pair[0].states.book
     with Driver(captured) as driver:
         driver.open(0, TEXT[:7], GREEDY)
         driver.step([Row(0)])
         free = len(book._free)
         with monkeypatch.context() as patch:
-            patch.setattr(captured.runner, "launch", lambda *_: 1 / 0)
+            patch.setattr(captured.rounds.runner, "launch", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 driver.step([Row(0)])
         assert len(book._free) == free
@@ -213,5 +213,5 @@ def test_without_checkpoints_rounds_keep_none(checkpoint):
 
 def test_a_rehearsal_leaves_nothing_to_go_on_from(checkpoint):
     captured, _ = pair_of(checkpoint("qwen3_5_text"))
-    captured.eager.rehearse(16)
+    captured.rehearse(16)
     assert captured.reusable_prefix_len(np.zeros(17, np.int32)) == 0

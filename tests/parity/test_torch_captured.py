@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from forerun.draft_shape import DraftShape
 from forerun.errors import EngineError
-from forerun.executors.torch import TorchExecutor, with_captures
+from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.attention.plan_geometry import tree_intervals
 from forerun.executors.torch.captured.declared import declared
-from forerun.executors.torch.captured.executor import MOST_NODES
-from forerun.executors.torch.captured.round import tree_intervals
+from forerun.executors.torch.captured.rounds import MOST_NODES
 from forerun.executors.torch.triton.record import Size
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
@@ -46,7 +46,7 @@ def pair_of(source):
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     with pytest.MonkeyPatch.context() as patch:
         on_tape(patch, tape)
-        captured = with_captures(TorchExecutor(source, small))
+        captured = TorchExecutor(source, small).capture()
     return captured, TorchExecutor(source, small), tape
 
 
@@ -173,7 +173,7 @@ def test_pages_hold_what_an_eager_step_writes(pair):
     """The rounds' commit, number by number, over pages in the same places."""
     found = []
     for made in pair[:2]:
-        getattr(made, "eager", made).cache.parts[0].numbers.zero_()
+        made.cache.parts[0].numbers.zero_()
         with Driver(made, seed=3) as driver:
             driver.open(0, list(range(20, 30)), SAMPLINGS[0])
             driver.step([Row(0)])
@@ -183,7 +183,7 @@ def test_pages_hold_what_an_eager_step_writes(pair):
             size = made.limits.page_size
             kept = [p * size + o for p in driver.sequences[0].pages for o in range(size)]
             kept = kept[: driver.sequences[0].kv_len]
-            found.append(getattr(made, "eager", made).cache.parts[0].numbers[:, :, :, kept])
+            found.append(made.cache.parts[0].numbers[:, :, :, kept])
     assert found[0].abs().sum() > 0
     assert (found[0] - found[1]).abs().max() < 1e-5
 
@@ -208,7 +208,7 @@ def test_the_walk_is_the_rule(rows, seed):
     )
     buffers["tokens"][place] = tokens
     buffers["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
-    buffers["tree_intervals"][:, place] = tree_intervals(trees, row)
+    buffers["tree_intervals"][:, place] = tree_intervals(trees)
     buffers["count"] = np.zeros(4, np.int32)
     buffers["count"][: len(rows)] = np.diff(trees.start)
     buffers["decided"] = np.zeros(4, np.int32)
@@ -232,7 +232,7 @@ def test_sizes_hold_the_step(pair, draft_tokens):
         for slot in range(len(draft_tokens)):
             driver.open(slot, [5])
         rows = [Row(slot, draft=chain_draft(np.full(n, 5))) for slot, n in enumerate(draft_tokens)]
-        size = pair[0].size_of(*driver.plan(rows))
+        size = pair[0].rounds.size_of(*driver.plan(rows))
     if size is None:
         assert len(rows) * (max(draft_tokens) + 1) > 128
     else:
@@ -302,7 +302,7 @@ def test_only_what_was_captured_is_run(pair):
     """A size that nobody declared is an error of whoever planned it."""
     captured, _, tape = pair
     captured.warm_up(DraftShape(nodes=3), lambda *_: None)
-    runner, before = captured.runner, tape.captures
+    runner, before = captured.rounds.runner, tape.captures
     assert runner.runs_as(Size(3, 3)) == Size(4, 4) and runner.runs_as(Size(1, 17)) is None
     for _ in range(2):
         with pytest.raises(EngineError, match="no such size was captured"):

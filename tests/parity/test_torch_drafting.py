@@ -12,7 +12,7 @@ from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.drafters import deferred_extend
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors import feature_ring
-from forerun.executors.torch import CapturedExecutor, TorchEagleModel
+from forerun.executors.torch import TorchEagleModel, TorchExecutor
 from forerun.executors.torch.features import TorchStepFeatures
 from forerun.executors.torch.triton.record import Size
 from tests.covering import spread
@@ -227,10 +227,8 @@ def test_plain_rounds_are_caught_up_with(folder, learned, seen, monkeypatch, ove
         return store(self)
 
     monkeypatch.setattr(TorchStepFeatures, "store", counted)
-    went, go_on = [], CapturedExecutor.begin_after
-    monkeypatch.setattr(
-        CapturedExecutor, "begin_after", lambda *args: went.append(1) or go_on(*args)
-    )
+    went, go_on = [], TorchExecutor.begin_after
+    monkeypatch.setattr(TorchExecutor, "begin_after", lambda *args: went.append(1) or go_on(*args))
 
     def run(target):
         return answered(target, requests, 1, overlap=overlap and target is pair[0])
@@ -307,7 +305,7 @@ def test_every_kind_of_head(folder, dense, seen, tmp_path, changes):
 
 
 def test_a_size_that_needs_too_much_scratch_is_not_drafted_for(pair):
-    fits = pair[0].executor.runner.drafting.fits
+    fits = pair[0].executor.rounds.runner.drafting.fits
     assert fits(Size(4, 16, levels=5, width=4))
     assert not fits(Size(16, 4, levels=5, width=4))
     assert not fits(Size(1, 4, levels=1, width=10**4))

@@ -196,7 +196,7 @@ def test_the_forward_pass_and_commit_stay_on_the_device(checkpoint, prompt):
         assert streams.device.type == "meta" and streams.shape == (33, 128)
         one = np.ones(1, np.int32)
         outcome = Outcome(2 * one, 5 * one[:, None], 3 * one, one == 1, accepted=30 * one)
-        away.keep(scores, outcome, [0], np.arange(33))
+        away.keep(scores, outcome, np.zeros(1, int), scores.places)
 
 
 def test_what_it_refuses(checkpoint, executor, prompt):

@@ -17,7 +17,7 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.checkpoints.kept import grouped_of, kept_matrices, kept_sentence, saved_bytes
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel
-from forerun.executors.torch import TorchExecutor, with_captures
+from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.decoder import few_bits
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.few_bits import alike, loaded
@@ -181,7 +181,7 @@ def test_texts_are_equal_with_and_without_speculation(made, name):
     tape, eager = Tape(), executor(made(name))
     with pytest.MonkeyPatch.context() as patch:
         on_tape(patch, tape)
-        captured = with_captures(executor(made(name)))
+        captured = executor(made(name)).capture()
     assert eager.describe()["batch_invariant"]
     expected, _ = texts(eager, no_draft)
     random = np.random.default_rng(0)

@@ -8,7 +8,7 @@ from forerun.build.registry import choose_executor
 from forerun.build.shapes import shape_named
 from forerun.build.target import open_target
 from forerun.errors import ConfigError
-from forerun.executors.torch import TorchExecutor, with_captures
+from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.decoder.elementwise import PLAIN, compiled
 from forerun.executors.torch.decoder.few_bits import IN_TORCH, rounded
 from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
@@ -120,7 +120,7 @@ def test_float8_pages_cost_little_and_take_half(checkpoint, random):
 def test_rounds_in_float8_run(checkpoint, monkeypatch):
     on_tape(monkeypatch)
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
-    made = with_captures(TorchExecutor(checkpoint(), small, dtype="float8"))
+    made = TorchExecutor(checkpoint(), small, dtype="float8").capture()
     first, second = (texts(made, no_draft)[0] for _ in range(2))
     assert first == second and made.describe()["rounds"] > 20
 
@@ -130,7 +130,7 @@ def test_guesses_change_nothing_over_float8_pages(checkpoint, monkeypatch, taped
     if taped:
         on_tape(monkeypatch)
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
-    made = with_captures(TorchExecutor(checkpoint(), small, kv_dtype="float8"))
+    made = TorchExecutor(checkpoint(), small, kv_dtype="float8").capture()
     plain, _ = texts(made, no_draft)
     random = np.random.default_rng(0)
 

@@ -6,9 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.device_choice import Choosing
-from forerun.executors.torch.captured.buffers import StagingBuffer
+from forerun.executors.torch.attention.plan_geometry import tree_intervals
 from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, room_of
-from forerun.executors.torch.captured.round import prepare_inputs_carried, tree_intervals
+from forerun.executors.torch.captured.round import StagingBuffer, prepare_inputs_carried
 from forerun.executors.torch.captured.runner import LEVELS
 from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import Accepted, with_room
@@ -148,7 +148,7 @@ def test_guesses_are_those_that_the_host_would_take(seed, width, levels, power, 
             assert buffers[name][mine].tolist() == getattr(expected, name).tolist()
         enter, leave = buffers["tree_intervals"].reshape(2, 4, size.nodes)[:, row]
         sees = seen(enter, leave)
-        whose = tree_intervals(expected, np.zeros(count, int))
+        whose = tree_intervals(expected)
         assert (sees[:count, :count] == seen(*whose)).all()
         # What is no node sees itself alone, and nobody sees it.
         assert (sees[count:] == np.eye(size.nodes, dtype=bool)[count:]).all()

@@ -28,7 +28,7 @@ from tests.parity.tape import Tape, on_tape
 from tests.parity.test_torch_drafting import taped
 from tests.shape.walk import Walk
 
-FILES, STATEMENTS = 29, 2_900
+FILES, STATEMENTS = 29, 2_890
 """Of steps that overlap, with a draft head's chains: the host's half from plan to the last delta,
 and the program, which runs as it is (tests/shape/walk.py). Kernels are not counted: tests/twins
 stands for them. They may only shrink.
@@ -215,7 +215,7 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
     monkeypatch.setattr(rounds, "LEVELS", 1)
     requests = asked(learned[1], 0.0, (40, 33, 37))
     expected, _ = answered(eager, requests, False, **OFF)
-    runner = slow[0].executor.runner
+    runner = slow[0].executor.rounds.runner
     runner.future = with_room(runner.future.state, 0, 0)  # Room is made anew.
     runner.programs.forget()
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
@@ -340,7 +340,7 @@ def test_stop_tokens_end_where_they_should(slow, eager, learned):
 def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
     """Its logits are gone when that is noticed: the next round has run over them."""
     target, _ = slow
-    rounds_of = target.executor.runner
+    rounds_of = target.executor.rounds.runner
     accept = rounds_of.kernels.accept
     requests = asked(learned[1], 0.0, (30, 30, 30))
     expected = tokens(answered(target, requests, True, **OFF)[0])
@@ -412,7 +412,7 @@ def test_the_walk_through_rounds_is_counted(slow, learned, capsys, monkeypatch):
     for _ in range(3):  # The prompt, and the first steps of the slot.
         engine.step_once()
     before = engine.stats().carried
-    runner = target.executor.runner
+    runner = target.executor.rounds.runner
     monkeypatch.setattr(runner, "programs", Programs(runner.work))
     with Walk() as walk:
         while not (news and news[-1].finish):

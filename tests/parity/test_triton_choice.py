@@ -4,22 +4,17 @@ import numpy as np
 import torch
 
 from forerun.checkpoints.tensor_parallel import TensorParallel
-from forerun.executors.torch.accept import NodeNoise, choices
+from forerun.executors.torch.accept import NodeNoise, best
 from forerun.speculative.accept import NOTHING
 from tests.parity.interpreted import load
-from tests.parity.test_choices import SEEDS, nodes
-from tests.twins.rounds import best, choose
+from tests.parity.test_choices import SEEDS, choices, nodes
+from tests.twins.rounds import choose
 
 choice = load("triton.triton_choice")
 
 
 def noise_of(cases):
-    seeds, positions, heats = zip(*cases, strict=True)
-    return NodeNoise(
-        torch.from_numpy(np.array(seeds, np.uint64).view(np.int64)),
-        torch.tensor(positions, dtype=torch.int32),
-        torch.tensor(heats),
-    )
+    return NodeNoise.of(nodes(cases), torch.device("cpu"))
 
 
 def test_choices_are_the_hosts():
@@ -29,7 +24,7 @@ def test_choices_are_the_hosts():
         logits = (random.normal(size=(48, vocab)) * 4).astype(np.float32)
         logits[::10] = np.round(logits[::10])  # Ties.
         logits = torch.from_numpy(logits)
-        expected = choices(logits, nodes(cases)).tolist()
+        expected = choices(logits, cases).tolist()
         assert choose(logits, noise_of(cases)).tolist() == expected
         assert choice.choose(logits, noise_of(cases)).tolist() == expected
         assert len(set(expected)) > 20

@@ -10,11 +10,11 @@ import torch
 
 from forerun.build.target import open_target
 from forerun.client.completion import make_request
-from forerun.executors.torch import TorchExecutor, model_runner, torch_executor, with_captures
+from forerun.executors.torch import TorchExecutor, model_runner, torch_executor
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
-from forerun.executors.torch.captured.buffers import StagingBuffer
+from forerun.executors.torch.attention.plan_geometry import tree_intervals
 from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, room_of
-from forerun.executors.torch.captured.round import tree_intervals
+from forerun.executors.torch.captured.round import StagingBuffer
 from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.executors.torch.triton.record import Size
 from forerun.executors.torch.triton.round_types import RoundShape
@@ -65,7 +65,7 @@ def facts_of(size, trees, decided, seed):
     table = random.permutation(size.rows * 6).reshape(size.rows, 6).astype(np.int32)
     facts["tokens"][place], facts["depth"][place] = trees.tokens, trees.depth
     facts["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
-    facts["tree_intervals"][:, place] = tree_intervals(trees, row)
+    facts["tree_intervals"][:, place] = tree_intervals(trees)
     sized.whole.copy_(staging.whole)
     return sized.buffers | {"table": torch.from_numpy(table)}
 
@@ -176,7 +176,7 @@ def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     monkeypatch.setattr(Tape, "capture", lambda self, work: work)  # A tape holds no kernel of ours.
     own = replace(small, window=25 * bool(windows), window_pages=windows)
-    made = with_captures(torch_executor(own)(checkpoint(family), own))
+    made = torch_executor(own)(checkpoint(family), own).capture()
     monkeypatch.setattr(model_runner, "kernels_for", lambda device: None)
     eager = TorchExecutor(checkpoint(family), small)
     expected, _ = texts(eager, no_draft, count=10)

@@ -27,7 +27,6 @@ from forerun.executors.torch import (
     TorchPages,
     model_runner,
     torch_executor,
-    with_captures,
 )
 from forerun.executors.torch.memory import target_kv_shape
 from forerun.executors.windowed import WindowedPages
@@ -81,7 +80,7 @@ def windowed(source, monkeypatch, compiled, quickly):
                 on_tape(patch, warm=False)
             prompts = "torch_native" if kind == "kernels" else "triton"
             made = torch_executor(limits)(of or source, limits, prompts=prompts)
-            return with_captures(made, overlap=True) if kind == "rounds" else made
+            return made.capture(overlap=True) if kind == "rounds" else made
 
     return build
 
@@ -131,8 +130,7 @@ def test_any_schedule_meets_the_same_texts(windowed, known, kind, page, drafts, 
 def test_texts_and_their_windows_come_back_from_disk(windowed, known, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 60.0)
     executor = windowed(kind, tokens=1408)
-    eager = executor.eager if kind == "rounds" else executor
-    executor.pages = WindowedPages(TorchPages(eager), executor.windows)
+    executor.pages = WindowedPages(TorchPages(executor), executor.windows)
     executor.window_contents = executor.pages
     for whole in (0, 384):  # The pool's pages begin another life with the second engine.
         engine = engine_on(executor, overlap=kind == "rounds")
@@ -257,7 +255,7 @@ def test_rounds_wait_where_bounds_are_far_apart(windowed, monkeypatch):
         driver.step([Row(0)])
         plan, _ = driver.plan([Row(0)])
         late = replace(plan, kv_len=plan.kv_len + 62, max_depth=np.array([3], np.int32))
-        assert executor.begin_after(executor.last, late, np.array([400], np.int32)) is None
+        assert executor.begin_after(executor.rounds.last, late, np.array([400], np.int32)) is None
         before = executor.windows.of.copy()
         assert (executor.windows.of == before).all()
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.executors.torch.accept import best
 from forerun.executors.torch.attention.geometry import Geometry, positions_of
 from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, enter, read
 from forerun.executors.torch.attention.varlen_attention import row_by_row
@@ -20,7 +21,6 @@ from forerun.networks.layer_spec import AttentionSpec
 from tests.twins.future import leave, resume
 from tests.twins.rounds import (
     accept,
-    best,
     children,
     choose,
     descend,
@@ -134,7 +134,7 @@ SLOW_TWINS = Kernels(
     near=near,
     accept=accept,
     choose=choose,
-    best=best,
+    best=twin(best),
     shape=twin(shaped),
     keep=keep,
     rotation=twin(rotation),

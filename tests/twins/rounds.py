@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.accept import NodeNoise, _gumbel, _of_words, philox
+from forerun.executors.torch.accept import NodeNoise, best, of_words, philox
 from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.triton.round_types import (
     Accepted,
@@ -74,23 +74,9 @@ def accept(logits: Tensor, noise: NodeNoise, inputs: RoundInputs, record: Tensor
 
 
 def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
-    """int32[M]: what `choices` gives, from logits float32[M,V] and what is on the device already.
-
-    Nothing here waits for the device; noise is made for all nodes, greedy ones included.
-    """
+    """int32[M] from logits float32[M,V]. Noise is made for all nodes, greedy ones included."""
     score, tokens = best(logits, noise, 0)
     return torch.where(score.isfinite(), tokens, NOTHING)
-
-
-def best(logits: Tensor, noise: NodeNoise, first: int) -> tuple[Tensor, Tensor]:
-    """As kernels.Best: the greatest score float32[M], and the lowest token int32[M] that has it."""
-    temperature, before = noise.temperatures[:, None], first % 4
-    vocab, logits = logits.shape[1], logits.float()
-    made = _gumbel(noise.seeds, noise.positions.long(), before + vocab, first // 4)[:, before:]
-    scores = torch.where(
-        temperature > 0, logits / torch.where(temperature > 0, temperature, 1.0) + made, logits
-    )
-    return scores.max(-1).values, (first + scores.argmax(-1)).int()
 
 
 def keep(choices: Tensor, inputs: RoundInputs, record: Tensor) -> Accepted:
@@ -246,7 +232,7 @@ def _gumbel_of(noise: NodeNoise, tokens: Tensor) -> Tensor:
     nothing = torch.zeros_like(tokens)
     counter = [tokens // 4, positions + nothing, nothing, nothing]
     words = torch.stack(philox(counter, [seeds & _LOW, (seeds >> 32) & _LOW]), -1)
-    return _of_words(words.gather(-1, (tokens % 4)[..., None])[..., 0])
+    return of_words(words.gather(-1, (tokens % 4)[..., None])[..., 0])
 
 
 def descend(

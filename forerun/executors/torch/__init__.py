@@ -1,7 +1,5 @@
 """The torch executor: reference on CPU, and CUDA."""
 
-from forerun.executors.torch.captured.choice import with_captures
-from forerun.executors.torch.captured.executor import CapturedExecutor
 from forerun.executors.torch.drafts.assistant_model import TorchAssistantModel
 from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.decoder_model import TorchDecoderModel
@@ -13,7 +11,6 @@ from forerun.executors.torch.page_contents import TorchPages
 from forerun.executors.torch.windowed import WindowedTorchExecutor, torch_executor
 
 __all__ = [
-    "CapturedExecutor",
     "TorchAssistantModel",
     "TorchBlockModel",
     "TorchDecoderModel",
@@ -24,5 +21,4 @@ __all__ = [
     "TorchTarget",
     "WindowedTorchExecutor",
     "torch_executor",
-    "with_captures",
 ]

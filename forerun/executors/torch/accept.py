@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.executors.device_choice import DeviceNodes
-from forerun.speculative.accept import NOTHING
 from forerun.speculative.noise import ROUNDS
-from forerun.types import AnyArray
 
 CHUNK = 64
 """Nodes whose noise is computed at once: some 50 bytes per node and token of the vocabulary."""
@@ -34,6 +32,12 @@ class NodeNoise:
     seeds: Tensor
     positions: Tensor
     temperatures: Tensor
+
+    @staticmethod
+    def of(nodes: DeviceNodes, device: torch.device) -> "NodeNoise":
+        """Return those of nodes that the host names."""
+        arrays = nodes.seeds.view(np.int64), nodes.positions, nodes.temperatures
+        return NodeNoise(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
@@ -55,55 +59,42 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     return words
 
 
-def gumbel(
-    seeds: AnyArray, positions: AnyArray, vocab: int, device: torch.device, first: int = 0
-) -> Tensor:
-    """Return float32[n,V], forerun.speculative.noise.gumbel of n seeds (uint64) and output
-    positions, for V tokens from `first` on.
+def gumbel(seeds: Tensor, positions: Tensor, vocab: int, first: int = 0) -> Tensor:
+    """Return float32[n,V], forerun.speculative.noise.gumbel of n seeds (64 bits in an int64[n]) and
+    output positions int64[n], for V tokens from `first` on.
     """
-    there = torch.from_numpy(seeds.view(np.int64)).to(device)
-    before = first % 4  # Four tokens share a block of the generator.
-    at = torch.from_numpy(positions.astype(np.int64)).to(device)
-    return _gumbel(there, at, before + vocab, first // 4)[:, before:]
-
-
-def _gumbel(seeds: Tensor, positions: Tensor, vocab: int, first: int = 0) -> Tensor:
-    """Return float32[n,V] noise of int64[n] seeds and positions, from the block `first` on."""
     low, high = (seeds & _LOW).unsqueeze(-1), ((seeds >> 32) & _LOW).unsqueeze(-1)
-    block = torch.arange(first, first + -(-vocab // 4), device=seeds.device)
+    block, before = divmod(first, 4)  # Four tokens share a block of the generator.
+    blocks = torch.arange(block, block - (-(before + vocab) // 4), device=seeds.device)
     nothing = torch.zeros((), dtype=torch.int64, device=seeds.device)
-    counter = [block.expand(len(seeds), -1), positions.unsqueeze(-1), nothing, nothing]
-    words = torch.stack(philox(counter, [low, high]), -1).flatten(1)[:, :vocab]
-    return _of_words(words)
+    counter = [blocks.expand(len(seeds), -1), positions.unsqueeze(-1), nothing, nothing]
+    words = torch.stack(philox(counter, [low, high]), -1).flatten(1)[:, before : before + vocab]
+    return of_words(words)
 
 
-def _of_words(words: Tensor) -> Tensor:
+def of_words(words: Tensor) -> Tensor:
+    """Return the Gumbel variables float32[...] of 32-bit words int64[...]."""
     uniform = (words.double() + 0.5) * 2.0**-32
     return -uniform.log_().neg_().log_().float()
 
 
-def choices(logits: Tensor, nodes: DeviceNodes) -> Tensor:
-    """Return int32[n] on the device: the target's choices from logits float32[n,V] of n nodes;
-    NOTHING as in forerun.speculative.accept.choose.
+def best(logits: Tensor, noise: NodeNoise, first: int) -> tuple[Tensor, Tensor]:
+    """Return the greatest score float32[M] of M nodes, and the lowest token int32[M], counted from
+    `first`, that has it, from logits [M,V] of V tokens: kernels.Best in plain torch. Launches only.
     """
-    scores, tokens = best(logits, nodes)
-    return torch.where(scores.isfinite(), tokens, NOTHING).int()
+    scores, tokens = [], []
+    for begin in range(0, len(logits), CHUNK):
+        part = slice(begin, begin + CHUNK)
+        temperature, mine = noise.temperatures[part, None], logits[part].float()
+        made = gumbel(noise.seeds[part], noise.positions[part].long(), mine.shape[1], first)
+        heated = mine / torch.where(temperature > 0, temperature, 1.0) + made
+        found = torch.where(temperature > 0, heated, mine).max(-1)
+        scores.append(found.values)
+        tokens.append((first + found.indices).int())
+    return torch.cat(scores), torch.cat(tokens)
 
 
-def best(logits: Tensor, nodes: DeviceNodes, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the greatest score float32[n] of n nodes, and the place int64[n] of the lowest token
-    that has it, from logits float32[n,V] of V tokens from `first` on. NaN where there is any.
-    """
-    device = logits.device
-    temperature = torch.from_numpy(nodes.temperatures).to(device)
-    scores = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    hot = np.flatnonzero(nodes.temperatures > 0)
-    for begin in range(0, len(hot), CHUNK):
-        part = hot[begin : begin + CHUNK]
-        # Nodes of one depth share their noise.
-        pairs = np.stack([nodes.seeds[part], nodes.positions[part].astype(np.uint64)], 1)
-        unique, which = np.unique(pairs, axis=0, return_inverse=True)
-        noise = gumbel(unique[:, 0], unique[:, 1], logits.shape[1], device, first)
-        rows = torch.from_numpy(part).to(device)
-        scores[rows] += noise[torch.from_numpy(which.reshape(-1)).to(device)]
-    return scores.max(-1).values, scores.argmax(-1)
+def greatest(logits: Tensor, noise: NodeNoise, first: int) -> tuple[Tensor, Tensor]:
+    """Return what `best` does where no node has a temperature: without noise."""
+    found = logits.float().max(-1)
+    return found.values, (first + found.indices).int()

@@ -16,7 +16,7 @@ from forerun.errors import ConfigError, EngineError
 from forerun.executors.device_choice import DeviceNodes
 from forerun.executors.host_choice import Logits
 from forerun.executors.slot_adapters import SlotAdapters
-from forerun.executors.torch.accept import choices
+from forerun.executors.torch.accept import NodeNoise, best, greatest
 from forerun.executors.torch.attention.attention import apart, attend, key_blocks
 from forerun.executors.torch.attention.attention_shapes import widest_tile
 from forerun.executors.torch.attention.kv import PagedCache, Slots, write
@@ -38,15 +38,17 @@ from forerun.executors.torch.memory import (
     planned_bytes,
     target_kv_shape,
 )
-from forerun.executors.torch.triton.kernels import Kernels, kernels_for, parts_of
+from forerun.executors.torch.together import chosen_together
+from forerun.executors.torch.triton.kernels import Best, Kernels, kernels_for, parts_of
 from forerun.executors.window_pages import WindowPages
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.hidden import hidden_nodes
-from forerun.interface.plan import Plan, Round
+from forerun.interface.plan import Outcome, Plan, Round, TokenLogprobs
 from forerun.networks.arch import Architecture
+from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.speculative.verify import positions
-from forerun.types import Floats, Ints
+from forerun.types import AnyArray, Floats, Ints
 
 KV_DTYPES = {"same": None, "float8": FLOAT8}
 """Names and what pages are kept in; None: as activations."""
@@ -56,26 +58,31 @@ KV_DTYPES = {"same": None, "float8": FLOAT8}
 class TorchRound(Round):
     """The result of one forward pass.
 
-    logits    float32[n,V] of the n nodes that choose a token, on the device
+    logits    float32[n,V] of the n nodes that choose a token, on the device; of several ranks on
+              rank 0, and those that it decides from whole rows
     row_of    int32[M] a flat node's row in `logits`; -1 = it has none
     on_device  the nodes that the device decides
+    choices   int32[n] of those, on the device; NOTHING where a node's logits are not finite
     places    int64[M] slots of the flat nodes' keys and values (kv.py)
     reported  [m,H] residual streams of the m nodes that only report log-probabilities, and
     reported_of  int32[M] a flat node's row there; -1 = it has none
     features  of the nodes, if a draft model reads any
     states    the step's recurrent states, if the model has any
     final     `hidden` on the device
+    reports   by flat node, where ranks made them of their parts
     """
 
     logits: Tensor = field(kw_only=True)
     row_of: Ints = field(kw_only=True)
     on_device: DeviceNodes = field(kw_only=True)
+    choices: Tensor = field(kw_only=True)
     places: Slots = field(kw_only=True)
     reported: Tensor = field(kw_only=True)
     reported_of: Ints = field(kw_only=True)
     features: TorchStepFeatures | None = None
     states: TorchStateStep | None = None
     final: Tensor | None = None
+    reports: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +230,16 @@ class ModelRunner:
         if streams:
             aligned, every = torch.cat([stream[:count] for stream in streams], -1), np.arange(count)
             features = TorchStepFeatures(aligned, every, every, plan, trees, self.ring)
+        logits = decoder.logits(last[self._padded(nodes.choosing, len(nodes.choosing))])
+        row_of = _numbered(nodes.choosing, count)
         return TorchRound(
             plan,
             trees,
             masks,
-            logits=decoder.logits(last[self._padded(nodes.choosing, len(nodes.choosing))]),
-            row_of=_numbered(nodes.choosing, count),
+            logits=logits,
+            row_of=row_of,
             on_device=nodes.on_device,
+            choices=self._choices(logits, row_of, nodes.on_device),
             places=places,
             reported=last[self._padded(nodes.reported, len(nodes.reported))],
             reported_of=_numbered(nodes.reported, count),
@@ -241,6 +251,19 @@ class ModelRunner:
     def _final(self, last: Tensor, nodes: Ints) -> Tensor:
         """Return [n,H], hidden states of these flat nodes after the final norm."""
         return self.decoder.final_norm(last[self._padded(nodes, len(nodes))])
+
+    def _choices(self, logits: Tensor, row_of: Ints, nodes: DeviceNodes) -> Tensor:
+        """Return TorchRound.choices of the nodes that the device decides. Where ranks share the
+        model, they make them together.
+        """
+        if not len(nodes.nodes):
+            return torch.zeros(0, dtype=torch.int32, device=self.device)
+        logits = logits[self._padded(row_of[nodes.nodes], len(nodes.nodes))]
+        noise, work = NodeNoise.of(nodes, self.device), _best_of(self.kernels, nodes)
+        if self.group is not None:
+            return chosen_together(logits, noise, self.group, work, self.limits.vocab)
+        score, tokens = work(logits, noise, 0)
+        return torch.where(score.isfinite(), tokens, NOTHING)
 
     def _recur(self, step: TorchStateStep, layer: int, inputs: RecurrentInputs) -> Tensor:
         assert self.states is not None
@@ -292,7 +315,8 @@ class ModelRunner:
 
     def logits_of(self, round: TorchRound) -> Logits:
         """Return a function: flat node of `round` -> float32[V] on the host. Logits that only
-        log-probabilities need are computed on demand, `limits.scored_nodes` rows at a time.
+        log-probabilities need are computed on demand, `limits.scored_nodes` rows at a time. NaN
+        where another rank has a part: then only a row without finite logits needs them.
         """
         size = self.limits.scored_nodes
 
@@ -312,21 +336,14 @@ class ModelRunner:
             row = int(round.row_of[node])
             if row >= 0:
                 logits: Floats = chosen()[row]
+            elif round.reported_of[node] < 0:
+                logits = np.full(self.limits.vocab, np.nan, np.float32)
             else:
                 piece, row = divmod(int(round.reported_of[node]), size)
                 logits = of_piece(piece)[row]
             return logits
 
         return of_node
-
-    def choices_of(self, round: TorchRound) -> list[int]:
-        """Return the choices at the nodes of a round that the device decides, in their order;
-        NOTHING where a node's logits are not finite. Waits for the device.
-        """
-        nodes = round.on_device.nodes
-        rows = self._padded(round.row_of[nodes], len(nodes))
-        tokens: list[int] = choices(round.logits[rows], round.on_device).tolist()
-        return tokens
 
     def move(self, source: Slots, target: Slots) -> None:
         """Copy keys and values of all layers between slots int64[n] of the cache (kv.py). Raises
@@ -337,6 +354,19 @@ class ModelRunner:
             mine = (kind.written(slots) for slots in (source, target))
             begin, end = (torch.from_numpy(slots).to(self.device) for slots in mine)
             move(kind, begin, end, None)
+
+    def keep(self, round: Round, outcome: Outcome, rows: AnyArray, places: Slots) -> None:
+        """Copy the keys and values of what these rows int[n], at least one, make permanent into
+        their pages. places: int64[M], where those of the step's nodes are.
+        """
+        plan, trees = round.plan, round.trees
+        paths = [outcome.permanent(trees, row) for row in rows.tolist()]
+        nodes, row = np.concatenate(paths), np.repeat(rows, list(map(len, paths)))
+        position = positions(trees, plan.kv_len)[nodes]
+        source, target = places[nodes], self.cache.slots_of(plan.page_table, row, position)
+        moved = source != target
+        if moved.any():
+            self.move(source[moved], target[moved])
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info. row_sizes: row counts that products are run at."""
@@ -362,6 +392,13 @@ class ModelRunner:
         out = np.zeros(rows, np.int64)
         out[: len(values)] = values
         return torch.from_numpy(out).to(self.device)
+
+
+def _best_of(kernels: Kernels | None, nodes: DeviceNodes) -> Best:
+    """Return what finds the best token of these nodes."""
+    if kernels is not None:
+        return kernels.best
+    return best if nodes.temperatures.any() else greatest
 
 
 def _numbered(nodes: Ints, count: int) -> Ints:

@@ -65,6 +65,17 @@ def places_of(plan: Plan, trees: TreeBatch, cache: PagedCache) -> Slots:
     return places
 
 
+def tree_intervals(trees: TreeBatch) -> AnyArray:
+    """Return int32[2,M], enter and leave (speculative/verify.py) of every flat node."""
+    deep = np.flatnonzero(trees.depth > 0)
+    if np.array_equal(trees.parents[deep], deep - 1):  # Every row is a chain.
+        counts = np.diff(trees.start)
+        return np.stack([trees.depth, np.repeat(counts, counts)])
+    bounds = pairwise(trees.start.tolist())
+    spans = [intervals(trees.parents[begin:end] - begin) for begin, end in bounds]
+    return np.concatenate(spans, axis=1)
+
+
 def geometry_of(
     plan: Plan,
     trees: TreeBatch,
@@ -76,10 +87,8 @@ def geometry_of(
     """Return the geometry of one step, copied to the device. places: int64[M] of the nodes
     (kv.py).
     """
-    bounds = pairwise(trees.start.tolist())
-    spans = [intervals(trees.parents[begin:end] - begin) for begin, end in bounds]
     rows = PassRows(trees.start, plan.kv_len, plan.page_table, positions(trees, plan.kv_len))
-    return rows.geometry(np.concatenate(spans, axis=1), places, cache, gqa_group, device)
+    return rows.geometry(tree_intervals(trees), places, cache, gqa_group, device)
 
 
 @dataclass(frozen=True, slots=True)

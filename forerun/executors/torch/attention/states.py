@@ -17,7 +17,6 @@ its last node was scored with.
 """
 
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from forerun.executors.state_steps import StateStep, StateSteps
 from forerun.executors.torch.attention.delta_levels import ByLevels, DeltaWalk
 from forerun.executors.torch.attention.delta_native import NativeDelta
 from forerun.executors.torch.attention.kv import indices
+from forerun.executors.torch.attention.plan_geometry import tree_intervals
 from forerun.executors.torch.attention.state_nodes import (
     KnownNodes,
     StateKernels,
@@ -44,7 +44,6 @@ from forerun.interface.plan import Plan
 from forerun.networks.arch import Architecture
 from forerun.networks.layer_spec import GatedDelta
 from forerun.speculative.tree import TreeBatch
-from forerun.speculative.verify import intervals
 from forerun.types import AnyArray, Ints
 
 
@@ -275,13 +274,11 @@ class States(StateSteps):
         counts = np.diff(trees.start)
         begin = np.repeat(trees.start[:-1], counts)
         parents = np.where(trees.parents < 0, -1, trees.parents - begin)
-        bounds = pairwise(trees.start.tolist())
-        spans = [intervals(parents[first:last]) for first, last in bounds]
         targets = np.full(len(parents), -1, np.int32)
         for row, node in ends.items():
             if row not in slots:
                 targets[node] = row
-        parts = slots, trees.start, counts, parents, np.concatenate(spans, 1)
+        parts = slots, trees.start, counts, parents, tree_intervals(trees)
         nodes = StateNodes(*map(self._there, parts))
         return nodes, KnownNodes(self._there(trees.known), self._there(targets))
 

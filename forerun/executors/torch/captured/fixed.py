@@ -1,7 +1,7 @@
 """The inputs and outputs of a captured round: tensors at fixed addresses.
 
 The inputs of all sizes share one buffer: one on the device, because rounds run one after the
-other; two on the host, used in turn (buffers.py): it fills one while a round reads the other.
+other; two on the host, used in turn (round.py): it fills one while a round reads the other.
 """
 
 from typing import NamedTuple
@@ -16,11 +16,14 @@ from forerun.executors.torch.triton.record import Size
 from forerun.speculative.accept import NOTHING
 from forerun.types import Ints
 
+SENT = ("sent", "near_sent")
+"""Names of what is sent of page tables, and of tables of window pages (PagedCache.kinds)."""
+
 
 class BufferDims(NamedTuple):
     """The dimensions that all sizes share: width of a page table's row, slots of sequences, heads
     that share a key/value head, tokens of the vocabulary, key/value heads, tokens of a page; and
-    the names of what is sent of each kind of page tables.
+    those of SENT that there are.
     """
 
     width: int
@@ -29,7 +32,7 @@ class BufferDims(NamedTuple):
     vocab: int
     groups: int
     page_size: int
-    sent: tuple[str, ...] = ("sent",)
+    sent: tuple[str, ...] = SENT[:1]
 
 
 def changes_of(size: Size, page_size: int) -> int:

@@ -1,22 +1,27 @@
-"""The host's half of a captured round, in NumPy: what a plan writes into its inputs, and what is
-read of its record when it is over.
+"""The host's half of a captured round: buffers of its inputs (fixed.py), what a plan writes into
+them, and what is read of its record when it is over.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import Choosing, DeviceNodes
+from forerun.executors.torch.attention.plan_geometry import tree_intervals
+from forerun.executors.torch.attention.tiles import split_of
+from forerun.executors.torch.captured.fixed import SENT, RoundBuffers
 from forerun.executors.torch.triton.record import Record, Size
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Plan, Round, TokenLogprobs
 from forerun.speculative.tree import TreeBatch, batch
-from forerun.speculative.verify import intervals
 from forerun.types import AnyArray, Bools, Ints
+
+Reserved = dict[int, int]
+"""Slot -> the row of recurrent states that a round may copy its state to."""
 
 
 @dataclass(eq=False)
@@ -27,6 +32,7 @@ class CapturedRound(Round):
     result   receives the record; another round may reuse it once this record has been read
     wait     returns when the record has arrived
     begun    perf_counter of its launch
+    reserved rows of states; of a model without recurrent layers none
     place    int32[M] a flat node's number in scratch, logits and features; for a round that began
              from another it is known once the round has finished
     record   the results, once read
@@ -37,6 +43,7 @@ class CapturedRound(Round):
     result: Tensor = field(kw_only=True)
     wait: Callable[[], None] = field(kw_only=True)
     begun: float = field(kw_only=True)
+    reserved: Reserved = field(kw_only=True)
     place: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     record: Record = field(init=False)
 
@@ -135,7 +142,7 @@ def prepare_inputs(
     buffers["tokens"][place] = trees.tokens
     buffers["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
     buffers["depth"][place] = trees.depth
-    buffers["tree_intervals"][:, place] = tree_intervals(trees, row)
+    buffers["tree_intervals"][:, place] = tree_intervals(trees)
     return place.astype(np.int32), decided
 
 
@@ -174,12 +181,111 @@ def _put_choosing(
     buffers["temperature"].view(np.float32)[rows] = temperatures
 
 
-def tree_intervals(trees: TreeBatch, row: AnyArray) -> AnyArray:
-    """Return int32[2,M], enter and leave (geometry.py) of every flat node; row int[M] its row."""
-    counts = np.diff(trees.start)
-    if np.array_equal(trees.parents[trees.depth > 0], np.flatnonzero(trees.depth > 0) - 1):
-        return np.stack([trees.depth, counts[row]])
-    spans = [
-        intervals(trees.parents[begin:end] - begin) for begin, end in pairwise(trees.start.tolist())
-    ]
-    return np.concatenate(spans, axis=1)
+class StagingBuffer:
+    """Host buffers to fill a round's inputs: two, used in turn.
+
+    whole, buffers  host copies of RoundBuffers' tensors of these names, in the size of the last
+                    reset
+    result  receives the round's record
+    wait    returns when the last round launched from this buffer has finished
+    """
+
+    def __init__(self, room: Tensor) -> None:
+        """Allocate a buffer as large as the device's."""
+        self._room = torch.zeros(len(room), dtype=torch.int32, pin_memory=room.is_cuda)
+        self._views: dict[Size, tuple[Tensor, dict[str, AnyArray], Tensor]] = {}
+        self.wait: Callable[[], None] = lambda: None
+
+    def reset(self, fixed: RoundBuffers) -> None:
+        """Wait for the round that used it last; then it is filled with a round of this size in
+        which no row has a node.
+        """
+        self.wait()
+        if fixed.size not in self._views:
+            whole, pinned = self._room[: len(fixed.whole)], self._room.is_pinned()
+            buffers = {name: view.numpy() for name, view in fixed.views(whole).items()}
+            result = torch.zeros_like(fixed.record, device="cpu", pin_memory=pinned)
+            self._views[fixed.size] = whole, buffers, result
+        self.whole, self.buffers, self.result = self._views[fixed.size]
+        self.whole.numpy()[: len(fixed.blank)] = fixed.blank
+        self._tiles = len(fixed.tiles)
+
+    def split(self, lengths: Ints) -> None:
+        """Cut the rows' prefixes, int32[n] tokens at most, into attention's parts."""
+        each = np.zeros(self._tiles, np.int32).reshape(len(self.buffers["count"]), -1)
+        each[: len(lengths)] = lengths[:, None]
+        self.buffers["split"][:] = split_of(each.ravel(), len(self.buffers["split"]))
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntries:
+    """Entries of a table on the device: pages int32[n] at places int64[n]."""
+
+    table: "PageTables"
+    places: Tensor
+    pages: Tensor
+
+    def __call__(self) -> None:
+        """Write them."""
+        self.table.write(self.places, self.pages)
+
+
+class PageTables:
+    """Page tables on the device, by slot: a round gets what has changed since its slots' last
+    round.
+
+    A step changes a page or two of a few rows, while whole tables are 8 KB a row of 32k tokens.
+    Outdated entries stay: no row reads beyond its own pages. The slow
+    twin discards the device's tables before every round, so that each gets its whole tables.
+    """
+
+    def __init__(
+        self, slots: int, width: int, rows: int, device: torch.device, sent: str = SENT[0]
+    ) -> None:
+        """Allocate tables for rounds of at most `rows` rows. The extra last slot is padding. sent:
+        the name of the input that changes come in.
+        """
+        self._sent = sent
+        self._table = torch.zeros(slots + 1, width, dtype=torch.int32, device=device)
+        self._rows = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        # What the device has when all that was begun is over; -1: unknown.
+        self._mirror: Ints = np.zeros((slots + 1, width), np.int32)
+
+    def send(
+        self, buffers: dict[str, AnyArray], slots: Ints, table: Ints
+    ) -> tuple[TableEntries, ...]:
+        """Write into `buffers` what the device does not have of the tables int32[B,W] of slots
+        int32[B]; returns what is more than there is room for, to be written before the round.
+        Rounds begin in the order of these calls; where one could not begin, `forget`.
+        """
+        width = table.shape[1]
+        rows = np.flatnonzero((self._mirror[slots, :width] != table).any(1))
+        if not len(rows):
+            return ()
+        new = (self._mirror[slots[rows], :width] != table[rows]) & (table[rows] >= 0)
+        row, column = np.nonzero(new)
+        pages = table[rows[row], column]
+        places = slots[rows[row]].astype(np.int64) * self._mirror.shape[1] + column
+        self._mirror[slots[rows], :width] = table[rows]
+        if len(places) <= len(buffers[self._sent]):
+            buffers[f"{self._sent}_to"].view(np.int64)[: len(places), 0] = places
+            buffers[self._sent][: len(places)] = pages
+            return ()
+        return (TableEntries(self, torch.from_numpy(places), torch.from_numpy(pages)),)
+
+    def forget(self) -> None:
+        """Mark the device's tables as unknown, so that the next `send` writes them whole."""
+        self._mirror.fill(-1)
+
+    def of(self, size: Size, inputs: dict[str, Tensor]) -> Tensor:
+        """Return int32[R,W], the tables of a round's rows with the entries sent with it. Launches
+        only.
+        """
+        self.write(inputs[f"{self._sent}_to"].view(torch.int64)[:, 0], inputs[self._sent])
+        rows = self._rows[: size.rows]
+        return torch.index_select(self._table, 0, inputs["slot"], out=rows)
+
+    def write(self, places: Tensor, pages: Tensor) -> None:
+        """Put pages int32[n] into entries int64[n] of the tables, one behind another."""
+        device = self._table.device
+        self._table.view(-1).scatter_(0, places.to(device), pages.to(device))

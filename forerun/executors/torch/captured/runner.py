@@ -25,21 +25,23 @@ from torch import Tensor
 from forerun.executors.torch.attention.attention_shapes import widest_tile
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.attention.kv import PagedCache
-from forerun.executors.torch.captured.buffers import PageTables, StagingBuffer
+from forerun.executors.torch.attention.window_cache import window_cache
 from forerun.executors.torch.captured.declared import covering, padded_rows
 from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.entries import CommittedRound, KindOfPages
-from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, room_of
+from forerun.executors.torch.captured.fixed import SENT, BufferDims, RoundBuffers, room_of
 from forerun.executors.torch.captured.graphs import CapturedPrograms, CudaRecorder
+from forerun.executors.torch.captured.round import PageTables, StagingBuffer
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.states import RoundStates
-from forerun.executors.torch.captured.together import chosen_together
+from forerun.executors.torch.captured.windowed import near_of
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.elementwise import AnyHeads
 from forerun.executors.torch.decoder.recurrent import no_states
 from forerun.executors.torch.features import TorchFeatureRing
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.shaping import reported
+from forerun.executors.torch.together import chosen_together
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import (
@@ -67,13 +69,12 @@ class CudaGraphRunner:
     future      what rounds leave for each other by slot, if they overlap; None = nothing
     shaped      what rows need of the sampler beyond a temperature; None = nothing
     states      of recurrent layers; None = there are none
-    tables      the slots' page tables
+    tables      the slots' page tables, of each of PagedCache.kinds
+    near        the cache of layers with window pages; None = there are none
     logits      [scored_nodes,V] of the last round, by place, in decoder.logits_dtype
     features    [scored_nodes,F*H] likewise; None without a draft model that reads any
     ring        where plain rounds store features for a draft model that catches up
     """
-
-    Tables = PageTables
 
     def __init__(
         self,
@@ -96,9 +97,9 @@ class CudaGraphRunner:
             vocab=limits.vocab,
             groups=cache.groups,
             page_size=cache.page_size,
-            sent=self.Tables.sent,
+            sent=SENT[: len(cache.kinds)],
         )
-        self._device = cache.device
+        self._device, self.near = cache.device, None if cache.near is None else window_cache(cache)
         factors = [rope.attention_factor for rope, _ in decoder.ropes]
         self._shape = RoundShape(
             page_size=cache.page_size,
@@ -112,7 +113,10 @@ class CudaGraphRunner:
         room = room_of(rows, most, self._dims)
         self._room = torch.zeros(room, dtype=torch.int32, device=self._device)
         self._staging = [StagingBuffer(self._room) for _ in range(2)]
-        self.tables = self.Tables(limits.slots, self._dims.width, rows, self._device)
+        self.tables = [
+            PageTables(limits.slots, self._dims.width, rows, self._device, name)
+            for name in self._dims.sent
+        ]
         self.programs = CapturedPrograms(self.work, records)
         self._runs: dict[Size, Size | None] = {}  # By size, what it is run as.
         shape = most, decoder.head.shape[0]
@@ -213,7 +217,7 @@ class CudaGraphRunner:
         """
         fixed, decoder, cache = self.of(size), self._decoder, self._cache
         kernels, total = self.kernels, size.total
-        inputs = fixed.buffers | self.tables.of(size, fixed.buffers)
+        inputs = fixed.buffers | {"table": self.tables[0].of(size, fixed.buffers)}
         if self.future is not None:
             inputs = kernels.resume(self.future, size, inputs)
         prepared = kernels.prepare(inputs, self._shape)
@@ -229,7 +233,10 @@ class CudaGraphRunner:
             position=prepared.position,
             split=inputs["split"],
         )
-        kinds = self._kinds(inputs, KindOfPages(cache, geometry, prepared.slots, prepared.pages))
+        kinds = [KindOfPages(cache, geometry, prepared.slots, prepared.pages)]
+        if self.near is not None:
+            table = self.tables[1].of(size, inputs)
+            kinds.append(near_of(kernels, self._shape, self.near, table, kinds[0]))
 
         def attend(layer: int, heads: AnyHeads) -> Tensor:
             held, spec = cache.layers[layer], self._specs[layer]
@@ -266,16 +273,12 @@ class CudaGraphRunner:
         if self.future is not None:
             kernels.leave(self.future, size, inputs, accepted, record)
 
-    def _kinds(self, inputs: RoundInputs, whole: KindOfPages) -> tuple[KindOfPages, ...]:
-        """Return what each of PagedCache.kinds has of a round, given what the first has."""
-        return (whole,)
-
     def _accept(
         self, size: Size, inputs: RoundInputs, logits: Tensor, prepared: Prepared, record: Tensor
     ) -> Accepted:
         kernels, noise = self.kernels, prepared.noise
         if self._group is not None:
-            choices = chosen_together(logits, noise, self._group, kernels, self._limits.vocab)
+            choices = chosen_together(logits, noise, self._group, kernels.best, self._limits.vocab)
         elif self.shaped is not None and (size.shaping or size.masked):
             choices = self.shaped.choose(size, inputs, logits.float(), noise, kernels)
         else:

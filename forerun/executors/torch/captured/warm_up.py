@@ -2,22 +2,43 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TypeVar
 
-from forerun.executors.torch.attention.tiles import LINES
+from forerun.executors.torch.captured.graphs import CudaRecorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
-from forerun.executors.torch.executor import TorchExecutor
+from forerun.executors.torch.captured.states import RoundStates
+from forerun.executors.torch.model_runner import ModelRunner
 from forerun.executors.torch.triton.record import Size
+
+Runner = TypeVar("Runner", bound=CudaGraphRunner)
+
+
+def runner_of(
+    kind: type[Runner], target: ModelRunner, records: CudaRecorder, overlap: bool
+) -> Runner:
+    """Return the program of a target's rounds, with its recurrent states. overlap: rounds begin
+    from each other.
+    """
+    kernels, decoder = target.kernels, target.decoder
+    assert kernels is not None, "a device that captures has kernels"
+    made = kind(
+        *(decoder, target.cache, target.limits, kernels, records, target.group), overlap=overlap
+    )
+    if target.states is not None:
+        made.states = RoundStates(target.states, kernels.states, decoder.arch, target.limits)
+    return made
 
 
 def warm_up(
     runner: CudaGraphRunner,
-    eager: TorchExecutor,
     sizes: Iterable[Size],
+    prompts: Callable[[], None],
     progress: Callable[[str, int, int], None],
 ) -> None:
     """Compile every kernel that prompts and rounds of these sizes, one at least, need, then capture
     the rounds; a size that is not among them is an error afterwards (Programs.sealed).
 
+    prompts   launches every kernel that prompts need
     progress  called with (what, done, total) in kernels, then in sizes
 
     Slots must be closed. Raises what torch raises, out of memory above all.
@@ -27,7 +48,7 @@ def warm_up(
     runner.make_room(deepest)
     progress("compiling kernels", 0, 0)
     runner.kernels.ahead(
-        partial(_launch_all, runner, eager, wanted), partial(progress, "compiling kernels")
+        partial(_launch_all, runner, wanted, prompts), partial(progress, "compiling kernels")
     )
     capture(runner, wanted, progress)
 
@@ -45,18 +66,8 @@ def capture(
     runner.programs.sealed = True
 
 
-def _launch_all(runner: CudaGraphRunner, eager: TorchExecutor, sizes: list[Size]) -> None:
+def _launch_all(runner: CudaGraphRunner, sizes: list[Size], prompts: Callable[[], None]) -> None:
     """Launch every kernel; how many rows a round has, or nodes a prompt, makes no other kernel."""
     for size in {size._replace(rows=1): size for size in sizes}.values():
         runner.work(size)
-    rehearse_prompts(eager)
-
-
-def rehearse_prompts(eager: TorchExecutor) -> None:
-    """Launch every kernel that prompts of any length need: of 1, 2, 4, ... tokens up to a tile, as
-    far as pages and scratch reach. Writes the first pages; slot 0 must be closed.
-    """
-    limits, nodes = eager.limits, 1
-    while nodes <= min(LINES, limits.max_nodes, limits.page_size * limits.pages):
-        eager.rehearse(nodes)
-        nodes *= 2
+    prompts()

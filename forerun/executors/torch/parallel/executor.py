@@ -5,9 +5,9 @@ one message goes to the others, and the outcome is made of what they gather.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Protocol
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,10 +17,11 @@ from forerun.checkpoints.adapter import LoraAdapter
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
 from forerun.errors import ConfigError
-from forerun.executors.host_choice import Logits, ReportsOf
+from forerun.executors.host_choice import echoed
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.torch.attention.kv import Slots
-from forerun.executors.torch.attention.states import StateChanges
+from forerun.executors.torch.attention.plan_geometry import StepNodes
+from forerun.executors.torch.attention.states import StateChanges, TorchStateStep
 from forerun.executors.torch.decoder.decoder import Ends
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
@@ -31,27 +32,16 @@ from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, Torc
 from forerun.executors.torch.page_contents import TorchPages
 from forerun.executors.torch.parallel.channel import RankMessage
 from forerun.executors.torch.parallel.processes import COMMAND, Ranks
+from forerun.executors.torch.parallel.rounds import SharedRunner
 from forerun.executors.torch.parallel.start import RankStart, difference
-from forerun.executors.torch.parallel.step import Gathered, SharedStep, agree, gathered, reports
+from forerun.executors.torch.parallel.step import Arrays, SharedStep, Since, agree, complete_round
 from forerun.executors.torch.triton.kernels import Kernels, parts_of
+from forerun.executors.torch.triton.record import Size
 from forerun.executors.torch.windowed import WindowedTorchExecutor
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import Plan, Reports
+from forerun.interface.plan import Plan
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import Floats, Ints
-
-
-@dataclass(eq=False)
-class SharedRound(TorchRound):
-    """A round of all ranks.
-
-    logits  of this rank's tokens alone
-    wide    int32[w] nodes whose whole logits rank 0 has
-    found   the gathered results
-    """
-
-    wide: Ints = field(kw_only=True)
-    found: Gathered = field(kw_only=True)
+from forerun.types import Ints
 
 
 class ParallelExecutor(TorchExecutor):
@@ -64,6 +54,8 @@ class ParallelExecutor(TorchExecutor):
     Raises what the ranks raise, ConfigError if the model cannot be shared by so many, RankError
     if a rank is gone or is not like the others. There are as many devices (build/with_torch.py).
     """
+
+    Runner = SharedRunner
 
     def __init__(
         self,
@@ -93,10 +85,9 @@ class ParallelExecutor(TorchExecutor):
         own, others = starts[0], starts[1:]
         self.port = store.port
         self.ranks = Ranks(others, command)
-        self._moves: list[tuple[Slots, Slots]] = []
+        self._copies = [np.zeros((0, 3), np.int64)]
         # WindowCache.of, as the other ranks have it.
         self._linked: Ints = np.full(limits.pages, -1, np.int32)
-        self._last: SharedRound | None = None
         try:
             self._ranks_are_like(own)
             self.ranks.send(RankMessage("meet"))
@@ -120,6 +111,16 @@ class ParallelExecutor(TorchExecutor):
         self.sampler = HostSampler(limits.slots, limits.vocab)
         self.drafts = []
 
+    def capture(self, overlap: bool = False) -> Self:
+        """Replay steps from now on, on all ranks, if their devices capture."""
+        super().capture(overlap)
+        if self.rounds is not None:
+            runner = self.rounds.runner
+            assert isinstance(runner, SharedRunner)
+            runner.send_step = partial(self._send, overlap=overlap)
+            runner.together = self.together
+        return self
+
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
         """Raise ConfigError: ranks run no adapters."""
         raise ConfigError(
@@ -131,99 +132,65 @@ class ParallelExecutor(TorchExecutor):
         """Have `failed` called with a sentence, once, from some thread, when a rank is gone."""
         self.ranks.watch(failed)
 
-    def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> SharedRound:
-        """Begin a step as TorchExecutor.begin, on all ranks at once. Raises RankError if one is
-        gone: then no step can be run any more.
+    def run(
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        nodes: StepNodes,
+        masks: NodeMasks | None = None,
+        step: TorchStateStep | None = None,
+    ) -> TorchRound:
+        """Run one forward pass, as ModelRunner.run, on all ranks at once. Raises RankError if one
+        is gone: then no step can be run any more.
         """
-        nodes = self.nodes_of(plan, trees)
         wide = np.setdiff1d(nodes.choosing, nodes.on_device.nodes)
-        step = SharedStep(plan, trees, nodes, wide, self.moved(), links=self.linked())
-        way = None if self.states is None else self.states.begin(plan, trees)
-        if way is not None:
-            ends = np.array(list(way.ends.items()), np.int32).reshape(-1, 2)
-            step = replace(step, changes=self.changed(), ends=ends)
-        self.ranks.send(step.message())
+        ends = np.array([] if step is None else list(step.ends.items()), np.int32)
+        shared = SharedStep(plan, trees, nodes, wide, ends.reshape(-1, 2))
+        if self.sampler.reports(plan.slots):
+            shared = self._reporting(shared)
+        self._send(None, shared.arrays(), top=shared.top)
         with self.together():
-            round = self.run(plan, trees, nodes, masks, way)
-            found = gathered(self, self.shared, round, wide)
-        assert found is not None
-        if self.states is not None and way is not None:
-            self.states.known(way)
-        self._last = SharedRound(**vars(round), wide=wide, found=found)
-        return self._last
+            round = super().run(plan, trees, nodes, masks, step)
+            complete_round(self, self.shared, round, shared)
+        return round
 
-    def choices_of(self, round: TorchRound) -> list[int]:
-        """Return the choices that all ranks have made together at the nodes of a round that the
-        device decides, in their order.
+    def _reporting(self, step: SharedStep) -> SharedStep:
+        """Return the step with what log-probabilities need: known tokens are reported by all ranks,
+        the others from whole logits.
         """
-        assert isinstance(round, SharedRound)
-        found: list[int] = round.found.tokens.tolist()
-        return found
+        plan, pairs, tops = step.plan, list[tuple[int, int]](), [0]
+        for row in range(plan.rows):
+            slot_init = self.sampler.of_row(plan, row)
+            pairs += echoed(plan, row, step.trees, slot_init)
+            tops.append(slot_init.sampling.prompt_logprobs or 0)
+        reports = np.array(pairs, np.int32).reshape(-1, 2)
+        return replace(step, wide=step.nodes.choosing, reports=reports, top=max(tops))
 
-    def whole_logits(self, round: TorchRound) -> Logits:
-        """Return float32[V] of a wide node. Others are needed only for a row without finite
-        logits.
+    def _send(self, size: Size | None, arrays: Arrays, **facts: Any) -> None:
+        """Send the message of a step, or of a round of this size, with what was done since the one
+        before. Raises RankError if a rank is gone.
         """
-        assert isinstance(round, SharedRound)
-        rows, place = round.found.rows, {int(n): row for row, n in enumerate(round.wide)}
-
-        def of_node(node: int) -> Floats:
-            row = place.get(node)
-            return np.full(self.limits.vocab, np.nan, np.float32) if row is None else rows[row]
-
-        return of_node
-
-    def reports_of(self, round: TorchRound) -> ReportsOf | None:
-        """Return a way to log-probabilities of a round's nodes, of which each rank computes its
-        part. Calling it sends a message to all ranks; it raises RankError if one is gone.
-        """
-
-        def report(top: int, pairs: list[tuple[int, int]]) -> Reports:
-            if not pairs:
-                return ()
-            nodes, tokens = np.array(pairs, np.int32).T
-            message = RankMessage("reports", {"top": top}, {"nodes": nodes, "tokens": tokens})
-            self.ranks.send(message)
-            with self.together():
-                found = reports(self, self.shared, round, top, pairs)
-            assert found is not None
-            return found
-
-        return report
+        copies, self._copies = np.concatenate(self._copies), self._copies[:1]
+        changes = None if self.states is None else self.states.changes
+        done = np.zeros((0, 4), np.int32) if changes is None else changes.taken()
+        since = Since(copies, done, self._links())
+        named = None if size is None else list(size)
+        self.ranks.send(RankMessage("step", {"size": named} | facts, arrays | since.arrays()))
 
     def move(self, source: Slots, target: Slots) -> None:
         """Copy keys and values between slots int64[n]: here now, on the other ranks before their
         next step.
         """
         super().move(source, target)
-        self._moves.append((source, target))
+        number = np.full(len(source), len(self._copies))
+        self._copies.append(np.stack([number, source, target], 1))
 
     def copy_page(self, source: int, target: int) -> bool:
-        """Copy a page as TorchPages does, on all ranks behind the copies before it: what it reads
-        may be what they write.
-        """
-        self._send_moves()
-        copied = TorchPages(self).copy_page(source, target)
-        self._send_moves()
-        return copied
+        """Copy a page as TorchPages does, of all ranks."""
+        return TorchPages(self).copy_page(source, target)
 
-    def _send_moves(self) -> None:
-        """Have the other ranks do what was copied here, if anything was since the last message."""
-        if self._moves:
-            source, target = self.moved()
-            self.ranks.send(RankMessage("move", arrays={"source": source, "target": target}))
-
-    def moved(self) -> tuple[Slots, Slots]:
-        """Return the places copied since the last call, and their targets: for the next message."""
-        moves, self._moves = self._moves, []
-        none = np.zeros(0, np.int64)
-        source, target = zip(*moves, strict=True) if moves else ((none,), (none,))
-        return np.concatenate(source), np.concatenate(target)
-
-    def linked(self) -> Ints:
-        """Return int32[n,2], the pages whose window page has changed since the last call, and
-        these: for the next message.
-        """
+    def _links(self) -> Ints:
+        """Return Since.links."""
         if self.windows is None:
             return np.zeros((0, 2), np.int32)
         of = self.windows.of
@@ -232,15 +199,10 @@ class ParallelExecutor(TorchExecutor):
         links: Ints = np.stack([changed, of[changed]], 1).astype(np.int32)
         return links
 
-    def changed(self) -> Ints:
-        """Return what was done to recurrent states since the last call: for the next message."""
-        changes = None if self.states is None else self.states.changes
-        return np.zeros((0, 4), np.int32) if changes is None else changes.taken()
-
     @property
     def draft_target(self) -> TorchTarget:
         """For draft models, which run here alone: with whole embedding and head."""
-        return DraftTarget(self, self.whole, self)
+        return DraftTarget(self, self.whole)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: of this rank, and of the others' devices."""
@@ -257,7 +219,6 @@ class ParallelExecutor(TorchExecutor):
         """End the other ranks' processes and release memory. Idempotent."""
         self.ranks.close()
         self.shared.close()
-        self._last = None
         super().shutdown()
 
     def _ranks_are_like(self, own: RankStart) -> None:
@@ -288,24 +249,13 @@ def parallel_executor(limits: ExecutorLimits) -> type[ParallelExecutor]:
     return WindowedParallelExecutor if limits.window_pages else ParallelExecutor
 
 
-class KeepsFeatures(Protocol):
-    """Runs the target and stores features."""
-
-    def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """Implement TorchTarget.request_aux_hidden_states."""
-
-
 class DraftTarget:
     """The target for draft models if several ranks share it: draft models run on rank 0 alone, and
     what they use of the target is whole there.
-
-    keeper  stores features: the executor, or its rounds
     """
 
-    def __init__(
-        self, executor: ParallelExecutor, checkpoint: Checkpoint, keeper: "KeepsFeatures"
-    ) -> None:
-        self._keeper, self._checkpoint = keeper, checkpoint
+    def __init__(self, executor: ParallelExecutor, checkpoint: Checkpoint) -> None:
+        self._executor, self._checkpoint = executor, checkpoint
         self.limits, self.device = executor.limits, executor.device
         self.dtype: torch.dtype = executor.dtype
         self.kernels: Kernels | None = executor.kernels
@@ -317,8 +267,8 @@ class DraftTarget:
         return Ends(weights, self._checkpoint.architecture, parts_of(self.kernels))
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """Have `keeper` store these hidden states, as TorchTarget.request_aux_hidden_states."""
-        self._keeper.request_aux_hidden_states(layers)
+        """Have the executor store these hidden states."""
+        self._executor.request_aux_hidden_states(layers)
 
 
 def _devices(device: str, size: int) -> list[str]:

@@ -21,7 +21,8 @@ from forerun.executors.torch.parallel.channel import Channel, RankMessage
 from forerun.executors.torch.parallel.processes import end_with_parent
 from forerun.executors.torch.parallel.rounds import RankRounds
 from forerun.executors.torch.parallel.start import RankStart
-from forerun.executors.torch.parallel.step import SharedStep, agree, follow, gathered, reports
+from forerun.executors.torch.parallel.step import SharedStep, Since, agree, complete_round
+from forerun.executors.torch.triton.record import Size
 
 
 def opened(path: Path, context: int | None = None) -> Checkpoint:
@@ -66,49 +67,28 @@ def serve(channel: Channel, shared: int) -> None:
     channel.send(RankMessage("ready", {"device": str(runner.device)}))
     _expect(channel, "agree")
     agree(runner, group)
-    round: TorchRound | None = None
+    last: TorchStateStep | None = None
     rounds: RankRounds | None = None
-    while True:
-        message = channel.receive()
-        match message.kind:
-            case "step":
-                step = SharedStep.of(message)
-                round = run(runner, group, step, round)
-            case "move":
-                follow(runner, (message.arrays["source"], message.arrays["target"]))
-            case "reports" if round is not None:
-                pairs = list(
-                    zip(*(message.arrays[n].tolist() for n in ("nodes", "tokens")), strict=True)
-                )
-                reports(runner, group, round, message.facts["top"], pairs)
-            case "rounds":
-                rounds = RankRounds(runner, message)
-            case "round" if rounds is not None:
-                if runner.states is not None:
-                    last = None if round is None else round.states
-                    runner.states.change(last, message.arrays["changes"])
-                rounds.launch(message)
-            case "end":
-                group.close()
-                return
-            case other:
-                raise EngineError(f"rank 0 asks for {other!r}, which is unknown here")
+    while (message := channel.receive()).kind != "end":
+        if message.kind != "step":
+            raise EngineError(f"rank 0 asks for {message.kind!r}, which is unknown here")
+        facts, arrays = message.facts, dict(message.arrays)
+        Since.of(arrays).follow(runner, last)
+        if facts["size"] is None:
+            last = run(runner, group, SharedStep.of(arrays, facts["top"])).states
+        else:
+            rounds = rounds or RankRounds(runner, facts["overlap"])
+            rounds.launch(Size(*facts["size"]), arrays)
+    group.close()
 
 
-def run(
-    runner: ModelRunner, group: Processes, step: SharedStep, last: TorchRound | None
-) -> TorchRound:
-    """Run one step of rank 0's: its copies since the `last` step, the forward pass, and the
-    exchange between ranks.
-    """
-    follow(runner, step.moves, step.links)
-    states, plan, trees = runner.states, step.plan, step.trees
+def run(runner: ModelRunner, group: Processes, step: SharedStep) -> TorchRound:
+    """Run one step of rank 0's: the forward pass, and what rank 0 needs of all ranks."""
     way: TorchStateStep | None = None
-    if states is not None:
-        states.change(None if last is None else last.states, step.changes)
-        way = states.way_of(plan, trees, {}, dict(step.ends.tolist()))
-    round = runner.run(plan, trees, step.nodes, step=way)
-    gathered(runner, group, round, step.wide)
+    if runner.states is not None:
+        way = runner.states.way_of(step.plan, step.trees, {}, dict(step.ends.tolist()))
+    round = runner.run(step.plan, step.trees, step.nodes, step=way)
+    complete_round(runner, group, round, step)
     return round
 
 

@@ -1,11 +1,11 @@
-"""CapturedExecutor: the executor contract in captured rounds, around the eager executor.
+"""Captured rounds: the steps of an executor that are replayed as one program.
 
 A step of which every row begins with exactly one known token and samples runs as one round
 (runner.py), padded to one of the sizes that were declared and captured before the first request
 (declared.py); nothing waits until its record is wanted (round.py). Every other step, which is a
-prompt's, is an eager one. Sampling parameters, masks, and log-probabilities are a round's own work
-(shaped_rows.py). Rows that the device cannot decide are decided and committed from its logits, as
-in an eager step.
+prompt's, is launched operation by operation (executor.py). Sampling parameters, masks, and
+log-probabilities are a round's own work (shaped_rows.py). Rows that the device cannot decide are
+decided and committed from its logits, as in any other step.
 
 Another round may begin before the record of this one is read (`begin_after`): it takes up on the
 device what this one leaves there (FutureState).
@@ -21,35 +21,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.checkpoints.adapter import LoraAdapter
 from forerun.draft_shape import DraftShape
-from forerun.errors import EngineError
 from forerun.executors.device_choice import device_nodes
 from forerun.executors.host_choice import history_of
 from forerun.executors.host_choice import report as report_of
-from forerun.executors.torch.captured.buffers import StagingBuffer
+from forerun.executors.host_sampler import HostSampler
 from forerun.executors.torch.captured.declared import declared, row_nodes
 from forerun.executors.torch.captured.drafting_of import drafting_of
-from forerun.executors.torch.captured.graphs import CudaRecorder
+from forerun.executors.torch.captured.recurrent import StateRows
 from forerun.executors.torch.captured.round import (
     CapturedRound,
+    Reserved,
+    StagingBuffer,
+    TableEntries,
     check_pages,
     prepare_inputs,
     prepare_inputs_carried,
 )
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
-from forerun.executors.torch.captured.warm_up import warm_up
-from forerun.executors.torch.decoder.decoder import Decoder
+from forerun.executors.torch.captured.warm_up import capture, warm_up
 from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.level_model import LevelModel
-from forerun.executors.torch.drafts.target import TorchTarget
-from forerun.executors.torch.executor import TorchExecutor
 from forerun.executors.torch.features import TorchStepFeatures
-from forerun.executors.torch.model_runner import TorchRound
-from forerun.executors.torch.triton.kernels import Kernels
+from forerun.executors.torch.model_runner import ModelRunner
 from forerun.executors.torch.triton.record import Size
-from forerun.interface.executor import Capabilities, Executor
 from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.interface.slot_init import SlotInit
@@ -63,92 +59,62 @@ MOST_NODES = 64
 """Nodes of a row, at most, in a round."""
 
 
-class CapturedExecutor(Executor):
-    """Runs a step as a captured round if possible, else as `eager` does.
+class CapturedRounds:
+    """The rounds of one executor.
 
-    eager    has the weights, cache and slots; for a rank, rounds support temperature only
-    overlap  let rounds begin from each other
-    last     the last round begun
+    target  has the weights, cache and states; where ranks share it, rounds support temperature only
+    runner  the program and its tensors
+    states  where states of recurrent layers are copied to; None = there are none
+    last    the last round begun
     """
 
-    name, Runner = TorchExecutor.name, CudaGraphRunner
-
-    def __init__(
-        self, eager: TorchExecutor, kernels: Kernels, records: CudaRecorder, overlap: bool = False
-    ) -> None:
-        self.capabilities = Capabilities(
-            needs_masks_before_forward=True, overlap=overlap, padded=True, hidden=True
-        )
-        self.eager, self.kernels = eager, kernels
-        self.limits, self.device, self.dtype = eager.limits, eager.device, eager.dtype
-        self._sampler, self._scored = eager.sampler, eager.limits.scored_nodes
-        self._runner: CudaGraphRunner | None = self.Runner(
-            *(eager.decoder, eager.cache, eager.limits, kernels, records, eager.group),
-            overlap=overlap,
-        )
-        self._shaped = ShapedRows(
-            eager.limits.slots, eager.limits.vocab, eager.device, eager.sampler.choosing
-        )
-        self.runner.shaped = self._shaped
+    def __init__(self, target: ModelRunner, sampler: HostSampler, runner: CudaGraphRunner) -> None:
+        self._target, self._sampler, self.runner = target, sampler, runner
+        limits = target.limits
+        self._scored = limits.scored_nodes
+        self._shaped = ShapedRows(limits.slots, limits.vocab, target.device, sampler.choosing)
+        runner.shaped = self._shaped
+        self.states: StateRows | None = None
+        if target.states is not None:
+            self.states = StateRows(target.states, runner)
         self.last: CapturedRound | None = None
         # Rounds so far, and the seconds from their launches to their results: what a step takes
         # longer than that is the host's.
         self._rounds, self._seconds, self._read = 0, 0.0, 0.0
 
-    def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
-        """Run these adapters in eager steps: a step in which a row has one is not captured."""
-        self.eager.adapt(adapters)
-
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot, with all its sampling parameters."""
-        self._sampler.open(slot_init)
+        """Take over a slot's sampling parameters."""
         self._shaped.open(slot_init)
-        if self.eager.slot_adapters is not None:
-            self.eager.slot_adapters.open(slot_init)
-
-    def close(self, slot: int) -> None:
-        """Forget a slot's sequence. Its pages are the caller's."""
-        self._sampler.close(slot)
-
-    @property
-    def runner(self) -> CudaGraphRunner:
-        """The program and its tensors. Raises EngineError after `shutdown`."""
-        if self._runner is None:
-            raise EngineError("the executor was shut down")
-        return self._runner
 
     # --- preparation before the first request ------------------------------------------------
 
-    @property
-    def decoder(self) -> Decoder:
-        """The target's weights. Raises EngineError after `shutdown`."""
-        return self.eager.decoder
-
-    @property
-    def draft_target(self) -> TorchTarget:
-        """The target for draft models: this executor, whose rounds store features too."""
-        return self
-
-    def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """Store these layers' streams in every step, as TorchExecutor does; discards all captured
-        programs.
-        """
-        self.eager.request_aux_hidden_states(layers)
-        self.runner.request_aux_hidden_states(layers, self.eager.ring)
-
     def draft_with(self, model: LevelModel | TorchBlockModel) -> None:
         """Let rounds that are to draft do this model's work at their end."""
-        self.eager.draft_with(model)
         log.info("%s drafts within captured rounds", model.traits.name)
-        self.runner.drafting = drafting_of(model, self.kernels, self.limits)
+        runner = self.runner
+        runner.drafting = drafting_of(model, runner.kernels, self._target.limits)
 
-    @torch.inference_mode()
-    def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
-        """Compile every kernel and capture what is declared for such drafts; see warm_up.py."""
-        drafting = self.runner.drafting
-        fits = (lambda _: True) if drafting is None else drafting.fits
-        warm_up(self.runner, self.eager, declared(self.limits, draft, fits), progress)
-        self.limits = replace(self.limits, row_nodes=row_nodes(self.limits, draft))
+    def warm_up(
+        self,
+        draft: DraftShape,
+        progress: Callable[[str, int, int], None],
+        prompts: Callable[[], None],
+    ) -> tuple[int, ...]:
+        """Compile every kernel and capture what is declared for such drafts; see warm_up.py.
+        Returns ExecutorLimits.row_nodes. prompts: launches what prompts do.
+
+        Of ranks, sizes with temperature only, and no drafts. There kernels compile at their first
+        launch: compiling them ahead would launch exchanges that other ranks wait for.
+        """
+        limits, drafting = self._target.limits, self.runner.drafting
+        if self._target.group is None:
+            fits = (lambda _: True) if drafting is None else drafting.fits
+            warm_up(self.runner, declared(limits, draft, fits), prompts, progress)
+        else:
+            prompts()
+            sizes = declared(limits, DraftShape(draft.nodes))
+            capture(self.runner, [s for s in sizes if not (s.shaping or s.masked)], progress)
+        return row_nodes(limits, draft)
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -158,6 +124,8 @@ class CapturedExecutor(Executor):
         """
         if not (trees.known == 1).all() or not plan.samples.all():
             return None
+        if self._target.group is not None and plan.constrained.any():
+            return None  # The choice is made from whole rows of logits.
         return self._size(plan.slots, int(np.diff(trees.start).max()), plan.on_device_draft, masked)
 
     def _size(
@@ -172,10 +140,10 @@ class CapturedExecutor(Executor):
         size = Size(len(slots), nodes)
         more = masked or not self._sampler.choosing.on_device[slots].all()
         more = more or self._sampler.reports(slots)
-        adapters = self.eager.slot_adapters
+        adapters = self._target.slot_adapters
         if adapters is not None and adapters.of(slots) is not None:
             return None
-        if nodes > MOST_NODES or size.total > self._scored or (more and self.eager.group):
+        if nodes > MOST_NODES or size.total > self._scored or (more and self._target.group):
             return None
         if more:
             size = self._shaped.size(size, slots, masked)
@@ -191,15 +159,18 @@ class CapturedExecutor(Executor):
     @torch.inference_mode()
     def begin(
         self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None
-    ) -> TorchRound | CapturedRound:
+    ) -> CapturedRound | None:
         """Begin a round, which also accepts and writes what it can decide, and drafts what is
-        requested. Waits for nothing: `finish` does.
+        requested; None if the step cannot be one. Waits for nothing: `finish` does. Raises
+        EngineError if a slot's recurrent state does not stand for the plan's kv_len tokens.
         """
         size = self.size_of(plan, trees, masks is not None)
         if size is None:
-            return self.eager.begin(plan, trees, masks)
+            return None
+        if self.states is not None:
+            self.states.check(plan)
         deepest = np.maximum.reduceat(trees.depth, trees.start[:-1])
-        check_pages(plan, plan.kv_len + deepest, self.limits.page_size)
+        check_pages(plan, plan.kv_len + deepest, self._target.limits.page_size)
         staging = self.runner.staging(size)
         held = np.zeros_like(plan.constrained) if masks is not None else plan.constrained
         nodes = device_nodes(self._shaped.choosing, replace(plan, constrained=held), trees)
@@ -233,7 +204,7 @@ class CapturedExecutor(Executor):
         ):
             return None
         deepest = np.minimum(plan.kv_len + plan.max_depth, ends - 1)
-        check_pages(plan, np.maximum(plan.kv_len, deepest), self.limits.page_size)
+        check_pages(plan, np.maximum(plan.kv_len, deepest), self._target.limits.page_size)
         staging = runner.staging(size)
         prepare_inputs_carried(staging.buffers, size, plan, ends, choosing, most)
         staging.split(plan.kv_len)
@@ -261,13 +232,16 @@ class CapturedExecutor(Executor):
             staging.buffers["draft_slot"][:count][extends] = slots[extends]
             if runner.drafting is not None and plan.on_device_draft.chances is not None:
                 calibration = partial(runner.drafting.calibrate, plan.on_device_draft.chances)
-        changes, begun = runner.tables.send(staging.buffers, plan), perf_counter()
+        reserved = {} if self.states is None else self.states.reserve(size, staging, plan)
+        changes, begun = self._send(staging, plan), perf_counter()
         try:
             wait = runner.launch(
                 size, staging, [each for each in (*changes, first, calibration) if each]
             )
         except BaseException:
-            runner.tables.forget()
+            for tables in runner.tables:
+                tables.forget()
+            self._drop(reserved)
             raise
         self.last = CapturedRound(
             plan,
@@ -277,27 +251,58 @@ class CapturedExecutor(Executor):
             result=staging.result,
             wait=wait,
             begun=begun,
+            reserved=reserved,
         )
         return self.last
 
+    def _send(self, staging: StagingBuffer, plan: Plan) -> list[TableEntries]:
+        """Write the changes of the plan's page tables into `staging`, as PageTables.send."""
+        (tables, *others), near = self.runner.tables, self.runner.near
+        changes = [*tables.send(staging.buffers, plan.slots, plan.page_table)]
+        if near is not None:
+            (tables,), table = others, near.table(plan.page_table)
+            changes += tables.send(staging.buffers, plan.slots, table)
+        return changes
+
+    def _drop(self, reserved: Reserved) -> None:
+        """Free the rows of states that a round which failed would have written."""
+        if self.states is not None:
+            self.states.drop(reserved)
+
     @torch.inference_mode()
-    def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
+    def finish(self, round: CapturedRound, masks: NodeMasks | None = None) -> Outcome:
         """Wait for what the round decided, decide the rows that it left, and copy into pages what
         it has not.
         """
-        if not isinstance(round, CapturedRound):
-            return self.eager.finish(round, masks)
+        try:
+            outcome = self._decide(round, masks)
+            left = np.flatnonzero(~round.decided)
+            if len(left):
+                self._target.keep(round, outcome, left, self._target.cache.scratch(round.place))
+            if self.states is not None:
+                self.states.finish(round, outcome, left)
+        except BaseException:
+            self._drop(round.reserved)
+            raise
+        if round.size.shaping:
+            total = round.plan.kv_len + round.trees.known + outcome.n_tokens
+            for row in np.flatnonzero(round.decided).tolist():
+                self._shaped.set_counted(int(round.plan.slots[row]), int(total[row]))
+        return outcome
+
+    def _decide(self, round: CapturedRound, masks: NodeMasks | None) -> Outcome:
+        """Wait for the record and decide the rows that it leaves, from the round's logits."""
         round.read()
         now = perf_counter()
         self._rounds += 1
         self._seconds += now - max(round.begun, self._read)
         self._read = now
-        plan, runner, size, logits = round.plan, self.runner, round.size, list[Floats]()
+        target, runner, size, logits = self._target, self.runner, round.size, list[Floats]()
 
         def of_node(node: int) -> Floats:
-            if self.last is not round or self.eager.group:
+            if self.last is not round or target.group:
                 # Another has its place, or they are parts. Only a row without finite logits asks.
-                return np.full(self.limits.vocab, np.nan, np.float32)
+                return np.full(target.limits.vocab, np.nan, np.float32)
             if not logits:
                 logits.append(runner.logits[: size.total].float().cpu().numpy())
             row: Floats = logits[0][round.place[node]]
@@ -314,36 +319,24 @@ class CapturedExecutor(Executor):
             every = np.arange(len(round.place))
             written = size.nodes == 1 and not size.levels
             features = TorchStepFeatures(
-                runner.features, round.place, every, plan, round.trees, self.eager.ring, written
+                *(runner.features, round.place, every, round.plan, round.trees),
+                *(target.ring, written),
             )
         choice, masks = round.record.choices[round.place], masks or round.masks
-        outcome = self._sampler.finish(
+        return self._sampler.finish(
             round, of_node, masks, choice, reports, features, round.drafts()
         )
-        left = np.flatnonzero(~round.decided).tolist()
-        if left:
-            self.eager.keep(round, outcome, left, round.place)
-        if size.shaping:
-            total = plan.kv_len + round.trees.known + outcome.n_tokens
-            for row in np.flatnonzero(round.decided).tolist():
-                self._shaped.set_counted(int(plan.slots[row]), int(total[row]))
-        return outcome
 
     def _text(self, plan: Plan, row: int) -> tuple[Sampling, History]:
         slot_init = self._sampler.of_row(plan, row)
         return slot_init.sampling, history_of(slot_init)
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info: the eager executor's, and those of the rounds."""
-        runner = self._runner
-        return self.eager.describe() | {
-            "captured": [tuple(size) for size in runner.programs.captured] if runner else [],
-            "capture_seconds": runner.programs.seconds if runner else 0.0,
+        """Return facts of the rounds for /server_info."""
+        programs = self.runner.programs
+        return {
+            "captured": [tuple(size) for size in programs.captured],
+            "capture_seconds": programs.seconds,
             "rounds": self._rounds,
             "round_seconds": self._seconds,
         }
-
-    def shutdown(self) -> None:
-        """Let go of programs and of the eager executor's memory. Idempotent."""
-        self._runner = self.last = None
-        self.eager.shutdown()

@@ -1,0 +1,247 @@
+"""A TorchExecutor without its rounds: slots, preparation, and steps that are launched operation by
+operation and decided on the host as far as the device has not: the reference for captured rounds
+(captured/rounds.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from forerun.checkpoints.adapter import LoraAdapter
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.draft_shape import DraftShape
+from forerun.errors import EngineError
+from forerun.executors.device_choice import device_nodes
+from forerun.executors.host_choice import Logits, put_path, report
+from forerun.executors.host_sampler import HostSampler
+from forerun.executors.slot_adapters import SlotAdapters
+from forerun.executors.torch.attention.plan_geometry import StepNodes, choosing_nodes, places_of
+from forerun.executors.torch.attention.tiles import LINES
+from forerun.executors.torch.captured.graphs import recorder
+from forerun.executors.torch.captured.rounds import CapturedRounds
+from forerun.executors.torch.captured.runner import CudaGraphRunner
+from forerun.executors.torch.captured.warm_up import runner_of
+from forerun.executors.torch.drafts.block import TorchBlockModel
+from forerun.executors.torch.drafts.draft_cache import HasPages
+from forerun.executors.torch.drafts.level_model import LevelModel
+from forerun.executors.torch.drafts.target import TorchTarget
+from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
+from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
+from forerun.interface.plan import Outcome, Plan, Reports, Round, TokenLogprobs
+from forerun.interface.slot_init import SlotInit, TokenText
+from forerun.speculative.accept import NOTHING, accept_row
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import NO_DRAFT, NodeMasks, TreeBatch, batch
+from forerun.types import Ints
+
+
+class LaunchedSteps(ModelRunner, Executor):
+    """What a TorchExecutor is beside its rounds: slots, preparation, and launched steps.
+
+    sampler  which sequences are in which slots, and acceptance on the host
+    rounds   the steps that are replayed instead; None: none is
+    drafts   models that have entries under its page ids
+    Runner   of their program
+    """
+
+    name = "torch"
+    capabilities = Capabilities(hidden=True)
+    rounds: CapturedRounds | None = None
+    Runner = CudaGraphRunner
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        limits: ExecutorLimits,
+        device: str = "cpu",
+        dtype: str = "float32",
+        compile: bool = False,
+        kv_dtype: str = "same",
+        prompts: str = "auto",
+    ) -> None:
+        options = TorchOptions(device, dtype, compile, kv_dtype, prompts)
+        super().__init__(checkpoint, limits, options)
+        self.sampler = HostSampler(limits.slots, limits.vocab)
+        self.drafts: list[HasPages] = []
+
+    def capture(self, overlap: bool = False) -> Self:
+        """Replay steps from now on, if the device captures; returns the executor itself. overlap:
+        rounds may begin from each other.
+        """
+        records = recorder(self.device)
+        if records is not None and self.kernels is not None:
+            runner = runner_of(self.Runner, self, records, overlap)
+            self.rounds = CapturedRounds(self, self.sampler, runner)
+            self.capabilities = Capabilities(
+                needs_masks_before_forward=True, overlap=overlap, padded=True, hidden=True
+            )
+        return self
+
+    def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
+        """Run these adapters beside the weights: a step in which a row has one is not captured."""
+        self.decoder.adapt(adapters)
+        self.slot_adapters = SlotAdapters(self.limits.slots)
+
+    def reusable_prefix_len(
+        self, tokens: Ints, salt: bytes = b"", pages: Ints | None = None
+    ) -> int:
+        """Return how many of the cached tokens int32[n] a sequence may continue behind: all, or if
+        layers are recurrent, those up to the last checkpoint of a text of this salt.
+        """
+        return (
+            len(tokens)
+            if self.states is None
+            else self.states.book.reusable_prefix_len(tokens, salt)
+        )
+
+    def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
+        """Keep these layers' streams in every step (ModelRunner); discards all captured
+        programs.
+        """
+        super().request_aux_hidden_states(layers)
+        if self.rounds is not None:
+            self.rounds.runner.request_aux_hidden_states(layers, self.ring)
+
+    def draft_with(self, model: LevelModel | TorchBlockModel) -> None:
+        """Count a draft model's entries among what pages hold, and let rounds that are to draft do
+        its work at their end. Other steps draft nothing, nor do rounds of several ranks: there the
+        host runs every pass of the model.
+        """
+        self.drafts.append(model)
+        if self.rounds is not None and self.group is None:
+            self.rounds.draft_with(model)
+
+    @torch.inference_mode()
+    def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
+        """Compile every kernel and capture what is declared for such drafts."""
+        if self.rounds is not None:
+            rows = self.rounds.warm_up(draft, progress, self.rehearse_prompts)
+            self.limits = replace(self.limits, row_nodes=rows)
+
+    def launch(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> TorchRound:
+        """Score every node of every tree in one forward pass, launched operation by operation.
+        Writes scratch. Ignores draft requests.
+        """
+        nodes = self.nodes_of(plan, trees)
+        if self.states is None:
+            return self.run(plan, trees, nodes, masks)
+        step = self.states.begin(plan, trees)
+        try:
+            round = self.run(plan, trees, nodes, masks, step)
+        except BaseException:
+            self.states.failed(step)
+            raise
+        self.states.known(step)
+        return round
+
+    def nodes_of(self, plan: Plan, trees: TreeBatch) -> StepNodes:
+        """Return which nodes of a step need what. Raises EngineError if there are too many."""
+        count, choosing = len(trees.tokens), choosing_nodes(plan, trees)
+        if count > self.limits.max_nodes:
+            raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
+        if len(choosing) > self.limits.scored_nodes:
+            raise EngineError(
+                f"a step of which {len(choosing)} nodes choose a token; at most "
+                f"{self.limits.scored_nodes} fit"
+            )
+        return StepNodes(
+            choosing=choosing,
+            reported=np.setdiff1d(self.sampler.scored(plan, trees), choosing),
+            on_device=device_nodes(self.sampler.choosing, plan, trees),
+            places=places_of(plan, trees, self.cache),
+        )
+
+    @torch.inference_mode()
+    def conclude(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
+        """Finish a launched step: keep one path per tree, and copy the keys and values of accepted
+        draft tokens from scratch into pages. The target's choices are made on the device where they
+        can be; only where they cannot, and for reports, do logits cross to the host.
+        """
+        assert isinstance(round, TorchRound)
+        if round.final is not None:
+            round.hidden = round.final.float().cpu().numpy()
+        logits = self.logits_of(round)
+        reports = partial(_reports, round.reports, logits) if round.reports else None
+        outcome = self.sampler.finish(
+            *(round, logits, masks or round.masks, _paths(round)), reports, round.features
+        )
+        if len(outcome.accepted):
+            self.keep(round, outcome, np.arange(round.plan.rows), round.places)
+            if self.states is not None and round.states is not None:
+                self.states.accept(round.states, outcome)
+        return outcome
+
+    def rehearse_prompts(self) -> None:
+        """Launch every kernel that prompts of any length need: of 1, 2, 4, ... tokens up to a tile,
+        as far as pages and scratch reach. Writes the first pages; slot 0 must be closed.
+        """
+        limits, nodes = self.limits, 1
+        while nodes <= min(LINES, limits.max_nodes, limits.page_size * limits.pages):
+            self.rehearse(nodes)
+            nodes *= 2
+
+    @torch.inference_mode()
+    def rehearse(self, nodes: int) -> None:
+        """Launch what a prompt of so many tokens does, in the first pages: before the first
+        request, and not as a round. By kernels alone: a library's attention needs no rehearsal.
+        """
+        tokens, one = np.zeros(nodes, np.int32), np.zeros(1, np.int32)
+        pages = np.arange(-(-nodes // self.limits.page_size), dtype=np.int32)[None]
+        no, yes = np.zeros(1, np.bool_), np.ones(1, np.bool_)
+        plan = Plan(one, one, (tokens,), yes, one, one, pages, no)
+        salt = b"\xff"  # That of no text: nothing continues behind this.
+        greedy = Sampling(temperature=0.0)
+        natively, rounds = self.prompts_natively, self.rounds
+        self.prompts_natively, self.rounds = False, None
+        try:
+            self.open(SlotInit(0, TokenText(tokens), nodes, greedy, salt=salt))
+            self.begin(plan, batch([tokens], [NO_DRAFT]))
+        finally:
+            self.prompts_natively, self.rounds = natively, rounds
+        self.close(0)
+        self.move(self.cache.scratch(one), one.astype(np.int64))
+
+    @property
+    def draft_target(self) -> TorchTarget:
+        """The target for draft models: this executor."""
+        return self
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for /server_info: the model's, and those of the rounds."""
+        return super().describe() | ({} if self.rounds is None else self.rounds.describe())
+
+    def shutdown(self) -> None:
+        """Let go of programs, weights, pages and states. Idempotent; nothing may be begun
+        afterwards.
+        """
+        self.rounds = None
+        super().shutdown()
+
+
+def _paths(round: TorchRound) -> Ints:
+    """Return int32[M] as in host_sampler.Choices: the paths along the device's choices."""
+    trees, nodes = round.trees, round.on_device.nodes.tolist()
+    choice = np.full(len(trees.tokens), NOTHING, np.int32)
+    chosen = dict(zip(nodes, round.choices.tolist(), strict=True))
+    for row, root in enumerate(trees.roots.tolist()):
+        if root in chosen:
+            put_path(choice, root, accept_row(trees, row, lambda node, _: chosen[node]))
+    return choice
+
+
+def _reports(
+    made: dict[int, TokenLogprobs], logits: Logits, top: int, pairs: list[tuple[int, int]]
+) -> Reports:
+    """Return reports of (flat node, token that follows it) pairs, as far as they are not `made`
+    from logits.
+    """
+    return tuple(
+        replace(made[node], top=made[node].top[:top])
+        if node in made
+        else report(logits(node), token, top)
+        for node, token in pairs
+    )
