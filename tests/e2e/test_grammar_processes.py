@@ -47,9 +47,8 @@ def test_a_matching_process_that_somebody_kills_is_a_500_of_that_request_alone(t
             assert answer.status_code == 500, answer.text
             error = answer.json()["error"]
             assert "Ask again" in error["message"] and error["code"] != "grammar_limit"
-        assert beside.result().json() | {"id": 0, "created": 0} == server.complete(
-            max_tokens=30
-        ).json() | {"id": 0, "created": 0}
+        again = server.complete(max_tokens=30)
+        assert beside.result().json()["choices"] == again.json()["choices"]
         assert server.idle() and server.healthy()
 
 
