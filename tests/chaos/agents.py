@@ -107,9 +107,9 @@ class Script:
         return tuple(text), options
 
 
-def cached(rounds: list[list[Said]]) -> int:
-    """Prompt tokens that came from the prefix cache."""
-    return sum(one.cached for said in rounds for one in said)
+def cached(rounds: list[list[Said]], page_size: int = 1) -> int:
+    """Prompt tokens that came from the prefix cache, those of whole pages of this size."""
+    return sum(one.cached // page_size * page_size for said in rounds for one in said)
 
 
 def told(rounds: list[list[Said]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

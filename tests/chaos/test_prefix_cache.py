@@ -31,14 +31,16 @@ def toy(name, **shape):
 
 
 def play(script, seed, **shape):
-    """One script under every drafter: the first's rounds, cached tokens by drafter, preemptions."""
+    """One script under every drafter: cached tokens of whole pages by drafter, preemptions. What is
+    found within a page hangs on when another has filled it.
+    """
     reuse, preempted, first = {}, {}, None
     for name in DRAFTERS:
         engine = toy(name, **shape)
         rounds = script.play(engine)
         first = first or rounds
         assert told(rounds) == told(first), name
-        reuse[name] = cached(rounds)
+        reuse[name] = cached(rounds, shape["page_size"])
         preempted[name] = engine.stats().preemptions
         asked, _ = ask_again(engine, rounds, seed, at_once=5)
         assert asked == script.agents * script.turns
