@@ -95,7 +95,9 @@ class Capabilities:
 
 
 class PageContents(Protocol):
-    """What the pages of an executor hold, to be copied between steps."""
+    """What the pages of an executor hold, to be copied between steps. A round that has begun may
+    still run: it reads what pages held before.
+    """
 
     @property
     def page_bytes(self) -> int:

@@ -1,11 +1,12 @@
 """The toy on a slow device: what is begun is done when somebody waits, and can be gone on from."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from forerun.executors.device_choice import device_nodes
-from forerun.executors.toy import ToyExecutor
+from forerun.executors.toy import ToyExecutor, ToyPages
 from forerun.interface.executor import Capabilities
 from forerun.interface.plan import Round
 from forerun.speculative.tree import batch
@@ -18,6 +19,17 @@ class Slow(Round):
     number: int = 0
     ends: np.ndarray | None = None
     inner: Round | None = None
+
+
+@dataclass(frozen=True)
+class InOrder(ToyPages):
+    """Pages that are written behind the rounds that have begun, as by a device's queue."""
+
+    before: Callable[[], None]
+
+    def write_page(self, page, content):
+        self.before()
+        super().write_page(page, content)
 
 
 class CarryingToy(ToyExecutor):
@@ -37,6 +49,7 @@ class CarryingToy(ToyExecutor):
         super().__init__(limits)
         self.events, self.fails = [], set(fails)
         self._state, self._queue, self._count, self._drafter = {}, [], 0, None
+        self.pages = InOrder(self._keys, self._values, self._do_all)
 
     def guided_by(self, drafter):
         """Draft token what this drafter would; it is asked when it knows the text."""
@@ -69,7 +82,8 @@ class CarryingToy(ToyExecutor):
 
     def begin_after(self, running, plan, ends):
         round = self._begun("carry", plan, previous=running, ends=ends, can_overlap=True)
-        assert self._queue == [running], "it goes on from one that runs, and no further"
+        left = [] if running.inner else [running]
+        assert self._queue == left, "it goes on from one that runs, and no further"
         assert set(plan.slots.tolist()) <= set(running.plan.slots.tolist())
         self._queue.append(round)
         return round
@@ -99,6 +113,10 @@ class CarryingToy(ToyExecutor):
 
     def _no_step_has(self, slot):
         assert not any(slot in round.plan.slots for round in self._queue), "a step runs in the slot"
+
+    def _do_all(self):
+        while self._queue:
+            self._do(self._queue.pop(0))
 
     def _do(self, round):
         self._note("do", round)

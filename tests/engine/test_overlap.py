@@ -151,6 +151,27 @@ def test_a_prompt_that_comes_meanwhile_is_taken_in_and_found_again():
     assert ear.of("c")[0].cached_tokens > 0
 
 
+@pytest.mark.parametrize(("name", "page_size"), [("none", 1), ("oracle", 3), ("erratic", 4)])
+def test_a_page_that_a_running_round_reads_may_be_written_behind_it(name, page_size):
+    """Of equal pages that several rows fill a commit frees all but one, while the next round reads
+    them; what then comes from disk is written there.
+    """
+    engine, toy = overlapped(name, page_size=page_size, pages=200 // page_size)
+    ear, requests = Ear(), [ask(str(i), "same text", 40, stop_tokens=()) for i in range(3)]
+    for request in requests:
+        engine.submit(request, ear)
+    index, written = engine._core.scheduler.index, set()
+    while engine.step_once():
+        engine.check()
+        for page in index.take(min(index.available - 4, 6)) or ():
+            toy.pages.write_page(page, bytes(toy.pages.page_bytes))
+            index.release(page)
+            written.add(page)
+    for request in requests:
+        ear.expect(request)
+    assert engine.stats().failed_steps == 0 and engine.stats().carried > 4 and len(written) > 5
+
+
 @pytest.mark.parametrize("steps", range(1, 9))
 def test_an_abort_at_any_time_leaves_the_others_alone(steps):
     engine, _ = overlapped()
