@@ -104,23 +104,49 @@ class BlockDrafting(Drafting):
         self._kernels.grow(
             logits, self._model.ids, of_depths, Levels(1, width), 0, candidates, None
         )
-        tokens, worth = (
-            candidates[0].view(rows, levels, width),
-            candidates[2].view(rows, levels, width),
-        )
-        values, whole = worth.view(torch.float32), grown[2].view(torch.float32)
-        grown[0, :, :width] = tokens[:, 0]
-        grown[1, :, :width] = -1
-        whole[:, :width] = values[:, 0]
-        for level in range(1, levels):
-            above, begin = full_size(width, level - 1), full_size(width, level)
-            paths = (whole[:, above:begin, None] + values[:, level, None]).flatten(1)
-            order = paths.sort(dim=1, descending=True, stable=True).indices[:, : width * width]
-            place = slice(begin, begin + width * width)
-            grown[0, :, place] = tokens[:, level].gather(1, order % width)
-            grown[1, :, place] = above + order // width
-            whole[:, place] = paths.gather(1, order)
+        tokens, _, worth = candidates.view(3, rows, levels, 1, width)
+        values, growing = worth.view(torch.float32), Growing(grown, width, roots)
+        for level in range(levels):
+            growing.add(level, tokens[:, level], values[:, level])
         return self._candidates(read[:, 0]) if size.masked else None
+
+
+class Growing:
+    """Trees that grow into grown int32[3,R,K], between two levels.
+
+    tokens, values  int[R,n] and float32[R,n] of the newest level's nodes, values of the paths down
+                    to them; at first the roots, whose values are nothing
+    state           [R,n,r] of what is above them, if anything is
+    """
+
+    def __init__(self, grown: Tensor, width: int, roots: Tensor) -> None:
+        self.width, self.tokens = width, roots
+        self.values: Tensor | None = None
+        self.state: Tensor | None = None
+        self._grown, self._whole = grown, grown[2].view(torch.float32)
+
+    def add(self, level: int, tokens: Tensor, values: Tensor, state: Tensor | None = None) -> None:
+        """Write the best `width` squared of the children [R,n,width] of the newest level, best
+        first of each node, or [R,1,width] of every node; state: [R,n,r].
+        """
+        width, begin = self.width, full_size(self.width, level)
+        if self.values is None:
+            self.tokens, self.values, parents, above = tokens[:, 0], values[:, 0], None, -1
+        else:
+            paths = self.values[..., None] + values
+            tokens, paths = tokens.expand_as(paths).flatten(1), paths.flatten(1)
+            order = paths.sort(dim=1, descending=True, stable=True).indices[:, : width * width]
+            parents, above = order // width, full_size(width, level - 1)
+            self.tokens, self.values = tokens.gather(1, order), paths.gather(1, order)
+        place = slice(begin, begin + self.tokens.shape[1])
+        self._grown[0, :, place] = self.tokens
+        self._grown[1, :, place] = above if parents is None else parents + above
+        self._whole[:, place] = self.values
+        if state is not None and parents is not None:
+            state = state.gather(1, parents[..., None].expand(-1, -1, state.shape[-1]))
+        elif state is not None:
+            state = state.expand(-1, width, -1)
+        self.state = state
 
 
 class _Blocks:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forerun.executors.pair_scores import PairScores
-from forerun.executors.torch.captured.block_drafting import BlockDrafting
+from forerun.executors.torch.captured.block_drafting import BlockDrafting, Growing
 from forerun.executors.torch.captured.drafting import padded
 from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.pairs import LevelPairs, TorchPairs
@@ -69,7 +69,7 @@ class PairDrafting(BlockDrafting):
         which, log_probs = which.view(places), log_probs.view(places)
         pairs = self._pairs.of(which, log_probs, read)
         ids = model.ids[which]
-        growing = _Growing(grown, width, roots, roots.new_zeros(rows, 1, dtype=torch.float32))
+        growing = Growing(grown, width, roots)
         for level in range(size.levels):
             self._hang(growing, pairs, starts, ids[:, level].contiguous(), level, record)
         if not size.masked:
@@ -81,7 +81,7 @@ class PairDrafting(BlockDrafting):
 
     def _hang(
         self,
-        growing: "_Growing",
+        growing: Growing,
         pairs: LevelPairs,
         starts: TreeStarts,
         ids: Tensor,
@@ -117,29 +117,3 @@ class PairDrafting(BlockDrafting):
         ratios = values - values[..., :1]
         share = torch.minimum(chance, ratios.exp().sum(-1, keepdim=True).reciprocal())
         return share.log() + ratios
-
-
-class _Growing:
-    """Trees between two levels. tokens int[R,n], values float32[R,n] of the paths down to them,
-    state [R,n,r] of what is above them; at first the roots.
-    """
-
-    def __init__(self, grown: Tensor, width: int, tokens: Tensor, values: Tensor) -> None:
-        self.width, self.tokens, self.values = width, tokens, values
-        self.state: Tensor | None = None
-        self._grown, self._whole = grown, grown[2].view(torch.float32)
-
-    def add(self, level: int, tokens: Tensor, values: Tensor, state: Tensor | None) -> None:
-        """Write the best children [R,n,width] of the newest level into the trees."""
-        width, most = self.width, self.width ** min(level + 1, 2)
-        paths = (self.values[..., None] + values).flatten(1)
-        order = paths.sort(dim=1, descending=True, stable=True).indices[:, :most]
-        begin, above = full_size(width, level), full_size(width, level - 1) if level else -1
-        place, parents = slice(begin, begin + most), order // width
-        self.tokens, self.values = tokens.flatten(1).gather(1, order), paths.gather(1, order)
-        self._grown[0, :, place] = self.tokens
-        self._grown[1, :, place] = parents + above
-        self._whole[:, place] = self.values
-        if state is not None:
-            state = state.gather(1, parents[..., None].expand(-1, -1, state.shape[-1]))
-        self.state = state
