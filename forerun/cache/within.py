@@ -3,12 +3,18 @@ tokens. The page is copied, for full pages alone are shared.
 """
 
 from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 
 from forerun.cache.prefix import CachedPage, PrefixIndex
 from forerun.cache.table import PageTable
 from forerun.types import Ints
+
+MOST = 1024
+"""Most pages behind one that are compared, the newest: .3 ms where all begin with the same token,
+and 3.3 for 10,000 (one core of an EPYC). A token of the default model takes 5 or more.
+"""
 
 
 def continue_within(
@@ -36,9 +42,9 @@ def continue_within(
 def partial_match(
     index: PrefixIndex, parent: CachedPage, tokens: Ints, salt: bytes = b""
 ) -> tuple[int, int]:
-    """Return the known page behind `parent` that begins with most of `tokens` int32[T], and how
-    many of its positions have what these decide: min(T - lookahead, page_size) at most; -1 and 0
-    if no page has any.
+    """Return of the MOST newest pages behind `parent` the one that begins with most of `tokens`
+    int32[T], and how many of its positions have what these decide: min(T - lookahead, page_size)
+    at most; -1 and 0 if no page has any.
 
     salt  of the text, if `parent` is the root
     """
@@ -49,7 +55,7 @@ def partial_match(
     begin, size = salt + wanted[: 1 + lookahead].tobytes(), 4 * (index.page_size + lookahead)
     alike = {
         key[len(salt) :]: child.page
-        for key, child in parent.children.items()
+        for key, child in islice(reversed(parent.children.items()), MOST)
         if len(key) == len(salt) + size and key.startswith(begin)
     }
     if not alike:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from forerun.cache import within
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 from forerun.cache.within import continue_within, partial_match
@@ -193,6 +194,15 @@ def test_a_page_that_begins_alike_is_of_the_same_salt():
     assert found(1, 9) == found(1, 9, salt=ints(1).tobytes()) == 1
     assert found(1, 1) == 1 and found(2, 9) == 0
     assert found(1, 9, salt=b"a") == found(2, 9, salt=ints(1).tobytes()) == 0
+
+
+def test_of_many_pages_the_newest_are_compared(monkeypatch):
+    monkeypatch.setattr(within, "MOST", 2)
+    shared = index()
+    for first in (3, 5, 7):
+        filled(shared, ints(first, 2)).release()
+    found = [partial_match(shared, shared.root, ints(first, 9))[1] for first in (3, 5, 7)]
+    assert found == [0, 1, 1]
 
 
 def test_a_page_that_was_copied_is_evicted_last():
