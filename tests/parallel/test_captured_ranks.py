@@ -21,7 +21,7 @@ from forerun.options.config import EngineConfig
 from tests.covering import every, some_of, values
 from tests.e2e.drafts import Hinted, make
 from tests.models import tiny
-from tests.parallel.rounds import Recorded
+from tests.parallel.captured_rank import Recorded
 from tests.parity.tape import Tape
 from tests.twins.kernels import SLOW_TWINS
 
@@ -129,6 +129,22 @@ def texts(target, settings, asked):
     return found, stats
 
 
+def predicted(target, changes, expected):
+    """The texts where each request's answer is predicted, and the engine's counters."""
+    engine = make_engine(target, replace(target.config, **changes))
+    found = [[] for _ in expected]
+    for place, how in enumerate(ROUNDS):
+        prompt = np.array(prompt_of(place), np.int32)
+        request = make_request(prompt, max_tokens=20, ignore_eos=True, **how)
+        request = replace(request, prediction=np.array(expected[place], np.int32))
+        engine.submit(request, lambda delta, place=place: found[place].extend(delta.tokens))
+    while engine.step_once():
+        pass
+    stats = engine.stats()
+    engine.shutdown()
+    return found, stats
+
+
 @pytest.mark.parametrize(
     ("wishes", "algorithm", "overlap"),
     some_of(every(WISHES, ["OFF", "NGRAM"], [True, False]), values),
@@ -145,6 +161,23 @@ def test_ranks_launch_what_rank_0_does(shared, alone, said, wishes, algorithm, o
     assert tape.replays - replays == told["round"]
     assert stats.carried >= (10 if overlap and rounds_alone and algorithm == "OFF" else 0)
     assert (stats.accepted > 0) == (algorithm == "NGRAM")
+
+
+@pytest.mark.slow
+def test_latent_attention_is_cut_in_rounds_too(tmp_path):
+    folder = tiny.save_folder(tiny.model("deepseek_v3"), tmp_path)
+    one = open_target(config(folder, disable_cuda_graph=True))
+    try:
+        expected, _ = texts(one, {"speculative_algorithm": "OFF"}, ROUNDS)
+    finally:
+        one.close()
+    told = Counter()
+    with captured(told, config(folder, tp_size=2, overlap=True)) as (target, tape):
+        told.clear()
+        replays = tape.replays
+        found, stats = predicted(target, {"speculative_algorithm": "NGRAM"}, expected)
+    assert found == expected
+    assert stats.accepted > 10 and tape.replays - replays == told["round"] > 2
 
 
 # --- draft models between rounds -----------------------------------------------------------------

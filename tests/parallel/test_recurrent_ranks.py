@@ -3,24 +3,21 @@ every rank, in eager steps and in captured rounds.
 """
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from forerun.build.engine import make_engine
 from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.checkpoints.tensor_parallel import TensorParallel
-from forerun.client.completion import make_request
 from forerun.executors.state_slots import StateSlots
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.model_runner import TorchOptions
 from forerun.executors.torch.parallel.executor import ParallelExecutor
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
-from tests.parallel.test_captured_ranks import ROUNDS, captured, config, prompt_of, texts
+from tests.parallel.test_captured_ranks import ROUNDS, captured, config, predicted, texts
 from tests.parallel.test_families import same_texts
 from tests.parity.driver import Driver, Row, as_draft, limits
 
@@ -66,22 +63,6 @@ def test_states_follow_accepted_branches_on_every_rank(folder):
     assert found == walked(TorchExecutor(checkpoint, room), truth)[0]
     assert all(mine == text[: len(mine)] for mine, text in zip(found, truth, strict=True))
     assert kept > 12, "of the answer a state is kept"
-
-
-def predicted(target, changes, expected):
-    """The texts where each request's answer is predicted, and the engine's counters."""
-    engine = make_engine(target, replace(target.config, **changes))
-    found = [[] for _ in expected]
-    for place, how in enumerate(ROUNDS):
-        prompt = np.array(prompt_of(place), np.int32)
-        request = make_request(prompt, max_tokens=20, ignore_eos=True, **how)
-        request = replace(request, prediction=np.array(expected[place], np.int32))
-        engine.submit(request, lambda delta, place=place: found[place].extend(delta.tokens))
-    while engine.step_once():
-        pass
-    stats = engine.stats()
-    engine.shutdown()
-    return found, stats
 
 
 @pytest.mark.slow

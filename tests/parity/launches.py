@@ -41,8 +41,8 @@ from forerun.executors.torch.attention.state_nodes import StateKernels
 from forerun.executors.torch.attention.states import States
 from forerun.executors.torch.attention.varlen_attention import flash
 from forerun.executors.torch.captured import pair_drafting
-from forerun.executors.torch.captured.drafting_of import drafting_of
 from forerun.executors.torch.captured.graphs import CudaRecorder
+from forerun.executors.torch.captured.pair_drafting import drafting_of
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.states import RoundStates
 from forerun.executors.torch.decoder import weights

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from forerun.executors.pair_scores import PairScores
 from forerun.executors.torch.captured.block_drafting import BlockDrafting, Growing
-from forerun.executors.torch.captured.drafting import padded
+from forerun.executors.torch.captured.drafting import Drafting, LevelDrafting, padded
 from forerun.executors.torch.drafts.block import TorchBlockModel
+from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.executors.torch.drafts.pairs import LevelPairs, TorchPairs
 from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.triton.kernels import Kernels
@@ -117,3 +118,16 @@ class PairDrafting(BlockDrafting):
         ratios = values - values[..., :1]
         share = torch.minimum(chance, ratios.exp().sum(-1, keepdim=True).reciprocal())
         return share.log() + ratios
+
+
+def drafting_of(
+    model: LevelModel | TorchBlockModel, kernels: Kernels, limits: ExecutorLimits
+) -> Drafting:
+    """Return what drafts with this model at the end of rounds. limits: the target's, whose scratch
+    bounds the nodes that run at once.
+    """
+    if not isinstance(model, TorchBlockModel):
+        return LevelDrafting(model, kernels, limits.max_nodes)
+    if model.pairs is not None:
+        return PairDrafting(model, model.pairs, kernels, limits)
+    return BlockDrafting(model, kernels, limits.max_nodes, limits.slots)

@@ -27,7 +27,7 @@ from forerun.executors.host_choice import history_of
 from forerun.executors.host_choice import report as report_of
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.torch.captured.declared import declared, row_nodes
-from forerun.executors.torch.captured.drafting_of import drafting_of
+from forerun.executors.torch.captured.pair_drafting import drafting_of
 from forerun.executors.torch.captured.recurrent import StateRows
 from forerun.executors.torch.captured.round import (
     CapturedRound,
