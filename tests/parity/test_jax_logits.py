@@ -37,16 +37,8 @@ def forward(executor, tokens, chunks):
     return torch.from_numpy(np.concatenate(found))
 
 
-BEYOND = {
-    "gpt_oss",
-    *tiny.GRANITES,
-    "olmo2",
-    "olmo3",
-    "minimax_m2",
-}
-"""What test_jax_limits.py sees refused."""
 CASES = [
-    *((family, "plain") for family in FAMILIES if family not in BEYOND),
+    *((family, "plain") for family in FAMILIES),
     *(("llama", variant) for variant in VARIANTS if variant != "plain"),
     ("qwen3", "tied"),
     ("gemma3_text", "GELU by erf"),

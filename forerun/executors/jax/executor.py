@@ -14,7 +14,6 @@ from forerun.executors.host_sampler import HostSampler
 from forerun.executors.jax.drafts.block import BlockNetwork
 from forerun.executors.jax.drafts.draft_network import DraftNetwork
 from forerun.executors.jax.drafts.draft_passes import FEW
-from forerun.executors.jax.limits import check_runs
 from forerun.executors.jax.memory import check_fits, planned_bytes
 from forerun.executors.jax.network.decoder import JaxDecoder
 from forerun.executors.jax.network.kv import (
@@ -98,7 +97,6 @@ class JaxExecutor(Executor):
             unwritten=arch.recurrent is None and not limits.window_pages,
             timed=TIMED_NODES + 1,
         )
-        check_runs(arch)
         check_options(arch, limits, options)
         sharding = make_sharding(arch, options.shards, options.platform)
         self._device = sharding.mesh.devices.flat[0]

@@ -20,7 +20,6 @@ from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.limits import check_drafts
 from forerun.executors.jax.network.decoder import Attend, JaxDecoder
 from forerun.executors.jax.network.kv import NetworkSizes
-from forerun.executors.jax.network.layers import product
 from forerun.executors.jax.network.sharding import Sharding, where_it_divides
 from forerun.executors.jax.network.weights import Params, load_params
 from forerun.interface.draft_model import DraftModelTraits
@@ -84,8 +83,7 @@ class DraftDecoder(NamedTuple):
         weights = params["draft"]
         if "rows" not in weights:
             return self.decoder.logits(weights, read)
-        made = product(self.decoder.final_norm(weights, read), weights["rows"].T)
-        return self.decoder.sharding.put(made.astype(jnp.float32), None, None)
+        return self.decoder.read_rows(weights["rows"], self.decoder.final_norm(weights, read))
 
 
 def load_decoder(network: DraftDecoder, dtype: Any, stacked: bool) -> Params:

@@ -62,11 +62,13 @@ class Layer(NamedTuple):
     number  of its keys and values among those of their kind; traced, in a scan
     spec    how it attends
     kind    of its keys and values (kv.CacheKind), by number
+    sinks   float32[A] a score of each head that carries no value; None: none
     """
 
     number: Any
     spec: AttentionSpec
     kind: int = 0
+    sinks: Array | None = None
 
 
 def ancestors(intervals: Array) -> Array:
@@ -110,13 +112,14 @@ def attend(queries: Array, fresh: tuple[Array, ...], past: Past, tree: Tree, how
     rows, nodes, heads, size = queries.shape
     groups, spec = past.keys.shape[2], how.spec
     grouped = (queries * spec.scale).reshape(rows, nodes, groups, heads // groups, size)
-    running = _nothing(grouped, past, spec)
+    running = _nothing(grouped, past, how)
     if fresh:
         (keys, values), seen = fresh, tree.seen
         if spec.window is not None:
             own = tree.position if tree.fresh is None else tree.fresh
             seen = seen & (tree.position[:, :, None] - own[:, None] < spec.window)
-        running = _first(_masked(_scores(grouped, keys), seen, spec), _values(keys, values, spec))
+        scores = _masked(_scores(grouped, keys), seen, spec)
+        running = _merged(running, scores, _values(keys, values, spec))
 
     begin = jnp.zeros_like(past.kv_len)
     if spec.window is not None:
@@ -169,22 +172,15 @@ def _mixed(weights: Array, values: Array) -> Array:
     )
 
 
-def _first(scores: Array, values: Array) -> tuple[Array, Array, Array]:
-    """Return the greatest score, sum of weights and weighted values; every node sees itself at
-    least.
-    """
-    most = scores.max(-1)
-    weights = jnp.exp(scores - most[..., None])
-    return most, weights.sum(-1), _mixed(weights, values)
-
-
-def _nothing(queries: Array, past: Past, spec: AttentionSpec) -> tuple[Array, Array, Array]:
-    """Return the same where nothing was seen yet."""
+def _nothing(queries: Array, past: Past, how: Layer) -> tuple[Array, Array, Array]:
+    """Return the greatest score, sum of weights and weighted values where no key was seen yet."""
     rows, nodes, *heads, _ = queries.shape
     none = jnp.zeros((rows, *heads, nodes), jnp.float32)
-    size = _values(past.keys, past.values, spec).shape[-1]
-    least = jnp.full_like(none, jnp.finfo(jnp.float32).min)
-    return least, none, jnp.zeros((*none.shape, size), jnp.float32)
+    size = _values(past.keys, past.values, how.spec).shape[-1]
+    summed = jnp.zeros((*none.shape, size), jnp.float32)
+    if how.sinks is None:
+        return jnp.full_like(none, jnp.finfo(jnp.float32).min), none, summed
+    return none + how.sinks.reshape(*heads, 1), none + 1.0, summed
 
 
 def _merged(

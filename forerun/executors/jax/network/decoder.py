@@ -285,11 +285,8 @@ class JaxDecoder(NamedTuple):
         """Run a layer, whose keys and values, or whose source's, have this number, as `layer`;
         given: its source and vector.
         """
-
-        def attends(*qkv: Array) -> Array:
-            return attend(Layer(number, spec.attention, self.kind(spec)), *qkv)
-
-        return self.layer(spec, weights, x, rotary, attends, *given)
+        how = Layer(number, spec.attention, self.kind(spec), weights.get("self_attn.sinks"))
+        return self.layer(spec, weights, x, rotary, partial(attend, how), *given)
 
     def embed(self, params: Params, tokens: Array) -> Array:
         """Return [...,H], rows of the embedding for tokens int32[...], without embedding_scale; ids
@@ -308,12 +305,15 @@ class JaxDecoder(NamedTuple):
         return rms_norm(last, params["norm"], self.arch.norm_eps)
 
     def read(self, params: Params, normed: Array) -> Array:
-        """Return float32[n,V] logits from normed hidden states [n,H], with the model's final soft
-        cap, if it has one.
+        """Return float32[n,V] logits from normed hidden states [n,H]."""
+        return self.read_rows(params["embed" if self.arch.tied_head else "head"], normed)
+
+    def read_rows(self, head: Array, normed: Array) -> Array:
+        """Return float32[n,Vd] logits of some tokens, of whose rows the head [Vd,H] consists, from
+        normed hidden states [n,H]; scaled, and with the model's final soft cap, if it has one.
         """
-        head: Array = params["embed"] if self.arch.tied_head else params["head"]
         made = self.sharding.put(product(normed, head.T).astype(jnp.float32), None, None)
-        return softcapped(made, self.arch.final_softcap)
+        return softcapped(made * np.float32(self.arch.logit_scale), self.arch.final_softcap)
 
     def layer(
         self,
@@ -365,15 +365,20 @@ class JaxDecoder(NamedTuple):
     ) -> Array:
         """Run what follows attention, or what is in its place."""
         names = NORM_NAMES[spec.norms]
-        x = x + self._normed(context, weights, names.after_attention)
+        x = x + self._added(spec, weights, names.after_attention, context)
         before = self._normed(x, weights, names.before_feed_forward)
         fed, eps = self._feed_forward(spec, weights, before), self.arch.norm_eps
         if spec.beside is not None:
             fed = beside_experts(spec, weights, eps, x, fed)
-        x = x + self._normed(fed, weights, names.after_feed_forward)
+        x = x + self._added(spec, weights, names.after_feed_forward, fed)
         if vector is not None:
             x = with_vector(spec, weights, eps, x, vector)
         return x * weights["layer_scalar"].astype(x.dtype) if spec.scaled else x
+
+    def _added(self, spec: LayerSpec, weights: Params, name: str | None, made: Array) -> Array:
+        """Return what a layer adds to the stream of what a part of it made."""
+        made = self._normed(made, weights, name)
+        return made if spec.residual == 1.0 else made * np.asarray(spec.residual, made.dtype)
 
     def _normed(self, x: Array, weights: Params, name: str | None) -> Array:
         return x if name is None else rms_norm(x, weights[name], self.arch.norm_eps)
@@ -393,6 +398,8 @@ class JaxDecoder(NamedTuple):
 
         def heads(name: str, count: int) -> Array:
             made = product(x, weights[f"{name}_proj"], weights.get(f"{name}_proj.bias"))
+            if spec.wide_qk_norm and name != "v":
+                made = self._normed(made, weights, f"{name}_norm")
             return put(made.reshape(*x.shape[:2], count, -1), None, None, "model", None)
 
         def turned(name: str, made: Array) -> Array:

@@ -30,17 +30,20 @@ def mixture(
     sigmoid = about.router.scores == "sigmoid"
     seen = x if routed is None else routed
     read, gate = (a.astype(jnp.float32) if sigmoid else a for a in (seen, weights["gate"]))
-    logits = product(read, gate).astype(jnp.float32)
+    logits = product(read, gate, weights.get("gate.bias")).astype(jnp.float32)
     correction = weights.get("gate.e_score_correction_bias")
     taken, chosen = routes(logits, about.router, about.top_k, correction)
     if about.router.scaled:
         taken = taken * weights["gate.per_expert_scale"][chosen]
     every = jnp.arange(about.count)
     share = ((chosen[..., None] == every) * taken[..., None]).sum(-2)
-    gate = products("rnh,xih->rnxi", x, weights["experts.gate_proj"])
-    up = products("rnh,xih->rnxi", x, weights["experts.up_proj"])
+
+    def each(what: str, name: str, x: Array) -> Array:
+        return products(what, x, weights[name], weights.get(f"{name}.bias"))
+
+    gate, up = (each("rnh,xih->rnxi", f"experts.{name}_proj", x) for name in ("gate", "up"))
     wide = GATES[activation](gate, up)
-    down = products("rnxi,xhi->rnxh", wide, weights["experts.down_proj"]).astype(jnp.float32)
+    down = each("rnxi,xhi->rnxh", "experts.down_proj", wide).astype(jnp.float32)
     # What a row does not take may be infinite.
     down = jnp.where(share[..., None] > 0, down, 0.0)
     return (down * share[..., None]).sum(-2)

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from forerun.networks.layer_spec import CLAMP, CLAMP_SLOPE
+
 
 def product(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """Return [...,N] in the dtype of x: x [...,K] by weight [K,N], plus bias [N]; sums in float32.
@@ -20,7 +22,7 @@ def product(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
-def products(what: str, x: Array, weights: Array) -> Array:
+def products(what: str, x: Array, weights: Array, bias: Array | None = None) -> Array:
     """Return the einsum `what` of x and one matrix per head or expert, in the dtype of x; as
     `product`.
     """
@@ -31,7 +33,7 @@ def products(what: str, x: Array, weights: Array) -> Array:
         precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    return made.astype(x.dtype)
+    return (made if bias is None else made + bias).astype(x.dtype)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -71,7 +73,21 @@ def erf_geglu(gate: Array, up: Array) -> Array:
     return (wide * (0.5 * lax.erfc(wide * -(0.5**0.5))) * up).astype(gate.dtype)
 
 
-GATES = {"silu": swiglu, "gelu_tanh": geglu, "gelu": erf_geglu}
+def clamped_swiglu(gate: Array, up: Array) -> Array:
+    """Return gpt-oss's gate (layer_spec.Activation) of gate and up [...,I], computed in float32, in
+    the dtype of `gate`.
+    """
+    wide = jnp.minimum(gate.astype(jnp.float32), CLAMP)
+    opened = wide / (1 + jnp.exp(-CLAMP_SLOPE * wide))
+    return (opened * (jnp.clip(up.astype(jnp.float32), -CLAMP, CLAMP) + 1)).astype(gate.dtype)
+
+
+GATES = {
+    "silu": swiglu,
+    "gelu_tanh": geglu,
+    "gelu": erf_geglu,
+    "clamped_silu": clamped_swiglu,
+}
 """By LayerSpec.activation."""
 
 

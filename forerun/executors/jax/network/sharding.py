@@ -68,7 +68,7 @@ class Sharding:
         if not self.cut:
             return self.of(*[None] * dimensions)
         if name.startswith("experts."):
-            return self.of("model", None, None)
+            return self.of("model", *[None] * (dimensions - 1))
         if part in BY_TOKEN:
             return self.of("model", None)
         if part in BY_OUTPUT:
