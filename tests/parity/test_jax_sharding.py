@@ -23,7 +23,7 @@ def ran(tmp_path_factory, compiled):
     many = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
     many["max_position_embeddings"] = 512
     tiny.save_folder(tiny.model("llama", **many), folder / "dense")
-    tiny.save_folder(tiny.model("qwen3_moe", num_experts=8, **many), folder / "experts")
+    tiny.save_folder(tiny.model("gpt_oss", num_local_experts=8, **many), folder / "experts")
     tiny.save_folder(tiny.model("gemma4_text"), folder / "shapes")
     tiny.save_folder(tiny.model("qwen3_5_text"), folder / "states")
     done = subprocess.run(

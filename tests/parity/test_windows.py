@@ -168,7 +168,7 @@ def test_a_text_goes_on_where_its_window_is_still_there(windowed, known, kind, p
             pytest.param(*values, marks=pytest.mark.slow)
             for values in [
                 *(("eager", family) for family in ("gpt_oss", "exaone4", "mistral")),
-                *(("jax", family) for family in ("gemma3_text", "gemma4_text", "mistral")),
+                *(("jax", f) for f in ("gpt_oss", "gemma3_text", "gemma4_text", "mistral")),
             ]
         ),
     ],
