@@ -14,7 +14,7 @@ import pytest
 from forerun.build.engine import make_engine
 from forerun.build.target import open_target
 from forerun.client.completion import make_request
-from forerun.executors.torch import launched, model_runner
+from forerun.executors.torch import eager, model_runner
 from forerun.executors.torch.parallel import executor
 from forerun.executors.torch.parallel.processes import Ranks
 from forerun.options.config import EngineConfig
@@ -77,7 +77,7 @@ def recorded(said):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "kernels_for", lambda device: SLOW_TWINS)
-        patch.setattr(launched, "recorder", lambda device: tape)
+        patch.setattr(eager, "recorder", lambda device: tape)
         patch.setattr(executor, "Processes", Recorded)
         patch.setattr(Ranks, "send", counted)
         patch.setattr(executor, "parallel_executor", started)

@@ -1,9 +1,9 @@
-"""TorchExecutor: the executor contract in torch. A step is launched operation by operation, or, if
-its device captures, replayed as one program where its size was declared (captured/rounds.py).
+"""TorchExecutor: the executor contract in torch. A step is eager (eager.py), or, if its device
+captures, replayed as one program where its size was declared (captured/rounds.py).
 """
 
 from forerun.executors.torch.captured.round import CapturedRound
-from forerun.executors.torch.launched import LaunchedSteps
+from forerun.executors.torch.eager import EagerSteps
 from forerun.executors.torch.model_runner import TorchRound
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
@@ -11,7 +11,7 @@ from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Ints
 
 
-class TorchExecutor(LaunchedSteps):
+class TorchExecutor(EagerSteps):
     """A target in torch, on any device it knows (ModelRunner, TorchOptions)."""
 
     def open(self, slot_init: SlotInit) -> None:
@@ -37,7 +37,7 @@ class TorchExecutor(LaunchedSteps):
     ) -> TorchRound | CapturedRound:
         """Begin a step: as a round that drafts, accepts and writes by itself, if it can be one."""
         round = None if self.rounds is None else self.rounds.begin(plan, trees, masks)
-        return self.launch(plan, trees, masks) if round is None else round
+        return self.begin_eager(plan, trees, masks) if round is None else round
 
     def begin_after(self, running: Round, plan: Plan, ends: Ints) -> CapturedRound | None:
         """Begin a round on what the running one leaves; None if no round can."""
@@ -49,4 +49,4 @@ class TorchExecutor(LaunchedSteps):
         """
         if isinstance(round, CapturedRound) and self.rounds is not None:
             return self.rounds.finish(round, masks)
-        return self.conclude(round, masks)
+        return self.finish_eager(round, masks)

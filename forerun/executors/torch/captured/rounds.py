@@ -3,9 +3,9 @@
 A step of which every row begins with exactly one known token and samples runs as one round
 (runner.py), padded to one of the sizes that were declared and captured before the first request
 (declared.py); nothing waits until its record is wanted (round.py). Every other step, which is a
-prompt's, is launched operation by operation (executor.py). Sampling parameters, masks, and
-log-probabilities are a round's own work (shaped_rows.py). Rows that the device cannot decide are
-decided and committed from its logits, as in any other step.
+prompt's, is eager (eager.py). Sampling parameters, masks, and log-probabilities are a round's own
+work (shaped_rows.py). Rows that the device cannot decide are decided and committed from its logits,
+as in any other step.
 
 Another round may begin before the record of this one is read (`begin_after`): it takes up on the
 device what this one leaves there (FutureState).

@@ -1,6 +1,6 @@
-"""A TorchExecutor without its rounds: slots, preparation, and steps that are launched operation by
-operation and decided on the host as far as the device has not: the reference for captured rounds
-(captured/rounds.py).
+"""A TorchExecutor without its rounds: slots, preparation, and eager steps, which are launched
+operation by operation and decided on the host as far as the device has not: the reference for
+captured rounds (captured/rounds.py).
 """
 
 from collections.abc import Callable
@@ -39,8 +39,8 @@ from forerun.speculative.tree import NO_DRAFT, NodeMasks, TreeBatch, batch
 from forerun.types import Ints
 
 
-class LaunchedSteps(ModelRunner, Executor):
-    """What a TorchExecutor is beside its rounds: slots, preparation, and launched steps.
+class EagerSteps(ModelRunner, Executor):
+    """What a TorchExecutor is beside its rounds: slots, preparation, and eager steps.
 
     sampler  which sequences are in which slots, and acceptance on the host
     rounds   the steps that are replayed instead; None: none is
@@ -122,7 +122,9 @@ class LaunchedSteps(ModelRunner, Executor):
             rows = self.rounds.warm_up(draft, progress, self.rehearse_prompts)
             self.limits = replace(self.limits, row_nodes=rows)
 
-    def launch(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> TorchRound:
+    def begin_eager(
+        self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None
+    ) -> TorchRound:
         """Score every node of every tree in one forward pass, launched operation by operation.
         Writes scratch. Ignores draft requests.
         """
@@ -156,8 +158,8 @@ class LaunchedSteps(ModelRunner, Executor):
         )
 
     @torch.inference_mode()
-    def conclude(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
-        """Finish a launched step: keep one path per tree, and copy the keys and values of accepted
+    def finish_eager(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
+        """Finish an eager step: keep one path per tree, and copy the keys and values of accepted
         draft tokens from scratch into pages. The target's choices are made on the device where they
         can be; only where they cannot, and for reports, do logits cross to the host.
         """
