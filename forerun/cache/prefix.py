@@ -26,12 +26,15 @@ class CachedPage:
 
     key       the page's tokens, and `lookahead` more, as int32 bytes; for a text's first page
               behind its salt; "" for the root, which has no page (-1)
+    tenant    of the text that it was known by first (SlotInit.tenant): only texts of that tenant
+              may continue within it
     children  entries of the pages that follow, by key
     """
 
     page: int
     key: bytes
     parent: "CachedPage | None"
+    tenant: int = 0
     children: dict[bytes, "CachedPage"] = field(default_factory=dict)
 
 
@@ -105,21 +108,28 @@ class PrefixIndex:
             node, salt = child, b""
         return entries
 
-    def insert(self, parent: CachedPage, tokens: Ints, page: int, salt: bytes = b"") -> CachedPage:
+    def insert(
+        self,
+        parent: CachedPage,
+        tokens: Ints,
+        page: int,
+        salt: bytes = b"",
+        tenant: int = 0,
+    ) -> CachedPage:
         """Register that `page`, held by the caller, contains `tokens` int32[page_size + lookahead]
-        after `parent`, in a text with this salt; the last `lookahead` follow the page.
+        after `parent`, in a tenant's text with this salt; the last `lookahead` follow the page.
 
         Returns the entry. If an equal page is known already, the caller's reference moves to it and
         `page` becomes free: two sequences that computed the same page end up with one.
         """
-        key = np.ascontiguousarray(tokens, np.int32).tobytes()
-        key = salt + key if parent is self.root else key
+        begin = salt if parent is self.root else b""
+        key = begin + np.ascontiguousarray(tokens, np.int32).tobytes()
         known = parent.children.get(key)
         if known is not None:
             self.hold(known.page)
             self.release(page)
             return known
-        entry = CachedPage(page=page, key=key, parent=parent)
+        entry = CachedPage(page=page, key=key, parent=parent, tenant=tenant)
         parent.children[key] = self._entries[page] = entry
         return entry
 

@@ -16,10 +16,11 @@ class PageTable:
     reserved  positions that have a page: len(pages) * page_size. Changed here only
     pages     int32[W] page numbers, readable as a NumPy buffer
     salt      the sequence shares pages only with sequences of the same salt
+    tenant    and continues only within pages of the same tenant
     """
 
-    def __init__(self, index: PrefixIndex, salt: bytes = b"") -> None:
-        self._index, self.salt = index, salt
+    def __init__(self, index: PrefixIndex, salt: bytes = b"", tenant: int = 0) -> None:
+        self._index, self.salt, self.tenant = index, salt, tenant
         self._chain: list[CachedPage] = []
         self.pages = array("i")
         self.length = 0
@@ -92,7 +93,7 @@ class PageTable:
         for number in range(len(self._chain), min(end, len(tokens) - lookahead) // size):
             parent = self._chain[-1] if self._chain else self._index.root
             content = tokens[number * size : (number + 1) * size + lookahead]
-            entry = self._index.insert(parent, content, self.pages[number], self.salt)
+            entry = self._index.insert(parent, content, self.pages[number], self.salt, self.tenant)
             self._chain.append(entry)
             self.pages[number] = entry.page
         self._pages_changed()

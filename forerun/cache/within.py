@@ -1,5 +1,8 @@
 """Continues a text within a page: of which another one, that parts from it there, left the first
 tokens. The page is copied, for full pages alone are shared.
+
+Only a page of the same tenant is: how many tokens were found shows whether they were sent before,
+and of a page each token could be guessed by itself.
 """
 
 from collections.abc import Callable
@@ -30,7 +33,8 @@ def continue_within(
     """
     chain = table.chain
     tokens, salt = tokens[table.length :], b"" if chain else table.salt
-    page, count = partial_match(index, chain[-1] if chain else index.root, tokens, salt)
+    parent = chain[-1] if chain else index.root
+    page, count = partial_match(index, parent, tokens, salt, table.tenant)
     if count <= 0:
         return
     index.hold(page)  # It counts as used.
@@ -40,13 +44,14 @@ def continue_within(
 
 
 def partial_match(
-    index: PrefixIndex, parent: CachedPage, tokens: Ints, salt: bytes = b""
+    index: PrefixIndex, parent: CachedPage, tokens: Ints, salt: bytes = b"", tenant: int = 0
 ) -> tuple[int, int]:
     """Return of the MOST newest pages behind `parent` the one that begins with most of `tokens`
     int32[T], and how many of its positions have what these decide: min(T - lookahead, page_size)
     at most; -1 and 0 if no page has any.
 
-    salt  of the text, if `parent` is the root
+    salt    of the text, if `parent` is the root
+    tenant  of the text, and of the page
     """
     lookahead = index.lookahead
     wanted = np.ascontiguousarray(tokens[: index.page_size + lookahead], np.int32)
@@ -56,7 +61,7 @@ def partial_match(
     alike = {
         key[len(salt) :]: child.page
         for key, child in islice(reversed(parent.children.items()), MOST)
-        if len(key) == len(salt) + size and key.startswith(begin)
+        if child.tenant == tenant and len(key) == len(salt) + size and key.startswith(begin)
     }
     if not alike:
         return -1, 0

@@ -64,7 +64,9 @@ class Admission:
         """Queue a new sequence at its place, with an empty page table."""
         request = sequence.request
         self.pools = self.pools or sequence.pooled is not None
-        sequence.table = PageTable(self.index, request.salt or request.cache_salt.encode())
+        sequence.table = PageTable(
+            self.index, request.salt or request.cache_salt.encode(), request.tenant_key
+        )
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def _admit(self) -> tuple[Sequence, ...]:

@@ -252,7 +252,8 @@ class DiskPages:
             parent = chain[-1] if chain else index.root
             tokens = reading.sequence.tokens[len(chain) * index.page_size :]
             tokens = tokens[: index.page_size + index.lookahead]
-            chain.append(index.insert(parent, tokens, taken[0], reading.sequence.table.salt))
+            table = reading.sequence.table
+            chain.append(index.insert(parent, tokens, taken[0], table.salt, table.tenant))
         return not reading.over
 
     def _continues(self, digests: list[bytes]) -> bool:

@@ -196,6 +196,29 @@ def test_a_page_that_begins_alike_is_of_the_same_salt():
     assert found(1, 9, salt=b"a") == found(2, 9, salt=ints(1).tobytes()) == 0
 
 
+def test_a_text_continues_only_within_a_page_of_its_tenant():
+    """Full pages are shared: to find one its tokens must be guessed all at once."""
+    shared = index(size=4)
+    for tenant, tokens in ((1, (1, 2, 3, 4)), (2, (1, 2, 3, 4)), (2, (1, 2, 3, 5))):
+        table = PageTable(shared, tenant=tenant)
+        table.start(ints(*tokens))
+        assert table.reserve(4)
+        table.commit(4, ints(*tokens))
+        table.release()
+
+    def found(tenant):
+        table = PageTable(shared, tenant=tenant)
+        whole = table.start(ints(1, 2, 3, 4))
+        table.release()
+        assert table.start(ints(1, 2, 3)) == 0 and table.reserve(4)
+        continue_within(shared, table, ints(1, 2, 3, 4)[:3], lambda *_: True)
+        reused = table.length
+        table.release()
+        return whole, reused
+
+    assert [found(tenant) for tenant in (0, 1, 2)] == [(4, 0), (4, 3), (4, 3)]
+
+
 def test_of_many_pages_the_newest_are_compared(monkeypatch):
     monkeypatch.setattr(within, "MOST", 2)
     shared = index()

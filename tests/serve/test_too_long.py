@@ -11,13 +11,13 @@ from tests.cli.toys import toy_loaded
 @pytest.fixture
 def client(monkeypatch):
     with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
-        encode = loaded.tokenizer._plain
+        encode = loaded.tokenizer.plain
 
         def short_only(text, first):
             assert len(text) < 1000, "a long text was encoded"
             return encode(text, first)
 
-        monkeypatch.setattr(loaded.tokenizer, "_plain", short_only)
+        monkeypatch.setattr(loaded.tokenizer, "plain", short_only)
         yield client
 
 
