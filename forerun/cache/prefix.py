@@ -122,8 +122,8 @@ class PrefixIndex:
         Returns the entry. If an equal page is known already, the caller's reference moves to it and
         `page` becomes free: two sequences that computed the same page end up with one.
         """
-        begin = salt if parent is self.root else b""
-        key = begin + np.ascontiguousarray(tokens, np.int32).tobytes()
+        content = np.ascontiguousarray(tokens, np.int32).tobytes()
+        key = salt + content if parent is self.root else content
         known = parent.children.get(key)
         if known is not None:
             self.hold(known.page)
@@ -142,9 +142,7 @@ class PrefixIndex:
             return None
         while len(self._free) < count:
             self._evict()
-        left = len(self._free) - count
-        taken = self._free[left:][::-1]
-        del self._free[left:]
+        taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._references[page] = 1
         return taken
