@@ -96,7 +96,7 @@ def test_start_up_compiles_what_any_text_needs_and_the_rest_afterwards(warm, pad
     assert len(first) == 1 + 2 and {key.kind for key in first} == {"chunk", "round"}
     assert {key.size.rows for key in first} == {1, warm.buckets.rows[0]}
     assert set(warm.programs.compiled) == set(keys)
-    assert warm.describe()["compiled"] == len(keys) == 1 + 4 * rows + 3
+    assert warm.describe()["compiled"] == len(keys) == 1 + 4 * rows + 4
     assert warm.describe()["to_compile"] == 0
     assert warm.capabilities.padded
 

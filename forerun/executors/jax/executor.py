@@ -50,6 +50,7 @@ from forerun.interface.executor import (
     Executor,
     ExecutorLimits,
 )
+from forerun.interface.hidden import hidden_nodes
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.machine import cores
@@ -95,6 +96,7 @@ class JaxExecutor(Executor):
             overlap=options.overlap,
             padded=True,
             unwritten=arch.recurrent is None and not limits.window_pages,
+            hidden=True,
             timed=TIMED_NODES + 1,
         )
         check_options(arch, limits, options)
@@ -443,6 +445,8 @@ class JaxExecutor(Executor):
         logits = Answers(self.programs, round, self.limits.vocab, round is self._last)
         if self._network is not None and self._network.sizes.width:
             features = JaxFeatures.of(self.programs, round, self._shape.hidden, choice >= 0)
+        if plan.hidden is not None:
+            round.hidden = self.programs.hidden(round.place[hidden_nodes(plan, trees)])
         if round.drafted is not None:
             drafts = round.drafted.joined(round.rows.decided)
         outcome = self._sampler.finish(

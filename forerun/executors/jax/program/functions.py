@@ -154,6 +154,12 @@ class Functions:
         """Return float32[FEW,V] logits of rows int32[FEW] of the streams."""
         return self.decoder.logits(params, state.hidden[rows])
 
+    def hidden(self, params: Params, state: State, rows: Array) -> Array:
+        """Return float32[READ,H] hidden states after the final norm, of rows int32[READ] of the
+        streams.
+        """
+        return self.decoder.final_norm(params, state.hidden[rows]).astype(jnp.float32)
+
     def move(self, params: Params, state: State, moves: Array) -> State:
         """Return the state with keys and values of slots moves[0] copied to slots moves[1], the
         draft's too where both are of pages; moves int32[2,K,MOVED], of each page table.

@@ -6,6 +6,7 @@
                       log-probabilities
     report            log-probabilities of a prompt's tokens
     logits            of a few nodes, if rounding leaves a choice open
+    hidden            hidden states of a prompt's tokens
     move              keys and values of what the host accepted, from scratch into pages
     keep              features of the same, from the step's streams into the ring
     states            recurrent states, from row to row
@@ -55,8 +56,8 @@ from forerun.types import Floats
 
 log = logging.getLogger("forerun.executors.jax")
 
-MOVED = 64
-"""Nodes that one `move` moves."""
+MOVED = READ = 64
+"""Nodes that one `move` moves, and whose hidden states one `hidden` gives."""
 
 STATE_ONLY = ("move", "keep", "states", "extend", "expand", "enter")
 """Programs that give the state back and nothing else."""
@@ -70,7 +71,7 @@ timed at start-up. (bench/jax_start.py, beside load 5: 20 s of processor time fo
 64 s for the 8 of up to 16 rows and both chunks.)
 """
 
-NO_STATE = (*FEW_ROWS, "block", "report")
+NO_STATE = (*FEW_ROWS, "block", "report", "hidden")
 """Programs that change nothing."""
 
 
@@ -115,7 +116,7 @@ class JaxPrograms:
         rounds = [
             Key(kind, size, *grown) for kind in ("round", "shaped") for size in self._buckets.rounds
         ]
-        few = [Key("report"), Key("logits"), Key("move")]
+        few = [Key("report"), Key("logits"), Key("hidden"), Key("move")]
         few += [Key("states")] * (self.state.recurrent is not None)
         return *chunks, *rounds, *few, *self._of_drafts()
 
@@ -309,6 +310,13 @@ class JaxPrograms:
         """Return float32[n,V] logits of rows int32[n] of the streams, n >= 1, on the host."""
         return np.concatenate(self.parts(Key("logits"), rows, 0))
 
+    def hidden(self, rows: np.ndarray) -> np.ndarray:
+        """Return float32[n,H], hidden states after the final norm, of rows int32[n] of the streams,
+        on the host.
+        """
+        none = np.zeros((0, self.state.hidden.shape[1]), np.float32)
+        return np.concatenate([none, *self.parts(Key("hidden"), rows, 0, READ)])
+
     def move(self, key: Key, source: np.ndarray, target: np.ndarray, unused: Any = 0) -> None:
         """Run `move`, `keep` or `states`: what lies at int[n] goes to int[n], or by page table at
         int[K,n]. Nothing is ever moved to `unused`, one place or int[K,1].
@@ -321,15 +329,15 @@ class JaxPrograms:
             moves[0, ..., :count], moves[1, ..., :count] = source[..., part], target[..., part]
             self.run(key, moves)
 
-    def parts(self, key: Key, rows: np.ndarray, axis: int = 1) -> list[np.ndarray]:
-        """Return the results of a program that reads FEW rows at a time, for rows int32[n], as a
+    def parts(self, key: Key, rows: np.ndarray, axis: int = 1, each: int = FEW) -> list[np.ndarray]:
+        """Return the results of a program that reads `each` rows at a time, for rows int32[n], as a
         list of arrays on the host; the rows lie along `axis`. [] for no row.
         """
         found = []
-        for begin in range(0, len(rows), FEW):
-            part = np.zeros(FEW, np.int32)
-            count = len(rows[begin : begin + FEW])
-            part[:count] = rows[begin : begin + FEW]
+        for begin in range(0, len(rows), each):
+            part = np.zeros(each, np.int32)
+            count = len(rows[begin : begin + each])
+            part[:count] = rows[begin : begin + each]
             found.append(self.ask(key, part).take(range(count), axis))
         return found
 
@@ -420,6 +428,8 @@ class JaxPrograms:
                 whole = ints(total(block_shapes(key.size.rows, tables)))
             case "expand":
                 whole = ints(total(expand_shapes(key.size, tables, key.levels)))
+            case "hidden":
+                whole = ints(READ)
             case kind if kind in FEW_ROWS:
                 whole = ints(FEW)
             case _:
