@@ -14,8 +14,8 @@ from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.executors.state_slots import StateSlots
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.attention.delta_levels import ByLevels
 from forerun.executors.torch.attention.delta_native import NativeDelta
+from forerun.executors.torch.attention.delta_walk import DeltaWay, PlainDelta
 from forerun.executors.torch.attention.states import States
 from forerun.executors.torch.decoder.delta import (
     DeltaInputs,
@@ -157,7 +157,7 @@ def unkept(monkeypatch):
 BUSH = as_draft([5, 6, 7, 8, 9, 10, 11], [-1, 0, 0, 2, -1, 4, 3])
 
 
-WAYS = {"levels": (ByLevels(torch.device("cpu")), None), "core": (NativeDelta(), None)}
+WAYS = {"plain": (PlainDelta(), None), "core": (NativeDelta(), None)}
 WAYS["kernels"] = None, STATES
 
 
@@ -245,9 +245,9 @@ def test_the_core_and_torch_make_the_same_bits(kernels, sizes):
         torch.rand(count, heads, generator=random),
     )
     before, made = drawn(7, heads, key_size, value_size), []
-    for walk in (ByLevels(torch.device("cpu")), NativeDelta(kernels)):
+    for walk in (PlainDelta(), NativeDelta(kernels)):
         states = before.clone()
-        found = walk.advance(states, walk.way(trees, slots, ends), tokens)
+        found = walk.advance(states, DeltaWay.of(trees, slots, ends), tokens)
         walk.follow(states, np.array([6, 1]), tokens.part(3, 5))
         made.append((found, states))
     for one, other in zip(*made, strict=True):

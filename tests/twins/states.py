@@ -3,8 +3,10 @@ forerun.executors.torch.triton.triton_states, and the kernels of captured rounds
 GPU. What they take and give: forerun.executors.torch.attention.state_nodes.
 """
 
+import numpy as np
 import torch
 
+from forerun.executors.torch.attention.delta_walk import DeltaWay, PlainDelta
 from forerun.executors.torch.attention.state_nodes import StateKernels
 from forerun.executors.torch.decoder import delta
 from forerun.executors.torch.decoder.convolution import window_sums
@@ -76,23 +78,15 @@ def score(about, numbers, states, nodes, past, known=None):
 
 
 def by_known(about, numbers, states, nodes, known):
-    """Row by row, node by node; waits."""
+    """The walk of a step on the CPU; waits."""
+    start, leading, parents, slots, targets = (
+        each.numpy()
+        for each in (nodes.start, known.leading, nodes.parents, nodes.slots, known.targets)
+    )
+    parents = np.where(parents < 0, -1, parents + np.repeat(start[:-1], np.diff(start)))
+    way = DeltaWay(start, leading, parents, slots, targets)
     tokens = tokens_of(about, numbers, numbers.mixed)
-    found = torch.zeros(tokens.values.shape)
-    for row, (begin, end) in enumerate(zip(nodes.start[:-1], nodes.start[1:], strict=True)):
-        slot = int(nodes.slots[row])
-        above = {-1: states.matrices[slot : slot + 1].clone()}
-        for node in range(begin, end):
-            mine = tokens.part(node, node + 1)
-            here = above[int(nodes.parents[node])].clone()
-            delta.advance(here, mine)
-            above[node - int(begin)] = here
-            found[node] = delta.read(here, mine)[0]
-            if known.targets[node] >= 0:
-                states.matrices[int(known.targets[node])] = here[0]
-            if node - begin == known.leading[row] - 1:
-                states.matrices[slot] = here[0]
-    return found
+    return PlainDelta().advance(states.matrices, way, tokens)
 
 
 def ends(nodes, path):

@@ -1,10 +1,9 @@
 """Recurrent states of a step by the compiled core (csrc/delta.inl): bit for bit those of
-delta_levels.py, which fixes the order of sums, in one call a layer. Sixteen columns of a
+delta_walk.py, which fixes the order of sums, in one call a layer. Sixteen columns of a
 state stay in the processor's first cache while all tokens of a prompt pass.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from weakref import finalize
 
 import numpy as np
@@ -13,20 +12,9 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
+from forerun.executors.torch.attention.delta_walk import DeltaWay
 from forerun.executors.torch.decoder.delta import Tokens
-from forerun.speculative.tree import TreeBatch
 from forerun.types import AnyArray, Ints
-
-
-@dataclass(frozen=True, slots=True)
-class NativeWay:
-    """Arrays of native.DeltaStep."""
-
-    start: AnyArray
-    known: AnyArray
-    parents: AnyArray
-    slots: AnyArray
-    targets: AnyArray
 
 
 class NativeDelta:
@@ -44,21 +32,7 @@ class NativeDelta:
             raise EngineError(f"the core: {self._library.forerun_error().decode()}")
         finalize(self, self._library.forerun_delta_close, self._handle)
 
-    def way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> NativeWay:
-        """Implement DeltaWalk.way: int32 and int64 arrays that the compiled core reads."""
-        targets = np.full(len(trees.tokens), -1, np.int64)
-        for row, node in ends.items():
-            if row not in slots:
-                targets[node] = row
-        return NativeWay(
-            start=_array(trees.start, np.int32),
-            known=_array(trees.known, np.int32),
-            parents=_array(trees.parents, np.int32),
-            slots=_array(slots, np.int64),
-            targets=targets,
-        )
-
-    def advance(self, states: Tensor, way: NativeWay, tokens: Tokens) -> Tensor:
+    def advance(self, states: Tensor, way: DeltaWay, tokens: Tokens) -> Tensor:
         """Implement DeltaWalk.advance: float32[M,Hv,Dv], by the compiled core, in the nodes' own
         order.
         """
@@ -71,10 +45,10 @@ class NativeDelta:
         count = len(rows)
         ones, none = np.ones(count, np.int32), np.full(count, -1, np.int64)
         start = np.arange(count + 1, dtype=np.int32)
-        way = NativeWay(start, ones, none.astype(np.int32), _array(rows, np.int64), none)
+        way = DeltaWay(start, ones, none.astype(np.int32), _array(rows, np.int64), none)
         self._run(states, way, tokens, None)
 
-    def _run(self, states: Tensor, way: NativeWay, tokens: Tokens, out: Tensor | None) -> None:
+    def _run(self, states: Tensor, way: DeltaWay, tokens: Tokens, out: Tensor | None) -> None:
         """Run one layer. Makes all tensors contiguous, since the core reads them by pointer."""
         assert states.is_contiguous() and states.dtype == torch.float32
         kept = [

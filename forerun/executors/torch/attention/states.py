@@ -7,7 +7,7 @@ state_slots.py:
     matrices  float32[rows, Hv, Dk, Dv]   of a gated delta net
 
 A convolution reads the rows of a node's ancestors, of all nodes of a step at once. A node's matrix
-is computed from its parent's, by the compiled core (delta_native.py), by torch (delta_levels.py),
+is computed from its parent's, by the compiled core (delta_native.py), by torch (delta_walk.py),
 or on CUDA by a kernel (state_nodes.Score).
 Known tokens are permanent whatever is accepted, so the state after a row's root
 is written to its slot at once. For draft tokens not the states are stored until the outcome is
@@ -26,8 +26,8 @@ from torch import Tensor
 from forerun.executors.cpu import native
 from forerun.executors.state_slots import Claim, rows_of
 from forerun.executors.state_steps import StateStep, StateSteps
-from forerun.executors.torch.attention.delta_levels import ByLevels, DeltaWalk
 from forerun.executors.torch.attention.delta_native import NativeDelta
+from forerun.executors.torch.attention.delta_walk import DeltaWalk, DeltaWay, PlainDelta
 from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.attention.plan_geometry import tree_intervals
 from forerun.executors.torch.attention.state_nodes import (
@@ -53,7 +53,7 @@ class Paths:
 
     past    int64[M,W] rows that the convolution reads: of B windows, then of the nodes
     rows    int64[B] the rows of states at which the trees begin
-    way     through the matrices, from DeltaWalk, or StateNodes and KnownNodes for kernels; None
+    way     through the matrices: DeltaWay, or StateNodes and KnownNodes for kernels; None
             where there are none
     ends    int64[m] nodes whose windows are stored, and the rows to store them in
     drafts  int64[D] the draft tokens
@@ -103,10 +103,10 @@ class StateChanges:
 
 
 def chosen_walk(device: torch.device) -> DeltaWalk:
-    """Return NativeDelta on a CPU with the compiled core; else ByLevels on `device`."""
+    """Return NativeDelta on a CPU with the compiled core; else PlainDelta."""
     if device.type == "cpu" and native.available() is None:
         return NativeDelta()
-    return ByLevels(device)
+    return PlainDelta()
 
 
 class States(StateSteps):
@@ -270,7 +270,7 @@ class States(StateSteps):
     def _way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> Any:
         """Return what all layers share of a step's way through matrices."""
         if self._kernels is None:
-            return self._walk.way(trees, slots, ends)
+            return DeltaWay.of(trees, slots, ends)
         counts = np.diff(trees.start)
         begin = np.repeat(trees.start[:-1], counts)
         parents = np.where(trees.parents < 0, -1, trees.parents - begin)
