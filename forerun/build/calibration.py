@@ -62,7 +62,19 @@ def measure_costs(executor: Executor) -> StepCosts:
     other tokens, so that it visits other experts, as text does; such draft tokens are wrong, so
     little more than the root's token is accepted.
 
-    Raises ConfigError if the executor is too small to time two nodes.
+    Raises ConfigError as `timed_nodes`.
+    """
+    possible = timed_nodes(executor)
+    times = _time_interleaved(executor, possible)
+    most = max(times)
+    attend_ms = _attention_ms(executor, min(times[most]) / most)
+    executor.release_scratch()
+    return StepCosts(tuple(sorted(times)), estimated_ms(times), attend_ms=attend_ms)
+
+
+def timed_nodes(executor: Executor) -> list[int]:
+    """Return the counts of NODES that an executor has room for, at least two. Raises ConfigError if
+    it has not.
     """
     limits = executor.limits
     most = min(limits.scored_nodes, executor.capabilities.timed)
@@ -73,11 +85,12 @@ def measure_costs(executor: Executor) -> StepCosts:
             "tokens are too small to measure the time of a draft token; raise "
             "chunked-prefill-size or context, or use --policy fixed."
         )
-    times = _time_interleaved(executor, possible)
-    most = max(times)
-    attend_ms = _attention_ms(executor, min(times[most]) / most)
-    executor.release_scratch()
-    return StepCosts(tuple(sorted(times)), estimated_ms(times), attend_ms=attend_ms)
+    return possible
+
+
+def timed_tokens(limits: ExecutorLimits) -> int:
+    """Return the most cached tokens that reading the cache is measured behind."""
+    return min(UNWRITTEN, min(limits.context, limits.pages * limits.page_size) - PER_ROW - 1)
 
 
 def estimated_ms(times: dict[int, list[float]]) -> tuple[float, ...]:
@@ -193,10 +206,8 @@ def _attention_ms(executor: Executor, seconds: float) -> float:
     seconds  time of one prompt token
     """
     limits = executor.limits
-    room = min(limits.context, limits.pages * limits.page_size) - PER_ROW - 1
-    if executor.capabilities.unwritten:
-        cached = min(UNWRITTEN, room)
-    else:
+    cached = room = timed_tokens(limits)
+    if not executor.capabilities.unwritten:
         cached, most = min(CACHED, max(CACHED // 4, int(SECONDS / seconds)), room), limits.max_nodes
         if limits.checkpoints:  # Recurrent states exist at ends of pages only.
             cached, most = (count - count % limits.page_size for count in (cached, most))

@@ -45,8 +45,8 @@ def kept_or_measured(facts: Sequence[Any], measure: Callable[[], StepCosts]) -> 
         return medians([costs for _, costs in known])
     costs = measure()
     same = [entry for entry in known if entry[1].nodes == costs.nodes]
-    if not _busy():
-        with suppress(OSError):
+    with suppress(OSError):
+        if not _busy():
             _write(path, [*same, (now, costs)])
     return costs
 
@@ -69,7 +69,7 @@ def medians(measured: Sequence[StepCosts]) -> StepCosts:
 
 
 def _busy() -> bool:
-    """Return whether more processes want to run than there are cores."""
+    """Return whether more processes want to run than there are cores. Raises OSError."""
     return hasattr(os, "getloadavg") and os.getloadavg()[0] > cores()
 
 
@@ -93,8 +93,11 @@ def _write(path: Path, entries: list[tuple[float, StepCosts]]) -> None:
     """Write the file at once, and delete the oldest beyond FILES. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}")
-    new.write_bytes(msgspec.json.encode(entries))
-    new.replace(path)
+    try:
+        new.write_bytes(msgspec.json.encode(entries))
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
     old = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime_ns)
     for one in old[:-FILES]:
         one.unlink(missing_ok=True)

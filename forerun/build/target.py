@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from forerun.build.calibration import PER_ROW, measure_costs, prepare, with_draft_model
+from forerun.build.calibration import (
+    measure_costs,
+    prepare,
+    timed_nodes,
+    timed_tokens,
+    with_draft_model,
+)
 from forerun.build.chat_template import template_source
 from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
@@ -267,8 +273,9 @@ def _prepared_costs(
     facts = [
         *(key_of(config, __version__, cpu_name()), entry.arithmetic(config), cores()),
         *(str(model.architecture), how["kernels"], how["threads"], how["dtype"]),
-        *(limits.page_size, limits.scored_nodes, min(limits.slots, PER_ROW)),
+        *(how["weight_bytes"], limits.page_size, timed_nodes(executor), timed_tokens(limits)),
         draft and [str(draft.path), draft.path.stat().st_mtime_ns],
+        drafts and drafts.traits.vocab,
     ]
     return kept_or_measured(facts, measured)
 

@@ -2,12 +2,17 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 
-from forerun.build import kept_costs
+from forerun.build import kept_costs, target
 from forerun.build.kept_costs import STARTS, kept_or_measured
+from forerun.build.target import open_target
 from forerun.control.step_costs import StepCosts
+from forerun.executors import cpu
+from forerun.options.config import EngineConfig
 
 FACTS = ["a model", 7]
 
@@ -123,8 +128,76 @@ def test_what_cannot_be_written_is_measured_each_time(starts, tmp_path):
         assert starts(costs(ms)) == costs(ms)
 
 
+def test_a_full_disk_keeps_no_part_of_a_file(starts, tmp_path, monkeypatch):
+    def part(path, content):
+        with path.open("wb") as file:
+            file.write(content[:7])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", part)
+    assert starts(costs(4.0)) == costs(4.0)
+    assert [*(tmp_path / "costs").iterdir()] == []
+
+
+def test_a_system_that_does_not_say_how_busy_it_is_keeps_nothing(starts, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(kept_costs, "cache_dir", lambda: tmp_path)
+
+    def unknown():
+        raise OSError("Load averages are unobtainable")
+
+    monkeypatch.setattr(kept_costs.os, "getloadavg", unknown, raising=False)
+    assert starts(costs(4.0)) == costs(4.0)
+    assert not (tmp_path / "costs").exists()
+
+
 def test_few_files_are_kept(starts, tmp_path, monkeypatch):
     monkeypatch.setattr(kept_costs, "FILES", 2)
     for model in range(4):
         starts(costs(4.0), ["a model", model])
     assert len([*(tmp_path / "costs").iterdir()]) == 2
+
+
+COMMON = EngineConfig(
+    executor="cpu", policy="adaptive", speculative_algorithm="EAGLE3", kv_tokens=2048, threads=1
+)
+ALONE = {
+    "speculative_algorithm": "STANDALONE",
+    "speculative_draft_model_path": "smollm2-135m",
+    "draft_on_error": "stop",
+}
+
+
+@pytest.fixture(scope="module")
+def facts_of():
+    """Return what names the file of the costs of a start."""
+
+    @cache
+    def facts(**changes):
+        every = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                target, "kept_or_measured", lambda facts, _: every.append(facts) or costs(4.0)
+            )
+            open_target(replace(COMMON, **changes)).executor.shutdown()
+        return json.dumps(every)
+
+    return facts
+
+
+@pytest.mark.skipif(bool(cpu.available()), reason="no native core on this machine")
+@pytest.mark.parametrize(
+    ("one", "two", "same"),
+    [
+        ({}, {"kv_tokens": 4096, "context": 1536, "speculative_num_steps": 4}, True),
+        ({}, {"kv_tokens": 256}, False),
+        (ALONE, ALONE | {"speculative_token_map": "map.json"}, False),
+    ],
+)
+def test_all_that_step_times_depend_on_names_the_file(
+    facts_of, tmp_path, monkeypatch, one, two, same
+):
+    """Of lengths, what is timed."""
+    (tmp_path / "map.json").write_text(json.dumps([*range(300)]))
+    monkeypatch.chdir(tmp_path)
+    assert (facts_of(**one) == facts_of(**two)) == same
