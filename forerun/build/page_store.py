@@ -169,11 +169,14 @@ def _hashes(files: list[Path], progress: Progress) -> list[str]:
     now = {str(path.resolve()): path for path in files}
     hashes = {name: _hash(known, name, path, progress) for name, path in now.items()}
     if any(known.get(name) != entry for name, entry in hashes.items()):
+        new = place.with_name(f"{HASHES}.{os.getpid()}")
         with suppress(OSError):
-            new = place.with_name(f"{HASHES}.{os.getpid()}")
             place.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps(known | hashes))
-            new.replace(place)
+            try:
+                new.write_text(json.dumps(known | hashes))
+                new.replace(place)
+            finally:
+                new.unlink(missing_ok=True)
     return [entry[-1] for entry in hashes.values()]
 
 

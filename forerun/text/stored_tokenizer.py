@@ -6,6 +6,7 @@ a checksum. It is believed only if all of it is as it was written: any doubt is 
 tokenizer is derived again. Where the directory cannot be written, nothing is kept.
 """
 
+import json
 import os
 import tempfile
 from array import array
@@ -87,7 +88,7 @@ def file_tokenizer(
         content = path.read_bytes()
     except OSError as error:
         raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
-    around = msgspec.json.encode((eos_ids, bos_id, sorted(names.items()), most))
+    around = json.dumps((eos_ids, bos_id, sorted(names.items()), most)).encode()
     return _stored_or(
         b"json" + sha256(content).digest() + around,
         lambda: document(path, most),
@@ -172,9 +173,9 @@ def _keep(path: Path, tokenizer: Tokenizer, spec: Spec) -> None:
         _flat(merges),
         spec | {"model": {name: model[name] for name in model if name not in {"vocab", "merges"}}},
     )
-    body = msgspec.msgpack.encode(stored)
-    with suppress(OSError):
-        _write(path, body)
+    # Numbers beyond 64 bits, halves of letters, lists within each other a thousand times.
+    with suppress(OSError, OverflowError, UnicodeEncodeError, RecursionError):
+        _write(path, msgspec.msgpack.encode(stored))
 
 
 def _read(path: Path) -> _Stored | None:

@@ -176,3 +176,15 @@ def test_sizes_that_are_none(text):
 def test_a_name_of_no_folder_is_refused(name):
     with pytest.raises(ConfigError, match=r"kv-store is empty|home of a user"):
         page_store._folder(name)
+
+
+def test_a_full_disk_keeps_no_part_of_a_list_of_hashes(tmp_path, monkeypatch):
+    def part(path, text):
+        with path.open("w") as file:
+            file.write(text[:7])
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "weights").write_bytes(b"weights")
+    monkeypatch.setattr(page_store.Path, "write_text", part)
+    assert len(page_store._hashes([tmp_path / "weights"], lambda *_: None)) == 1
+    assert [*(tmp_path / "cache").iterdir()] == []

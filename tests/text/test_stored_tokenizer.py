@@ -118,6 +118,25 @@ def test_of_a_folder_all_that_it_says_counts(tmp_path, derived):
         file_tokenizer(tmp_path / "none.json", *ways[0])
 
 
+@pytest.mark.parametrize(
+    ("names", "added"),
+    [({"pad_token": "\ud800"}, {}), ({}, {"more": "\ud800"}), ({}, {"more": 1 << 70})],
+)
+def test_what_cannot_be_written_down_is_served_all_the_same(tmp_path, folder, names, added):
+    file = tmp_path / "tokenizer.json"
+    Tokenizer.from_gguf(METADATA["merges"]).save(file)
+    spec = json.loads(file.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    spec["added_tokens"].append({"id": 3, "content": "<x>"} | flags | added)
+    file.write_text(json.dumps(spec))
+    way = (file, (0,), None, names, 10_000)
+    for _ in range(2):
+        tokenizer = file_tokenizer(*way)
+        tokenizer.warm_up()
+        assert answers(tokenizer) == answers(Tokenizer.from_file(*way))
+    assert not folder.exists()
+
+
 def damaged(content, how):
     body = content[len(VERSION) + 32 :]
     if how == "cut":
