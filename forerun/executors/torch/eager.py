@@ -3,6 +3,7 @@ operation by operation and decided on the host as far as the device has not: the
 captured rounds (captured/rounds.py).
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,9 +23,10 @@ from forerun.executors.slot_adapters import SlotAdapters
 from forerun.executors.torch.attention.plan_geometry import StepNodes, choosing_nodes, places_of
 from forerun.executors.torch.attention.tiles import LINES
 from forerun.executors.torch.captured.graphs import recorder
+from forerun.executors.torch.captured.pair_drafting import drafting_of
 from forerun.executors.torch.captured.rounds import CapturedRounds
 from forerun.executors.torch.captured.runner import CudaGraphRunner
-from forerun.executors.torch.captured.warm_up import runner_of
+from forerun.executors.torch.captured.warm_up import prepare, runner_of
 from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.draft_cache import HasPages
 from forerun.executors.torch.drafts.level_model import LevelModel
@@ -37,6 +39,8 @@ from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, NodeMasks, TreeBatch, batch
 from forerun.types import Ints
+
+log = logging.getLogger("forerun.executors.torch")
 
 
 class EagerSteps(ModelRunner, Executor):
@@ -113,13 +117,16 @@ class EagerSteps(ModelRunner, Executor):
         """
         self.drafts.append(model)
         if self.rounds is not None and self.group is None:
-            self.rounds.draft_with(model)
+            log.info("%s drafts within captured rounds", model.traits.name)
+            runner = self.rounds.runner
+            runner.drafting = drafting_of(model, runner.kernels, self.limits)
 
     @torch.inference_mode()
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
         """Compile every kernel and capture what is declared for such drafts."""
         if self.rounds is not None:
-            rows = self.rounds.warm_up(draft, progress, self.rehearse_prompts)
+            runner = self.rounds.runner
+            rows = prepare(runner, self, draft, self.rehearse_prompts, progress)
             self.limits = replace(self.limits, row_nodes=rows)
 
     def begin_eager(

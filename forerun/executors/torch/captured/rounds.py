@@ -11,7 +11,6 @@ Another round may begin before the record of this one is read (`begin_after`): i
 device what this one leaves there (FutureState).
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,13 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.draft_shape import DraftShape
 from forerun.executors.device_choice import device_nodes
 from forerun.executors.host_choice import history_of
 from forerun.executors.host_choice import report as report_of
 from forerun.executors.host_sampler import HostSampler
-from forerun.executors.torch.captured.declared import declared, row_nodes
-from forerun.executors.torch.captured.pair_drafting import drafting_of
 from forerun.executors.torch.captured.recurrent import StateRows
 from forerun.executors.torch.captured.round import (
     CapturedRound,
@@ -40,9 +36,6 @@ from forerun.executors.torch.captured.round import (
 )
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
-from forerun.executors.torch.captured.warm_up import capture, warm_up
-from forerun.executors.torch.drafts.block import TorchBlockModel
-from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.executors.torch.features import TorchStepFeatures
 from forerun.executors.torch.model_runner import ModelRunner
 from forerun.executors.torch.triton.record import Size
@@ -52,8 +45,6 @@ from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch, full_size
 from forerun.types import Bools, Floats, Ints
-
-log = logging.getLogger("forerun.executors.torch")
 
 MOST_NODES = 64
 """Nodes of a row, at most, in a round."""
@@ -85,38 +76,6 @@ class CapturedRounds:
     def open(self, slot_init: SlotInit) -> None:
         """Take over a slot's sampling parameters."""
         self._shaped.open(slot_init)
-
-    # --- preparation before the first request ------------------------------------------------
-
-    def draft_with(self, model: LevelModel | TorchBlockModel) -> None:
-        """Let rounds that are to draft do this model's work at their end."""
-        log.info("%s drafts within captured rounds", model.traits.name)
-        runner = self.runner
-        runner.drafting = drafting_of(model, runner.kernels, self._target.limits)
-
-    def warm_up(
-        self,
-        draft: DraftShape,
-        progress: Callable[[str, int, int], None],
-        prompts: Callable[[], None],
-    ) -> tuple[int, ...]:
-        """Compile every kernel and capture what is declared for such drafts; see warm_up.py.
-        Returns ExecutorLimits.row_nodes. prompts: launches what prompts do.
-
-        Of ranks, sizes with temperature only, and no drafts. There kernels compile at their first
-        launch: compiling them ahead would launch exchanges that other ranks wait for.
-        """
-        limits, drafting = self._target.limits, self.runner.drafting
-        if self._target.group is None:
-            fits = (lambda _: True) if drafting is None else drafting.fits
-            warm_up(self.runner, declared(limits, draft, fits), prompts, progress)
-        else:
-            prompts()
-            sizes = declared(limits, DraftShape(draft.nodes))
-            capture(self.runner, [s for s in sizes if not (s.shaping or s.masked)], progress)
-        return row_nodes(limits, draft)
-
-    # --- a step ------------------------------------------------------------------------------
 
     def size_of(self, plan: Plan, trees: TreeBatch, masked: bool = False) -> Size | None:
         """Return the declared size that the step runs as, with the requested drafting if it fits;

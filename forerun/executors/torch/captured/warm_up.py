@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from forerun.draft_shape import DraftShape
+from forerun.executors.torch.captured.declared import declared, row_nodes
 from forerun.executors.torch.captured.graphs import CudaRecorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.states import RoundStates
@@ -27,6 +29,30 @@ def runner_of(
     if target.states is not None:
         made.states = RoundStates(target.states, kernels.states, decoder.arch, target.limits)
     return made
+
+
+def prepare(
+    runner: CudaGraphRunner,
+    target: ModelRunner,
+    draft: DraftShape,
+    prompts: Callable[[], None],
+    progress: Callable[[str, int, int], None],
+) -> tuple[int, ...]:
+    """Compile every kernel and capture what is declared for such drafts. Returns
+    ExecutorLimits.row_nodes. prompts, progress: as of `warm_up`.
+
+    Of ranks, sizes with temperature only, and no drafts. There kernels compile at their first
+    launch: compiling them ahead would launch exchanges that other ranks wait for.
+    """
+    limits, drafting = target.limits, runner.drafting
+    if target.group is None:
+        fits = (lambda _: True) if drafting is None else drafting.fits
+        warm_up(runner, declared(limits, draft, fits), prompts, progress)
+    else:
+        prompts()
+        sizes = declared(limits, DraftShape(draft.nodes))
+        capture(runner, [s for s in sizes if not (s.shaping or s.masked)], progress)
+    return row_nodes(limits, draft)
 
 
 def warm_up(
