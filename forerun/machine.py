@@ -76,11 +76,13 @@ def collected_later() -> Iterator[None]:
     """Return a context manager within which no cycles are collected: code and vocabularies that are
     loaded stay, and looking for garbage among them takes a tenth of the time.
     """
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def trim_memory(cycles: bool = False) -> None:

@@ -1,3 +1,4 @@
+import gc
 import json
 import math
 import subprocess
@@ -16,6 +17,7 @@ from forerun.client.llm import LLM
 from forerun.errors import ConfigError, EngineError, ModelError, RequestError
 from forerun.executors import cpu
 from forerun.interface.executor import ExecutorLimits
+from forerun.machine import collected_later
 from forerun.measure.prove import Trial, prove
 from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
@@ -182,6 +184,17 @@ def test_adaptive_speculation_gives_the_same_text(default_model):
         texts.append(complete(engine, [make_request(prompt, max_tokens=48)])[0][0].tokens)
         engine.shutdown()
     assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_cycles_are_collected_later_only_where_they_were(collects):
+    try:
+        (gc.enable if collects else gc.disable)()
+        with collected_later():
+            assert not gc.isenabled()
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("executor", ["torch", "jax"])
