@@ -35,12 +35,10 @@ def continue_within(
     tokens, salt = tokens[table.length :], b"" if chain else table.salt
     parent = chain[-1] if chain else index.root
     page, count = partial_match(index, parent, tokens, salt, table.tenant)
-    if count <= 0:
-        return
-    index.hold(page)  # It counts as used.
-    if copy(page, table.pages[len(chain)]):
+    if count > 0 and copy(page, table.pages[len(chain)]):
         table.length += count
-    index.release(page)
+        index.hold(page)  # It counts as used.
+        index.release(page)
 
 
 def partial_match(

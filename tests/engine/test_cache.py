@@ -228,15 +228,16 @@ def test_of_many_pages_the_newest_are_compared(monkeypatch):
     assert found == [0, 1, 1]
 
 
-def test_a_page_that_was_copied_is_evicted_last():
+@pytest.mark.parametrize("can", [True, False])
+def test_a_page_that_was_copied_is_evicted_last(can):
     shared = index(pages=4)
     for first in (1, 3, 5):
         filled(shared, ints(first, 2)).release()
     table = PageTable(shared)
     assert table.start(ints(1)) == 0 and table.reserve(2)
-    continue_within(shared, table, ints(1), lambda *_: True)
-    assert table.length == 1 and shared.take(2) is not None
-    assert PageTable(shared).start(ints(1, 2)) == 2
+    continue_within(shared, table, ints(1), lambda *_: can)
+    assert table.length == can and shared.take(2) is not None
+    assert [PageTable(shared).start(ints(first, 2)) for first in (1, 5)] == [2 * can, 2 * (not can)]
     shared.check()
 
 
