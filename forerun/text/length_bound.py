@@ -67,7 +67,9 @@ def length_bound(
     single = {piece[0] for piece in pieces if len(piece) == 1}
     if not known or not single.issuperset(_PRINTABLE):
         return UNKNOWN
-    tokens = sorted([*pieces, *(text.encode() for text in added)], key=len, reverse=True)
+    tokens = sorted(
+        [*pieces, *(text.encode("utf-8", "replace") for text in added)], key=len, reverse=True
+    )
     longest = _most(tokens, lambda token: len(token.translate(None, _BLANK)))
     swallowing = any(
         token.get("lstrip") or token.get("rstrip") for token in spec.get("added_tokens") or []

@@ -120,11 +120,16 @@ def test_of_a_folder_all_that_it_says_counts(tmp_path, derived):
 
 @pytest.mark.parametrize(
     ("names", "added"),
-    [({"pad_token": "\ud800"}, {}), ({}, {"more": "\ud800"}), ({}, {"more": 1 << 70})],
+    [
+        ({"pad_token": "\ud800"}, {}),
+        ({}, {"more": "\ud800"}),
+        ({}, {"more": 1 << 70}),
+        ({}, {"content": "<\ud800>", "special": True}),
+    ],
 )
 def test_what_cannot_be_written_down_is_served_all_the_same(tmp_path, folder, names, added):
     file = tmp_path / "tokenizer.json"
-    Tokenizer.from_gguf(METADATA["merges"]).save(file)
+    Tokenizer.from_gguf(METADATA["scores"]).save(file)
     spec = json.loads(file.read_text())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     spec["added_tokens"].append({"id": 3, "content": "<x>"} | flags | added)
