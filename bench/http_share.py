@@ -36,7 +36,7 @@ OWN = ["--speculative-algorithm", "OFF", "--context", "1024", "--kv-tokens", "65
 async def stream(seed: int, prompt: list[int], tokens: int) -> int:
     """Return the events of one answer."""
     body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "stream": True, "seed": seed}
-    content = json.dumps(body | {"temperature": 0.8, "ignore_eos": True}).encode()
+    content = json.dumps(body | {"temperature": 0.8, "top_p": 1, "ignore_eos": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", PORT, limit=1 << 20)
     writer.write(f"{HEAD}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     events = 0

@@ -10,7 +10,7 @@ import numpy as np
 
 from forerun.interface.plan import Plan, Reports, TokenLogprobs
 from forerun.interface.slot_init import SlotInit
-from forerun.speculative.accept import NOTHING, Path, accept_row, choose, choose_among
+from forerun.speculative.accept import FEW, NOTHING, Path, accept_row, choose_among, choose_left
 from forerun.speculative.sampling import (
     History,
     Sampling,
@@ -28,9 +28,6 @@ Logits = Callable[[int], Floats]
 
 ReportsOf = Callable[[int, list[tuple[int, int]]], Reports]
 """(alternatives of each, pairs of a flat node and the token that follows it) -> reports."""
-
-FEW = 2048
-"""If a grammar allows at most this many tokens, compute noise for these alone, not for all V."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,7 @@ def path_of(
             if sampling.temperature == 0 or len(tokens) <= FEW:
                 return choose_among(raw, tokens, sampling, position)
         processed = process(raw, sampling, history, ancestors, allowed)
-        chosen = choose(processed, sampling, position)
+        chosen = choose_left(processed, sampling, position)
         drafted = list(children(trees, row, node)) if sampling.lossy else []
         if not drafted or chosen == NOTHING:
             return chosen

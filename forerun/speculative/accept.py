@@ -40,6 +40,8 @@ NOTHING = -1
 
 ChooseAt = Callable[[int, tuple[int, ...]], int]
 """(flat node, draft tokens from below the root down to it) -> the target's choice, or NOTHING."""
+FEW = 2048
+"""If at most this many tokens are allowed, noise is computed for these alone, not for all V."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,21 @@ def choose(processed: Floats, sampling: Sampling, position: int) -> int:
         scores = processed + gumbel(sampling.seed, position, len(processed))
     token = int(scores.argmax())  # The first of equals; a NaN counts as the largest of all.
     return token if np.isfinite(scores[token]) else NOTHING
+
+
+def choose_left(processed: Floats, sampling: Sampling, position: int) -> int:
+    """Return `choose`, computing noise for the tokens alone that `processed` does not exclude where
+    they are at most FEW: cut-offs often leave ten of V.
+    """
+    left = processed != -np.inf
+    if sampling.temperature == 0 or np.count_nonzero(left) > FEW:
+        return choose(processed, sampling, position)
+    tokens = np.flatnonzero(left).astype(np.int32)
+    if len(tokens) == 0:
+        return NOTHING
+    scores = processed[tokens] + gumbel_of(sampling.seed, position, tokens)
+    best = int(scores.argmax())
+    return int(tokens[best]) if np.isfinite(scores[best]) else NOTHING
 
 
 def choose_among(logits: Floats, tokens: Ints, sampling: Sampling, position: int) -> int:

@@ -137,7 +137,7 @@ def process(
     if sampling.top_k > 0:
         _keep_largest(out, sampling.top_k)
     if sampling.top_p < 1.0:
-        _keep_largest(out, _nucleus(out, sampling.top_p))
+        _keep_largest(out, *_nucleus(out, sampling.top_p))
     return out
 
 
@@ -178,27 +178,34 @@ def unpack(mask: Words, vocab: int) -> Bools:
     return np.unpackbits(octets, count=vocab, bitorder="little").view(np.bool_)
 
 
-def _keep_largest(out: Floats, count: int) -> None:
-    """Exclude all but the `count` largest, ties to the lowest id."""
-    possible = out[out > -np.inf]
-    if count >= len(possible):
-        return
-    least = np.partition(possible, -count)[-count]
+def _keep_largest(out: Floats, count: int, largest: Floats | None = None) -> None:
+    """Exclude all but the `count` largest, ties to the lowest id.
+
+    largest  at least the `count` largest values, in any order; None = unknown
+    """
+    if largest is None or count > len(largest):
+        largest = out[out > -np.inf]
+        if count >= len(largest):
+            return
+    least = np.partition(largest, -count)[-count]
     ties = np.flatnonzero(out == least)
-    spare = len(ties) - (count - np.count_nonzero(possible > least))
+    spare = len(ties) - (count - np.count_nonzero(largest > least))
     out[out < least] = -np.inf
     out[ties[len(ties) - spare :]] = -np.inf
 
 
-def _nucleus(logits: Floats, top_p: float) -> int:
-    """Return how many of the most probable tokens reach the probability top_p together."""
+def _nucleus(logits: Floats, top_p: float) -> tuple[int, Floats]:
+    """Return how many of the most probable tokens reach the probability top_p together, and the
+    logits of these and some more.
+    """
     weights = np.exp(logits - logits.max())
     needed = top_p * float(weights.sum(dtype=np.float64))
     # The V tokens below this floor hold less than (1 - top_p) / 2 of the mass together: all lie
     # beyond the cut, and few are left to sort.
     floor = (1.0 - top_p) / (2 * len(weights))
-    mass = np.cumsum(np.sort(weights[weights > floor])[::-1], dtype=np.float64)
-    return 1 + int(np.searchsorted(mass, needed))
+    likely = weights > floor
+    mass = np.cumsum(np.sort(weights[likely])[::-1], dtype=np.float64)
+    return 1 + int(np.searchsorted(mass, needed)), logits[likely]
 
 
 def largest(logits: Floats, count: int) -> AnyArray:

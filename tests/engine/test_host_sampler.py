@@ -250,13 +250,15 @@ def test_a_prompt_node_that_is_not_finite_fails_where_it_is_reported():
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_grammar_leaves_the_choice_that_the_specification_makes(monkeypatch, few, temperature):
     """However it is computed: among few tokens or by the specification."""
-    monkeypatch.setattr("forerun.executors.host_choice.FEW", few)
+    for module in ("executors.host_choice", "speculative.accept"):
+        monkeypatch.setattr(f"forerun.{module}.FEW", few)
     random, history = np.random.default_rng(few), History(np.array([1, 2], np.int32), 1)
 
     sampler = HostSampler(1, V)
     odd = [np.nan, np.inf, -np.inf] + 7 * [0.0]
     for seed in range(80):
-        sampling = Sampling(temperature=temperature, seed=seed)
+        cut = {"top_k": seed % 4, "top_p": (1.0, 0.7)[seed % 3 == 1]}
+        sampling = Sampling(temperature=temperature, seed=seed, **cut)
         table = random.normal(0, 2, (1, V)).astype(np.float32).round(1)
         table[0, random.integers(V)] = random.choice(odd)
         allowed = np.flatnonzero(random.random(V) < 0.5).tolist()

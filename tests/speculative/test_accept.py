@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.speculative.accept import NOTHING, accept_row, choose, choose_among
+from forerun.speculative.accept import NOTHING, accept_row, choose, choose_among, choose_left
 from forerun.speculative.noise import gumbel
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import Draft, batch
@@ -242,3 +242,18 @@ def test_choices_at_different_positions_are_independent():
         table[first, second] += 1
     table = table[table.sum(1) > 40][:, table.sum(0) > 40]
     assert stats.chi2_contingency(table).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("left", [0, 1, 5, 3000])
+def test_noise_of_what_is_left_gives_the_same_choice(temperature, left):
+    """Ties, infinities and what is no number among it."""
+    random, vocab = np.random.default_rng(left), 5000
+    for seed in range(40):
+        processed = np.full(vocab, -np.inf, np.float32)
+        tokens = random.choice(vocab, left, replace=False)
+        processed[tokens] = random.normal(0, 2, left).astype(np.float32).round(1)
+        if left and seed % 4 == 3:
+            processed[tokens[0]] = random.choice([np.nan, np.inf])
+        sampling = Sampling(temperature=temperature, seed=seed)
+        assert choose_left(processed, sampling, seed) == choose(processed, sampling, seed)
