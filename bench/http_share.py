@@ -11,7 +11,6 @@ same cores. Tokens per second are medians; the share is that of a round.
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -79,7 +78,6 @@ def main() -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--nice", type=int, default=0, help="niceness of the server's event loop")
     parser.add_argument("options", nargs="*", help="of forerun serve, behind --")
     args = parser.parse_intermixed_args()
     config = EngineConfig(
@@ -96,7 +94,6 @@ def main() -> int:
     try:
         while not _is_up():
             time.sleep(0.1)
-        os.setpriority(os.PRIO_PROCESS, server.pid, args.nice)
         random = np.random.default_rng(0)
         for streams in args.streams:
             pairs = []

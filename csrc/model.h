@@ -220,6 +220,22 @@ struct Division {
     int32_t room = 0;          // heads of a node whose scores there is room for
 };
 
+// What a product with the output matrix takes, by columns of kLanes nodes, as far as it was run: how
+// many nodes more are worth computing at once. Reading the matrix is most of a small product, so nodes
+// that a path may reach are cheaper in this product than in one of their own.
+class HeadTimes {
+public:
+    // A product of so many columns took so many seconds.
+    void observe(int columns, double seconds);
+    // Columns that are worth computing, of `least` to `most`; rows: of the step, each of which may go
+    // on. A number of columns that never ran is tried once, and now and then again.
+    int worthwhile(int least, int most, int rows);
+
+private:
+    static constexpr int kMost = 32;
+    double seconds_[kMost + 1] = {};
+};
+
 class Model {
 public:
     // `shared`: threads of another model to work with, or null for threads of its own.
@@ -517,6 +533,7 @@ protected:
     int32_t last_nodes_ = 0;  // nodes of the last step
     std::vector<int32_t> logits_nodes_;  // nodes whose logits are computed next,
     int64_t logits_first_ = 0;           // into rows of the step's logits from this one on
+    HeadTimes head_times_;
     std::vector<int32_t> path_end_;      // [rows] the node whose logits a path waits for, or -1
     std::vector<uint8_t> below_;         // [nodes] of those computed next, or below one of them
     std::vector<int32_t> descended_;     // [rows] how far its scored nodes were looked through for it

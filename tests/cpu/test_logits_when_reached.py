@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from forerun.executors.cpu import CpuExecutor
+from forerun.hub.catalog import open_model
 from forerun.speculative.sampling import Sampling
 from tests.cpu.test_choice import random_masks
 from tests.cpu.test_executor import Damaged
@@ -133,6 +134,35 @@ def test_what_no_path_reaches_is_not_computed(models, texts, slot):
     assert rows_computed(models[0], texts, slot, LANES, 30) == 2 * LANES
     assert rows_computed(models[0], texts, slot, 30, 0) == 31
     assert rows_computed(models[0], texts, slot, 0, 2) == 3
+
+
+@pytest.mark.model
+def test_of_a_large_output_matrix_as_many_as_pay_are_computed_at_once():
+    """That depends on times, so now and then more; choices do not."""
+    model = open_model("smollm2-135m")
+    vocab, prompt = model.architecture.vocab, [9, 8, 7, 6, 5]
+    numbers, greedy = limits(vocab, page_size=4, pages=64), Sampling(temperature=0.0)
+    made = CpuExecutor(model.checkpoint, numbers, 2), AllExecutor(model.checkpoint, numbers, 2)
+    with Driver(made[1]) as driver:
+        driver.open(0, prompt, greedy)
+        text = [int(driver.step([Row(0)]).emitted(0)[0]) for _ in range(60)]
+    with Driver(made[0]) as reached, Driver(made[1]) as every:
+        for driver in (reached, every):
+            driver.open(0, prompt, greedy)
+        done, counts = 0, []
+        while done < 40:
+            true = len(counts) % 9
+            ahead = np.array(text[done : done + 12])
+            ahead[true:] = (ahead[true:] + 1) % vocab
+            row = Row(0, draft=chain_draft(ahead)) if done else Row(0)
+            one, other = reached.step([row]), every.step([row])
+            assert_same(one, other)
+            counts.append(len(computed(made[0])))
+            assert counts[-1] >= min(one.outcome.n_tokens[0], len(one.round.scored))
+            done += int(one.outcome.n_tokens[0])
+    for each in made:
+        each.shutdown()
+    assert max(counts) > LANES
 
 
 def test_a_row_that_the_specification_decides_has_all(models, texts):
