@@ -1,6 +1,6 @@
 // Which nodes' logits are computed, and when. A draft token's are needed only where its row's path
-// reaches it, which most paths do not: the forward pass computes those of the roots, `accept` the
-// others as paths reach them.
+// reaches it, which most paths do not: the forward pass computes those of the roots and as
+// many more as pay (HeadTimes), `accept` the others as paths reach them.
 #include <time.h>
 
 #include <algorithm>

@@ -220,15 +220,15 @@ struct Division {
     int32_t room = 0;          // heads of a node whose scores there is room for
 };
 
-// What a product with the output matrix takes, by columns of kLanes nodes, as far as it was run: how
-// many nodes more are worth computing at once. Reading the matrix is most of a small product, so nodes
-// that a path may reach are cheaper in this product than in one of their own.
+// Times of products with the output matrix, by columns of kLanes nodes. They decide how many nodes are
+// computed at once: reading the matrix is most of a small product, so nodes that a path may reach are
+// cheaper in this product than in one of their own.
 class HeadTimes {
 public:
-    // A product of so many columns took so many seconds.
+    // Records how long a product of `columns` columns took.
     void observe(int columns, double seconds);
-    // Columns that are worth computing, of `least` to `most`; rows: of the step, each of which may go
-    // on. A number of columns that never ran is tried once, and now and then again.
+    // Returns how many columns to compute, `least` to `most`, where paths of `rows` rows may go on. A
+    // number of columns without a time is tried once; one that was too slow is tried again later.
     int worthwhile(int least, int most, int rows);
 
 private:

@@ -60,6 +60,22 @@ def make_room(folder: Path, size: int) -> None:
         )
 
 
+def write_kept(path: Path, content: bytes, files: int) -> None:
+    """Write a file of the cache at once, making its folder, and delete the oldest files of the same
+    ending beyond `files`. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        new.write_bytes(content)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+    old = sorted(path.parent.glob(f"*{path.suffix}"), key=lambda one: one.stat().st_mtime_ns)
+    for one in old[:-files]:
+        one.unlink(missing_ok=True)
+
+
 def unwritable(folder: Path, error: OSError) -> DownloadError:
     """Return the error that the cache directory `folder` cannot be written; the caller raises
     it.

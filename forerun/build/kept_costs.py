@@ -2,9 +2,9 @@
 takes half of a start.
 
 A file holds what the last starts of one model and setting measured, at most STARTS of them, each
-with its time. Once there are so many, their medians count and nothing is timed: that is less at
-the mercy of one slow moment than a start that measures for itself. They are timed again after
-SECONDS, or when anything changes that the file is named by.
+with its time. Once it holds STARTS of them, their medians count and nothing is timed: one slow
+moment of the machine changes a median less than it changes a single measurement. Steps are timed
+again after SECONDS, or when anything changes that the file is named by.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from forerun.cache_dir import cache_dir
+from forerun.cache_dir import cache_dir, write_kept
 from forerun.control.step_costs import StepCosts
 from forerun.machine import cores
 
@@ -32,8 +32,8 @@ SECONDS = 7 * 86_400.0
 
 
 def kept_or_measured(facts: Sequence[Any], measure: Callable[[], StepCosts]) -> StepCosts:
-    """Return the medians of what STARTS starts measured; until there are so many, what `measure`
-    returns, which is kept unless other processes use the machine.
+    """Return the medians of STARTS kept measurements; while there are fewer, return what `measure`
+    returns, and keep it unless other processes use the machine.
 
     facts  all that step times depend on, as JSON values
     """
@@ -47,7 +47,7 @@ def kept_or_measured(facts: Sequence[Any], measure: Callable[[], StepCosts]) -> 
     same = [entry for entry in known if entry[1].nodes == costs.nodes]
     with suppress(OSError):
         if not _busy():
-            _write(path, [*same, (now, costs)])
+            write_kept(path, msgspec.json.encode([*same, (now, costs)]), FILES)
     return costs
 
 
@@ -87,17 +87,3 @@ def _sound(costs: StepCosts) -> bool:
     others = (costs.attend_ms, costs.draft_ms, costs.follow_ms)
     pairs = 2 <= len(costs.nodes) == len(costs.verify_ms)
     return pairs and min(costs.verify_ms) > 0.0 and min(others) >= 0.0
-
-
-def _write(path: Path, entries: list[tuple[float, StepCosts]]) -> None:
-    """Write the file at once, and delete the oldest beyond FILES. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        new.write_bytes(msgspec.json.encode(entries))
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
-    old = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime_ns)
-    for one in old[:-FILES]:
-        one.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""Continues a text within a page: of which another one, that parts from it there, left the first
-tokens. The page is copied, for full pages alone are shared.
+"""Continues a text within a page that another text left, where the two part within it. The page is
+copied: only full pages are shared.
 
 Only a page of the same tenant is: how many tokens were found shows whether they were sent before,
 and of a page each token could be guessed by itself.

@@ -7,8 +7,6 @@ tokenizer is derived again. Where the directory cannot be written, nothing is ke
 """
 
 import json
-import os
-import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from forerun.cache_dir import cache_dir
+from forerun.cache_dir import cache_dir, write_kept
 from forerun.checkpoints.mapped import mapped
 from forerun.errors import ModelError
 from forerun.text.encoders import Encoders, Spec
@@ -173,9 +171,10 @@ def _keep(path: Path, tokenizer: Tokenizer, spec: Spec) -> None:
         _flat(merges),
         spec | {"model": {name: model[name] for name in model if name not in {"vocab", "merges"}}},
     )
-    # Numbers beyond 64 bits, halves of letters, lists within each other a thousand times.
+    # msgpack holds no integer beyond 64 bits, no lone surrogate and no very deep list.
     with suppress(OSError, OverflowError, UnicodeEncodeError, RecursionError):
-        _write(path, msgspec.msgpack.encode(stored))
+        body = msgspec.msgpack.encode(stored)
+        write_kept(path, VERSION + sha256(body).digest() + body, FILES)
 
 
 def _read(path: Path) -> _Stored | None:
@@ -194,19 +193,3 @@ def _read(path: Path) -> _Stored | None:
         return msgspec.msgpack.decode(body, type=_Stored)
     except msgspec.MsgspecError:
         return None
-
-
-def _write(path: Path, body: bytes) -> None:
-    """Write the file at once, and delete the oldest beyond FILES. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tokenizer-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(VERSION + sha256(body).digest() + body)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    old = sorted(path.parent.glob("*.tokenizer"), key=lambda one: one.stat().st_mtime_ns)
-    for one in old[:-FILES]:
-        one.unlink(missing_ok=True)

@@ -195,7 +195,7 @@ class EagerSteps(ModelRunner, Executor):
 
     @torch.inference_mode()
     def rehearse(self, nodes: int) -> None:
-        """Launch what a prompt of so many tokens does, in the first pages: before the first
+        """Launch what a prompt of `nodes` tokens does, in the first pages: before the first
         request, and not as a round. By kernels alone: a library's attention needs no rehearsal.
         """
         tokens, one = np.zeros(nodes, np.int32), np.zeros(1, np.int32)
