@@ -4,8 +4,8 @@ others, and which full pages can be looked up by the tokens they contain.
 A tree of entries, one per full page. The key of an entry is its parent entry together with the
 page's own tokens, compared exactly (a dictionary of bytes): two texts can never be taken for
 one another. Only full pages are shared, so a shared page is never written again; a text that parts
-within it gets a copy (within.py). The first page's key begins with the text's salt, so texts of
-different salts share none: a request's `cache_salt`, and what its adapter is
+within it gets a copy (`continue_within`). The first page's key begins with the text's salt, so
+texts of different salts share none: a request's `cache_salt`, and what its adapter is
 (`EngineOptions.salt`).
 
 A draft head's cache depends on one token more: its entry for a position combines that position's

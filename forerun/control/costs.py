@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
 from math import exp, inf, log
 from typing import NamedTuple
@@ -61,23 +62,6 @@ class Curve(NamedTuple):
     added: list[tuple[float, float]]
 
 
-class _Neighbours(dict[int, tuple[int, int, float]]):
-    """Maps a number of nodes to the indices of the counts around it, and to how far it lies from
-    the lower to the upper one, 0 to 1. Computed at the first look-up.
-    """
-
-    def __init__(self, counts: tuple[int, ...]) -> None:
-        self._counts = counts
-
-    def __missing__(self, nodes: int) -> tuple[int, int, float]:
-        counts = self._counts
-        above = min(bisect_left(counts, nodes), len(counts) - 1)
-        below = above if above == 0 or nodes >= counts[above] else above - 1
-        span = counts[above] - counts[below]
-        self[nodes] = below, above, (nodes - counts[below]) / span if span else 1.0
-        return self[nodes]
-
-
 class LiveCosts:
     """Measured costs that follow the machine: milliseconds of a plain step of the batch, and how
     many times as long a step with draft tokens takes.
@@ -102,7 +86,7 @@ class LiveCosts:
         self.measured, self.steps, self.log_pace = measured, 0, 0.0
         powers = (1 << power for power in range(LARGEST))
         self.counts = tuple(sorted({*measured.nodes, *powers}))
-        self._neighbours = _Neighbours(self.counts)
+        self._neighbours = cache(partial(_neighbours, self.counts))
         self._verify_ms: list[float] = measured.verify(np.array(self.counts)).tolist()
         self.corrections, self.largest_seen = [Mean() for _ in self.counts], 0
         # Kinds of plain steps whose last one was slow.
@@ -147,7 +131,7 @@ class LiveCosts:
         ratio = max(1.0, min(ratio, upper_bound))
         if not optimistic:
             return ratio
-        below, above, fraction = self._neighbours[nodes]
+        below, above, fraction = self._neighbours(nodes)
         one, two = (self._confidence(self.corrections[place]) for place in (below, above))
         return 1.0 + (ratio - 1.0) * (one + fraction * (two - one))
 
@@ -224,7 +208,7 @@ class LiveCosts:
         return added
 
     def _measured_ms(self, nodes: int, cached: int) -> float:
-        below, above, fraction = self._neighbours[nodes]
+        below, above, fraction = self._neighbours(nodes)
         one, two = self._verify_ms[below], self._verify_ms[above]
         return one + fraction * (two - one) + self.measured.attend_ms * cached / 1000.0
 
@@ -254,7 +238,7 @@ class LiveCosts:
     def learn(self, rows: int, nodes: int, cached: int, ratio: float) -> None:
         """Update the estimates with a step with draft tokens that took `ratio` plain steps."""
         ratio = min(ratio, self.upper_bound(rows, nodes))
-        below, above, fraction = self._neighbours[nodes]
+        below, above, fraction = self._neighbours(nodes)
         seen = (1.0 - fraction) * self.corrections[below].seen + fraction * self.corrections[
             above
         ].seen
@@ -264,14 +248,14 @@ class LiveCosts:
 
     def _error(self, nodes: int) -> float:
         """Return the correction of so many nodes, as a natural logarithm."""
-        below, above, fraction = self._neighbours[nodes]
+        below, above, fraction = self._neighbours(nodes)
         one, two = self.corrections[below].value, self.corrections[above].value
         return one + fraction * (two - one)
 
     def _learn_at(self, nodes: int, error: float) -> None:
         """Correct the nearer count more: a lucky step of 65 nodes would make 128 look cheap."""
         self.largest_seen = max(self.largest_seen, nodes)
-        below, above, fraction = self._neighbours[nodes]
+        below, above, fraction = self._neighbours(nodes)
         for place, weight in ((above, fraction), (below, 1.0 - fraction)):
             self.corrections[place].learn(error, weight)
             if weight >= 0.5:
@@ -313,3 +297,13 @@ class LiveCosts:
 
 def _kind(rows: int, cached: int, carried: bool) -> tuple[int, int | None, bool]:
     return ((rows - 1).bit_length(), (cached // rows).bit_length(), carried)
+
+
+def _neighbours(counts: tuple[int, ...], nodes: int) -> tuple[int, int, float]:
+    """Return the indices of the counts around a number of nodes, and how far it lies from the lower
+    to the upper one, 0 to 1.
+    """
+    above = min(bisect_left(counts, nodes), len(counts) - 1)
+    below = above if above == 0 or nodes >= counts[above] else above - 1
+    span = counts[above] - counts[below]
+    return below, above, (nodes - counts[below]) / span if span else 1.0

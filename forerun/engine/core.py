@@ -9,7 +9,6 @@ from time import perf_counter
 
 from forerun.engine.check import check_all
 from forerun.engine.metrics import EngineMetrics
-from forerun.engine.opening import open_slots
 from forerun.engine.output import OutputProcessor
 from forerun.engine.parts import Parts
 from forerun.engine.row_output import Ending, failed
@@ -99,8 +98,10 @@ class EngineCore:
             self.outputs.end(request, ending)
 
     def abandon(self) -> None:
-        """Call executor, drafter and grammars for no sequence any more: they may be broken."""
-        self._parts.abandon()
+        """Call executor, drafter and grammars for no sequence any more: the engine gives up, and a
+        second failure would hide the first.
+        """
+        self._parts.open_slots.clear()
 
     def _release_sequence(self, sequence: Sequence) -> None:
         """Release all that an ended sequence holds."""
@@ -119,7 +120,7 @@ class EngineCore:
         """
         if schedule.opened or schedule.closed:
             self.metrics.preemptions += len(schedule.closed)
-            if not open_slots(schedule, self._parts, self.outputs.end):
+            if not self._open_slots(schedule):
                 return None  # A request ended: plan anew.
         if not schedule.rows:
             return None
@@ -129,6 +130,24 @@ class EngineCore:
             log.exception("a step could not be begun")
             self._fail(schedule.rows, error)
             return None
+
+    def _open_slots(self, schedule: Schedule) -> bool:
+        """Close and open slots as planned. Returns False if opening a sequence raised, which ends
+        its request.
+        """
+        for slot in schedule.closed:
+            self._parts.close(slot)
+        sound = True
+        for sequence in schedule.opened:
+            if sequence.slot is None:  # Its request ended: another choice could not be opened.
+                continue
+            try:
+                self._parts.open(sequence)
+            except Exception as error:
+                log.exception("request %s could not be opened", sequence.request.id)
+                self.outputs.end(sequence.request.id, failed(error))
+                sound = False
+        return sound
 
     def _stalled(self) -> bool:
         """Wait for grammars or the disk: no sequence is ready. Returns False if there is no

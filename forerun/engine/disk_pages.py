@@ -30,10 +30,10 @@ import numpy as np
 
 from forerun.cache.prefix import CachedPage, PrefixIndex
 from forerun.cache.store import PageStore
+from forerun.engine.chunked_prefill import PromptPace
 from forerun.engine.disk_jobs import Reading, Writing
 from forerun.engine.disk_states import CachedText, DiskRecords
 from forerun.engine.engine_calls import ClosedError, EngineCalls
-from forerun.engine.prompt_pace import PromptPace
 from forerun.engine.sequence import Sequence
 from forerun.engine.store_stats import StoreStats
 from forerun.interface.executor import PageContents

@@ -255,9 +255,6 @@ class OutputProcessor:
         self._metrics.output_tokens += len(output.tokens)
         if output.ending is not None:
             self._remove(sequence, output.ending.finish)
-        # The id may be used again as soon as the last delta is there.
-        if sequence.request.id not in self.live:
-            self._ended(sequence.request.id)
         delta = make_delta(sequence, output, logprobs)
         if delta is not None:
             self._send([(sequence, delta)])
@@ -274,10 +271,8 @@ class OutputProcessor:
             except Exception:
                 broken.add(request)
                 log.exception("the sink of request %s failed", request)
-                for other in (others := tuple(self.live.get(request, ()))):
+                for other in tuple(self.live.get(request, ())):
                     self._remove(other, Finish.ABORT)
-                if others:
-                    self._ended(request)
 
     def end(self, request: RequestId, ending: Ending) -> None:
         """End every choice of a request that still runs."""
@@ -297,3 +292,4 @@ class OutputProcessor:
             del self.live[request]
             self.bulk.add(sequence.request.stopping, -1)
             self._metrics.longest_output.add(self._longest.pop(request))
+            self._ended(request)  # The id may be used again as soon as the last delta is there.

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from forerun.control.policy import Policy, off
 from forerun.engine.sequence import Sequence
 from forerun.interface.drafter import Drafter
@@ -92,6 +94,32 @@ class Parts:
     grammars: Grammars
     open_slots: dict[int, Sequence] = field(default_factory=dict)
 
+    def open(self, sequence: Sequence) -> None:
+        """Open the slot of `sequence` in executor, drafter and grammars. Raises what they raise;
+        `close` then closes it where it was opened.
+        """
+        assert sequence.slot is not None
+        self.open_slots[sequence.slot] = sequence
+        slot_init = SlotInit(
+            slot=sequence.slot,
+            text=sequence,
+            prompt_len=sequence.prompt_len,
+            sampling=sequence.sampling,
+            prediction=sequence.request.prediction,
+            cached=sequence.table.length,
+            pages=np.array(sequence.table.pages, np.int32),
+            shared=sequence.shared,
+            salt=sequence.table.salt,
+            tenant=sequence.request.tenant_key,
+            adapter=sequence.request.adapter,
+        )
+        self.executor.open(slot_init)
+        self.drafter.begin(slot_init)
+        grammar = sequence.request.grammar
+        if grammar is not None and sequence.constrained:
+            output, tenant = sequence.output.tolist(), slot_init.tenant
+            self.grammars.open(sequence.slot, grammar, output, tenant)
+
     def close(self, slot: int) -> None:
         """Close a slot in all parts where it is open."""
         sequence = self.open_slots.pop(slot, None)
@@ -101,9 +129,3 @@ class Parts:
             self.grammars.close(slot)
         self.drafter.end(slot)
         self.executor.close(slot)
-
-    def abandon(self) -> None:
-        """Call no part for any slot from now on: the engine gives up, and a second failure would
-        hide the first.
-        """
-        self.open_slots.clear()

@@ -17,11 +17,10 @@ from forerun.engine.learning import Learning, Learnt
 from forerun.engine.loop import EngineLoop
 from forerun.engine.options import EngineOptions
 from forerun.engine.parts import GuardedDrafter, Parts
-from forerun.engine.request import Finish, Request, Sink
+from forerun.engine.request import Finish, Request, Sink, validate
 from forerun.engine.row_output import Ending
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Stats, snapshot
-from forerun.engine.validate import validate
 from forerun.errors import BusyError, EngineError, RankError, RequestError
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor

@@ -160,9 +160,6 @@ def batch(known: Sequence[Ints] | Ints, drafts: Sequence[Draft] = ()) -> TreeBat
     if isinstance(known, np.ndarray) and not any(map(len, drafts)):
         return TreeBatch(known[:, 0], *_decode_only(len(known)))
     rows = list(zip(known, drafts or [NO_DRAFT] * len(known), strict=True))
-    if all(len(chain) == 1 and not len(draft) for chain, draft in rows):
-        tokens = np.concatenate(known, dtype=np.int32, casting="unsafe")
-        return TreeBatch(tokens, *_decode_only(len(known)))
     # Lists, no arrays: NumPy's calls take ten times as long right after a forward pass.
     flat: list[int] = []
     parents: list[int] = []

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.cpu import CpuExecutor, native
-from forerun.executors.cpu.step_buffers import StepBuffers
+from forerun.executors.cpu.executor import StepBuffers
 from forerun.executors.host_sampler import HostSampler
 from forerun.interface.plan import Plan
 from forerun.interface.slot_init import SlotInit, TokenText

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from forerun.cache import within
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
-from forerun.cache.within import continue_within, partial_match
+from forerun.engine import admission
+from forerun.engine.admission import continue_within, partial_match
 
 
 def ints(*values):
@@ -220,7 +220,7 @@ def test_a_text_continues_only_within_a_page_of_its_tenant():
 
 
 def test_of_many_pages_the_newest_are_compared(monkeypatch):
-    monkeypatch.setattr(within, "MOST", 2)
+    monkeypatch.setattr(admission, "MOST_COMPARED", 2)
     shared = index()
     for first in (3, 5, 7):
         filled(shared, ints(first, 2)).release()

@@ -5,7 +5,7 @@ import pytest
 
 from forerun.control.policy import FIXED, FixedPolicy
 from forerun.engine.check import check_scheduler
-from forerun.engine.prompt_shares import HALF_LIFE, PromptShares
+from forerun.engine.chunked_prefill import HALF_LIFE, PromptShares
 from forerun.engine.request import Speculation
 from forerun.engine.scheduler import Scheduler, max_min_fair_split
 from forerun.engine.sequence import Sequence

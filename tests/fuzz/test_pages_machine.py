@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
-from forerun.cache.within import continue_within
+from forerun.engine.admission import continue_within
 
 
 class Text:

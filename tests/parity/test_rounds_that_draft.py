@@ -17,7 +17,7 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import make_request
 from forerun.drafters.confidence import Confidence
 from forerun.drafters.model_drafter import ModelDrafter
-from forerun.engine.prompt_pace import PromptPace
+from forerun.engine.chunked_prefill import PromptPace
 from forerun.executors.torch import TorchBlockModel
 from forerun.executors.torch.captured.round import CapturedRound
 from forerun.executors.torch.drafts.level_model import LevelModel

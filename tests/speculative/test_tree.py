@@ -41,7 +41,7 @@ def test_every_node_keeps_its_token_parent_and_depth(rows):
     assert trees.start[-1] == len(trees.tokens)
     assert trees.roots.tolist() == [trees.root(row) for row in range(trees.rows)]
     assert trees.decode_only == all(len(trees.nodes(row)) == 1 for row in range(trees.rows))
-    assert trees.drafts == (() if trees.decode_only else drafts)
+    assert trees.drafts == drafts
 
 
 def test_an_empty_draft_is_empty_in_every_field():
@@ -67,8 +67,11 @@ def test_every_source_is_found_by_its_number():
 
 
 def test_what_all_steps_of_plain_decoding_share_cannot_be_written_to():
-    trees = batch([np.ones(1, np.int32)] * 2, [Draft(), Draft()])
+    trees = batch(np.ones((2, 1), np.int32), [Draft(), Draft()])
     shared = (trees.parents, trees.start, trees.known, trees.depth)
+    one_by_one = batch([np.ones(1, np.int32)] * 2, [Draft(), Draft()])
+    for name in ("tokens", "parents", "start", "known", "depth"):
+        assert getattr(trees, name).tolist() == getattr(one_by_one, name).tolist()
     assert not any(array.flags.writeable for array in shared)
 
 

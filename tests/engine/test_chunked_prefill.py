@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from forerun.control.policy import FixedPolicy
-from forerun.engine.prompt_pace import LEAST, STEP_MS, PromptPace
+from forerun.engine.chunked_prefill import LEAST, STEP_MS, PromptPace
 from forerun.executors.toy import ToyExecutor
 from tests.engine.toys import Ear, ask, finish, limits, make, reference
 
