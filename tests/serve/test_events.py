@@ -7,7 +7,7 @@ import pytest
 from forerun.engine.request import Delta, Finish
 from forerun.errors import EngineError
 from forerun.interface.plan import TokenLogprobs
-from forerun.serve.answers.events import MERGE_AT, EventQueue, merged
+from forerun.serve.answers.session import MERGE_AT, EventQueue, merged
 from forerun.types import RequestId
 from tests.counted import lines
 

@@ -1,6 +1,7 @@
 """From a body to its answer, in every dialect: receive, parse, submit to the engine, write."""
 
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,9 +13,9 @@ from forerun.serve.answers.contract import Dialect, ParsedRequest, Ready
 from forerun.serve.answers.record import RequestRecord
 from forerun.serve.answers.service import Served, Service
 from forerun.serve.answers.session import GenerationSession
-from forerun.serve.answers.sse import EventStream
 from forerun.serve.bodies.prepare import Generation, within
 from forerun.serve.bodies.wire import Received, dump_json, parse_json
+from forerun.serve.http.errors import ApiError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -22,6 +23,8 @@ Result = TypeVar("Result")
 
 FIT_HEADER = "x-forerun-fit-max-tokens"
 """Of a request: `true` asks for what the option fit-max-tokens does."""
+
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 class Json(Response):
@@ -44,25 +47,57 @@ class Generated(Response):
         self._service = service
         self._dialect = dialect
         self._parsed = parsed
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit, and answer as the news comes."""
-        dialect, settings = self._dialect, self._service.settings
+        settings = self._service.settings
         generation, served = self._parsed.generation, self._parsed.served
-        events, engine = served.events(), served.engine
-        with GenerationSession(generation, engine, events, settings, receive) as session:
+        with GenerationSession(generation, served, settings, receive) as session:
             record = scope["state"]["record"]
             record.session, record.model = session, served.name
             running: set[GenerationSession] = scope["app"].state.running
             running.add(session)
             try:
                 if generation.stream:
-                    await EventStream(session, dialect, self._service.workers, send).run()
+                    await self._stream(session, send)
                 else:
                     await (await self._whole(session))(scope, receive, send)
             finally:
                 running.discard(session)
         _observe(session, served)
+
+    async def _stream(self, session: GenerationSession, send: Send) -> None:
+        """Answer in pieces: server-sent events or lines of JSON. What a dialect writes after a
+        silence keeps proxies from closing the connection. Raises ApiError only where nothing was
+        written before.
+        """
+        dialect, workers = self._dialect, self._service.workers
+        try:
+            async with aclosing(session.news()) as pieces:
+                async for news in pieces:
+                    ended = session.ended
+                    events = dialect.ping
+                    if news:
+                        size, told = dialect.size(news), (news, session.tally, ended)
+                        events = await workers.run(size, dialect.events, *told)
+                    if not ended:
+                        await self._write(send, events)
+            await self._write(send, events + dialect.end(None), last=True)
+        except ApiError as error:
+            if not self._started:
+                raise
+            await self._write(send, dialect.end(error), last=True)
+
+    async def _write(self, send: Send, data: bytes, last: bool = False) -> None:
+        """Send a piece; waits while the client's buffers are full."""
+        if not data and not last:
+            return
+        if not self._started:
+            self._started = True
+            headers = [(b"content-type", self._dialect.media_type), *STREAM_HEADERS]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def _whole(self, session: GenerationSession) -> Response:
         """Answer in one piece; a large answer is encoded beside the event loop."""

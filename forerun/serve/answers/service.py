@@ -20,7 +20,6 @@ from forerun.constrain.grammar.tags import TagRules
 from forerun.errors import RequestError
 from forerun.hub.catalog import is_here
 from forerun.options.config import EngineConfig, ServeSettings
-from forerun.serve.answers.events import EventQueue
 from forerun.serve.bodies.dialogue import keeps_budgets
 from forerun.serve.bodies.wire import Bodies
 from forerun.serve.http.errors import shutting_down, stuck, unavailable, unknown_model
@@ -69,10 +68,6 @@ class Served:
     def adapters(self) -> list[str]:
         """Names of the adapters beside the model, by number."""
         return adapter_names(self.loaded.info)
-
-    def events(self) -> EventQueue:
-        """Make a queue where the news of one HTTP request comes in."""
-        return EventQueue(self.meter.gap)
 
 
 class Service(InFlight):

@@ -88,10 +88,7 @@ async def health_generate(request: Request) -> Response:
     served = service.enter()
     body = CompletionBody(prompt=((0,),), max_tokens=1, temperature=0.0)
     generation = completion_generation(body, served.loaded, service.settings)
-    events, engine = served.events(), served.engine
-    with GenerationSession(
-        generation, engine, events, service.settings, request.receive
-    ) as session:
+    with GenerationSession(generation, served, service.settings, request.receive) as session:
         await session.whole()
     return Json({"status": service.state})
 
