@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,7 +16,9 @@ from forerun.errors import ForerunError
 from forerun.serve.answers.record import RequestRecord
 from forerun.serve.bodies.fields import UNKNOWN_FIELD
 from forerun.serve.bodies.wire import dump_json
-from forerun.serve.dialects.wording import error_body, request_ids
+from forerun.serve.dialects.anthropic.errors import error_body as anthropic_error
+from forerun.serve.dialects.ollama.errors import error_body as ollama_error
+from forerun.serve.dialects.openai.errors import error_body as openai_error
 from forerun.serve.http.errors import ApiError, ClientGoneError, api_error
 from forerun.serve.http.hosts import AllowedHosts
 from forerun.serve.observe.logs import FIELDS
@@ -39,6 +42,10 @@ PIECE = 1 << 16
 LINGER_SECONDS = 5.0
 """A client that was refused while it still sent may take so long to read the answer and to end the
 connection; as nginx's lingering_timeout."""
+
+ANTHROPIC, OLLAMA = "/v1/messages", "/api/"
+"""Beginnings of the paths of other dialects than OpenAI's: an error before any route reads the
+request has the format of its path's dialect."""
 
 Traces = Callable[[RequestRecord, str, str, Mapping[str, str]], None]
 """Takes a request that has ended: what is known of it, its method, path and headers."""
@@ -86,7 +93,7 @@ class RequestMiddleware:
                 message["headers"] = [
                     *message.get("headers", ()),
                     (b"x-request-id", record.id.encode()),
-                    *request_ids(scope["path"], record.id),
+                    *_own_ids(scope["path"], record.id),
                     *record.headers(),
                 ]
                 if body.large and _ENDS not in message["headers"]:
@@ -215,6 +222,18 @@ def _pieces(message: Message) -> Iterator[Message]:
         yield message
 
 
+def _own_ids(path: str, id: str) -> list[tuple[bytes, bytes]]:
+    """Return headers by which a dialect's clients know a request, beside x-request-id."""
+    return [(b"request-id", id.encode())] if path.startswith(ANTHROPIC) else []
+
+
+def _error_body(path: str, error: ApiError) -> Any:
+    """Return the JSON of an error in the format of its path's dialect."""
+    if path.startswith(ANTHROPIC):
+        return anthropic_error(error)
+    return ollama_error(error) if path.startswith(OLLAMA) else openai_error(error)
+
+
 _DECLARED = re.compile(r"[a-z_]+(\[\d+\])*")
 """A field as far as its names are ours: what stands in it may be a client's words."""
 
@@ -224,7 +243,7 @@ async def _answer(path: str, error: ApiError, send: Send, record: RequestRecord)
     field = _DECLARED.match(error.param or "")
     known = field is not None and not str(error).startswith(UNKNOWN_FIELD)
     record.note = record.note or f"{error.code or ''} {field[0] if field and known else ''}".strip()
-    body = dump_json(error_body(path, error))
+    body = dump_json(_error_body(path, error))
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     pairs = [(k.encode(), v.encode()) for k, v in (headers | error.headers).items()]
     await send({"type": "http.response.start", "status": error.status, "headers": pairs})

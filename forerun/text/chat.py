@@ -180,15 +180,8 @@ class ChatTemplate:
         )
 
     def _encode(self, text: str, marker: str, most: int | None) -> Ints:
-        least = self._tokenizer.least_tokens(text.replace(marker, ""))
-        if most is not None and least > most:
-            raise ContextError(
-                f"This model's maximum context length is {most} tokens, but the conversation has "
-                f"at least {least} tokens. Shorten the messages.",
-                "messages",
-                least,
-                context=most,
-            )
+        if most is not None and len(text) > most // 4:  # A character counts as four at most.
+            self._check_length(text.replace(marker, ""), most)
         ids: list[int] = []
         for part in self._tokenizer.split(text, self._controls):
             if isinstance(part, int):
@@ -199,6 +192,18 @@ class ChatTemplate:
             for piece in more:
                 ids += self._tokenizer.encode_within(piece)
         return np.array(ids, np.int32)
+
+    def _check_length(self, text: str, most: int) -> None:
+        """Raise ContextError if a text certainly has more tokens than `most`, unencoded."""
+        least = self._tokenizer.least_tokens(text)
+        if least > most:
+            raise ContextError(
+                f"This model's maximum context length is {most} tokens, but the conversation has "
+                f"at least {least} tokens. Shorten the messages.",
+                "messages",
+                least,
+                context=most,
+            )
 
     def _cut_unmarked(self, text: str) -> list[str]:
         """Cut user-written strings that the plain encoder would still take for one token."""

@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from forerun.errors import RequestError
+from forerun.text.reasoning import Marks
 from forerun.text.tool_prompt import WRITTEN, call_in_text, result_in_text, with_tools_in_text
 from forerun.text.tools import HERMES, ToolFormat, format_of, takes_tools
 
@@ -68,6 +69,16 @@ class TemplateTraits:
         self._source, self._render = source, render
 
     @cached_property
+    def tool_format(self) -> ToolFormat:
+        """The format of the calls that it shows."""
+        return format_of(self._source)
+
+    @cached_property
+    def marks(self) -> Marks | None:
+        """The texts around thoughts; None if it shows none."""
+        return Marks.found_in(self._source)
+
+    @cached_property
     def tools(self) -> bool:
         """Whether the template lists the tools for the model."""
         return takes_tools(self._source) and _holds(self._try([_user()], [_tool()]), [_NAME])
@@ -92,7 +103,7 @@ class TemplateTraits:
             spelled = empty and len(_EMPTY_WORDS.findall(text)) > most  # Content None, as a word.
             if not spelled and '{\\"city' not in text:  # JSON text, encoded once more.
                 return style
-        own = format_of(self._source)
+        own = self.tool_format
         return CallStyle("", "object", written=own if own in WRITTEN else HERMES)
 
     @cached_property

@@ -56,22 +56,7 @@ def renderer(source: str) -> Renderer:
     with limited memory. Raises ModelError if it does not parse.
     """
     known = source == BYTE_LEVEL_TEMPLATE or hashlib.sha256(source.encode()).hexdigest() in KNOWN
-    return _Here(source) if known else BySize(source)
-
-
-class _Here:
-    """Renders in this process."""
-
-    waits = False
-
-    def __init__(self, source: str) -> None:
-        self._template = Template(source)
-
-    def render(self, names: dict[str, Any]) -> str:
-        return self._template.render(names)
-
-    def close(self) -> None:
-        """Do nothing: there is no process."""
+    return Template(source) if known else BySize(source)
 
 
 class BySize:

@@ -29,10 +29,13 @@ _ASCII = re.compile("[^\x00-\x7f\ue000-\uf8ff]")
 
 
 class Template:
-    """A compiled template. Safe to share between threads.
+    """A compiled template: a Renderer (see `rendering`) in this process. Safe to share between
+    threads.
 
     Raises ModelError if it does not parse.
     """
+
+    waits = False
 
     def __init__(self, source: str) -> None:
         self._environment = _environment(_plain_statements(source))
@@ -53,6 +56,9 @@ class Template:
             raise RequestError(
                 f"the chat template cannot render these messages: {reason} ({where})", "messages"
             ) from error
+
+    def close(self) -> None:
+        """Do nothing: there is no process."""
 
 
 def _plain_statements(source: str) -> str:

@@ -9,10 +9,10 @@ from starlette.testclient import TestClient
 from forerun.constrain.grammar import ThinkingBudget
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
-from forerun.serve.bodies.dialogue import dialogue
+from forerun.serve.bodies.dialogue import budget_name, dialogue
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.schema import ChatBody
-from forerun.serve.bodies.thinking import BudgetWatch, budget_name
+from forerun.serve.bodies.thinking import BudgetWatch
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from tests.cli.toys import toy_loaded
 

@@ -52,6 +52,7 @@ class Served:
     names        all that it is called
     created      when it was loaded, in seconds since 1970
     fingerprint  changes when the model, the configuration or the version does
+    adapters     names of the adapters beside the model, by number
     adapter      number of the adapter that requests of this name run with; -1 = none
     """
 
@@ -62,12 +63,8 @@ class Served:
     created: int
     fingerprint: str
     meter: Meter
+    adapters: list[str]
     adapter: int = -1
-
-    @property
-    def adapters(self) -> list[str]:
-        """Names of the adapters beside the model, by number."""
-        return adapter_names(self.loaded.info)
 
 
 class Service(InFlight):
@@ -266,6 +263,7 @@ class Service(InFlight):
             created=int(time.time()),
             fingerprint="fp_" + hashlib.sha256(facts).hexdigest()[:10],
             meter=meter,
+            adapters=adapter_names(loaded.info),
         )
         self._tasks.append(begun(self._watch(engine), "the watch over the engine"))
         self.arrived.set()

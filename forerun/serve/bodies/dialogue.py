@@ -1,6 +1,6 @@
 """A conversation's settings beyond its text: tools, reasoning, a constraint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -8,16 +8,15 @@ import numpy as np
 
 from forerun.build.engine import Frontend
 from forerun.constrain.grammar import Grammar, Start, ThinkingBudget
-from forerun.constrain.grammar.calls import Calling, Rules, tool_rules
+from forerun.constrain.grammar.calls import Calling, Rules, tool_rules, without
 from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
-from forerun.serve.bodies.bans import token_rules
 from forerun.serve.bodies.closing import closed_grammar, closed_rules
 from forerun.serve.bodies.fields import ignored_in
-from forerun.serve.bodies.history import left_out
+from forerun.serve.bodies.messages import left_out
 from forerun.serve.bodies.output_parser import OutputParser
-from forerun.serve.bodies.schema import ChatBody, SampledBody
-from forerun.serve.bodies.thinking import budget_name, kept_budget, mark_ids, thought_tokens
+from forerun.serve.bodies.schema import NEVER, ChatBody, SampledBody
+from forerun.serve.bodies.thinking import kept_budget, mark_ids, thought_tokens
 from forerun.serve.bodies.tools import Tool, ToolChoice
 from forerun.serve.http.errors import ApiError
 from forerun.text.chat import ChatTemplate
@@ -33,7 +32,7 @@ from forerun.text.harmony import (
 )
 from forerun.text.reasoning import TAIL, Marks, ReasoningReader, Stage
 from forerun.text.tokenizer import Tokenizer
-from forerun.text.tools import FORMATS, HARMONY, ToolFormat, ToolReader, format_of
+from forerun.text.tools import FORMATS, HARMONY, ToolFormat, ToolReader
 from forerun.types import Ints
 
 
@@ -64,14 +63,16 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     if settings.additional_properties == "deny":
         offered = tuple(_closed(tool) for tool in offered)
     template = template_of(loaded)
-    format = FORMATS.get(settings.tool_parser) or format_of(template.source)
+    format = FORMATS.get(settings.tool_parser) or template.traits.tool_format
     marks = THOUGHTS if format is HARMONY else _marks(settings, template)
     prompt = chat_prompt(body, loaded, offered, marks)
+    banned = token_rules(body, loaded.tokenizer)
+    rules, free = banned or constraint(body, settings), False
+    if not offered and marks is None and body.asked_budget[1] is None:
+        return Dialogue(prompt, rules)
     tail = loaded.tokenizer.decode(prompt[-TAIL:].tolist(), skip_special=False)
     # Of Harmony: what the prompt has of the answer's first message; "" within a long text.
     message = begun_message(tail) or ("" if body.continue_final_message else START)
-    banned = token_rules(body, loaded.tokenizer)
-    rules, free = banned or constraint(body, settings), False
     if offered and banned is None:
         answer = rules.grammar if rules is not None else None
         inside = not message or MESSAGE in message
@@ -134,6 +135,52 @@ def constraint(body: SampledBody, settings: ServeSettings) -> Rules | None:
     if rules is None or settings.additional_properties == "allow":
         return rules
     return closed_rules(rules)
+
+
+def token_rules(body: SampledBody, tokenizer: Tokenizer) -> Rules | None:
+    """Return the rules that vLLM's bad_words or allowed_token_ids impose; None without either. They
+    hold from the first token on, also while a model reasons.
+
+    Raises RequestError if there is another constraint too, or an id that does not exist.
+    """
+    names = [name for name in ("bad_words", "allowed_token_ids") if getattr(body, name)]
+    if not names:
+        return None
+    name = names[-1]
+    other = names[0] if len(names) > 1 else "tools" if getattr(body, "tools", ()) else ""
+    other = body.rules.grammar.field if body.rules is not None else other
+    if other:
+        raise RequestError(
+            f"{name} and {other} cannot be honoured at once: an answer has one constraint.", name
+        )
+    if name == "bad_words":
+        return _without_words(body.bad_words, tokenizer)
+    return _allowed_tokens(body.allowed_token_ids, tokenizer.vocab_size)
+
+
+def never(body: SampledBody, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    """Return the biases beside allowed_token_ids, after which a grammar lets every end of the text
+    follow: those that are not listed are impossible.
+    """
+    allowed = body.allowed_token_ids
+    return tuple((id, NEVER) for id in tokenizer.eos_ids if id not in allowed) if allowed else ()
+
+
+def _without_words(words: Sequence[str], tokenizer: Tokenizer) -> Rules:
+    """Make the rules of texts and control tokens, of which no text contains a word."""
+    special = sorted(tokenizer.control_within.values())
+    between = f"(<[{','.join(map(str, special))}]> TEXT)*" if special else ""
+    source = f"start: TEXT {between}\nTEXT: {without(words)}"
+    return Rules(Grammar.grammar(source, "bad_words"))
+
+
+def _allowed_tokens(ids: Sequence[int], vocab: int) -> Rules:
+    wrong = [id for id in ids if id >= vocab]
+    if wrong:
+        message = f"allowed_token_ids has the token id {wrong[0]}, but ids are 0 to {vocab - 1}."
+        raise RequestError(message, "allowed_token_ids")
+    source = f"start: (<[{','.join(map(str, sorted(set(ids))))}]>)*"
+    return Rules(Grammar.grammar(source, "allowed_token_ids"))
 
 
 class Conversational(Protocol):
@@ -218,6 +265,16 @@ def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
     return {}
 
 
+def budget_name(body: ChatBody, template: str) -> dict[str, Any]:
+    """Return the variable of a template's source that names a budget (Seed-OSS); empty if it has
+    none, or the request.
+    """
+    _, tokens = body.asked_budget
+    if tokens is None or tokens < 0 or "thinking_budget" not in template:
+        return {}
+    return {"thinking_budget": tokens}
+
+
 def ignored_fields(body: SampledBody, loaded: Frontend) -> tuple[str, ...]:
     """Name the fields of a request that were sent and change nothing with this model."""
     found = ignored_in(body)
@@ -294,7 +351,7 @@ def keeps_budgets(loaded: Frontend, settings: ServeSettings) -> bool:
     """Return whether thoughts of the model can have a budget: the marks around them are known."""
     if loaded.chat is None:
         return False
-    format = FORMATS.get(settings.tool_parser) or format_of(loaded.chat.source)
+    format = FORMATS.get(settings.tool_parser) or loaded.chat.traits.tool_format
     return format is HARMONY or _marks(settings, loaded.chat) is not None
 
 
@@ -302,7 +359,7 @@ def _marks(settings: ServeSettings, template: ChatTemplate) -> Marks | None:
     end = settings.reasoning_end.strip()
     if end in ("", "off"):
         return None
-    return Marks.found_in(template.source) if end == "auto" else Marks.of(end)
+    return template.traits.marks if end == "auto" else Marks.of(end)
 
 
 def _stage(body: ChatBody, tail: str, marks: Marks) -> tuple[Stage, bool]:

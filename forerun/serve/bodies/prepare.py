@@ -14,8 +14,7 @@ from forerun.constrain.grammar.calls import Rules
 from forerun.engine.request import Request, Speculation, Stopping
 from forerun.errors import ContextError, RequestError
 from forerun.options.config import NEUTRAL, ServeSettings
-from forerun.serve.bodies.bans import never, token_rules
-from forerun.serve.bodies.dialogue import constraint, dialogue
+from forerun.serve.bodies.dialogue import constraint, dialogue, never, token_rules
 from forerun.serve.bodies.output_parser import OutputParser
 from forerun.serve.bodies.schema import (
     UNLIMITED,
@@ -210,12 +209,14 @@ def _generation(
 
 
 def _predicted(body: SampledBody, loaded: Frontend) -> Ints:
-    """Encode what the answer is expected to be: int32[T]. Raises ContextError beyond the
-    context.
+    """Encode what the answer is expected to be: int32[T], often empty. Raises ContextError beyond
+    the context.
     """
-    given, place = body.prediction or "", "prediction.content"
-    check_length(given, loaded, place)
-    ids = np.array(loaded.tokenizer.encode_part(given, False), np.int32)
+    if not body.prediction:
+        return np.zeros(0, np.int32)
+    place = "prediction.content"
+    check_length(body.prediction, loaded, place)
+    ids = np.array(loaded.tokenizer.encode_part(body.prediction, False), np.int32)
     if len(ids) > loaded.context:
         raise too_long(len(ids), loaded, place)
     return ids

@@ -349,6 +349,23 @@ class ChatBody(SampledBody):
         "web_search_options": "the server fetches nothing",
     }
 
+    @property
+    def asked_budget(self) -> tuple[str, int | None]:
+        """The field that has a budget for thoughts, and its tokens; None: no field has one. Raises
+        RequestError where two fields disagree.
+        """
+        name, in_kwargs = "thinking_token_budget", "chat_template_kwargs.thinking_budget"
+        of_template = (self.chat_template_kwargs or {}).get("thinking_budget")
+        given = {
+            name: self.thinking_token_budget,
+            "reasoning.max_tokens": None if self.reasoning is None else self.reasoning.max_tokens,
+            in_kwargs: None if of_template is None else thinking_budget(of_template, in_kwargs),
+        }
+        found = {name: tokens for name, tokens in given.items() if tokens is not None}
+        if len(set(found.values())) > 1:
+            raise RequestError(f"{' and '.join(found)} disagree; send one of them.", name)
+        return next(iter(found.items()), (name, None))
+
 
 Prompt = str | tuple[int, ...]
 

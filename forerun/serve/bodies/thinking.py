@@ -1,44 +1,15 @@
-"""Thinking budgets: which field has one, whether it can be kept, and what ends the thought."""
+"""Thinking budgets: whether one can be kept, and what ends the thought."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from forerun.constrain.grammar import LETTER, ThinkingBudget
 from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
-from forerun.serve.bodies.schema import ChatBody, thinking_budget
+from forerun.serve.bodies.schema import ChatBody
 from forerun.text.harmony import FINAL, START, THOUGHTS
 from forerun.text.reasoning import Marks
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Ints
-
-_NAME, _OF_TEMPLATE = "thinking_token_budget", "chat_template_kwargs.thinking_budget"
-
-
-def _asked(body: ChatBody) -> tuple[str, int | None]:
-    """Return a request's budget and the field that has it; None: there is none. Raises RequestError
-    where two fields disagree.
-    """
-    of_template = (body.chat_template_kwargs or {}).get("thinking_budget")
-    given = {
-        _NAME: body.thinking_token_budget,
-        "reasoning.max_tokens": None if body.reasoning is None else body.reasoning.max_tokens,
-        _OF_TEMPLATE: None if of_template is None else thinking_budget(of_template, _OF_TEMPLATE),
-    }
-    found = {name: tokens for name, tokens in given.items() if tokens is not None}
-    if len(set(found.values())) > 1:
-        raise RequestError(f"{' and '.join(found)} disagree; send one of them.", _NAME)
-    return next(iter(found.items()), (_NAME, None))
-
-
-def budget_name(body: ChatBody, template: str) -> dict[str, Any]:
-    """Return the variable of a template's source that names a budget (Seed-OSS); empty if it has
-    none, or the request.
-    """
-    _, tokens = _asked(body)
-    if tokens is None or tokens < 0 or "thinking_budget" not in template:
-        return {}
-    return {"thinking_budget": tokens}
 
 
 def kept_budget(
@@ -52,7 +23,7 @@ def kept_budget(
 
     Raises RequestError for a budget that cannot be kept, if the request has it.
     """
-    name, asked = _asked(body)
+    name, asked = body.asked_budget
     own, must = asked is not None, asked is not None and not body.budget_is_target
     tokens = settings.thinking_budget if asked is None else asked
     message = body.thinking_budget_message

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import ignored_in
-from forerun.serve.bodies.history import left_out
-from forerun.serve.bodies.messages import goes_on
+from forerun.serve.bodies.messages import goes_on, left_out
 from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.bodies.tools import ToolChoice, different
 from forerun.serve.dialects.anthropic.schema import (

@@ -23,8 +23,14 @@ from forerun.serve.bodies.fields import (
     takes,
     text,
 )
-from forerun.serve.bodies.history import history
-from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, is_assistant, of_parts, plain_text
+from forerun.serve.bodies.messages import (
+    MAX_MESSAGES,
+    NO_MEDIA,
+    history,
+    is_assistant,
+    of_parts,
+    plain_text,
+)
 from forerun.serve.bodies.schema import (
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,

@@ -15,8 +15,7 @@ from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import ignored_fields
 from forerun.serve.bodies.fields import ignored_in, read
-from forerun.serve.bodies.history import left_out
-from forerun.serve.bodies.messages import goes_on
+from forerun.serve.bodies.messages import goes_on, left_out
 from forerun.serve.bodies.output_parser import ParsedDelta
 from forerun.serve.bodies.prepare import Generation, chat_generation, completion_generation, within
 from forerun.serve.bodies.schema import UNLIMITED, ChatBody, CompletionBody

@@ -80,8 +80,8 @@ class ChatFormat:
         self._unseen = unseen
         self._budget, self._watches = budget, dict[int, BudgetWatch]()
         self._thoughts: dict[int, str] = {}
-        self._new_parser = parser or (lambda: OutputParser(None, None))
-        self._speeches: dict[int, OutputParser] = {}
+        self._new_parser = parser
+        self._speeches: dict[int, OutputParser | None] = {}
 
     def choice(self, index: int, news: Delta) -> Choice:
         """Implement ResponseFormat.choice: a message with reasoning, content and calls, and why it
@@ -120,7 +120,8 @@ class ChatFormat:
             deltas.append({"reasoning_content": parsed.reasoning, "reasoning": parsed.reasoning})
         if parsed.content:
             deltas.append({"content": parsed.content})
-        deltas += [{"tool_calls": [piece]} for piece in streamed_calls(parsed.calls)]
+        if parsed.calls:
+            deltas += [{"tool_calls": [piece]} for piece in streamed_calls(parsed.calls)]
         if logprobs and logprobs["content"]:
             # They belong to all of the deltas: the first one carries them.
             first = deltas.pop(0) if deltas else {"content": ""}
@@ -139,12 +140,15 @@ class ChatFormat:
         return found
 
     def _parse(self, index: int, news: Delta) -> ParsedDelta:
-        parser = self._speeches.setdefault(index, self._new_parser())
+        if self._budget is not None:
+            self._watches.setdefault(index, BudgetWatch(self._budget)).push(news.tokens)
+        if index not in self._speeches:
+            self._speeches[index] = None if self._new_parser is None else self._new_parser()
+        if (parser := self._speeches[index]) is None:
+            return ParsedDelta(content=news.text)
         parsed = parser.push(news.text, news.finish is not None, news.finish == Finish.LENGTH)
         if parsed.reasoning:
             self._thoughts[index] = self._thoughts.get(index, "") + parsed.reasoning
-        if self._budget is not None:
-            self._watches.setdefault(index, BudgetWatch(self._budget)).push(news.tokens)
         return parsed
 
     def _thinking(self, index: int) -> dict[str, str]:
@@ -158,7 +162,8 @@ class ChatFormat:
         return sum(reasoning_tokens(text, self._tokenizer) for text in self._thoughts.values())
 
     def _finish(self, index: int, news: Delta) -> str | None:
-        called = self._speeches[index].called(news.finish, news.stop_reason)
+        parser = self._speeches[index]
+        called = parser is not None and parser.called(news.finish, news.stop_reason)
         return "tool_calls" if called else news.finish
 
     def _logprobs(self, news: Delta) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import ignored_in
-from forerun.serve.bodies.history import left_out
+from forerun.serve.bodies.messages import left_out
 from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.bodies.tools import different
 from forerun.serve.dialects.responses.free_tools import CustomCall, ShellCall, unheld

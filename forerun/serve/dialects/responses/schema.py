@@ -26,8 +26,7 @@ from forerun.serve.bodies.fields import (
     text,
     whatever,
 )
-from forerun.serve.bodies.history import history
-from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, of_parts, plain_text
+from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, history, of_parts, plain_text
 from forerun.serve.bodies.schema import (
     EFFORTS,
     MAX_TOKENS,
