@@ -25,8 +25,7 @@ from forerun.build.with_cpu import ngram_drafter
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.drafters.none import NoDrafter
 from forerun.drafts.ngram_table import NgramTable
-from forerun.engine.options import EngineOptions
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import ModelError
 from forerun.interface.drafter import Drafter, TableDrafter
 from forerun.machine import stamp

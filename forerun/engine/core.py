@@ -1,16 +1,19 @@
-"""One turn of the engine: begin a round, finish it, report its outcome. One thread, no locks.
+"""One turn of the engine: begin a round, finish it, report its outcome; and the loop of turns.
 
 If the device can continue by itself, rounds overlap: overlap.py.
 """
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable
-from time import perf_counter
+from time import monotonic, perf_counter
 
 from forerun.engine.check import check_all
 from forerun.engine.metrics import EngineMetrics
 from forerun.engine.output import OutputProcessor
 from forerun.engine.parts import Parts
+from forerun.engine.request import Finish
 from forerun.engine.row_output import Ending, failed
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
@@ -24,9 +27,12 @@ log = logging.getLogger("forerun.engine")
 STALL_SECONDS = 0.02
 """Longest single wait while no sequence is ready; new requests must enter."""
 
+QUIET = 0.05
+"""Seconds without work after which the engine counts as idle and checks itself."""
+
 
 class EngineCore:
-    """Runs sequences, one step per turn.
+    """Runs sequences, one step per turn. One thread, no locks.
 
     max_failures  failed steps in a row after which `step` raises EngineError
     ended         called when the last choice of a request has ended
@@ -196,3 +202,96 @@ class EngineCore:
         if self._failures >= self._max_failures:
             message = f"{self._failures} steps in a row failed, the last with: {error}"
             raise EngineError(message) from error
+
+
+class EngineLoop:
+    """The engine's own thread: a turn handles the requests of other threads and runs one step.
+    thread.py has the methods for other threads.
+
+    step_began  when the current step began (time.monotonic); None between steps
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._checked = False
+        self._step_done: Callable[[], None] = lambda: None
+        # Shared with other threads, under the lock of `_changed`:
+        self._changed = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._ids: set[RequestId] = set()
+        self._entering = 0
+        self._draining = False
+        self._stopping = False
+        self._broken: str | None = None
+        self._lost: Callable[[str], None] = lambda _: None
+        self.step_began: float | None = None
+
+    def _run(self) -> None:
+        while self._broken is None:
+            with self._changed:
+                # After QUIET seconds without work one turn checks for leaks; then no time-out.
+                patience = None if self._checked else QUIET
+                self._changed.wait_for(
+                    lambda: self._inbox or self._core.busy or self._stopping, patience
+                )
+                if self._stopping:
+                    break
+            self.step_began = monotonic()
+            self.step_once()
+            self.step_began = None
+            if self._draining:
+                with self._changed:
+                    self._changed.notify_all()
+        self._stop()
+
+    def step_once(self) -> bool:
+        """Run one turn. Returns False if there was no sequence; the first such turn checks for
+        leaks. If a turn raises, the engine ends all requests with an error and takes no more.
+        """
+        try:
+            self._take_inbox()
+            busy = self._core.step()
+            self._step_done()
+            if not busy and not self._checked:
+                self._core.check()
+            self._checked = not busy
+        except Exception as error:
+            log.exception("the engine failed and gives up")
+            self._give_up(f"The engine failed and gave up: {error or type(error).__name__}")
+            if isinstance(error, RankError):
+                self._lost(str(error))
+            return False
+        return busy
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            with self._changed:
+                order = self._inbox.popleft()
+            order()
+            self._step_done()
+
+    def _enter(self, sequences: list[Sequence]) -> None:
+        """Move a submitted request into the queue."""
+        self._core.add(sequences)
+        with self._changed:
+            self._entering -= len(sequences)
+
+    def _ended(self, request: RequestId) -> None:
+        """Remove a request whose last choice has ended and is about to be reported."""
+        with self._changed:
+            self._ids.discard(request)
+            self._changed.notify_all()
+
+    def _stop(self) -> None:
+        self._take_inbox()
+        self._core.end_all(Ending(Finish.ABORT))
+        self._step_done()
+
+    def _give_up(self, message: str) -> None:
+        with self._changed:
+            self._broken = message
+            self._changed.notify_all()
+        self._core.abandon()
+        self._take_inbox()
+        self._core.end_all(Ending(Finish.ERROR, error=message))
+        self._step_done()

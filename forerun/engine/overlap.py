@@ -27,7 +27,6 @@ from collections.abc import Callable
 import numpy as np
 
 from forerun.engine.core import EngineCore
-from forerun.engine.options import EngineOptions
 from forerun.engine.parts import Parts
 from forerun.engine.row_output import Ending, PendingRows
 from forerun.engine.scheduler import Schedule
@@ -40,21 +39,19 @@ log = logging.getLogger("forerun.engine")
 
 
 def make_core(
-    parts: Parts, options: EngineOptions, ended: Callable[[RequestId], None]
+    parts: Parts, overlap: bool, max_failures: int, ended: Callable[[RequestId], None]
 ) -> EngineCore:
-    """Return the core of an engine; one with overlapping rounds if the options and the executor
-    allow.
-
-    ended  called when the last choice of a request has ended
+    """Return the core of an engine: with `overlap` one whose rounds overlap, if the executor can.
+    max_failures, ended: see EngineCore.
     """
-    if options.overlap and parts.executor.capabilities.overlap:
-        return OverlappingCore(parts, options.max_failures, ended)
-    if options.overlap:
+    if overlap and parts.executor.capabilities.overlap:
+        return OverlappingCore(parts, max_failures, ended)
+    if overlap:
         log.warning(
             "overlap is disabled: it needs captured rounds (cuda) or jax; this executor is %s",
             parts.executor.name,
         )
-    return EngineCore(parts, options.max_failures, ended)
+    return EngineCore(parts, max_failures, ended)
 
 
 class OverlappingCore(EngineCore):

@@ -1,21 +1,22 @@
-"""The engine: a thread with an inbox, and its methods for other threads."""
+"""The engine: a thread with an inbox, its limits, and its methods for other threads."""
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from itertools import count
+from os import urandom
 from typing import Any
 
 from forerun.cache.store import PageStore
 from forerun.control.policy import Policy
 from forerun.engine.adapter_counts import AdapterCounters
-from forerun.engine.core import EngineCore
+from forerun.engine.core import EngineCore, EngineLoop
 from forerun.engine.disk_pages import LEAST_TOKENS, DiskPages
 from forerun.engine.disk_states import DiskRecords
 from forerun.engine.learning import Learning, Learnt
-from forerun.engine.loop import EngineLoop
-from forerun.engine.options import EngineOptions
+from forerun.engine.overlap import make_core
 from forerun.engine.parts import GuardedDrafter, Parts
 from forerun.engine.request import Finish, Request, Sink, validate
 from forerun.engine.row_output import Ending
@@ -25,12 +26,65 @@ from forerun.errors import BusyError, EngineError, RankError, RequestError
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
 from forerun.interface.grammars import Grammars, NoGrammars
+from forerun.options.config import MAX_CHOICES
 from forerun.text.stream import TextStream
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import RequestId
 
 GIVE_UP_SECONDS = 1.0
 """Seconds that a step in which a rank was lost may take to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Limits of the engine itself.
+
+    max_waiting   most sequences that wait for a slot; further requests are refused
+    max_choices   largest n of a request
+    max_failures  failed steps in a row after which the engine gives up
+    overlap       begin the next step before this one is finished, or before its outputs are
+                  reported (overlap.py), if the executor can
+    accept_threshold_single, accept_threshold_acc
+                  defaults for requests (speculative/thresholds.py); 1 = lossless
+    adapters      names of the executor's adapters, and 16 bytes that say what each is
+    secret        of `tenant_key`
+    """
+
+    max_waiting: int = 1024
+    max_choices: int = MAX_CHOICES
+    max_failures: int = 3
+    overlap: bool = False
+    accept_threshold_single: float = 1.0
+    accept_threshold_acc: float = 1.0
+    adapters: tuple[tuple[str, bytes], ...] = ()
+    secret: bytes = field(default_factory=lambda: urandom(16), repr=False)
+
+    def tenant_key(self, request: Request) -> int:
+        """Return SlotInit.tenant of a request: 0 without tenant and salt, else 64 bits that a
+        client cannot predict, so that no text can be made to collide with another tenant's.
+        """
+        if not request.tenant and not request.cache_salt:
+            return 0
+        name = f"{len(request.tenant)}:{request.tenant}{request.cache_salt}".encode()
+        return int.from_bytes(blake2b(name, key=self.secret, digest_size=8).digest(), "little")
+
+    def salt(self, request: Request) -> bytes:
+        """Return the salt of a request's cached prefixes: its own, apart by adapter. No text of a
+        client begins with the byte that an adapter's begins with.
+        """
+        own = request.cache_salt.encode()
+        return own if request.adapter < 0 else b"\xff" + self.adapters[request.adapter][1] + own
+
+    def on(self, request: Request) -> Request:
+        """Return the request with the engine's defaults filled in."""
+        sampling = request.sampling
+        single, acc = sampling.accept_threshold_single, sampling.accept_threshold_acc
+        filled = replace(
+            sampling,
+            accept_threshold_single=self.accept_threshold_single if single is None else single,
+            accept_threshold_acc=self.accept_threshold_acc if acc is None else acc,
+        )
+        return replace(request, sampling=filled)
 
 
 class Engine(EngineLoop):
@@ -56,7 +110,7 @@ class Engine(EngineLoop):
         guarded = GuardedDrafter(drafter, policy, fault)
         self._parts = Parts(executor, guarded, policy, tokenizer, grammars)
         self._options = options
-        super().__init__(self._parts, options)
+        super().__init__(make_core(self._parts, options.overlap, options.max_failures, self._ended))
         self._orders = count()
         self._adapters = AdapterCounters()
         self._learning: Learning | None = None

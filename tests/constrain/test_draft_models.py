@@ -7,9 +7,8 @@ from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
-from forerun.engine.options import EngineOptions
 from forerun.engine.request import Finish
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import (
     Candidates,

@@ -11,9 +11,8 @@ from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.none import NoDrafter
-from forerun.engine.options import EngineOptions
 from forerun.engine.request import Finish, Request
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
 from tests.constrain.tools import BPE, BYTES, PERSON, RandomDrafter, compiled, is_person

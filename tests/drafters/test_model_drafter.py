@@ -9,8 +9,7 @@ from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.draft_shape import DraftShape
 from forerun.drafters import deferred_extend
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
-from forerun.engine.options import EngineOptions
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.feature_ring import HostFeatureRing, ring_places
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds

@@ -8,8 +8,7 @@ from forerun.control.policy import FixedPolicy
 from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafters.none import NoDrafter
-from forerun.engine.options import EngineOptions
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import BlockCandidates, Candidates, DraftModelTraits
 from forerun.interface.grammars import NoGrammars

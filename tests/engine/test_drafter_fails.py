@@ -6,8 +6,7 @@ import pytest
 
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.ngram import NgramDrafter
-from forerun.engine.options import EngineOptions
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.grammars import NoGrammars
 from tests.engine.toys import TOKENIZER, ask, limits, run

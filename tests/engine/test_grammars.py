@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from forerun.control.policy import FixedPolicy
-from forerun.engine.options import EngineOptions
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import RequestError
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.grammars import Committed

@@ -15,8 +15,7 @@ from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.ngram_cache import LONGEST
 from forerun.engine import learning
 from forerun.engine.learning import Learnt
-from forerun.engine.options import EngineOptions
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors import cpu
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.grammars import NoGrammars

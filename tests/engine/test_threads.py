@@ -117,7 +117,7 @@ def test_abort_within_a_step(started):
 
 def test_idle_costs_nothing(started, monkeypatch):
     """Its thread goes to sleep without a time at which it wakes up."""
-    monkeypatch.setattr("forerun.engine.loop.QUIET", 0.0)
+    monkeypatch.setattr("forerun.engine.core.QUIET", 0.0)
     asleep, waits = threading.Event(), threading.Condition.wait
 
     def wait(condition, seconds=None):

@@ -8,9 +8,8 @@ import numpy as np
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
-from forerun.engine.options import EngineOptions
 from forerun.engine.request import Delta, Finish, Request, Stopping, choice_seed
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.grammars import NoGrammars

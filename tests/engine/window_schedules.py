@@ -10,9 +10,8 @@ from forerun.cache.store import PageStore
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.none import NoDrafter
 from forerun.engine.disk_states import DiskWindows
-from forerun.engine.options import EngineOptions
 from forerun.engine.request import Finish
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import EngineError
 from forerun.interface.executor import window_pages_of
 from forerun.interface.grammars import NoGrammars

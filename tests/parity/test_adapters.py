@@ -14,8 +14,7 @@ from forerun.checkpoints.adapter import read_adapter
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.ngram import NgramDrafter
-from forerun.engine.options import EngineOptions
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors import cpu
 from forerun.executors.cpu import AdaptedCpuExecutor
 from forerun.executors.torch import TorchExecutor

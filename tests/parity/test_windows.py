@@ -14,8 +14,7 @@ from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
 from forerun.engine import disk_pages
-from forerun.engine.options import EngineOptions
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import EngineError
 from forerun.executors.jax import JaxDecoderModel, JaxExecutor, JaxOptions, jax_executor
 from forerun.executors.jax.program.functions import Key

@@ -13,7 +13,7 @@ from forerun.client.completion import make_request
 from forerun.options.config import EngineConfig
 from tests.shape.walk import Walk
 
-FILES, STATEMENTS = 19, 1_970
+FILES, STATEMENTS = 18, 1_970
 """Of decoding steps with n-gram drafts on the compiled core, from plan to the last delta: that the
 engine then proves that nothing leaked (engine/check.py) is no part of a token's life.
 """

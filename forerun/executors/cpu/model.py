@@ -65,7 +65,7 @@ class CpuModel:
                 f"the model has a vocabulary of {arch.vocab}, but its executor was planned for "
                 f"{limits.vocab}"
             )
-        self._limits, self._arch = limits, arch
+        self._limits, self._arch, self._recurrent = limits, arch, arch.recurrent is not None
         self.token_rows = TokenRows(checkpoint).address if arch.token_vector else None
         self._library = native.load()
         self.kernels = native.kernels(kernels)
@@ -185,7 +185,7 @@ class CpuModel:
         layers are recurrent, or read each other's states: these are there for ends of pages alone.
         Raises EngineError if there is no such page.
         """
-        if self._arch.recurrent is not None or self.by_page:
+        if self._recurrent or self.by_page:
             return False
         for model in self._models():
             content = np.empty(self._library.forerun_page_bytes(model, 0), np.uint8)
