@@ -129,8 +129,17 @@ class RequestMiddleware:
             self._traces(record, method, path, headers)
 
     async def _sent(self, send: Send, message: Message) -> None:
-        for part in _pieces(message):
-            await self._within_patience(send, part)
+        """Send in pieces; waits while the client's buffers are full. ClientGoneError if it does not
+        read.
+        """
+        try:
+            for part in _pieces(message):
+                async with asyncio.timeout(self._patience):
+                    await send(part)
+        except TimeoutError:
+            raise ClientGoneError(
+                f"it read nothing of the answer for {self._patience:g} s"
+            ) from None
 
     async def _pass(
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
@@ -151,16 +160,6 @@ class RequestMiddleware:
             message = f"The server failed; see its log for request {record.id}."
             failed = ApiError(500, message, "internal_error")
             await _answer(scope["path"], failed, send, record)
-
-    async def _within_patience(self, send: Send, message: Message) -> None:
-        """Send; waits while the client's buffers are full. ClientGoneError if it does not read."""
-        try:
-            async with asyncio.timeout(self._patience):
-                await send(message)
-        except TimeoutError:
-            raise ClientGoneError(
-                f"it read nothing of the answer for {self._patience:g} s"
-            ) from None
 
     def _admit(self, scope: Scope) -> None:
         """Raise ApiError: 505 and 431 where it is no request that we read, 403 under a name that is

@@ -143,7 +143,7 @@ class TemplateTraits:
         words = [_LATE, _ANSWER, _AGAIN, *(each["content"] for each in head)]
         return _holds(self._try([*head, *turns], None), words)
 
-    @property
+    @cached_property
     def thinking(self) -> bool:
         """Whether the template reads thoughts in a field `thinking` (gpt-oss), and with a call
         either them or content.

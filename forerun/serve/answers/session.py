@@ -134,8 +134,8 @@ class GenerationSession:
             deltas = await self._taken(min(self._settings.keep_alive_seconds, left))
             if not deltas and not self.engine.alive:
                 raise unavailable("The engine has stopped.", "engine_stopped")
-            error = stuck(self.engine.step_began, self._settings.watchdog_seconds)
-            if not deltas and error is not None:
+            watchdog = self._settings.watchdog_seconds
+            if not deltas and (error := stuck(self.engine.step_began, watchdog)):
                 raise error
             if monotonic() >= deadline:
                 seconds = self._settings.request_seconds

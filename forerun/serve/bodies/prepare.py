@@ -111,14 +111,12 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
         limit = max(loaded.context - len(prompt), 1)
     sampling = _sampling(body, loaded, logprobs, body.prompt_logprobs)
     stopping = _stopping(body, sampling, limit)
-    unseen = _unseen(body, loaded.tokenizer)
     # The first space of a grammar's text must not be lost either.
-    exact = body.rules is not None and asked.rules is not None and asked.rules.grammar.start is None
+    exact = asked.rules is not None and asked.rules.grammar.start is None and body.rules is not None
     continues_text = body.continue_final_message or exact
     made = _generation(body, loaded, (prompt,), stopping, sampling, settings, continues_text)
-    made = _with_thresholds(made, body, loaded)
-    made = replace(made, rules=asked.rules, unseen=unseen, parser=asked.parser)
-    made = replace(made, ignored=(*made.ignored, *asked.ignored))
+    ignored = *made.ignored, *asked.ignored
+    made = replace(made, rules=asked.rules, parser=asked.parser, ignored=ignored)
     if asked.control:
         requests = tuple(replace(request, skip_special_tokens=False) for request in made.requests)
         made = replace(made, requests=requests)
@@ -144,10 +142,8 @@ def completion_generation(
     free = max(loaded.context - longest, 1) if body.max_tokens == UNLIMITED else body.max_tokens
     stopping = _stopping(body, sampling, free)
     made = _generation(body, loaded, prompts, stopping, sampling, settings, continues_text=True)
-    made = _with_thresholds(made, body, loaded)
-    unseen = _unseen(body, loaded.tokenizer)
     rules = token_rules(body, loaded.tokenizer) or constraint(body, settings)
-    return replace(made, rules=rules, unseen=unseen)
+    return replace(made, rules=rules)
 
 
 def within(generation: Generation, context: int) -> Generation:
@@ -204,8 +200,18 @@ def _generation(
         )
         for index, prompt in enumerate(prompts)
     )
-    made = Generation(id, int(time.time()), requests, body.n, body.stream, frozenset())
-    return made if body.request_id is None else replace(made, given=(body.request_id,))
+    lossy, idle = _thresholds(body, sampling, loaded)
+    return Generation(
+        id=id,
+        created=int(time.time()),
+        requests=requests,
+        n=body.n,
+        stream=body.stream,
+        unseen=_unseen(body, loaded.tokenizer),
+        lossy=lossy,
+        ignored=idle,
+        given=() if body.request_id is None else (body.request_id,),
+    )
 
 
 def _predicted(body: SampledBody, loaded: Frontend) -> Ints:
@@ -222,17 +228,18 @@ def _predicted(body: SampledBody, loaded: Frontend) -> Ints:
     return ids
 
 
-def _with_thresholds(made: Generation, body: SampledBody, loaded: Frontend) -> Generation:
-    """Add what the accept thresholds mean for the generation: that it is lossy, or that they change
-    nothing although the request names them.
+def _thresholds(
+    body: SampledBody, sampling: Sampling, loaded: Frontend
+) -> tuple[dict[str, float] | None, tuple[str, ...]]:
+    """Return the accept thresholds, if they may change the answer; else None and the fields that
+    change nothing although the request has them.
     """
-    sampling, asked = made.requests[0].sampling, body.speculative
-    names = THRESHOLDS
+    asked = body.speculative
     if sampling.lossy and asked.enabled and loaded.config.speculates:
-        return replace(made, lossy=dict(zip(names, sampling.accept_thresholds, strict=True)))
-    given = {name: getattr(asked, name) for name in names}
-    idle = [f"speculative.{name}" for name, value in given.items() if (value or 1.0) < 1]
-    return replace(made, ignored=tuple(idle))
+        return dict(zip(THRESHOLDS, sampling.accept_thresholds, strict=True)), ()
+    given = {name: getattr(asked, name) for name in THRESHOLDS}
+    idle = (f"speculative.{name}" for name, value in given.items() if (value or 1.0) < 1)
+    return None, tuple(idle)
 
 
 def _sampling(

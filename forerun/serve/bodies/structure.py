@@ -281,4 +281,7 @@ class ConstrainedBody:
     @property
     def rules(self) -> Rules | None:
         """The one constraint. Raises RequestError naming two where there are more."""
-        return one_of(self, tuple(item.name for item in fields(ConstrainedBody)))
+        return one_of(self, _CONSTRAINTS)
+
+
+_CONSTRAINTS = tuple(item.name for item in fields(ConstrainedBody))

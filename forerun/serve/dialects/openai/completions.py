@@ -56,6 +56,7 @@ class OpenAIDialect(Dialect):
         RequestError naming the field, ApiError.
         """
         body, generation = self._parsed(value, service)
+        self._prompt_top = body.prompt_logprobs
         ignored = *ignored_fields(body, self._served.loaded), *ignored_in_messages(value)
         self._options = body.stream_options or StreamOptions()
         self._stats, self._timed = body.speculative.stats, body.timings_per_token
@@ -120,11 +121,6 @@ class OpenAIDialect(Dialect):
             answer["timings"] = _timings(tally)
         return answer
 
-    def _shown(self, body: SampledBody, top: int | None = None) -> Shown:
-        self._prompt_top = body.prompt_logprobs
-        as_ids = body.return_tokens_as_token_ids
-        return Shown(body.return_token_ids, as_ids, top, body.prompt_logprobs)
-
     def _usage(self, tally: Tally) -> dict[str, Any]:
         reasoning = min(self._format.reasoning_tokens, tally.output_tokens)
         counts = usage(tally.prompt_tokens, tally.output_tokens, tally.cached_tokens, reasoning)
@@ -170,7 +166,7 @@ class ChatDialect(OpenAIDialect):
             loaded.tokenizer,
             generation.unseen,
             generation.parser,
-            self._shown(body),
+            _shown(body),
             budget=budget,
         )
         return body, generation
@@ -192,9 +188,14 @@ class CompletionDialect(OpenAIDialect):
         silent = tokenizer.special_ids if body.skip_special_tokens else frozenset()
         echoes = _echoes(body, [request.prompt for request in generation.requests], tokenizer)
         self._format = CompletionFormat(
-            tokenizer, generation.unseen, silent, echoes, body.n, self._shown(body, body.logprobs)
+            tokenizer, generation.unseen, silent, echoes, body.n, _shown(body, body.logprobs)
         )
         return body, generation
+
+
+def _shown(body: SampledBody, top: int | None = None) -> Shown:
+    as_ids = body.return_tokens_as_token_ids
+    return Shown(body.return_token_ids, as_ids, top, body.prompt_logprobs)
 
 
 def _metadata(generation: Generation) -> dict[str, Any]:
