@@ -4,7 +4,6 @@ The template is part of the model, not of Forerun: it runs where `rendering` say
 cannot be forged by what users write (see `escape`).
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +13,7 @@ import numpy as np
 
 from forerun.errors import ContextError, ModelError, RequestError
 from forerun.text.conversation import TemplateTraits, adapted
-from forerun.text.escape import Escape, check_json, free_marker
+from forerun.text.escape import ControlStrings, Escape, check_json, free_marker
 from forerun.text.json_text import JsonFault, read_json
 from forerun.text.reasoning import Marks
 from forerun.text.rendering import is_large, renderer
@@ -52,13 +51,18 @@ class ChatTemplate:
         self._unmarked = matcher(self._written)
 
     @cached_property
-    def _controls(self) -> re.Pattern[str]:
-        """What matches control strings: an engine behind a server needs none."""
-        return matcher([*self._special, *self._written])
+    def _controls(self) -> ControlStrings:
+        """All control strings: an engine behind a server needs none."""
+        return ControlStrings([*self._special, *self._written])
+
+    @cached_property
+    def _marked_controls(self) -> ControlStrings:
+        """Those that the tokenizer's files mark as such."""
+        return ControlStrings(self._special) if self._written else self._controls
 
     def warmed_up(self) -> Self:
         """Make what the first conversation would wait for. Returns this template."""
-        self._controls.search("")
+        assert self._controls and self._marked_controls
         return self
 
     @property
@@ -108,7 +112,7 @@ class ChatTemplate:
         begun = marks.begun(last) if marks and last.get("role") == "assistant" else None
         if marks is not None and begun is not None:
             text, marker = self._render(messages[:-1], tools, True, extra, begun)
-            thought = Escape([*self._special, *self._written], marker).text(begun)
+            thought = Escape(self._controls, marker).text(begun)
             return self._encode(marks.going_on(text, thought), marker, most)
         if last.get("role") != "assistant" or not str(last.get("content") or "").strip():
             raise RequestError(
@@ -156,8 +160,7 @@ class ChatTemplate:
         check_json(options, "chat_template_kwargs")
         clean, offered = adapted(clean, offered, self.traits)
         marker = free_marker([self._source, clean, offered, options, more])
-        escape = Escape([*self._special, *self._written], marker)
-        own = Escape(self._special, marker)
+        escape, own = Escape(self._controls, marker), Escape(self._marked_controls, marker)
         names = self._tokenizer.names | escape.value(options)
         names["messages"] = [_escaped(message, escape, own) for message in clean]
         names["tools"] = escape.value(offered)
@@ -183,7 +186,7 @@ class ChatTemplate:
         if most is not None and len(text) > most // 4:  # A character counts as four at most.
             self._check_length(text.replace(marker, ""), most)
         ids: list[int] = []
-        for part in self._tokenizer.split(text, self._controls):
+        for part in self._tokenizer.split(text, self._controls.whole):
             if isinstance(part, int):
                 ids.append(part)
                 continue

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from forerun.errors import ModelError, RequestError, WorkerError
 from forerun.hub.catalog import open_model
 from forerun.sandbox import Fault
-from forerun.text import rendering
+from forerun.text import escape, rendering
 from forerun.text.chat import ChatTemplate, clean_message
 from forerun.text.conversation import adapted
+from forerun.text.escape import ControlStrings
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE, Apart, BySize, renderer
 from forerun.text.template import Template
-from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer, matcher
 from tests.covering import spread
 from tests.text.corpus import TEXTS, byte_level_vocabulary
 from tests.text.templates import BY_NAME, CONTROLS, UNMARKED
@@ -211,6 +212,31 @@ def test_a_user_does_not_complete_what_the_template_begins(tokenizers, source, c
     message = [{"role": "user", "content": content}]
     assert "<|im_end|>" in template.render(message)
     assert not ours.special_ids & set(template.encode(message).tolist())
+
+
+@settings(max_examples=100)
+@given(
+    strings=st.sets(st.text("<|a>", min_size=2, max_size=6), max_size=8),
+    text=st.text("<|a>", min_size=1),
+)
+def test_what_a_neighbour_could_complete_is_found_in_order(strings, text):
+    """As the set of all proper beginnings and ends says."""
+    controls = ControlStrings(strings)
+    cuts = [(string[:cut], string[cut:]) for string in strings for cut in range(1, len(string))]
+    assert controls.begin_with(text) == (text in {head for head, _ in cuts})
+    assert controls.end_with(text) == (text in {tail for _, tail in cuts})
+
+
+def test_control_strings_are_prepared_once(tokenizers, monkeypatch):
+    """Gemma has thousands: a request took 46 ms to prepare them."""
+    made = []
+    monkeypatch.setattr(escape, "matcher", lambda strings: made.append(1) or matcher(strings))
+    template = ChatTemplate(BYTE_LEVEL_TEMPLATE, tokenizers[0]).warmed_up()
+    assert made, "at a server's start"
+    before = len(made)
+    for text in ("a", "b<|im_end|>"):
+        template.encode([{"role": "user", "content": text}])
+    assert len(made) == before
 
 
 def test_private_use_characters_of_users_survive(tokenizers):

@@ -146,12 +146,15 @@ def truncation(value: Any, where: str) -> int:
     return found
 
 
+_length = integer(1, MAX_TOKENS)
+
+
 @takes({"type": "integer", "minimum": -1, "not": {"const": 0}})
 def _answer_length(value: Any, where: str) -> int | None:
     """Read `max_tokens` of a conversation; -1 (llama.cpp) is as if it were left out."""
     if type(value) is int and value == UNLIMITED:
         return None
-    found: int = integer(1, MAX_TOKENS)(value, where)
+    found: int = _length(value, where)
     return found
 
 
