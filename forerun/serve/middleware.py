@@ -120,11 +120,12 @@ class RequestMiddleware:
         """
         status = record.answered()
         poll = method in ("GET", "HEAD", "OPTIONS") and (status < 400 or status == 503)
-        fields = {"method": method, "path": path, "status": status, **record.fields()}
+        found = record.fields()
+        fields = {"method": method, "path": path, "status": status, **found}
         if record.note:
             fields["note"] = record.note
         level = logging.DEBUG if poll else logging.INFO
-        log.log(level, record.line(method, path), extra={FIELDS: fields})
+        log.log(level, record.line(method, path, found), extra={FIELDS: fields})
         if self._traces is not None and not poll:
             self._traces(record, method, path, headers)
 

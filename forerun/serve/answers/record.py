@@ -103,10 +103,10 @@ class RequestRecord:
                 found["accept"] = round(1 + accepted / steps, 2)
         return found
 
-    def line(self, method: str, path: str) -> str:
-        """Write the record as one line of the log: method, path, status and fields."""
+    def line(self, method: str, path: str, fields: Mapping[str, Any]) -> str:
+        """Write the record as one line of the log: method, path, status and `fields`."""
         parts = [f"{method} {quote(path)[:200]} {self.answered()}"]
-        for name, value in self.fields().items():
+        for name, value in fields.items():
             parts.append(f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}")
         return " ".join(parts) + (f" ({self.note})" if self.note else "")
 

@@ -45,7 +45,7 @@ class OpenAIDialect(Dialect):
     _options: StreamOptions
     _stats: bool
     _predicts: bool
-    _named = _begun = False
+    _begun = False
     _timed: bool
     _prompt_ids: list[list[int]] | None
     _prompt_top: int | None
@@ -90,13 +90,12 @@ class OpenAIDialect(Dialect):
             chunks = [{**chunk, "usage": self._running(chunk, tally)} for chunk in chunks]
         if last and options.include_usage:
             chunks.append({**self._envelope, "choices": [], "usage": self._usage(tally)})
-        metadata = _metadata(tally.generation)
-        if chunks and metadata and not self._named:
-            chunks[0]["metadata"] = metadata
-            self._named = True
-        if chunks and self._prompt_ids and not self._begun:
-            chunks[0] |= self._prompts()
+        if chunks and not self._begun:
             self._begun = True
+            if metadata := _metadata(tally.generation):
+                chunks[0]["metadata"] = metadata
+            if self._prompt_ids:
+                chunks[0] |= self._prompts()
         if last and self._stats:
             chunks[-1]["metrics"] = speculation_metrics(tally.stats)
         if chunks and self._timed:
