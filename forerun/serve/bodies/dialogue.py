@@ -4,10 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from forerun.build.engine import Frontend
-from forerun.constrain.grammar import Grammar, Start, ThinkingBudget
+from forerun.constrain.grammar import Grammar
 from forerun.constrain.grammar.calls import Calling, Rules, tool_rules, without
 from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
@@ -16,13 +14,16 @@ from forerun.serve.bodies.fields import ignored_in
 from forerun.serve.bodies.messages import left_out
 from forerun.serve.bodies.output_parser import OutputParser
 from forerun.serve.bodies.schema import NEVER, ChatBody, SampledBody
-from forerun.serve.bodies.thinking import kept_budget, mark_ids, thought_tokens
+from forerun.serve.bodies.thinking import (
+    after_analysis,
+    after_reasoning,
+    kept_budget,
+    stage_behind,
+)
 from forerun.serve.bodies.tools import Tool, ToolChoice
 from forerun.serve.http.errors import ApiError
 from forerun.text.chat import ChatTemplate
 from forerun.text.harmony import (
-    ANALYSIS,
-    END,
     FINAL,
     MESSAGE,
     START,
@@ -62,15 +63,15 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     offered, choice = _offered(body)
     if settings.additional_properties == "deny":
         offered = tuple(_closed(tool) for tool in offered)
-    template = template_of(loaded)
+    template, tokenizer = template_of(loaded), loaded.tokenizer
     format = FORMATS.get(settings.tool_parser) or template.traits.tool_format
     marks = THOUGHTS if format is HARMONY else _marks(settings, template)
     prompt = chat_prompt(body, loaded, offered, marks)
-    banned = token_rules(body, loaded.tokenizer)
+    banned = token_rules(body, tokenizer)
     rules, free = banned or constraint(body, settings), False
     if not offered and marks is None and body.asked_budget[1] is None:
         return Dialogue(prompt, rules)
-    tail = loaded.tokenizer.decode(prompt[-TAIL:].tolist(), skip_special=False)
+    tail = tokenizer.decode(prompt[-TAIL:].tolist(), skip_special=False)
     # Of Harmony: what the prompt has of the answer's first message; "" within a long text.
     message = begun_message(tail) or ("" if body.continue_final_message else START)
     if offered and banned is None:
@@ -82,19 +83,19 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     room = loaded.context - len(prompt)
     if format is HARMONY:
         known = None if banned or offered else marks
-        budget, notice = kept_budget(body, settings, known, loaded.tokenizer, room)
-        found = Dialogue(prompt, rules, control=True, ignored=notice)
+        budget, notice = kept_budget(body, settings, known, tokenizer, room)
         if known is not None:
-            found, message = _after_analysis(found, message, budget, loaded.tokenizer)
+            prompt, rules, message = after_analysis(prompt, rules, message, budget, tokenizer)
         apart = _apart(body) and settings.reasoning_end != "off"
-        return replace(found, parser=_channels(plain, message or FINAL, apart))
+        parser = _channels(plain, message or FINAL, apart)
+        return Dialogue(prompt, rules, parser, control=True, ignored=notice)
 
     def tools() -> ToolReader | None:
         return ToolReader(format, plain) if plain else None
 
     ends = format.ends_thoughts if plain else ()
     known = None if banned else marks
-    budget, notice = kept_budget(body, settings, known, loaded.tokenizer, room)
+    budget, notice = kept_budget(body, settings, known, tokenizer, room)
     if budget is not None:
         budget = replace(budget, call="".join(ends))
     if marks is None or (not _apart(body) and rules is banned and budget is None):
@@ -104,16 +105,18 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
         return Dialogue(prompt, rules, made, control)
     heard = (marks.opener, marks.closer, *([format.opener] if plain else []))
     control = any(_is_control(loaded, mark) for mark in heard)
-    found = Dialogue(prompt, rules, control=control, ignored=notice)
-    stage, bare = _stage(body, tail, marks)
+    stage, bare = stage_behind(body, tail, marks)
     if banned is None and not (free and stage == Stage.UNDECIDED and budget is None):
         seen = control or not body.skip_special_tokens or not _apart(body)
-        found, stage = _after_reasoning(found, stage, marks, loaded.tokenizer, seen, budget)
+        after = after_reasoning(prompt, rules, stage, marks, tokenizer, seen, budget)
+        prompt, rules, stage = after
     if not _apart(body) and body.rules is None and not plain:
-        return found
-    return replace(
-        found, parser=lambda: OutputParser(ReasoningReader(marks, stage, bare, ends), tools())
-    )
+        return Dialogue(prompt, rules, None, control, notice)
+
+    def reader() -> OutputParser:
+        return OutputParser(ReasoningReader(marks, stage, bare, ends), tools())
+
+    return Dialogue(prompt, rules, reader, control, notice)
 
 
 def _channels(tools: list[dict[str, Any]], begun: str, apart: bool) -> Callable[[], OutputParser]:
@@ -360,68 +363,6 @@ def _marks(settings: ServeSettings, template: ChatTemplate) -> Marks | None:
     if end in ("", "off"):
         return None
     return template.traits.marks if end == "auto" else Marks.of(end)
-
-
-def _stage(body: ChatBody, tail: str, marks: Marks) -> tuple[Stage, bool]:
-    """Return where in its answer the model is after a prompt that ends with `tail`, and whether it
-    is right behind a mark.
-    """
-    stage = marks.stage(tail)
-    if not body.continue_final_message:
-        return stage, True
-    last = body.messages[-1]
-    begun = marks.begun(last)
-    if begun is not None:
-        return Stage.THINKING, not begun.strip()
-    return Stage.ANSWERING, str(last["content"]).rstrip().endswith(marks.closer)
-
-
-def _after_reasoning(
-    asked: Dialogue,
-    stage: Stage,
-    marks: Marks,
-    tokenizer: Tokenizer,
-    control: bool,
-    budget: ThinkingBudget | None,
-) -> tuple[Dialogue, Stage]:
-    """Make the constraint begin after the reasoning: where the reader of its text, in which control
-    tokens are seen with `control`, reads the end. Return that and the stage behind its prompt.
-
-    Where the prompt leaves it to the model whether to think, and the constraint leaves no room
-    for it, the prompt begins the reasoning: the constraint, or the budget, needs to know its
-    beginning.
-    """
-    rules = asked.rules
-    if (rules is None and budget is None) or stage == Stage.ANSWERING:
-        return asked, stage
-    if stage == Stage.UNDECIDED:
-        opened = np.array(mark_ids(marks.opener, tokenizer), np.int32)
-        asked = replace(asked, prompt=np.concatenate([asked.prompt, opened]))
-    if budget is not None:
-        budget = replace(budget, used=thought_tokens(asked.prompt, marks.opener, tokenizer))
-    rules = (rules or Rules(Grammar.free())).after(Start(marks.closer, control), budget)
-    return replace(asked, rules=rules), Stage.THINKING
-
-
-def _after_analysis(
-    asked: Dialogue, message: str, budget: ThinkingBudget | None, tokenizer: Tokenizer
-) -> tuple[Dialogue, str]:
-    """Do what `_after_reasoning` does, for Harmony: the constraint begins in the final channel, and
-    a budget opens the analysis. Return the message that the prompt has begun, too.
-    """
-    rules, opened = asked.rules, MESSAGE in message
-    thinks = not opened or (budget is not None and ANALYSIS in message)
-    if not thinks or (rules is None and budget is None):
-        return asked, message
-    if budget is not None:
-        if not opened:
-            header = tokenizer.encode(ANALYSIS, specials=True)
-            asked = replace(asked, prompt=np.concatenate([asked.prompt, header]))
-            message += ANALYSIS
-        used = thought_tokens(asked.prompt, ANALYSIS, tokenizer)
-        budget = replace(budget, used=used, call=END)
-    rules = (rules or Rules(Grammar.free())).after(Start(FINAL, True), budget)
-    return replace(asked, rules=rules), message
 
 
 def _is_control(loaded: Frontend, mark: str) -> bool:

@@ -1,13 +1,17 @@
-"""Thinking budgets: whether one can be kept, and what ends the thought."""
+"""Thoughts: where an answer behind a prompt is in one, the rules behind it, and its budget."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from forerun.constrain.grammar import LETTER, ThinkingBudget
+import numpy as np
+
+from forerun.constrain.grammar import LETTER, Grammar, Start, ThinkingBudget
+from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
 from forerun.serve.bodies.schema import ChatBody
-from forerun.text.harmony import FINAL, START, THOUGHTS
-from forerun.text.reasoning import Marks
+from forerun.text.harmony import ANALYSIS, END, FINAL, MESSAGE, START, THOUGHTS
+from forerun.text.reasoning import Marks, Stage
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Ints
 
@@ -64,6 +68,72 @@ def kept_budget(
     lowered = min(tokens, limit // 2)
     notice = f"{name if own else 'thinking_budget'} (cut to {lowered})"
     return ThinkingBudget(lowered, 0, ending), (notice,) if lowered < tokens else ()
+
+
+def stage_behind(body: ChatBody, tail: str, marks: Marks) -> tuple[Stage, bool]:
+    """Return where in its answer the model is after a prompt that ends with `tail`, and whether it
+    is right behind a mark.
+    """
+    stage = marks.stage(tail)
+    if not body.continue_final_message:
+        return stage, True
+    last = body.messages[-1]
+    begun = marks.begun(last)
+    if begun is not None:
+        return Stage.THINKING, not begun.strip()
+    return Stage.ANSWERING, str(last["content"]).rstrip().endswith(marks.closer)
+
+
+def after_reasoning(
+    prompt: Ints,
+    rules: Rules | None,
+    stage: Stage,
+    marks: Marks,
+    tokenizer: Tokenizer,
+    control: bool,
+    budget: ThinkingBudget | None,
+) -> tuple[Ints, Rules | None, Stage]:
+    """Make the constraint begin after the reasoning: where the reader of its text, in which control
+    tokens are seen with `control`, reads the end. Return prompt int32[T], constraint and stage.
+
+    Where the prompt leaves it to the model whether to think, and the constraint leaves no room
+    for it, the prompt begins the reasoning: the constraint, or the budget, needs to know its
+    beginning.
+    """
+    if (rules is None and budget is None) or stage == Stage.ANSWERING:
+        return prompt, rules, stage
+    if stage == Stage.UNDECIDED:
+        opened = np.array(mark_ids(marks.opener, tokenizer), np.int32)
+        prompt = np.concatenate([prompt, opened])
+    if budget is not None:
+        budget = replace(budget, used=thought_tokens(prompt, marks.opener, tokenizer))
+    rules = (rules or Rules(Grammar.free())).after(Start(marks.closer, control), budget)
+    return prompt, rules, Stage.THINKING
+
+
+def after_analysis(
+    prompt: Ints,
+    rules: Rules | None,
+    message: str,
+    budget: ThinkingBudget | None,
+    tokenizer: Tokenizer,
+) -> tuple[Ints, Rules | None, str]:
+    """Do what `after_reasoning` does, for Harmony: the constraint begins in the final channel, and
+    a budget opens the analysis. Return prompt, constraint, and the message that the prompt has
+    begun.
+    """
+    opened = MESSAGE in message
+    thinks = not opened or (budget is not None and ANALYSIS in message)
+    if not thinks or (rules is None and budget is None):
+        return prompt, rules, message
+    if budget is not None:
+        if not opened:
+            header = tokenizer.encode(ANALYSIS, specials=True)
+            prompt = np.concatenate([prompt, header])
+            message += ANALYSIS
+        budget = replace(budget, used=thought_tokens(prompt, ANALYSIS, tokenizer), call=END)
+    rules = (rules or Rules(Grammar.free())).after(Start(FINAL, True), budget)
+    return prompt, rules, message
 
 
 class BudgetWatch:
