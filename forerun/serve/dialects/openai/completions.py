@@ -47,7 +47,7 @@ class OpenAIDialect(Dialect):
     _predicts: bool
     _begun = False
     _timed: bool
-    _prompt_ids: list[list[int]] | None
+    _prompt_ids: list[list[int]]
     _prompt_top: int | None
     _envelope: dict[str, Any]
 
@@ -61,8 +61,8 @@ class OpenAIDialect(Dialect):
         self._options = body.stream_options or StreamOptions()
         self._stats, self._timed = body.speculative.stats, body.timings_per_token
         self._predicts = body.prediction is not None
-        asked = [request.prompt.tolist() for request in generation.requests]
-        self._prompt_ids = asked if body.return_token_ids else None
+        told = generation.requests if body.return_token_ids else ()
+        self._prompt_ids = [request.prompt.tolist() for request in told]
         self._envelope = {
             "id": generation.id,
             "object": self.chunk_kind if generation.stream else self.whole_kind,
@@ -137,7 +137,7 @@ class OpenAIDialect(Dialect):
 
     def _prompts(self) -> dict[str, Any]:
         """Return vLLM's prompt_token_ids: of one prompt a list, of several a list of lists."""
-        ids = self._prompt_ids or []
+        ids = self._prompt_ids
         return {"prompt_token_ids": ids[0] if len(ids) == 1 else ids}
 
     def end(self, error: ApiError | None) -> bytes:
