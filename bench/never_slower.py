@@ -120,6 +120,8 @@ def main() -> int:
         EngineConfig(model=args.model, executor=args.executor, kv_tokens=tokens, context=2048)
     )
     every = read_prompts(args.set)
+    if (text := engine.text_table_of(target)) is not None:
+        text.wait()
     rows, same, draw = [], True, np.random.default_rng(args.seed)
     for batch in args.batches:
         size = args.prompts * batch

@@ -93,7 +93,8 @@ def with_shipped(
             f"none comes with {config.model}; add --speculative-draft-model-path "
             f"{'FOLDER' if folder else 'MODEL'}{_besides(config, layered)}."
         )
-    return replace(config, speculative_draft_model_path=None)
+    text = config.speculative_ngram_text and named != NO_DRAFT
+    return replace(config, speculative_draft_model_path=None, speculative_ngram_text=text)
 
 
 def _besides(config: EngineConfig, layered: bool) -> str:

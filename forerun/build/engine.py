@@ -5,13 +5,12 @@ Target + config -> make_engine -> Engine
 load = both
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from forerun.build import text_table, tuned
 from forerun.build.drafting import (
-    NO_DRAFT,
     drafting_sentence,
     lossy_sentence,
     model_drafter,
@@ -99,9 +98,15 @@ class Loaded:
 
 def make_engine(target: Target, config: EngineConfig) -> Engine:
     """Return a new engine on `target`, not started; one at a time. `config` decides drafting and
-    the queue; all else was decided when the target was opened.
+    the queue; all else was decided when the target was opened. Of ordinary text it has the table
+    that the cache has; `text_table_of` counts it.
     """
-    return _engine_on(target, config, _lookup(config, target))[0]
+    lookup = _lookup(config, target)
+    if _takes_text(config, target):
+        vocab = target.memory.limits.vocab
+        if (table := text_table.kept(target.tokenizer, vocab)) is not None:
+            lookup.use(table)
+    return _engine_on(target, config, lookup)[0]
 
 
 def _engine_on(target: Target, config: EngineConfig, lookup: TableDrafter) -> tuple[Engine, Learns]:
@@ -131,7 +136,9 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         target = replace(target, config=profile.on(target.config))
     lookup = _lookup(target.config, target)
     engine, learning = _engine_on(target, target.config, lookup)
-    table = _text_table(config, target, engine, lookup)
+    table = text_table_of(
+        target, lambda found: engine.run_in_engine(lambda core: lookup.use(found))
+    )
     store = attach_store(
         target.config,
         target.executor,
@@ -165,24 +172,25 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     )
 
 
-def _text_table(
-    asked: EngineConfig, target: Target, engine: Engine, lookup: TableDrafter
+def text_table_of(
+    target: Target, use: Callable[[NgramTable], None] = lambda _: None
 ) -> TextTable | None:
-    """Provide an n-gram table of ordinary text if n-grams draft and the draft has no table of its
-    own. Returns None if not, or if an option excludes it.
+    """Provide an n-gram table of ordinary text, beside whatever runs, if n-grams draft on the
+    target and its draft has no table. Returns None if not, or if an option excludes it.
+
+    use  receives the table, and before it the part that is ready sooner
     """
     config = target.config
-    wanted = config.speculates and config.algorithm.lookup and config.speculative_ngram_text
-    named_none = asked.speculative_draft_model_path == NO_DRAFT
-    small = target.tokenizer.vocab_size < text_table.MIN_VOCAB
-    if not wanted or named_none or small or target.table is not None:
+    if not _takes_text(config, target):
         return None
-
-    def use(table: NgramTable) -> None:
-        engine.run_in_engine(lambda core: lookup.use(table))
-
     vocab = target.memory.limits.vocab
     return text_table.provide(config.model, config.revision, target.tokenizer, vocab, use)
+
+
+def _takes_text(config: EngineConfig, target: Target) -> bool:
+    wanted = config.speculates and config.algorithm.lookup and config.speculative_ngram_text
+    small = target.tokenizer.vocab_size < text_table.MIN_VOCAB
+    return wanted and not small and target.table is None
 
 
 def _facts(target: Target) -> dict[str, Any]:

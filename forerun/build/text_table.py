@@ -86,6 +86,16 @@ def file_of(tokenizer: Tokenizer, vocab: int) -> Path:
     return cache_dir() / "tables" / f"{name.hexdigest()[:24]}.safetensors"
 
 
+def kept(tokenizer: Tokenizer, vocab: int) -> NgramTable | None:
+    """Return the table of a tokenizer that the cache has whole; None if it has none that can be
+    read.
+    """
+    with suppress(ForerunError, OSError):
+        if (path := file_of(tokenizer, vocab)).exists():
+            return read_ngram_table(path, vocab)
+    return None
+
+
 @dataclass
 class TextTable:
     """A table that exists or is being counted.
@@ -95,6 +105,17 @@ class TextTable:
 
     sentence: str
     _worker: "subprocess.Popen[str] | None" = None
+    _reader: threading.Thread | None = None
+
+    @property
+    def counting(self) -> bool:
+        """Whether the table was not in the cache."""
+        return self._worker is not None
+
+    def wait(self) -> None:
+        """Wait until the table is counted and used, or could not be counted."""
+        if self._reader is not None:
+            self._reader.join()
 
     def close(self) -> None:
         """End the process that counts. Idempotent."""
@@ -115,13 +136,13 @@ def provide(
     model, revision  its reference, which the counting process opens
     vocab            V of the model
     """
+    if (whole := kept(tokenizer, vocab)) is not None:
+        use(whole)
+        return TextTable("with an n-gram table of ordinary text")
     stored = file_of(tokenizer, vocab)
-    for path in (stored, stored.with_suffix(FIRST_PART)):
-        with suppress(ForerunError, OSError):
-            if path.exists():
-                use(read_ngram_table(path, vocab))
-                if path == stored:
-                    return TextTable("with an n-gram table of ordinary text")
+    with suppress(ForerunError, OSError):
+        if (part := stored.with_suffix(FIRST_PART)).exists():
+            use(read_ngram_table(part, vocab))
     try:
         stored.parent.mkdir(parents=True, exist_ok=True)
         path, scratch = stored, None
@@ -151,8 +172,10 @@ def provide(
         if scratch is not None:
             scratch.cleanup()
 
-    threading.Thread(target=wait, name="forerun-text-table", daemon=True).start()
-    return TextTable("an n-gram table of ordinary text is being counted beside serving", worker)
+    reader = threading.Thread(target=wait, name="forerun-text-table", daemon=True)
+    reader.start()
+    sentence = "an n-gram table of ordinary text is being counted beside serving"
+    return TextTable(sentence, worker, reader)
 
 
 def _watch_parent() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from forerun.build.engine import Loaded, load
+from forerun.build.engine import Loaded, load, text_table_of
 from forerun.build.executor_entry import Progress as Report
 from forerun.build.memory import human
 from forerun.build.target import Target, open_target
@@ -189,10 +189,16 @@ def load_shown(config: EngineConfig) -> Loaded:
 
 
 def open_shown(config: EngineConfig) -> Target:
-    """Load a model, without an engine, while showing what takes long."""
+    """Load a model, without an engine, while showing what takes long. What is measured drafts as
+    what serves: an n-gram table of ordinary text is counted first.
+    """
     with plain_warnings(), bars() as report:
         target = open_target(config, report)
     _say_device(target)
+    table = text_table_of(target)
+    if table is not None and table.counting:
+        say("an n-gram table of ordinary text is counted first, once for this tokenizer")
+        table.wait()
     return target
 
 

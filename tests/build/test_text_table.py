@@ -3,14 +3,18 @@
 import subprocess
 import sys
 import threading
+from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from forerun.build import text_table
-from forerun.build.engine import make_engine
+from forerun.build.drafting import with_shipped
+from forerun.build.engine import make_engine, text_table_of
 from forerun.build.target import open_target
 from forerun.client.completion import complete, make_request
+from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafts.ngram_counts import write_table
 from forerun.options.config import EngineConfig
 from forerun.text.tokenizer import Tokenizer
@@ -47,6 +51,11 @@ class Used:
     def wait(self, count):
         with self._more:
             assert self._more.wait_for(lambda: len(self.tables) >= count, 600)
+
+
+def open_target_config(draft):
+    """The configuration that a target has whose draft is named so."""
+    return with_shipped(EngineConfig(model=MODEL, speculative_draft_model_path=draft))
 
 
 def small(tokenizer, vocab):
@@ -91,6 +100,30 @@ def test_a_kept_table_is_used_at_once_and_a_damaged_one_is_not(cache, target):
     assert len(used.tables) == 1 and made._worker.poll() is None
     made.close()
     assert made._worker.wait(60) != 0
+
+
+@pytest.mark.model
+def test_an_engine_made_to_be_measured_has_the_kept_table(cache, monkeypatch):
+    """As `load` gives it to one that serves: what is tuned is what runs."""
+    used = []
+    monkeypatch.setattr(CpuNgramDrafter, "use", lambda self, table: used.append(table))
+    config = EngineConfig(model=MODEL, policy="fixed", executor="cpu", context=512, kv_tokens=512)
+    with closing(open_target(config)) as shipped:
+        bare = replace(shipped, table=None)
+        assert text_table_of(shipped) is None
+        make_engine(bare, bare.config).shutdown()
+        assert not used  # None is kept.
+        path = text_table.file_of(bare.tokenizer, bare.memory.limits.vocab)
+        path.parent.mkdir(parents=True)
+        write_table(small(bare.tokenizer, bare.memory.limits.vocab), path)
+        for changes in ({}, {"speculative_ngram_text": False}, {"speculative_algorithm": "OFF"}):
+            make_engine(bare, replace(bare.config, **changes)).shutdown()
+        assert len(used) == 1 and used[0].contexts > 1000
+        found = []
+        made = text_table_of(bare, found.append)
+        made.wait()
+        assert not made.counting and len(found) == 1
+    assert not open_target_config("none").speculative_ngram_text
 
 
 @pytest.mark.model
