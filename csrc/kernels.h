@@ -62,6 +62,7 @@ struct Alike {
     bool nested;        // what any of them sees is where the longest's list begins
 };
 
+constexpr float kExcluded = -1e30f;  // a logit that is never chosen, yet finite
 constexpr int kPositions = 16;     // positions that attention takes at a time
 constexpr int kNodesTogether = 8;  // nodes of a row that one thread attends to together, at most
 
@@ -158,9 +159,16 @@ struct Kernels {
     int32_t (*choose)(const float* logits, int count, float temperature, uint64_t seed,
                       uint32_t position);
 
-    // float32[count] with those that are not allowed (Walk's masks, of model.h) replaced by a number
-    // that is never chosen, yet finite.
+    // float32[count] with those that are not allowed (Walk's masks, of model.h) replaced by kExcluded.
     void (*exclude)(const float* logits, const uint32_t* allowed, int count, float* out);
+
+    // What is left by cut-offs (cut_offs.cpp): numbers divided by the temperature, returning the largest;
+    // the sum of e^(x - most), 1e-6 of it exact; the tokens whose numbers are `least` or more, ascending,
+    // returning how many; the noise of some tokens.
+    float (*heat)(const float* x, int count, float temperature, float* out);
+    double (*mass)(const float* x, int count, float most);
+    int (*at_least)(const float* x, int count, float least, int32_t* out);
+    void (*noise)(const int32_t* tokens, int count, uint64_t seed, uint32_t position, float* out);
 
     GatedDelta gated_delta;
 };
@@ -170,7 +178,8 @@ struct Kernels {
     product, float_product, quantise, norm_quantise,                                      \
         {silu_quantise, clamped_quantise, gelu_quantise, erf_gelu_quantise, sigmoid_quantise}, norm, \
         {silu, clamped, gelu, erf_gelu, sigmoid}, inverse_rms, soften, rotate, to_halves, to_blocks, attend, \
-        attend_some_positions, weigh, attend_some_numbers, choose, exclude, gated_delta
+        attend_some_positions, weigh, attend_some_numbers, choose, exclude, heat, mass, \
+        at_least, noise, gated_delta
 
 // One table per instruction set; null where it was compiled for another kind of machine or by a
 // compiler that does not know the instructions.

@@ -81,11 +81,24 @@ struct Step {
     int index_of(int node) const;
 };
 
+// What excludes less probable tokens: forerun/speculative/sampling.py. The layout is shared with
+// forerun/executors/device_choice.py.
+struct CutOffs {
+    double top_p;     // 1: off
+    float log_min_p;  // -infinity: off
+    int32_t top_k;    // 0: off
+
+    // Whether the others are off, and top_p is.
+    bool of_all() const { return top_k <= 0 && log_min_p < -3e38f; }
+    bool off() const { return of_all() && top_p >= 1.0; }
+};
+
 // How the rows of a step choose, and what they chose.
 struct Walk {
     const float* temperature;   // [all_slots] 0 = greedy
     const uint64_t* seed;       // [all_slots]
     const int32_t* prompt_len;  // [all_slots] output positions count from here
+    const CutOffs* cut_offs;    // [all_slots] of requests with a temperature
     const int32_t* slots;       // [rows] the row's, of all_slots
     const uint8_t* samples;     // [rows] 0: nothing is chosen here
     const int32_t* mask_row;    // [nodes] which of `masks` limits a node's choice, -1: none; null: none's
@@ -93,6 +106,14 @@ struct Walk {
     int32_t* choice;           // [nodes] out: at nodes of the accepted path; -1 elsewhere, and in
                                // all of a row that the specification has to decide
     int32_t all_slots, mask_words;
+};
+
+// A thread's room for choices: logits where a mask allows them, by temperature, and those of all others
+// excluded; tokens that may be chosen, and what they are sorted by.
+struct Likely {
+    Floats allowed, heated, others;
+    std::vector<int32_t> tokens;
+    std::vector<uint64_t> keys;
 };
 
 // What one layer is: forerun/networks/layer_spec.py. Where its norms stand is said by those it has.
@@ -357,9 +378,13 @@ protected:
     bool add_descendant(const Step& step, int row);
     bool compute_path_ends(const Step& step, int nodes);
     void extend_paths(const Step& step, const Walk& walk);
-    void extend_path(const Step& step, const Walk& walk, int row, Floats& room);
-    int32_t choose(const float* logits, const uint32_t* allowed, float temperature, uint64_t seed,
-                   uint32_t position, Floats& room) const;
+    void extend_path(const Step& step, const Walk& walk, int row, Likely& likely);
+    int32_t choose(const Walk& walk, int slot, const float* logits, const uint32_t* allowed,
+                   uint32_t position, Likely& likely) const;
+    int32_t choose_left(const CutOffs& cut, const float* logits, float temperature, uint64_t seed,
+                        uint32_t position, Likely& likely) const;
+    void find_candidates(const CutOffs& cut, const float* x, float most, Likely& likely) const;
+    size_t cut_off(const CutOffs& cut, const float* x, float most, Likely& likely) const;
     void prepare(const Step& step);
     std::string check_adapters(const Step& step) const;
     void prepare_adapters(const Step& step);
@@ -534,6 +559,7 @@ protected:
     std::vector<int32_t> logits_nodes_;  // nodes whose logits are computed next,
     int64_t logits_first_ = 0;           // into rows of the step's logits from this one on
     HeadTimes head_times_;
+    std::vector<Likely> likely_;         // of each thread
     std::vector<int32_t> path_end_;      // [rows] the node whose logits a path waits for, or -1
     std::vector<uint8_t> below_;         // [nodes] of those computed next, or below one of them
     std::vector<int32_t> descended_;     // [rows] how far its scored nodes were looked through for it

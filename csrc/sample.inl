@@ -117,16 +117,74 @@ static int32_t choose(const float* logits, int count, float temperature, uint64_
     return draw.token;
 }
 
+// Noise of some tokens.
+static void noise(const int32_t* tokens, int count, uint64_t seed, uint32_t position, float* out) {
+    uint32_t words[kTokens];
+    for (int i = 0; i < count; i++) {
+        philox((uint32_t)tokens[i] / 4, position, seed, words);
+        out[i] = gumbel(words[tokens[i] % 4]);
+    }
+}
+
+// Numbers divided by the temperature; returns the largest.
+static float heat(const float* x, int count, float temperature, float* out) {
+    const F8 by = splat8(temperature);
+    F8 most = splat8(x[0] / temperature);
+    int i = 0;
+    for (; i + 8 <= count; i += 8) {
+        const F8 heated = div8(load8(x + i), by);
+        most = max8(heated, most);
+        store8(out + i, heated);
+    }
+    float largest = largest_lane(most);
+    for (; i < count; i++) {
+        out[i] = x[i] / temperature;
+        largest = out[i] > largest ? out[i] : largest;
+    }
+    return largest;
+}
+
+// The sum of e^(x - most). What is far below the most counts as next to nothing.
+static double mass(const float* x, int count, float most) {
+    double total = 0.0;
+    int i = 0;
+    while (i + 8 <= count) {
+        F8 some = splat8(0.0f);
+        for (int end = count - i < 256 ? count : i + 256; i + 8 <= end; i += 8) {
+            some = add8(some, exp_of(sub8(load8(x + i), splat8(most))));
+        }
+        total += sum8(some);
+    }
+    if (i == count) return total;
+    float rest[8];
+    for (int k = 0; k < 8; k++) rest[k] = i + k < count ? x[i + k] : -INFINITY;
+    return total + sum8(exp_of(sub8(load8(rest), splat8(most))));
+}
+
+// Tokens whose numbers are `least` or more, ascending; returns how many.
+static int at_least(const float* x, int count, float least, int32_t* out) {
+    int found = 0, i = 0;
+    for (; i + 8 <= count; i += 8) {
+        if (!any_at_most8(splat8(least), load8(x + i))) continue;
+        for (int k = i; k < i + 8; k++) {
+            if (x[k] >= least) out[found++] = k;
+        }
+    }
+    for (; i < count; i++) {
+        if (x[i] >= least) out[found++] = i;
+    }
+    return found;
+}
+
 static void exclude(const float* logits, const uint32_t* allowed, int count, float* out) {
-    constexpr float excluded = -1e30f;
     for (int first = 0; first < count; first += 32) {
         const int some = count - first < 32 ? count - first : 32;
         const uint32_t word = allowed[first / 32];
         if (word == 0) {
-            for (int i = 0; i < some; i++) out[first + i] = excluded;
+            for (int i = 0; i < some; i++) out[first + i] = forerun::kExcluded;
         } else {
             for (int i = 0; i < some; i++) {
-                out[first + i] = word >> i & 1 ? logits[first + i] : excluded;
+                out[first + i] = word >> i & 1 ? logits[first + i] : forerun::kExcluded;
             }
         }
     }

@@ -1,4 +1,4 @@
-"""The nodes of rows that a device decides by itself: temperature is their only parameter."""
+"""The rows that a device decides by itself."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,9 @@ import numpy as np
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.types import AnyArray, Bools, Floats, Ints
+
+CUT_OFFS = np.dtype([("top_p", np.float64), ("log_min_p", np.float32), ("top_k", np.int32)])
+"""Cut-offs of a request, as Sampling has them (`CutOffs` of csrc/model.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +21,14 @@ class Choosing:
     temperature  float32[S]; 0 = greedy
     seed         uint64[S] of their requests
     prompt_len   int32[S] tokens before output position 0
+    cut_offs     CUT_OFFS[S]; of no effect at temperature 0
     """
 
     on_device: Bools
     temperature: Floats
     seed: AnyArray
     prompt_len: Ints
+    cut_offs: AnyArray
 
 
 @dataclass(frozen=True, slots=True)

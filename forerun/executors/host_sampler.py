@@ -9,7 +9,7 @@ from itertools import zip_longest
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.executors.device_choice import Choosing
+from forerun.executors.device_choice import CUT_OFFS, Choosing
 from forerun.executors.host_choice import (
     Choices,
     Logits,
@@ -29,16 +29,20 @@ _NONE: Ints = np.zeros(0, np.int32)
 
 
 class HostSampler:
-    """The sampler's state per slot, and acceptance by forerun.speculative."""
+    """The sampler's state per slot, and acceptance by forerun.speculative.
 
-    def __init__(self, slots: int, vocab: int) -> None:
+    cut_offs  the executor decides rows that have cut-offs itself, too
+    """
+
+    def __init__(self, slots: int, vocab: int, cut_offs: bool = False) -> None:
         self._open: list[SlotInit | None] = [None] * slots
-        self._vocab = vocab
+        self._vocab, self._cut_offs = vocab, cut_offs
         self.choosing = Choosing(
             on_device=np.zeros(slots, np.bool_),
             temperature=np.zeros(slots, np.float32),
             seed=np.zeros(slots, np.uint64),
             prompt_len=np.zeros(slots, np.int32),
+            cut_offs=np.zeros(slots, CUT_OFFS),
         )
         # Slots that report log-probabilities, and those that report their prompts'.
         self._reports: set[int] = set()
@@ -55,7 +59,9 @@ class HostSampler:
         if not np.all((tokens >= 0) & (tokens < self._vocab)):
             raise EngineError(f"slot {slot}: a token is outside 0..{self._vocab - 1}")
         self._open[slot] = slot_init
-        self.choosing.on_device[slot] = sampling.temperature_only
+        cut = self._cut_offs and sampling.cut_offs_only
+        self.choosing.on_device[slot] = cut or sampling.temperature_only
+        self.choosing.cut_offs[slot] = sampling.top_p, sampling.log_min_p, max(sampling.top_k, 0)
         self.choosing.temperature[slot] = sampling.temperature
         self.choosing.seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
         self.choosing.prompt_len[slot] = slot_init.prompt_len

@@ -63,15 +63,26 @@ class Sampling:
         and do not count.
         """
         cut = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        return self.cut_offs_only and not cut
+
+    @property
+    def cut_offs_only(self) -> bool:
+        """Whether nothing but the temperature and cut-offs (min_p, top_k, top_p) shape the
+        distribution.
+        """
         return not (
             self.repetition_penalty != 1.0
             or self.frequency_penalty
             or self.presence_penalty
             or self.logit_bias
             or self.min_tokens
-            or cut
             or self.lossy
         )
+
+    @property
+    def log_min_p(self) -> np.float32:
+        """How far below the largest logit min_p leaves tokens; -inf if it is off."""
+        return np.float32(np.log(self.min_p) if self.min_p > 0.0 else -np.inf)
 
     @property
     def accept_thresholds(self) -> tuple[float, float]:
@@ -133,7 +144,7 @@ def process(
         return out  # Cut-offs always keep the best token: greedy needs none of them.
     out = _heated(out, sampling)
     if sampling.min_p > 0.0:
-        out[out < out.max() + np.float32(np.log(sampling.min_p))] = -np.inf
+        out[out < out.max() + sampling.log_min_p] = -np.inf
     if sampling.top_k > 0:
         _keep_largest(out, sampling.top_k)
     if sampling.top_p < 1.0:

@@ -248,6 +248,22 @@ static std::vector<int32_t> choices_by(const Kernels& k, const Floats& logits) {
             chosen.push_back(k.choose(logits.data(), (int)logits.size(), temperature, seed, p));
         }
     }
+    // What cut-offs are found by.
+    const int count = (int)logits.size();
+    Floats heated(count), noise(count);
+    const float most = k.heat(logits.data(), count, 0.7f, heated.data());
+    std::vector<int32_t> near(count);
+    for (float depth : {0.0f, 1.0f, 3.0f, 100.0f}) {
+        const int found = k.at_least(heated.data(), count, most - depth, near.data());
+        chosen.insert(chosen.end(), near.begin(), near.begin() + found);
+        k.noise(near.data(), found, 7, 11, noise.data());
+        const int32_t* bits = (const int32_t*)noise.data();
+        chosen.insert(chosen.end(), bits, bits + found);
+    }
+    const double mass = k.mass(heated.data(), count, most);
+    int32_t bits[2];
+    memcpy(bits, &mass, sizeof mass);
+    chosen.insert(chosen.end(), bits, bits + 2);
     return chosen;
 }
 

@@ -52,7 +52,7 @@ class Case:
 def case(rows: list[tuple[int, Draft, Sampling]], logits, samples=None) -> Case:
     """rows: (length of the known chain, draft, sampling), each in a slot of its own."""
     known = [np.arange(length, dtype=np.int32) for length, _, _ in rows]
-    sampler = HostSampler(len(rows), logits.shape[1])
+    sampler = HostSampler(len(rows), logits.shape[1], cut_offs=True)
     for slot, (chain, (_, _, sampling)) in enumerate(zip(known, rows, strict=True)):
         sampler.open(SlotInit(slot, TokenText(chain), 1, sampling))
     count = len(rows)
@@ -142,6 +142,59 @@ def packed(allowed):
     """uint32[.] of bool[V], as NodeMasks has them."""
     padded = np.append(allowed, np.zeros(-len(allowed) % 32, np.bool_))
     return np.packbits(padded, bitorder="little").view(np.uint32)
+
+
+CUT_OFFS = (
+    {"top_p": 0.9},
+    {"top_p": 0.5},
+    {"top_p": 0.0},
+    {"top_p": 0.999999},
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_k": 40, "top_p": 0.8},
+    {"top_k": 2000, "top_p": 0.95},
+    {"min_p": 0.05},
+    {"min_p": 1e-9},
+    {"min_p": 1.0},
+    {"min_p": 0.1, "top_k": 7, "top_p": 0.7},
+    {"min_p": 1e-4, "top_p": 0.98},
+)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 0.3, 0.8, 1.0, 3.0])
+@pytest.mark.parametrize("vocab", [331, 1003])
+def test_cut_offs(native_choice, random, vocab, temperature):
+    """From a distribution that one token has to one that is flat: hundreds of tokens are left.
+    Seldom is a token too close to the edge of the nucleus.
+    """
+    left = 0
+    for spread in (0.01, 1.0, 4.0, 30.0):
+        for seed, cut in enumerate(CUT_OFFS):
+            logits = random.normal(0, spread, vocab).astype(np.float32)
+            logits[random.integers(vocab, size=9)] = logits[:9]  # Equal ones.
+            sampling = Sampling(temperature=temperature, seed=seed, **cut)
+            position = int(random.integers(0, 1 << 20))
+            bits = packed(random.random(vocab) < 0.3)
+            masks = NodeMasks(np.zeros(1, np.int32), bits[None])
+            for mask, allowed in ((None, None), (masks, bits)):
+                found = native_choice(logits, sampling, position, mask)
+                processed = process(logits, sampling, EMPTY, (), allowed)
+                assert found in (-1, choose(processed, sampling, position))
+                left += found == -1
+    assert left <= 2
+
+
+def test_a_token_at_the_edge_of_the_nucleus_is_left_to_the_specification(native_choice):
+    """Four equal tokens: two have half of the probability, whatever sums round to."""
+    logits, seen = np.full(331, -1e4, np.float32), []
+    logits[[3, 90, 200, 330]] = 1.0
+    for seed in range(40):
+        sampling = Sampling(temperature=1.0, seed=seed, top_p=0.5)
+        seen.append(native_choice(logits, sampling, 0))
+        assert expected(logits, sampling, 0) in ((3, 90) if seen[-1] < 0 else (seen[-1],))
+        inside = Sampling(temperature=1.0, seed=seed, top_p=0.51)
+        assert native_choice(logits, inside, 0) == expected(logits, inside, 0)
+    assert set(seen) == {-1, 3, 90}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

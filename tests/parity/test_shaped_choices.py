@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.device_choice import Choosing
+from forerun.executors.device_choice import CUT_OFFS, Choosing
 from forerun.executors.host_choice import report
 from forerun.executors.jax.network.attention import ancestors
 from forerun.executors.jax.rounds.accept import NodeSampling, Trees
@@ -54,7 +54,9 @@ def bits_of(allowed):
 def made(samplings):
     """ShapedRows in which slot n asks for samplings[n]."""
     none = np.zeros(ROWS, np.int32)
-    choosing = Choosing(none.astype(bool), none.astype(np.float32), none.astype(np.uint64), none)
+    choosing = Choosing(
+        none.astype(bool), none.astype(np.float32), none.astype(np.uint64), none, none
+    )
     rows = ShapedRows(ROWS, VOCAB, torch.device("cpu"), choosing)
     for slot, sampling in enumerate(samplings):
         rows.open(SlotInit(slot, TokenText(none), len(none), sampling))

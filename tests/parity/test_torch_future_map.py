@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from forerun.executors.device_choice import Choosing
+from forerun.executors.device_choice import CUT_OFFS, Choosing
 from forerun.executors.torch.attention.plan_geometry import tree_intervals
 from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, room_of
 from forerun.executors.torch.captured.round import StagingBuffer, prepare_inputs_carried
@@ -91,7 +91,7 @@ def entered(carry, size, slots, bounds):
     many = len(slots)
     most, deep, ends = np.array(bounds, np.int32).T
     choosing = Choosing(
-        *(np.zeros(SLOTS, kind) for kind in (bool, np.float32, np.uint64, np.int32))
+        *(np.zeros(SLOTS, kind) for kind in (bool, np.float32, np.uint64, np.int32, CUT_OFFS))
     )
     nothing = np.zeros(many, np.int32)
     no, known = np.zeros(many, np.bool_), (np.zeros(1, np.int32),) * many

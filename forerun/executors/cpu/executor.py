@@ -68,7 +68,7 @@ class CpuExecutor(Executor):
         self.limits = limits
         self.name = f"cpu ({self.model.kernels}, {self.model.threads} threads)"
         self._library = native.load()
-        self._sampler = HostSampler(limits.slots, limits.vocab)
+        self._sampler = HostSampler(limits.slots, limits.vocab, cut_offs=True)
         self._buffers = StepBuffers(limits.max_nodes, self._sampler.choosing, self.model.token_rows)
         self._logits = np.empty((0, limits.vocab), np.float32)
         self.states = (
@@ -127,9 +127,9 @@ class CpuExecutor(Executor):
         return CpuRound(plan, trees, states=step)
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
-        """Accept in the core where only temperature and masks matter, else by forerun.speculative;
-        write accepted draft tokens' keys and values to pages. Raises EngineError if the core
-        refuses.
+        """Accept in the core where only temperature, cut-offs and masks matter, else by
+        forerun.speculative; write accepted draft tokens' keys and values to pages. Raises
+        EngineError if the core refuses.
         """
         assert isinstance(round, CpuRound)
         library, buffers, features = self._library, self._buffers, None
@@ -212,6 +212,7 @@ class StepBuffers:
             temperature=choosing.temperature.ctypes.data,
             seed=choosing.seed.ctypes.data,
             prompt_len=choosing.prompt_len.ctypes.data,
+            cut_offs=choosing.cut_offs.ctypes.data,
             all_slots=len(choosing.seed),
             **{name: address[name] for name in _WALK},
         )

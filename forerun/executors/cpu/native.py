@@ -22,7 +22,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 49
+ABI = 50
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -84,7 +84,7 @@ class Walk(ctypes.Structure):
     """`Walk` of csrc/model.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("temperature", "seed", "prompt_len")),
+        *((name, c_void_p) for name in ("temperature", "seed", "prompt_len", "cut_offs")),
         *((name, c_void_p) for name in ("slots", "samples", "mask_row", "masks", "choice")),
         ("all_slots", c_int32),
         ("mask_words", c_int32),

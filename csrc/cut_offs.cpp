@@ -1,0 +1,115 @@
+// The choice among the tokens that min_p, top_k and top_p leave: forerun/speculative/sampling.py.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+
+#include "model.h"
+
+namespace forerun {
+namespace {
+
+// How far below the best a token may be and still be chosen: noise lies between -3.14 and 22.9.
+constexpr float kReach = 32.0f;
+// The sums here and the specification's differ by less, relatively: by the last places of e^x, by those of
+// 32 additions, and by tokens beyond kReach. Within it a token may or may not be left.
+constexpr double kMargin = 2e-6;
+constexpr size_t kFew = 256;  // tokens whose noise is computed one by one
+
+// Ascending for descending numbers, of equal ones for ascending tokens.
+uint64_t key_of(float x, int32_t token) {
+    uint32_t bits;
+    x += 0.0f;  // -0 is 0.
+    memcpy(&bits, &x, sizeof bits);
+    bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+    return (uint64_t)~bits << 32 | (uint32_t)token;
+}
+
+double mass_of(const float* x, const std::vector<int32_t>& tokens, float most) {
+    double mass = 0.0;
+    for (int32_t token : tokens) mass += std::exp((double)x[token] - most);
+    return mass;
+}
+
+}  // namespace
+
+// Candidates: all tokens that could be left and chosen, or at least the most probable ones that decide
+// it, in no order.
+void Model::find_candidates(const CutOffs& cut, const float* x, float most, Likely& likely) const {
+    const float reach = most - kReach - std::fabs(most) * 0x1p-20f;
+    const float floor = std::max(reach, most + cut.log_min_p);
+    // Whose probabilities top_p adds up: of all tokens, or of what the other cut-offs leave.
+    const bool by_mass = cut.top_p < 1.0 && cut.of_all();
+    const double needed = by_mass ? cut.top_p * kernels->mass(x, sizes.vocab, most) : 0.0;
+    likely.tokens.resize(sizes.vocab);
+    for (float depth = by_mass || cut.top_k > 0 ? 2.0f : kReach;; depth *= 2.0f) {
+        const float from = std::max(floor, most - depth);
+        likely.tokens.resize(sizes.vocab);
+        likely.tokens.resize(kernels->at_least(x, sizes.vocab, from, likely.tokens.data()));
+        if (from == floor) return;
+        if (cut.top_k > 0 && (int64_t)likely.tokens.size() >= cut.top_k) return;
+        if (by_mass && mass_of(x, likely.tokens, most) >= needed * (1.0 + kMargin)) return;
+    }
+}
+
+// Puts the candidates that are left into `likely.tokens`, best first if there is a top_p. Returns how
+// many are left for certain; whether the others are, the specification would have to say.
+size_t Model::cut_off(const CutOffs& cut, const float* x, float most, Likely& likely) const {
+    std::vector<uint64_t>& keys = likely.keys;
+    keys.clear();
+    for (int32_t token : likely.tokens) keys.push_back(key_of(x[token], token));
+    if (cut.top_k > 0 && keys.size() > (size_t)cut.top_k) {
+        std::nth_element(keys.begin(), keys.begin() + cut.top_k, keys.end());
+        keys.resize(cut.top_k);
+    }
+    likely.tokens.clear();
+    for (uint64_t key : keys) likely.tokens.push_back((int32_t)(uint32_t)key);
+    if (cut.top_p >= 1.0) return keys.size();
+    const double all =
+        cut.of_all() ? kernels->mass(x, sizes.vocab, most) : mass_of(x, likely.tokens, most);
+    const double least = cut.top_p * all * (1.0 - kMargin), enough = cut.top_p * all * (1.0 + kMargin);
+    likely.tokens.clear();
+    std::make_heap(keys.begin(), keys.end(), std::greater<>());
+    size_t certain = 0;
+    for (double mass = 0.0; !keys.empty() && (likely.tokens.empty() || mass < enough);) {
+        std::pop_heap(keys.begin(), keys.end(), std::greater<>());
+        const int32_t token = (int32_t)(uint32_t)keys.back();
+        keys.pop_back();
+        if (likely.tokens.empty() || mass < least) certain++;
+        likely.tokens.push_back(token);
+        mass += std::exp((double)x[token] - most);
+    }
+    return certain;
+}
+
+// The choice by finite logits; -1 where it is a token that may not be left.
+int32_t Model::choose_left(const CutOffs& cut, const float* logits, float temperature, uint64_t seed,
+                           uint32_t position, Likely& likely) const {
+    likely.heated.resize(sizes.vocab);
+    const float* x = likely.heated.data();
+    const float most = kernels->heat(logits, sizes.vocab, temperature, likely.heated.data());
+    if (!std::isfinite(most)) return -1;
+    find_candidates(cut, x, most, likely);
+    const size_t certain = cut_off(cut, x, most, likely);
+    const std::vector<int32_t>& tokens = likely.tokens;
+    size_t best = 0;
+    if (tokens.size() > kFew) {
+        likely.others.assign(sizes.vocab, kExcluded);
+        for (int32_t token : tokens) likely.others[token] = x[token];
+        const int32_t token =
+            kernels->choose(likely.others.data(), sizes.vocab, 1.0f, seed, position);
+        best = std::find(tokens.begin(), tokens.end(), token) - tokens.begin();
+    } else {
+        float scores[kFew];
+        kernels->noise(tokens.data(), (int)tokens.size(), seed, position, scores);
+        for (size_t i = 0; i < tokens.size(); i++) {
+            scores[i] = x[tokens[i]] + scores[i];
+            const bool tie = scores[i] == scores[best] && tokens[i] < tokens[best];
+            if (scores[i] > scores[best] || tie) best = i;
+        }
+        if (!std::isfinite(scores[best])) return -1;
+    }
+    return best < certain ? tokens[best] : -1;
+}
+
+}  // namespace forerun
