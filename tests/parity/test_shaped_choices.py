@@ -54,9 +54,8 @@ def bits_of(allowed):
 def made(samplings):
     """ShapedRows in which slot n asks for samplings[n]."""
     none = np.zeros(ROWS, np.int32)
-    choosing = Choosing(
-        none.astype(bool), none.astype(np.float32), none.astype(np.uint64), none, none
-    )
+    kinds = (np.bool_, np.float32, np.uint64, np.int32, CUT_OFFS)
+    choosing = Choosing(*(np.zeros(ROWS, kind) for kind in kinds))
     rows = ShapedRows(ROWS, VOCAB, torch.device("cpu"), choosing)
     for slot, sampling in enumerate(samplings):
         rows.open(SlotInit(slot, TokenText(none), len(none), sampling))
