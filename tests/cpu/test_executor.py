@@ -23,7 +23,7 @@ from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.e2e.processes import wait_for
 from tests.models import tiny
-from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
+from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits, scored
 
 
 def test_what_it_says_of_itself(executor, checkpoint):
@@ -150,8 +150,8 @@ def test_bad_plans_are_refused_and_change_nothing(executor, random):
         plan, trees = driver.plan([Row(0, known=5, draft=chain_draft([1, 2]))])
 
         def logits():
-            begun = made.begin(plan, trees)
-            return [begun.logits_of(node).copy() for node in begun.scored]
+            made.begin(plan, trees)
+            return [made._logits_of(node).copy() for node in scored(made)]
 
         first = logits()
         assert len(first) == 7

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from forerun.executors.cpu import CpuExecutor
 from tests.models import tiny
-from tests.parity.driver import limits
+from tests.parity.driver import limits, scored
 from tests.parity.test_torch_invariance import Journey, plain_text
 
 
@@ -16,7 +16,7 @@ class KeepingExecutor(CpuExecutor):
 
     def finish(self, round, masks=None):
         outcome = super().finish(round, masks)
-        kept = {node: round.logits_of(node).copy() for node in round.scored.tolist()}
+        kept = {node: self._logits_of(node).copy() for node in scored(self)}
         round.logits_of = kept.__getitem__
         return outcome
 

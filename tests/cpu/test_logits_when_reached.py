@@ -15,7 +15,7 @@ from forerun.speculative.sampling import Sampling
 from tests.cpu.test_choice import random_masks
 from tests.cpu.test_executor import Damaged
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, chain_draft, limits
+from tests.parity.driver import Driver, Row, chain_draft, limits, scored
 from tests.parity.test_torch_invariance import half_true_draft
 
 c_int32_p = ctypes.POINTER(ctypes.c_int32)
@@ -60,12 +60,6 @@ def texts(models):
         for _ in range(OUTPUT):
             driver.step([Row(slot) for slot in range(len(SAMPLINGS))])
         return [driver.sequences[slot].tokens for slot in range(len(SAMPLINGS))]
-
-
-def scored(executor) -> list[int]:
-    """The nodes of the last step whose logits may be needed."""
-    buffers = executor._buffers
-    return buffers._arrays["scored_nodes"][: buffers.step.scored].tolist()
 
 
 def computed(executor) -> list[int]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.executors.cpu import CpuExecutor
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan, Round
@@ -73,6 +74,12 @@ class Sequence:
     pages: list[int]
 
 
+def scored(executor: CpuExecutor) -> list[int]:
+    """The nodes of the core's last step whose logits may be needed."""
+    buffers = executor._buffers
+    return buffers._arrays["scored_nodes"][: buffers.step.scored].tolist()
+
+
 @dataclass
 class Result:
     plan: Plan
@@ -88,6 +95,8 @@ class Result:
         node += self.trees.start[row]
         if hasattr(self.round, "logits_of"):
             return torch.from_numpy(self.round.logits_of(node))
+        if isinstance(self.executor, CpuExecutor):
+            return torch.from_numpy(self.executor._logits_of(node))
         if hasattr(self.round, "place"):
             rows = self.round.place[node : node + 1]
             return torch.from_numpy(self.executor.programs.logits(rows)[0])
