@@ -6,16 +6,23 @@ tests/parity/test_torch_overlap.py, where the device is emulated.
 """
 
 import pytest
+from starlette.testclient import TestClient
 
-from forerun.build.engine import encode_chat, make_engine
+from forerun.build.engine import encode_chat, load, make_engine
 from forerun.build.target import open_target
 from forerun.client.completion import make_request
-from forerun.options.config import EngineConfig
+from forerun.options.config import EngineConfig, ServeSettings
+from forerun.serve.app import create_app
 from tests.shape.walk import Walk
 
 FILES, STATEMENTS = 18, 1_970
 """Of decoding steps with n-gram drafts on the compiled core, from plan to the last delta: that the
 engine then proves that nothing leaked (engine/check.py) is no part of a token's life.
+"""
+
+CHAT_FILES, CHAT_STATEMENTS = 57, 7_000
+"""Of a plain chat that is streamed, from body to last event, with the engine in the server's
+process: the second of its server, so that nothing is loaded on the way.
 """
 
 
@@ -41,3 +48,26 @@ def test_the_walk_on_the_cpu_is_short(capsys):
     assert "speculative/tree.py" in walk.calls
     assert "executors/host_sampler.py" in walk.calls
     assert walk.files <= FILES and walk.statements <= STATEMENTS, walk.listing()
+
+
+@pytest.mark.model
+def test_the_walk_of_a_chat_is_short(capsys):
+    loaded, walk = load(EngineConfig()), Walk()
+    with TestClient(create_app(loaded, ServeSettings())) as client:
+
+        def ask(text):
+            body = {"messages": [{"role": "user", "content": text}], "stream": True}
+            told = client.post("/v1/chat/completions", json=body | {"max_tokens": 12, "seed": 1})
+            assert told.text.endswith("data: [DONE]\n\n")
+
+        ask("Say hello in five words.")
+        client.portal.call(walk.__enter__)
+        loaded.engine.run_in_engine(lambda core: walk.__enter__())
+        ask("Name six colours of the rainbow.")
+        client.portal.call(walk.__exit__)
+        loaded.engine.run_in_engine(lambda core: walk.__exit__())
+        walk.calls.pop("engine/check.py", None)  # The engine became idle.
+    with capsys.disabled():
+        print(f"\nA streamed chat opens:\n{walk.listing()}")
+    assert "serve/answers/session.py" in walk.calls and "engine/step.py" in walk.calls
+    assert walk.files <= CHAT_FILES and walk.statements <= CHAT_STATEMENTS, walk.listing()
