@@ -178,8 +178,9 @@ def test_bad_plans_are_refused_and_change_nothing(executor, random):
             with pytest.raises(EngineError, match=message):
                 made.begin(replace(plan, **change), trees)
         assert np.array_equal(logits(), first)
+        made.begin(plan, trees)
         with pytest.raises(EngineError, match="node 7 is none of those scored"):
-            made.begin(plan, trees).logits_of(7)
+            made._logits_of(7)
 
 
 def test_row_starts_that_lie_are_refused(executor, random):
