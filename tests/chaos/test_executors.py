@@ -20,7 +20,7 @@ from forerun.train.export import export_head
 from tests.chaos.real_server import NIGHTLY
 from tests.models import tiny
 from tests.parity.tape import on_tape
-from tests.parity.test_rounds_that_draft import make
+from tests.worlds.draft_models import make
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 CASES = 300 if NIGHTLY else 10

@@ -1,12 +1,10 @@
 import numpy as np
 import pytest
 
-from forerun.checkpoints.folder import FolderCheckpoint
-from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.executors.cpu import CpuExecutor, available
 from forerun.hub.catalog import open_model
-from tests.models import tiny
 from tests.parity.driver import limits
+from tests.worlds.checkpoints import Checkpoints
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,22 +16,7 @@ def compiled():
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """Small random checkpoints: a GGUF of `kind`, or a folder with kind None."""
-    made = {}
-
-    def build(family="llama", kind="Q8_0", **changes):
-        key = repr((family, kind, sorted(changes.items())))
-        if key not in made:
-            hf = tiny.model(family, **{"max_position_embeddings": 512} | changes)
-            folder = tmp_path_factory.mktemp(family)
-            made[key] = (
-                GgufCheckpoint(tiny.write_gguf(hf, folder / "model.gguf", kind))
-                if kind
-                else FolderCheckpoint(tiny.save_folder(hf, folder))
-            )
-        return made[key]
-
-    return build
+    return Checkpoints(tmp_path_factory, "Q8_0")
 
 
 @pytest.fixture

@@ -1,147 +1,35 @@
-"""The native choices and paths are the specification's."""
-
-from dataclasses import dataclass
+"""The native core's steps are the specification's: what it leaves to it, whole paths, texts. Its
+choices node by node: tests/parity/test_choices.py.
+"""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.executors.cpu import CpuExecutor, native
-from forerun.executors.cpu.executor import StepBuffers
-from forerun.executors.host_sampler import HostSampler
-from forerun.interface.plan import Plan
-from forerun.interface.slot_init import SlotInit, TokenText
-from forerun.speculative.accept import choose
-from forerun.speculative.noise import gumbel
-from forerun.speculative.sampling import History, Sampling, process
-from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch
+from forerun.executors.cpu import CpuExecutor
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import NodeMasks
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
-
-EMPTY = History(np.zeros(1, np.int32), 1)
-
-
-@dataclass
-class Case:
-    """A step whose logits float32[M,V] are given instead of computed."""
-
-    plan: Plan
-    trees: TreeBatch
-    logits: np.ndarray
-    sampler: HostSampler
-
-    def accept(self, choice=None, masks=None):
-        logits = self.logits.__getitem__
-        return self.sampler.accept(self.plan, self.trees, logits, masks, choice)
-
-    def native(self, executor, masks=None):
-        """`choice` of the rows that the core decides, -1 in the others."""
-        scored = self.sampler.scored(self.plan, self.trees)
-        box, logits = (
-            StepBuffers(len(self.trees.tokens), self.sampler.choosing),
-            np.ascontiguousarray(self.logits[scored]),
-        )
-        box.fill(self.plan, self.trees, scored, logits)
-        box.step.logits_row = None
-        box.put_masks(masks)
-        assert native.load().forerun_accept(executor.native_model(), box.step, box.walk) == 0
-        return box.choice
+from tests.worlds.choices import Case, case, expected, native_choices, packed
 
 
-def case(rows: list[tuple[int, Draft, Sampling]], logits, samples=None) -> Case:
-    """rows: (length of the known chain, draft, sampling), each in a slot of its own."""
-    known = [np.arange(length, dtype=np.int32) for length, _, _ in rows]
-    sampler = HostSampler(len(rows), logits.shape[1], cut_offs=True)
-    for slot, (chain, (_, _, sampling)) in enumerate(zip(known, rows, strict=True)):
-        sampler.open(SlotInit(slot, TokenText(chain), 1, sampling))
-    count = len(rows)
-    zeros = np.zeros(count, np.int32)
-    plan = Plan(
-        slots=np.arange(count, dtype=np.int32),
-        kv_len=zeros,
-        known=tuple(known),
-        samples=np.ones(count, np.bool_) if samples is None else samples,
-        max_nodes=zeros,
-        max_depth=zeros,
-        page_table=np.zeros((count, 1), np.int32),
-        constrained=np.zeros(count, np.bool_),
-    )
-    return Case(plan, batch(known, [draft for _, draft, _ in rows]), logits, sampler)
-
-
-@pytest.fixture(params=["", "portable"])
-def native_choice(request, executor, checkpoint):
-    """(logits, sampling, position) -> token, or -1."""
-    made = {}
-
-    def call(logits, sampling, position, masks=None):
-        if len(logits) not in made:
-            changes = {"vocab_size": len(logits), "num_hidden_layers": 1}
-            source = checkpoint("llama", None, **changes)
-            made[len(logits)] = executor(source, kernels=request.param)
-        one = case([(1, Draft(), sampling)], np.asarray(logits, np.float32)[None])
-        one.plan.kv_len[:] = position
-        return int(one.native(made[len(logits)], masks)[0])
-
-    return call
-
-
-def expected(logits, sampling, position):
-    return choose(process(np.asarray(logits, np.float32), sampling, EMPTY), sampling, position)
-
-
-@pytest.mark.parametrize("vocab", [320, 331, 1003])
-@pytest.mark.parametrize("temperature", [0.0, 0.05, 0.8, 1.0, 3.0])
-def test_same_token(native_choice, random, vocab, temperature):
-    for spread in (0.01, 1.0, 10.0):
-        for seed in range(40):
-            logits = random.normal(0, spread, vocab).astype(np.float32)
-            sampling = Sampling(temperature=temperature, seed=seed * 0x123456789ABCDEF)
-            position = int(random.integers(0, 1 << 20))
-            found = native_choice(logits, sampling, position)
-            assert found == expected(logits, sampling, position)
-
-
-@pytest.mark.parametrize("position", [8356, 22866, 29132, 33050])
-def test_rounded_scores_that_are_equal(native_choice, position):
-    """Scores of millions are rounded to eighths: at these positions two tokens tie that way, and
-    the one of the lower id is chosen, though logit and noise together are less.
-    """
-    logits = np.full(331, -20.0, np.float32)
-    logits[[3, 300]] = 20.0, np.nextafter(np.float32(20.0), np.float32(21.0))
-    sampling = Sampling(temperature=1e-5, seed=0)
-    heated = logits / np.float32(1e-5) + gumbel(0, position, 331)
-    assert heated[3] == heated[300] and expected(logits, sampling, position) == 3
-    assert native_choice(logits, sampling, position) == 3
-
-
-def test_a_score_beyond_float32_is_no_choice(native_choice):
-    logits = np.full(331, -20.0, np.float32)
-    logits[5] = 1e36
-    sampling = Sampling(temperature=1e-3, seed=0)
-    with np.errstate(over="ignore"):
-        assert expected(logits, sampling, 0) == -1
-    assert native_choice(logits, sampling, 0) == -1
-
-
-@pytest.mark.parametrize("temperature", [1e-4, 0.8, 3.0])
-def test_excluded_tokens_are_never_chosen(native_choice, random, temperature):
-    for seed in range(60):
-        logits = random.normal(0, 5, 1003).astype(np.float32)
-        bits = packed(random.random(1003) < random.choice([0.01, 0.5, 0.99]))
-        masks = NodeMasks(np.zeros(1, np.int32), bits[None])
-        sampling = Sampling(temperature=temperature, seed=seed)
-        expected = choose(process(logits, sampling, EMPTY, (), bits), sampling, 7)
-        assert native_choice(logits, sampling, 7, masks) == expected
-    nothing = NodeMasks(np.zeros(1, np.int32), packed(np.zeros(1003, np.bool_))[None])
-    assert native_choice(logits, sampling, 7, nothing) == -1
-
-
-def packed(allowed):
-    """uint32[.] of bool[V], as NodeMasks has them."""
-    padded = np.append(allowed, np.zeros(-len(allowed) % 32, np.bool_))
-    return np.packbits(padded, bitorder="little").view(np.uint32)
+@pytest.mark.parametrize("kernels", ["", "portable"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_left_to_the_specification(
+    executor, checkpoint, random, kernels, bad
+):
+    source = checkpoint("llama", None, vocab_size=331, num_hidden_layers=1)
+    made, places = executor(source, kernels=kernels), [0, 7, 319, 330]
+    logits = random.normal(0, 1, (4, 331)).astype(np.float32)
+    logits[range(4), places] = bad
+    others = np.ones((4, 331), np.bool_)
+    others[range(4), places] = False  # A mask hides it from the choice, not from the check.
+    for temperature in (0.0, 1.0):
+        for allowed in (None, others):
+            found = native_choices(made, logits, [(5, 0, temperature)] * 4, allowed)
+            assert found.tolist() == [-1] * 4
 
 
 CUT_OFFS = (
@@ -161,96 +49,46 @@ CUT_OFFS = (
 )
 
 
+@pytest.fixture(params=["", "portable"])
+def core(request, executor, checkpoint):
+    """(vocab) -> an executor of one layer."""
+    return lambda vocab: executor(
+        checkpoint("llama", None, vocab_size=vocab, num_hidden_layers=1), kernels=request.param
+    )
+
+
 @pytest.mark.parametrize("temperature", [1e-4, 0.3, 0.8, 1.0, 3.0])
 @pytest.mark.parametrize("vocab", [331, 1003])
-def test_cut_offs(native_choice, random, vocab, temperature):
+def test_cut_offs(core, random, vocab, temperature):
     """From a distribution that one token has to one that is flat: hundreds of tokens are left.
     Seldom is a token too close to the edge of the nucleus.
     """
-    left = 0
+    made, left, count = core(vocab), 0, len(CUT_OFFS)
     for spread in (0.01, 1.0, 4.0, 30.0):
-        for seed, cut in enumerate(CUT_OFFS):
-            logits = random.normal(0, spread, vocab).astype(np.float32)
-            logits[random.integers(vocab, size=9)] = logits[:9]  # Equal ones.
-            sampling = Sampling(temperature=temperature, seed=seed, **cut)
-            position = int(random.integers(0, 1 << 20))
-            bits = packed(random.random(vocab) < 0.3)
-            masks = NodeMasks(np.zeros(1, np.int32), bits[None])
-            for mask, allowed in ((None, None), (masks, bits)):
-                found = native_choice(logits, sampling, position, mask)
-                processed = process(logits, sampling, EMPTY, (), allowed)
-                assert found in (-1, choose(processed, sampling, position))
-                left += found == -1
+        logits = random.normal(0, spread, (count, vocab)).astype(np.float32)
+        for line in logits:
+            line[random.integers(vocab, size=9)] = line[:9]  # Equal ones.
+        cases = [(seed, int(random.integers(0, 1 << 20)), temperature) for seed in range(count)]
+        for allowed in (None, random.random(logits.shape) < 0.3):
+            found = native_choices(made, logits, cases, allowed, CUT_OFFS)
+            right = np.array(expected(logits, cases, allowed, CUT_OFFS))
+            assert ((found == -1) | (found == right)).all()
+            left += int((found == -1).sum())
     assert left <= 2
 
 
-def test_a_token_at_the_edge_of_the_nucleus_is_left_to_the_specification(native_choice):
+def test_a_token_at_the_edge_of_the_nucleus_is_left_to_the_specification(core):
     """Four equal tokens: two have half of the probability, whatever sums round to."""
-    logits, seen = np.full(331, -1e4, np.float32), []
-    logits[[3, 90, 200, 330]] = 1.0
-    for seed in range(40):
-        sampling = Sampling(temperature=1.0, seed=seed, top_p=0.5)
-        seen.append(native_choice(logits, sampling, 0))
-        assert expected(logits, sampling, 0) in ((3, 90) if seen[-1] < 0 else (seen[-1],))
-        inside = Sampling(temperature=1.0, seed=seed, top_p=0.51)
-        assert native_choice(logits, inside, 0) == expected(logits, inside, 0)
+    logits, cases = np.full((40, 331), -1e4, np.float32), [(seed, 0, 1.0) for seed in range(40)]
+    logits[:, [3, 90, 200, 330]] = 1.0
+    edge, inside = [{"top_p": 0.5}] * 40, [{"top_p": 0.51}] * 40
+    made = core(331)
+    seen = native_choices(made, logits, cases, cuts=edge).tolist()
+    for found, right in zip(seen, expected(logits, cases, cuts=edge), strict=True):
+        assert right in ((3, 90) if found < 0 else (found,))
     assert set(seen) == {-1, 3, 90}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_ties_go_to_the_lowest_id(native_choice, random, temperature):
-    for seed in range(60):
-        logits = random.integers(-2, 2, 331).astype(np.float32)
-        sampling = Sampling(temperature=temperature, seed=seed)
-        assert native_choice(logits, sampling, 3) == expected(logits, sampling, 3)
-
-
-def test_the_greatest_noise_wins_from_far_below(native_choice):
-    """Logits so far below the best one that nothing but rare noise brings them up: csrc/sample.inl
-    looks at none that cannot come up.
-    """
-    sampling, seen = Sampling(temperature=1.0, seed=11), []
-    for position in range(400):
-        noise = gumbel(sampling.seed, position, 1003)
-        token, other = int(noise.argmax()), int(noise[:32].argmin())
-        if noise[token] < 10 or token < 32:
-            continue
-        logits = np.full(1003, -40, np.float32)
-        logits[other], logits[token] = 0, noise[other] - noise[token] + np.float32(0.25)
-        found = native_choice(logits, sampling, position)
-        assert found == expected(logits, sampling, position) == token
-        seen.append(noise[token])
-    assert len(seen) > 10 and max(seen) > 12
-
-
-def test_ties_by_noise_go_to_the_lowest_id(native_choice):
-    """The likelier token and one below it whose noise makes up for the difference exactly."""
-    ties, heat = 0, np.float32(1e-4)
-    for position in range(60):
-        sampling = Sampling(temperature=float(heat), seed=5)
-        noise = gumbel(sampling.seed, position, 331)
-        low, high = 3 + position % 5, 300
-        best = np.float32(1) / heat + noise[high]
-        logits = np.full(331, -1, np.float32)
-        logits[high], logits[low] = 1, np.float32((best - noise[low]) * heat)
-        if logits[low] >= 1 or logits[low] / heat + noise[low] != best:
-            continue
-        ties += 1
-        assert native_choice(logits, sampling, position) == low
-        assert expected(logits, sampling, position) == low
-    assert ties > 5
-
-
-@pytest.mark.parametrize("place", [0, 7, 319, 330])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_left_to_the_specification(native_choice, random, place, bad):
-    logits = random.normal(0, 1, 331).astype(np.float32)
-    logits[place] = bad
-    others = packed(np.arange(331) != place)  # A mask hides it from the choice, not from the check.
-    for temperature in (0.0, 1.0):
-        assert native_choice(logits, Sampling(temperature=temperature), 0) == -1
-        masks = NodeMasks(np.zeros(1, np.int32), others[None])
-        assert native_choice(logits, Sampling(temperature=temperature), 0, masks) == -1
+    found = native_choices(made, logits, cases, cuts=inside).tolist()
+    assert found == expected(logits, cases, cuts=inside)
 
 
 KINDS = (
@@ -294,7 +132,7 @@ def random_masks(random, nodes, vocab) -> NodeMasks | None:
     some[2] = False
     some[3] = random.random(vocab) < 0.02
     row = random.choice([-1, -1, 0, 1, 1, 2, 3], nodes).astype(np.int32)
-    return NodeMasks(row, np.stack(list(map(packed, some))))
+    return NodeMasks(row, packed(some))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")

@@ -18,12 +18,11 @@ from forerun.checkpoints.mapped import Packed
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
 from forerun.interface.plan import Outcome
-from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.e2e.processes import wait_for
 from tests.models import tiny
-from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits, scored
+from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits, scored
 
 
 def test_what_it_says_of_itself(executor, checkpoint):
@@ -248,34 +247,6 @@ def test_a_step_larger_than_its_limit(executor, random):
         with pytest.raises(EngineError, match="more nodes than the step may have"):
             driver.step([Row(0)])
         driver.step([Row(0, known=8)])
-
-
-def test_shutdown(executor):
-    made = executor(threads=3)
-    made.shutdown()
-    made.shutdown()
-    made.open(SlotInit(0, TokenText([0]), 1, EVERYTHING))
-    with pytest.raises(EngineError, match="shut down"), Driver(made) as driver:
-        driver.open(1, [1, 2])
-        driver.step([Row(1)])
-
-
-def test_weights_that_are_not_finite_end_the_request_not_the_engine(executor, checkpoint):
-    class Poisoned(Damaged):
-        def packed(self, name):
-            return self._whole.packed(name)
-
-        def tensor(self, name):
-            found = self._whole.tensor(name).copy()
-            if name == "model.norm.weight":
-                found[3] = np.nan
-            return found
-
-    made = executor(Poisoned(checkpoint(), ""))
-    with Driver(made) as driver:
-        driver.open(0, [1, 2, 3])
-        outcome = driver.step([Row(0)]).outcome
-    assert not outcome.finite[0] and outcome.n_tokens[0] == 0
 
 
 def awake():

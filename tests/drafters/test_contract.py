@@ -49,7 +49,7 @@ from tests.parity.blocks import PAIRED, SELECTING, VARIANTS, in_gguf, random_blo
 JAX = {"max_sequences": 2, "context": 96, "kv_tokens": 256}
 PADS = "rows", "nodes", "chunks"
 """Programs of every size are in tests/parity/test_jax_executor.py, rounds of one node and of a
-chain that draft below (`resting`), of one row and of two in test_jax_overlap.py.
+chain that draft below (`resting`), of one row and of two in test_overlap.py.
 """
 CHAIN, TREE = (3, 3, 1), (21, 3, 3)
 """Draft tokens, depth, width: of the tree nothing that was grown is cut off."""
@@ -271,7 +271,7 @@ RIGHT = [
 
 
 WHOLE = "right, NEXTN", "right, EAGLE", "STANDALONE, itself", "ASSISTANT, right"
-"""On JAX with the slow tests; a head that rested, and trees, are in test_jax_overlap.py always."""
+"""On JAX with the slow tests; a head that rested, and trees, are in test_overlap.py always."""
 SELDOM_RIGHT = [
     *(cell for cell in RIGHT if cell[0] == "torch" and not cell[1].startswith("right")),
     *on("jax", *WHOLE),

@@ -19,13 +19,13 @@ from forerun.executors import cpu
 from forerun.measure import prove as proving
 from forerun.measure.prove import Trial, answers, prove
 from forerun.measure.workload import Prompt
-from forerun.options.config import EngineConfig
 from tests.covering import covering, every
 from tests.e2e.drafts import METHODS, Hinted, make
 from tests.models import tiny
-from tests.parity import test_rounds_that_draft as rounds
 from tests.parity.heads import Target, learn
 from tests.parity.tape import on_tape
+from tests.worlds import draft_models as rounds
+from tests.worlds.configs import small
 
 NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 SHAPES = {
@@ -63,20 +63,9 @@ def made(tmp_path_factory):
 def configured(made, method, **changes):
     asked = dict(METHODS[method])
     draft, token_map = asked.pop("draft", None), asked.pop("map", None)
-    found = EngineConfig(
-        model=str(made / asked.pop("model", "target")),
-        speculative_draft_model_path=str(made / draft) if draft else None,
-        speculative_token_map=str(made / token_map / "map.json") if token_map else None,
-        executor="cpu",
-        policy="fixed",
-        draft_on_error="stop",
-        max_sequences=5,
-        chunked_prefill_size=320,
-        kv_tokens=192,
-        threads=1,
-        **asked,
-    )
-    return replace(found, **changes)
+    asked |= {"speculative_token_map": str(made / token_map / "map.json")} if token_map else {}
+    model, draft = made / asked.pop("model", "target"), made / draft if draft else None
+    return small(model, "cpu", draft, **{"max_sequences": 5, "kv_tokens": 192} | asked | changes)
 
 
 def paged(made, method, page):

@@ -9,10 +9,10 @@ import pytest
 
 from forerun.executors import cpu
 from forerun.measure.prove import Trial
-from forerun.options.config import EngineConfig
 from tests.covering import every, rarely, values
 from tests.e2e.test_equality_matrix import PROMPTS, emulated, proved  # noqa: F401 - a fixture
 from tests.models import tiny
+from tests.worlds.configs import small
 
 TRIAL = Trial(PROMPTS[-4:], tokens=10, temperatures=(1.0,), group=4, mixed=True)
 FAMILIES = (
@@ -34,22 +34,8 @@ NATIVE_OFTEN = ("glm4_moe", 16), ("deepseek_v3", 1), ("gemma2", 16), ("gemma4_te
 
 def itself(folder, page):
     """Little room, so that sequences are preempted; two prompts begin alike."""
-    return EngineConfig(
-        model=str(folder),
-        speculative_algorithm="STANDALONE",
-        speculative_draft_model_path=str(folder),
-        executor="torch",
-        device="cpu",
-        dtype="float32",
-        policy="fixed",
-        draft_on_error="stop",
-        page_size=page,
-        max_sequences=4,
-        chunked_prefill_size=320,
-        kv_tokens=176,
-        threads=1,
-        disable_cuda_graph=True,
-    )
+    alone = {"speculative_algorithm": "STANDALONE", "disable_cuda_graph": True}
+    return small(folder, "torch", folder, page_size=page, kv_tokens=176, **alone)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from forerun.executors import cpu
 from forerun.executors.cpu import CpuExecutor
 from forerun.executors.torch import TorchExecutor
 from forerun.measure.prove import Trial, prove
-from forerun.options.config import EngineConfig
 from tests.drafters.prediction import with_layers
 from tests.e2e.test_equality_matrix import (
     PROMPTS,
@@ -24,6 +23,7 @@ from tests.e2e.test_equality_matrix import (
 )
 from tests.models import tiny
 from tests.parity.heads import Target, Twin
+from tests.worlds.configs import small
 
 TRIAL = Trial(PROMPTS[-4:], tokens=20, temperatures=(0.0, 1.0), group=4, mixed=True)
 
@@ -74,21 +74,8 @@ def draft(tmp_path_factory):
 
 def configured(folder, page, **changes):
     """Little room, so that sequences are preempted; two prompts begin alike."""
-    config = EngineConfig(
-        model=str(folder),
-        speculative_algorithm="NGRAM",
-        executor="torch",
-        device="cpu",
-        dtype="float32",
-        policy="fixed",
-        draft_on_error="stop",
-        page_size=page,
-        max_sequences=4,
-        chunked_prefill_size=320,
-        kv_tokens=96,
-        threads=1,
-    )
-    return replace(config, **changes)
+    little = {"speculative_algorithm": "NGRAM", "page_size": page, "kv_tokens": 96}
+    return small(folder, **little | changes)
 
 
 def on(executor):

@@ -6,7 +6,7 @@ import torch
 
 from forerun.build.target import open_target
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.accept import NodeNoise, gumbel
+from forerun.executors.torch.accept import gumbel
 from forerun.measure.prove import Trial, prove
 from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
@@ -14,7 +14,7 @@ from forerun.speculative import noise
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, limits
-from tests.parity.test_choices import SAMPLINGS, SEEDS, choices, nodes, text
+from tests.worlds.choices import MIXED, POSITIONS, SEEDS, choices, noise_of, text
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 6e-2}
 """Norm of the difference over the norm, logits of a tiny model; float32 allows for tf32."""
@@ -44,11 +44,10 @@ def test_logits_of_chunks_and_trees_are_the_cpus(checkpoint, device, family, dty
 
 def test_noise_and_choices_are_the_hosts(device):
     where = torch.device(device)
-    positions = np.array([0, 1, 7, 4095, 131071, 2], np.int32)
-    made = NodeNoise.of(nodes([(*each, 1.0) for each in zip(SEEDS, positions, strict=True)]), where)
+    made = noise_of([(*each, 1.0) for each in zip(SEEDS, POSITIONS, strict=True)], where)
     found = gumbel(made.seeds, made.positions.long(), 49152).cpu().numpy()
     expected = np.stack(
-        [noise.gumbel(s, int(p), 49152) for s, p in zip(SEEDS, positions, strict=True)]
+        [noise.gumbel(s, int(p), 49152) for s, p in zip(SEEDS, POSITIONS, strict=True)]
     )
     assert np.abs(found.view(np.int32) - expected.view(np.int32)).max() <= 1
     cases = [(SEEDS[i % 6], i, [0.0, 0.7, 1.0][i % 3]) for i in range(90)]
@@ -60,9 +59,9 @@ def test_noise_and_choices_are_the_hosts(device):
 
 def test_text_in_float32_is_the_cpus(checkpoint, device):
     made = [TorchExecutor(checkpoint(), limits(tiny.VOCAB), d, "float32") for d in (device, "cpu")]
-    there, here = (text(executor, SAMPLINGS) for executor in made)
+    there, here = (text(executor, MIXED) for executor in made)
     same = sum(a == b for a, b in zip(there, here, strict=True))
-    assert same >= len(SAMPLINGS) - 1, "more than one near-tie among four short texts"
+    assert same >= len(MIXED) - 1, "more than one near-tie among four short texts"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -19,6 +19,7 @@ from tests.parity.heads import (
     simulated,
     within,
 )
+from tests.worlds.answers import drafting
 
 
 @pytest.fixture(scope="module")
@@ -60,20 +61,13 @@ def test_served_acceptance_is_the_simulated_one(learned, folder, device):
 def test_drafting_in_rounds_is_that_of_single_passes(learned, folder, device, shape, temperature):
     """Accepted draft tokens, of texts that are the same; near-ties of the draft are forgiven."""
     twin, texts = learned
-    nodes, steps, topk = shape
-    tree = {
-        "speculative_num_draft_tokens": nodes + 1,
-        "speculative_num_steps": steps,
-        "speculative_eagle_topk": topk,
-    }
     found = []
     for eager in (False, True):
         many = {"chunked_prefill_size": 256, "disable_cuda_graph": eager}
         target = opened(folder("llama", layers=6), twin, device, **many)
         try:
-            served = serve(
-                target, list(texts[:4, :12]), "EAGLE", 40, temperature, **tree,
-            )  # fmt: skip
+            prompts = list(texts[:4, :12])
+            served = serve(target, prompts, "EAGLE", 40, temperature, **drafting(*shape))
             sizes = target.executor.describe().get("captured", ())
         finally:
             target.close()

@@ -7,7 +7,8 @@ import pytest
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.torch import TorchExecutor
 from tests.parity.heads import Target, learn, opened
-from tests.parity.test_torch_overlap import OFF, SHAPES, answered, asked, crowd, tokens
+from tests.parity.test_overlap import BEST, CHAIN, asked, crowd
+from tests.worlds.answers import OFF, answered, tokens
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +30,12 @@ def target(folder, learned, device):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("shape", [OFF, SHAPES[2], SHAPES[4]])
+@pytest.mark.parametrize("shape", [OFF, CHAIN, BEST])
 def test_overlap_gives_the_same_texts(target, learned, device, shape, temperature):
     """A near-tie of float32 may fall the other way where a row that has ended runs along."""
     requests = asked(learned[1], temperature, (60, 35, 50, 41))
-    expected, _ = answered(target, requests, False, **shape)
-    found, stats = answered(target, requests, True, **shape)
+    expected, _ = answered(target, requests, overlap=False, **shape)
+    found, stats = answered(target, requests, overlap=True, **shape)
     same = [one == two for one, two in zip(tokens(found), tokens(expected), strict=True)]
     assert sum(same) >= 3
     assert (stats.carried > 0.6 * stats.steps) == (device == "cuda")
@@ -42,8 +43,8 @@ def test_overlap_gives_the_same_texts(target, learned, device, shape, temperatur
 
 def test_overlap_with_requests_that_come_and_go(target, learned, device):
     requests = crowd(learned[1])
-    expected, _ = answered(target, requests, False, 3, **SHAPES[2])
-    found, stats = answered(target, requests, True, 3, **SHAPES[2])
+    expected, _ = answered(target, requests, 3, overlap=False, **CHAIN)
+    found, stats = answered(target, requests, 3, overlap=True, **CHAIN)
     same = [one == two for one, two in zip(tokens(found), tokens(expected), strict=True)]
     assert sum(same) >= len(same) - 2
     assert (stats.carried > 0) == (device == "cuda")
@@ -55,6 +56,6 @@ def test_overlap_survives_a_thousand_steps(target, learned, device):
         replace(request, id=str(n))
         for n, request in enumerate(asked(list(learned[1]) * 3, 0.8, [70] * 36))
     ]
-    found, stats = answered(target, requests, True, **OFF)
+    found, stats = answered(target, requests, overlap=True, **OFF)
     assert [len(output_tokens) for output_tokens in tokens(found)] == [70] * 36
     assert stats.load.pages_held == 0 and stats.failed_steps == 0

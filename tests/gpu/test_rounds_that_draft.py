@@ -6,16 +6,9 @@ import pytest
 
 from forerun.build.target import open_target
 from forerun.executors.torch import TorchExecutor
-from tests.parity.test_rounds_that_draft import (
-    BLIND,
-    answered,
-    asked,
-    configured,
-    counts,
-    make,
-    plain,
-    tokens,
-)
+from tests.parity.test_rounds_that_draft import SHAPES, asked
+from tests.worlds.answers import answered, counts, plain, tokens
+from tests.worlds.draft_models import BLIND, configured, make
 
 FEW = "NEXTN, by depth", "STANDALONE", "DFLASH"
 METHODS = *FEW, "NEXTN", "STANDALONE, windows", "DFLASH, causal", "DSpark", "DFlash2"
@@ -63,7 +56,9 @@ def test_draft_models_in_rounds_propose_as_alone(targets, device, method, shape,
     """Texts and accepted draft tokens; a near-tie of target or draft is forgiven."""
     rounds, eager = targets(method)
     requests = asked(temperature)
-    (found, _), (expected, _) = (answered(each, requests, shape) for each in (rounds, eager))
+    (found, _), (expected, _) = (
+        answered(each, requests, 3, **SHAPES[shape]) for each in (rounds, eager)
+    )
     assert drafted(rounds) == (device == "cuda") and not drafted(eager)
     same = [a == b for a, b in zip(tokens(found), tokens(expected), strict=True)]
     assert sum(same) >= len(requests) - 1
@@ -79,8 +74,8 @@ def test_draft_models_with_overlap(targets, device, method):
     """What a draft model leaves on the device for the next round is what it left for the host."""
     rounds, eager = targets(method)
     requests = asked(0.8)
-    expected, _ = answered(eager, requests, "tree")
-    found, stats = answered(rounds, requests, "tree", overlap=True)
+    expected, _ = answered(eager, requests, 3, **SHAPES["tree"])
+    found, stats = answered(rounds, requests, 3, overlap=True, **SHAPES["tree"])
     same = [a == b for a, b in zip(tokens(found), tokens(expected), strict=True)]
     assert sum(same) >= len(requests) - 1
     assert (stats.carried > 0.3 * stats.steps) == (device == "cuda")

@@ -22,6 +22,7 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.template import Template
 from tests.covering import some_of, values
 from tests.models import tiny
+from tests.worlds.checkpoints import holds
 
 IDS = torch.arange(100)[None]
 
@@ -50,11 +51,7 @@ def test_weights_and_logits_are_those_of_transformers(family, shards, tied, tmp_
     hf = tiny.model(family, tie_word_embeddings=tied)
     checkpoint: Checkpoint = FolderCheckpoint(tiny.save_folder(hf, tmp_path, shards))
     assert len(list(tmp_path.glob("*.safetensors"))) >= shards
-    weights = tiny.weights(hf)
-    assert set(checkpoint.names()) == set(weights)
-    for name, weight in weights.items():
-        np.testing.assert_array_equal(checkpoint.tensor(name), weight)
-        assert checkpoint.shape(name) == weight.shape
+    holds(checkpoint, hf)
     assert torch.equal(tiny.reference(checkpoint, anew=True)(IDS).logits, hf(IDS).logits)
 
 

@@ -15,8 +15,8 @@ from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.config_json import architecture_from
 from forerun.options.config import EngineConfig
 from tests.models import tiny
-from tests.models.test_gguf import logits_are_those_of
 from tests.parity.test_torch_logits import FURTHER
+from tests.worlds.checkpoints import holds, logits_are_those_of
 
 ROPES = {
     "full_attention": {
@@ -229,10 +229,7 @@ def test_files_are_those_of_transformers(tmp_path, name):
     hf = tiny.model("gemma4_text", **FURTHER["gemma4_text"][name])
     extra = {"blk.3.attn_k.weight": np.zeros((4, 64), np.float32)} if name == "plain" else None
     checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", extra=extra))
-    weights = tiny.weights(hf)
-    assert set(checkpoint.names()) == set(weights)
-    for each, weight in weights.items():
-        np.testing.assert_array_equal(checkpoint.tensor(each), weight)
+    holds(checkpoint, hf)
     logits_are_those_of(hf, checkpoint)
 
 

@@ -14,7 +14,7 @@ from forerun.errors import ModelError
 from forerun.networks.config_json import architecture_from
 from tests.drafters.prediction import as_stored
 from tests.models import tiny
-from tests.models.test_gguf import logits_are_those_of
+from tests.worlds.checkpoints import logits_are_those_of
 
 CLASSES = {
     "deepseek_v32": (transformers.DeepseekV32Config, transformers.DeepseekV32ForCausalLM),

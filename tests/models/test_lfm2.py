@@ -14,6 +14,7 @@ from forerun.networks.config_json import architecture_from
 from forerun.networks.layer_spec import Dense, Experts, Router, ShortConvolution
 from forerun.text.tools import LFM2, format_of
 from tests.models import tiny
+from tests.worlds.checkpoints import holds
 
 ATTENDS = [2, 5, 8, 10, 12, 14]
 KINDS = ["full_attention" if layer in ATTENDS else "conv" for layer in range(16)]
@@ -186,10 +187,7 @@ def test_the_language_model_of_a_multimodal_folder_is_that_of_transformers(tmp_p
     assert checkpoint.towers == ("multi_modal_projector", "vision_tower")
     alone = tiny.model("lfm2")
     alone.model.load_state_dict(made.model.language_model.state_dict())
-    weights = tiny.weights(alone)
-    assert set(checkpoint.names()) == set(weights)
-    for name, weight in weights.items():
-        np.testing.assert_array_equal(checkpoint.tensor(name), weight)
+    holds(checkpoint, alone)
 
 
 @pytest.mark.parametrize("kind", ["", ":Q4_K_M", ":Q8_0"])

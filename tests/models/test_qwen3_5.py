@@ -14,12 +14,11 @@ from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint, eos_ids
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.errors import ModelError
-from forerun.executors.torch import TorchExecutor
 from forerun.networks.config_json import announced_layers, architecture_from
 from forerun.networks.layer_spec import Dense, GatedDelta
 from forerun.options.config import EngineConfig
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, limits
+from tests.worlds.checkpoints import holds, logits_are_those_of
 
 IDS = torch.arange(100)[None]
 TEXT_27B = {
@@ -127,10 +126,7 @@ def test_the_language_model_of_a_multimodal_folder_runs_alone(multimodal):
     alone = tiny._CLASSES[checkpoint.architecture.family][1](made.config.text_config).eval()
     alone.model.load_state_dict(made.model.language_model.state_dict())
     alone.lm_head.load_state_dict(made.lm_head.state_dict())
-    weights = tiny.weights(alone)
-    assert set(checkpoint.names()) == set(weights)
-    for name, weight in weights.items():
-        np.testing.assert_array_equal(checkpoint.tensor(name), weight)
+    holds(checkpoint, alone)
     assert torch.equal(alone(IDS).logits, made(IDS).logits)
 
 
@@ -218,11 +214,7 @@ def test_gguf_files_keep_value_heads_in_turns(family, kind, tmp_path):
             np.testing.assert_array_equal(checkpoint.packed(name).rows, raw.view(np.uint8))
         np.testing.assert_array_equal(checkpoint.tensor(name), expected)
     if kind == "F32":
-        executor = TorchExecutor(checkpoint, limits(tiny.VOCAB, context=256))
-        with Driver(executor) as driver, torch.no_grad():
-            driver.open(0, IDS[0].numpy())
-            logits = driver.step([Row(0)]).every()
-            assert (logits - hf(IDS).logits[0]).abs().max() < 1e-4
+        logits_are_those_of(hf, checkpoint)
 
 
 def test_gates_and_ups_of_experts_may_be_one_tensor_in_gguf(tmp_path):

@@ -11,7 +11,6 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from forerun.build.engine import make_engine
 from forerun.build.target import open_target
 from forerun.client.completion import make_request
 from forerun.executors.torch import eager, model_runner
@@ -24,6 +23,7 @@ from tests.models import tiny
 from tests.parallel.captured_rank import Recorded
 from tests.parity.tape import Tape
 from tests.twins.kernels import SLOW_TWINS
+from tests.worlds.answers import OFF, answered, tokens
 
 COMMAND = (sys.executable, "-m", "tests.parallel.captured_rank")
 ROUNDS = (
@@ -104,7 +104,7 @@ def shared(request, folder, said):
 def alone(folder):
     """What one process writes without speculation."""
     target = open_target(config(folder, disable_cuda_graph=True))
-    yield cache(lambda wishes: texts(target, {"speculative_algorithm": "OFF"}, WISHES[wishes])[0])
+    yield cache(lambda wishes: texts(target, OFF, WISHES[wishes])[0])
     target.close()
 
 
@@ -113,35 +113,20 @@ def prompt_of(place):
     return np.tile(np.random.default_rng(place).integers(5, 60, 6), 2 + place).tolist()
 
 
-def texts(target, settings, asked):
-    """Token ids of every request, all asked at once; the engine's counters."""
-    engine = make_engine(target, replace(target.config, **settings))
-    found = [[] for _ in asked]
-    for place, how in enumerate(asked):
-        prompt = np.array(prompt_of(place), np.int32)
-        request = make_request(prompt, max_tokens=20, ignore_eos=True, **how)
-        engine.submit(request, lambda delta, place=place: found[place].extend(delta.tokens))
-    while engine.step_once():
-        pass
-    stats = engine.stats()
-    engine.shutdown()
-    assert all(len(tokens) == 20 for tokens in found), found
-    return found, stats
-
-
-def predicted(target, changes, expected):
-    """The texts where each request's answer is predicted, and the engine's counters."""
-    engine = make_engine(target, replace(target.config, **changes))
-    found = [[] for _ in expected]
-    for place, how in enumerate(ROUNDS):
-        prompt = np.array(prompt_of(place), np.int32)
-        request = make_request(prompt, max_tokens=20, ignore_eos=True, **how)
-        request = replace(request, prediction=np.array(expected[place], np.int32))
-        engine.submit(request, lambda delta, place=place: found[place].extend(delta.tokens))
-    while engine.step_once():
-        pass
-    stats = engine.stats()
-    engine.shutdown()
+def texts(target, settings, asked, predictions=()):
+    """Token ids of every request, all asked at once and their answers predicted, where there are
+    predictions; the engine's counters.
+    """
+    requests = [
+        make_request(np.array(prompt_of(place), np.int32), max_tokens=20, ignore_eos=True, **how)
+        for place, how in enumerate(asked)
+    ]
+    for place, prediction in enumerate(predictions):
+        told = np.array(prediction, np.int32)
+        requests[place] = replace(requests[place], prediction=told)
+    heard, stats = answered(target, requests, **settings)
+    found = tokens(heard)
+    assert all(len(mine) == 20 for mine in found), found
     return found, stats
 
 
@@ -168,14 +153,14 @@ def test_latent_attention_is_cut_in_rounds_too(tmp_path):
     folder = tiny.save_folder(tiny.model("deepseek_v3"), tmp_path)
     one = open_target(config(folder, disable_cuda_graph=True))
     try:
-        expected, _ = texts(one, {"speculative_algorithm": "OFF"}, ROUNDS)
+        expected, _ = texts(one, OFF, ROUNDS)
     finally:
         one.close()
     told = Counter()
     with captured(told, config(folder, tp_size=2, overlap=True)) as (target, tape):
         told.clear()
         replays = tape.replays
-        found, stats = predicted(target, {"speculative_algorithm": "NGRAM"}, expected)
+        found, stats = texts(target, {"speculative_algorithm": "NGRAM"}, ROUNDS, expected)
     assert found == expected
     assert stats.accepted > 10 and tape.replays - replays == told["round"] > 2
 
@@ -210,7 +195,7 @@ def test_a_draft_model_drafts_between_rounds(made, algorithm, draft, width, size
         drafts["speculative_num_draft_tokens"] = 6
     one = open_target(config(made / "target", disable_cuda_graph=True))
     try:
-        expected, _ = texts(one, {"speculative_algorithm": "OFF"}, ROUNDS)
+        expected, _ = texts(one, OFF, ROUNDS)
     finally:
         one.close()
     told = Counter()

@@ -11,15 +11,15 @@ from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.checkpoints.tensor_parallel import TensorParallel
-from forerun.executors.state_slots import StateSlots
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.model_runner import TorchOptions
 from forerun.executors.torch.parallel.executor import ParallelExecutor
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
-from tests.parallel.test_captured_ranks import ROUNDS, captured, config, predicted, texts
+from tests.parallel.test_captured_ranks import ROUNDS, captured, config, texts
 from tests.parallel.test_families import same_texts
 from tests.parity.driver import Driver, Row, as_draft, limits
+from tests.worlds.answers import OFF, resumed
 
 
 @pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2"])
@@ -72,29 +72,23 @@ def test_states_follow_accepted_branches_on_every_rank(folder):
 )
 def test_rounds_move_states_on_every_rank(folder, monkeypatch, algorithm, page, overlap):
     """Preempted in little room, and found again behind what rounds have kept."""
-    resumed, opened = [], StateSlots.open
-
-    def counting(self, slot_init):
-        resumed.append(slot_init.cached)
-        return opened(self, slot_init)
-
-    monkeypatch.setattr(StateSlots, "open", counting)
+    behind = resumed(monkeypatch)
     little = {"page_size": page, "kv_tokens": 56, "context": 56}
     one = open_target(config(folder, **little))
     try:
-        expected, _ = texts(one, {"speculative_algorithm": "OFF"}, ROUNDS)
+        expected, _ = texts(one, OFF, ROUNDS)
     finally:
         one.close()
     told = Counter()
     settings = config(folder, tp_size=2, overlap=True, **little)
     with captured(told, settings) as (target, _):
         told.clear()
-        resumed.clear()
+        behind.clear()
         changes = {"speculative_algorithm": algorithm, "overlap": overlap}
         for _ in range(2):
-            found, stats = predicted(target, changes, expected)
+            found, stats = texts(target, changes, ROUNDS, expected)
             assert found == expected
-        assert told["round"] >= (10 if algorithm == "OFF" else 5) and any(resumed)
+        assert told["round"] >= (10 if algorithm == "OFF" else 5) and any(behind)
         assert stats.accepted > 10 or algorithm == "OFF"
         target.executor.states.book.check()
 

@@ -13,22 +13,12 @@ from forerun.hub.catalog import open_model
 from tests.models import tiny
 from tests.parity.driver import limits
 from tests.parity.heads import Target, learn
+from tests.worlds.checkpoints import Checkpoints
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """Checkpoints of small random models, by the arguments of tiny.model."""
-    made = {}
-
-    def build(family="llama", **changes):
-        key = repr((family, sorted(changes.items())))
-        if key not in made:
-            changes = {"max_position_embeddings": 512} | changes
-            folder = tmp_path_factory.mktemp(family)
-            made[key] = FolderCheckpoint(tiny.save_folder(tiny.model(family, **changes), folder))
-        return made[key]
-
-    return build
+    return Checkpoints(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -23,13 +23,12 @@ from forerun.errors import EngineError
 from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.interface.draft_model import DraftBlock, DraftExtension, DraftLevel
-from forerun.options.config import EngineConfig
 from forerun.speculative.accept import choose
 from forerun.speculative.sampling import History, Sampling, process
-from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.train.export import export_head
 from tests.models import tiny
 from tests.parity.driver import Driver, Row
+from tests.worlds.configs import small
 
 SWITCHES = [
     {},
@@ -398,19 +397,8 @@ def opened(folder, twin, device="cpu", **changes):
 
 
 def opened_config(folder, twin, device="cpu", **changes):
-    config = EngineConfig(
-        model=str(folder),
-        executor="torch",
-        device=device,
-        dtype="float32",
-        chat_template=BYTE_LEVEL_TEMPLATE,  # Rendered here: no process begins.
-        speculative_draft_model_path=str(twin.folder),
-        policy="fixed",
-        max_sequences=6,
-        chunked_prefill_size=64,
-        kv_tokens=2048,
-    )
-    return replace(config, **changes)
+    room = {"max_sequences": 6, "chunked_prefill_size": 64, "threads": None, "device": device}
+    return small(folder, draft=twin.folder, **room | changes)
 
 
 def serve(target, prompts, speculation="EAGLE", tokens=60, temperature=0.0, **changes):

@@ -18,17 +18,19 @@ on what is on it, is an error.
 import re
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import count
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forerun.executors.torch import TorchExecutor, eager, model_runner
 from forerun.executors.torch.captured.graphs import CudaRecorder
+from tests.parity.heads import opened
 from tests.twins.kernels import SLOW_TWINS
 
 aten = torch.ops.aten
@@ -371,3 +373,13 @@ def on_tape(patch, tape=None, kernels=SLOW_TWINS, warm=True):
     patch.setattr(eager, "recorder", lambda device: tape or Tape())
     if not warm:
         patch.setattr(TorchExecutor, "warm_up", lambda *_: None)
+
+
+def taped(folder, twin, tape=None, overlap=False, **changes):
+    """A target and its head with rounds that a tape captures when they come up, none before.
+    overlap: whether they can go on from each other; engines that do so say so.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        on_tape(patch, tape, warm=False)
+        target = opened(folder, twin, overlap=overlap, **changes)
+        return replace(target, config=replace(target.config, overlap=False))

@@ -1,5 +1,7 @@
-"""Choices of torch's and XLA's programs are the host's: same noise, same argmax, same walk, same
-refusals. Those of the kernel are in test_triton_choice.py.
+"""The contract "choices of an executor": whatever chooses - the native core, plain torch and its
+twin, Triton's kernels (interpreted here), XLA - chooses what the host's rule does: same noise, same
+argmax, ties to the lowest id, no choice of what is not finite. Then the same walk and the same
+texts. With other parameters than a temperature: test_shaped_choices.py.
 """
 
 from dataclasses import replace
@@ -13,42 +15,45 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.executors.device_choice import DeviceNodes
+from forerun.checkpoints.tensor_parallel import TensorParallel
+from forerun.executors import cpu
+from forerun.executors.cpu import CpuExecutor
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.jax.network.attention import ancestors
 from forerun.executors.jax.rounds import accept, noise
-from forerun.executors.jax.rounds.accept import NodeSampling, Trees, unpacked, walk
+from forerun.executors.jax.rounds.accept import NodeSampling, Trees, walk
 from forerun.executors.jax.rounds.accept import choose as choose_on_xla
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.accept import NodeNoise, best, greatest, gumbel
+from forerun.executors.torch.accept import best, gumbel
 from forerun.speculative import noise as host
 from forerun.speculative.accept import NOTHING, accept_row, choose
-from forerun.speculative.sampling import Sampling, unpack
+from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import batch
 from forerun.speculative.verify import intervals
+from tests.covering import every
 from tests.models import tiny
 from tests.parity.conftest import QUICK
-from tests.parity.driver import Driver, Row, chain_draft, limits
+from tests.parity.driver import limits
+from tests.parity.interpreted import load
 from tests.speculative.worlds import drafts
+from tests.twins import rounds as twins
 from tests.twins.verify import ancestor_mask
+from tests.worlds.choices import (
+    MIXED,
+    POSITIONS,
+    SEEDS,
+    choices,
+    expected,
+    native_choices,
+    noise_of,
+    text,
+)
 
-CPU = torch.device("cpu")
-SEEDS = [0, 1, 0xFFFFFFFF, 1 << 32, 0x123456789ABCDEF0, (1 << 64) - 1]
-POSITIONS = np.array([0, 1, 7, 4095, 131071, 2], np.int32)
 QUICKLY = partial(jax.jit, compiler_options=QUICK)
 EXACT = QUICKLY(noise.exact)
 CHOOSE = QUICKLY(choose_on_xla)
-
-
-def nodes(cases):
-    """DeviceNodes of (seed, position, temperature)."""
-    seeds, positions, heats = zip(*cases, strict=True)
-    return DeviceNodes(
-        np.arange(len(cases), dtype=np.int32),
-        np.array(seeds, np.uint64),
-        np.array(positions, np.int32),
-        np.array(heats, np.float32),
-    )
+triton = load("triton.triton_choice")
+NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
 
 def halves(seeds):
@@ -63,48 +68,195 @@ def node_sampling(cases):
     )
 
 
-def choices(logits, cases, device=CPU):
-    """int32[n] as a step without kernels makes them, of (seed, position, temperature) of each."""
-    noise, logits = NodeNoise.of(nodes(cases), device), torch.as_tensor(logits).to(device)
-    score, tokens = best(logits, noise, 0)
-    if not noise.temperatures.any():
-        for one, other in zip(greatest(logits, noise, 0), (score, tokens), strict=True):
-            assert torch.equal(one.nan_to_num(9e9), other.nan_to_num(9e9))
-    return torch.where(score.isfinite(), tokens, NOTHING)
+ROWS, VOCAB = 64, 1003
+"""Of every case, so that XLA compiles once."""
 
 
-CHOICES = {
+@pytest.fixture(scope="module")
+def cores(checkpoint):
+    made = {}
+
+    def of(kernels):
+        if kernels not in made:
+            source = checkpoint("llama", vocab_size=VOCAB, num_hidden_layers=1)
+            made[kernels] = CpuExecutor(source, limits(VOCAB), 1, kernels)
+        return partial(native_choices, made[kernels])
+
+    yield of
+    for each in made.values():
+        each.shutdown()
+
+
+PROGRAMS = {
     "torch": choices,
-    "jax": lambda logits, cases: CHOOSE(logits, node_sampling(cases)),
+    "twin": lambda logits, cases: twins.choose(torch.from_numpy(logits), noise_of(cases)),
+    "triton": lambda logits, cases: triton.choose(torch.from_numpy(logits), noise_of(cases)),
+    "jax": lambda logits, cases, *allowed: CHOOSE(logits, node_sampling(cases), *allowed),
 }
 """(logits float32[n,V], (seed, position, temperature) of each) -> tokens."""
+CORES = {"cpu": "", "cpu, portable": "portable"}
+"""What reads masks where it chooses; on torch that is shaping (test_shaped_choices.py)."""
+MASKED = [*(pytest.param(name, marks=NATIVE) for name in CORES), "jax"]
 
 
-@pytest.mark.parametrize("program", CHOICES)
-def test_choices_are_the_hosts(program):
-    random = np.random.default_rng(3)
-    cases = [(SEEDS[i % 6], i // 3, [0.0, 0.3, 1.0, 1.7][i % 4]) for i in range(150)]
-    logits = (random.normal(size=(150, 1000)) * 4).astype(np.float32)
-    logits[::10] = np.round(logits[::10])  # Ties.
-    found = CHOICES[program](logits, cases).tolist()
-    for line, (seed, position, temperature), token in zip(logits, cases, found, strict=True):
-        scaled = line if temperature in (0.0, 1.0) else line / np.float32(temperature)
-        assert token == choose(scaled, Sampling(temperature=temperature, seed=seed), position)
-    assert len(set(found)) > 50
+@pytest.fixture
+def program(request, cores):
+    """The program by name."""
+    name = request.param
+    return cores(CORES[name]) if name in CORES else PROGRAMS[name]
 
 
-@pytest.mark.parametrize("program", CHOICES)
-def test_ties_go_to_the_lowest_id_and_trouble_to_nothing(program):
-    logits = np.zeros((5, 9), np.float32)
-    logits[0, [3, 7]] = 2.0
-    logits[1, 4] = np.nan
-    logits[2, 8] = np.inf
-    logits[3] = -np.inf
-    logits[4, :8] = -np.inf
-    for temperature in (0.0, 1.0):
-        found = CHOICES[program](logits, [(5, 1, temperature)] * 5).tolist()
-        assert found[1:] == [NOTHING, NOTHING, NOTHING, 8]
-        assert temperature or found[0] == 3
+def filled(lines, cases):
+    """As many of them as a program takes at once, in turn."""
+    turns = [n % len(lines) for n in range(ROWS)]
+    return np.stack([lines[n] for n in turns]).astype(np.float32), [cases[n] for n in turns]
+
+
+def of_any_size(random, turn):
+    """Of every tenth row many tie; temperatures, seeds, sizes of any kind."""
+    cases = [
+        (SEEDS[n % 6], int(random.integers(1 << 20)), (0.0, 0.05, 0.8, 1.0, 3.0)[(n + turn) % 5])
+        for n in range(ROWS)
+    ]
+    spread = np.array([(0.01, 1.0, 4.0, 10.0)[(n + turn) % 4] for n in range(ROWS)])
+    logits = random.normal(size=(ROWS, VOCAB)) * spread[:, None]
+    logits[::10] = np.round(logits[::10])
+    return logits.astype(np.float32), cases
+
+
+def of_few_numbers(random, turn):
+    logits = random.integers(-2, 2, (ROWS, VOCAB)).astype(np.float32)
+    return logits, [(n, 3, float(turn % 2)) for n in range(ROWS)]
+
+
+def whose_scores_round_to_the_same(random, turn):
+    """Scores of millions are rounded to eighths: at these positions two tokens tie that way, and
+    the one of the lower id is chosen, though logit and noise together are less.
+    """
+    line = np.full(VOCAB, -20.0, np.float32)
+    line[[3, 300]] = 20.0, np.nextafter(np.float32(20.0), np.float32(21.0))
+    positions = 8356, 22866, 29132, 33050
+    for position in positions:
+        heated = line / np.float32(1e-5) + host.gumbel(0, position, VOCAB)
+        assert heated[3] == heated[300] == heated.max()
+    return filled([line] * 4, [(0, position, 1e-5) for position in positions])
+
+
+def whose_score_is_beyond_float32(random, turn):
+    line = np.full(VOCAB, -20.0)
+    line[5] = 1e36
+    return filled([line], [(0, 0, 1e-3)])
+
+
+def whose_noise_wins_from_far_below(random, turn):
+    """Nothing but rare noise brings these up: csrc/sample.inl looks at none that cannot come up."""
+    lines, cases = [], []
+    for position in range(400):
+        noise = host.gumbel(11, position, VOCAB)
+        token, other = int(noise.argmax()), int(noise[:32].argmin())
+        if noise[token] >= 10 and token >= 32:
+            line = np.full(VOCAB, -40, np.float32)
+            line[other], line[token] = 0, noise[other] - noise[token] + np.float32(0.25)
+            lines.append(line)
+            cases.append((11, position, 1.0))
+    assert len(lines) > 10
+    return filled(lines[:ROWS], cases[:ROWS])
+
+
+def whose_noise_makes_up_for_the_difference(random, turn):
+    """The likelier token and one below it that tie exactly."""
+    lines, cases, heat = [], [], np.float32(1e-4)
+    for position in range(120):
+        noise = host.gumbel(5, position, VOCAB)
+        low, high = 3 + position % 5, 300
+        score = np.float32(1) / heat + noise[high]
+        line = np.full(VOCAB, -1, np.float32)
+        line[high], line[low] = 1, np.float32((score - noise[low]) * heat)
+        if line[low] < 1 and line[low] / heat + noise[low] == score:
+            lines.append(line)
+            cases.append((5, position, float(heat)))
+    assert len(lines) > 5
+    return filled(lines, cases)
+
+
+def that_are_not_finite(random, turn):
+    lines, cases = [], []
+    for place in (0, 7, 319, VOCAB - 1):
+        for bad in (np.nan, np.inf):
+            lines.append(random.normal(0, 1, VOCAB))
+            lines[-1][place] = bad
+            cases.append((5, 1, float(turn % 2)))
+    return filled([*lines, np.full(VOCAB, -np.inf)], [*cases, cases[0]])
+
+
+LINES = {
+    of_any_size: 3,
+    of_few_numbers: 2,
+    that_are_not_finite: 2,
+    whose_scores_round_to_the_same: 1,
+    whose_score_is_beyond_float32: 1,
+    whose_noise_wins_from_far_below: 1,
+    whose_noise_makes_up_for_the_difference: 1,
+}
+"""(random, turn) -> logits and cases; how many turns."""
+ROUNDED = ("jax", whose_noise_makes_up_for_the_difference)
+"""XLA multiplies by the reciprocal of a temperature, a rounding off: no tie is exact."""
+CELLS = [cell for cell in every([*PROGRAMS, *CORES], LINES) if cell != ROUNDED]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize(
+    ("program", "lines"),
+    [pytest.param(*cell, marks=[NATIVE] * (cell[0] in CORES)) for cell in CELLS],
+    indirect=["program"],
+)
+def test_choices_are_the_hosts(program, lines):
+    random, kinds = np.random.default_rng(3), set()
+    for turn in range(LINES[lines]):
+        logits, cases = lines(random, turn)
+        found = np.asarray(program(logits, cases)).tolist()
+        assert found == expected(logits, cases)
+        kinds |= set(found)
+    assert lines is not of_any_size or len(kinds) > 50
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("program", MASKED, indirect=True)
+def test_masked_choices_are_the_hosts(program):
+    """Of masks that leave few tokens, half of them, nearly all or none; a mask hides no trouble."""
+    random = np.random.default_rng(5)
+    logits, cases = of_any_size(random, 0)
+    allowed = random.random(logits.shape) < np.resize([0.01, 0.5, 0.99], (ROWS, 1))
+    allowed[7] = False
+    logits[8, 69], allowed[8, 69] = np.inf, False
+    found = np.asarray(program(logits, cases, allowed)).tolist()
+    assert found == expected(logits, cases, allowed)
+    assert found[7] == found[8] == NOTHING
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_is_impossible_is_never_chosen(program):
+    """All but the last token of a vocabulary of 4200, more than a kernel reads at once."""
+    logits = np.full((2, 4200), -np.inf, np.float32)
+    logits[:, 4199] = 0.0
+    assert PROGRAMS[program](logits, [(5, 1, 0.0), (5, 1, 1.0)]).tolist() == [4199, 4199]
+
+
+@pytest.mark.parametrize("work", [best, triton.best])
+def test_the_best_of_parts_is_that_of_the_whole(work):
+    """Parts that begin anywhere in a block of the noise's generator; a part may have nothing."""
+    random = np.random.default_rng(4)
+    cases = [(SEEDS[i % 6], i // 3, [0.0, 1.0][i % 2]) for i in range(12)]
+    logits = (random.normal(size=(12, 4301)) * 4).astype(np.float32)
+    logits[::5] = np.round(logits[::5])
+    logits[3, :2150] = -np.inf
+    wanted, noise, logits = expected(logits, cases), noise_of(cases), torch.from_numpy(logits)
+    for size in (2, 4):
+        spans = [TensorParallel(rank, size).span(4301) for rank in range(size)]
+        found = [work(logits[:, s].contiguous(), noise, s.start) for s in spans]
+        scores, tokens = (torch.stack(each) for each in zip(*found, strict=True))
+        assert tokens.gather(0, scores.argmax(0)[None])[0].tolist() == wanted
+        assert scores[:, 3].isneginf().any() == (noise.temperatures[3] >= 0)
 
 
 # --- torch ---------------------------------------------------------------------------------------
@@ -112,13 +264,13 @@ def test_ties_go_to_the_lowest_id_and_trouble_to_nothing(program):
 
 @pytest.mark.parametrize("vocab", [1, 6, 320, 49152])
 def test_noise_is_the_hosts(vocab):
-    made = NodeNoise.of(nodes([(*each, 1.0) for each in zip(SEEDS, POSITIONS, strict=True)]), CPU)
+    made = noise_of([(*each, 1.0) for each in zip(SEEDS, POSITIONS, strict=True)])
     found = gumbel(made.seeds, made.positions.long(), vocab).numpy()
     for line, seed, position in zip(found, SEEDS, POSITIONS, strict=True):
-        expected = host.gumbel(seed, int(position), vocab)
+        wanted = host.gumbel(seed, int(position), vocab)
         # Two libraries' float64 logarithms may differ in the last bit: then float32 may, too.
-        assert np.abs(line.view(np.int32) - expected.view(np.int32)).max() <= 1
-        assert (line != expected).sum() <= 1
+        assert np.abs(line.view(np.int32) - wanted.view(np.int32)).max() <= 1
+        assert (line != wanted).sum() <= 1
 
 
 @pytest.fixture(scope="module")
@@ -126,35 +278,10 @@ def executor(checkpoint):
     return TorchExecutor(checkpoint("llama"), limits(tiny.VOCAB))
 
 
-def text(executor, samplings, count=14):
-    """Tokens of several rows with chains of partly right draft tokens, all in one batch."""
-    prompt = list(range(20, 33))
-    with Driver(executor) as driver:
-        for slot, sampling in enumerate(samplings):
-            driver.open(slot, prompt[slot:], sampling)
-        draft_tokens = {slot: [] for slot in range(len(samplings))}
-        while min(len(s.tokens) for s in driver.sequences.values()) < len(prompt) + count:
-            rows = [
-                Row(s, draft=chain_draft(np.array(g, np.int32))) for s, g in draft_tokens.items()
-            ]
-            driver.step(rows)
-            last = {slot: s.tokens[-1] for slot, s in driver.sequences.items()}
-            draft_tokens = {slot: [last[slot], 40, 41] for slot in draft_tokens}
-        return [s.tokens[: len(prompt) + count] for s in driver.sequences.values()]
-
-
-SAMPLINGS = [
-    Sampling(temperature=0.0),
-    Sampling(temperature=0.8, seed=5),
-    Sampling(temperature=1.3, seed=(1 << 63) + 9),
-    Sampling(temperature=0.8, seed=5, top_k=20),
-]
-
-
 def test_the_executors_text_is_the_slow_twins(executor, monkeypatch):
-    fast = text(executor, SAMPLINGS)
+    fast = text(executor, MIXED)
     monkeypatch.setattr(executor, "sampler", HostSampler(executor.limits.slots, tiny.VOCAB))
-    assert fast == text(executor, SAMPLINGS)
+    assert fast == text(executor, MIXED)
 
 
 @pytest.mark.parametrize("extra", [{}, {"top_p": 0.9}, {"logprobs": 1}])
@@ -167,7 +294,7 @@ def test_logits_cross_to_the_host_only_when_asked_for(executor, monkeypatch, ext
         return original(tensor)
 
     monkeypatch.setattr(torch.Tensor, "cpu", counted)
-    text(executor, [replace(s, **extra) for s in SAMPLINGS[:3]])
+    text(executor, [replace(s, **extra) for s in MIXED[:3]])
     assert bool(copied) == bool(extra)
 
 
@@ -229,23 +356,6 @@ def test_near_ties_are_decided_by_the_exact_noise(spoiled, monkeypatch):
     expected = [choose(line, Sampling(seed=n), n) for n, line in enumerate(logits)]
     assert found == expected
     assert len(set(found)) > 5
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_masked_choices_are_the_hosts(temperature):
-    random = np.random.default_rng(5)
-    logits = (random.normal(size=(40, 70)) * 3).astype(np.float32)
-    bits = random.integers(0, 1 << 32, (40, 3), np.uint64).astype(np.uint32)
-    bits[7] = 0
-    logits[8, 69] = np.inf  # Even where the mask hides it.
-    cases = [(9, n, temperature) for n in range(40)]
-    found = CHOOSE(logits, node_sampling(cases), unpacked(jnp.asarray(bits), 70)).tolist()
-    for n, (line, mask, token) in enumerate(zip(logits, bits, found, strict=True)):
-        allowed = np.where(unpack(mask, 70), line, -np.inf).astype(np.float32)
-        sampling = Sampling(temperature=temperature, seed=9)
-        expected = choose(allowed, sampling, n) if n != 8 else NOTHING
-        assert token == expected
-    assert found[7] == NOTHING
 
 
 @given(draft=drafts(), data=st.data())

@@ -9,7 +9,10 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.errors import EngineError
 from forerun.executors import cpu
 from forerun.executors.cpu import CpuExecutor
 from forerun.executors.jax import JaxExecutor, JaxOptions
@@ -38,11 +41,11 @@ KINDS = ["toy", "torch", "jax", pytest.param("cpu", marks=pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def executor_of(checkpoint, compiled, quickly):
-    @cache
-    def build(kind):
+    """(kind) -> the executor of the model; (kind, of) -> its own, of that model or another."""
+
+    def made(kind, found):
         if kind == "toy":
             return ToyExecutor(replace(SMALL, vocab=259))
-        found = checkpoint("qwen3")
         if kind == "jax":
             options = JaxOptions(draft_nodes=15, stacked=True, cache_dir=compiled)
             with pytest.MonkeyPatch.context() as patch:
@@ -50,11 +53,13 @@ def executor_of(checkpoint, compiled, quickly):
                 return JaxExecutor(found, SMALL, options)
         if kind == "cpu":
             return CpuExecutor(found, SMALL)
-        made = TorchExecutor(found, SMALL)
-        made.pages = TorchPages(made)
-        return made
+        torch_one = TorchExecutor(found, SMALL)
+        torch_one.pages = TorchPages(torch_one)
+        return torch_one
 
-    return build
+    model = checkpoint("qwen3")
+    shared = cache(lambda kind: made(kind, model))
+    return lambda kind, *of: made(kind, of[0] or model) if of else shared(kind)
 
 
 @pytest.fixture(params=KINDS)
@@ -192,10 +197,10 @@ def grammar(plan, trees):
     return NodeMasks(((starts + trees.tokens) % 3).astype(np.int32), bits)
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_grammar_masks(executor, executor_of, kind, temperature):
-    if kind == "toy":
-        pytest.skip("its vocabulary is another; tests/constrain hold it to grammars")
+    """The toy's vocabulary is another; tests/constrain hold it to grammars."""
     samplings = [*plain(temperature)[:3], replace(PARAMETERS[0], temperature=temperature)]
     judge = executor_of(judge_of(kind))
     expected = emitted(judge, samplings, masks_of=grammar)
@@ -217,3 +222,71 @@ def test_rejected_draft_tokens_leave_no_trace(executor, kind, reference):
         return as_draft([(true + 1 + n) % 250 for n in range(8)], np.arange(8) // 3 - 1)
 
     assert emitted(executor, plain(0.0), wrong) == expected
+
+
+def test_all_of_a_right_draft_is_accepted_and_what_was_there_before_leaves_no_trace(
+    executor, kind, reference
+):
+    """Slots and pages that other texts had, draft tokens that were rejected: the step that verifies
+    a whole answer says what plain steps said.
+    """
+    expected = reference(kind, 0.0)
+    with Driver(executor, seed=4) as driver:
+        for _ in range(3):
+            driver.open(0, np.arange(10, 50), plain(0.0)[0])
+            driver.step([Row(0, draft=chain_draft([9, 9, 9]))])
+            driver.close(0)
+        for slot, prompt in enumerate(PROMPTS):
+            driver.open(slot, prompt, plain(0.0)[0])
+        rows = [Row(slot, draft=chain_draft(expected[slot][:-1])) for slot in range(3)]
+        outcome = driver.step(rows[:2]).outcome
+        assert outcome.n_tokens.tolist() == [COUNT] * 2
+        assert outcome.tokens.tolist() == expected[:2]
+        assert driver.step(rows[2:]).outcome.tokens.tolist() == expected[2:3]
+
+
+BROKEN = 7
+"""A token whose embedding is NaN in the broken model."""
+
+
+@pytest.fixture(scope="module")
+def broken_of(tmp_path_factory, executor_of):
+    hf = tiny.model("qwen3", max_position_embeddings=512)
+    with torch.no_grad():
+        hf.model.embed_tokens.weight[BROKEN] = torch.nan
+    source = FolderCheckpoint(tiny.save_folder(hf, tmp_path_factory.mktemp("broken")))
+    return lambda kind: executor_of(kind, source)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_row_that_is_not_finite_fails_alone(broken_of, kind):
+    """And a broken draft token is only a wrong one."""
+    broken, greedy, prompt = broken_of(kind), Sampling(temperature=0.0), PROMPTS[0][:9]
+    with Driver(broken) as driver:
+        driver.open(2, prompt, greedy)
+        text = [driver.step([Row(2)]).emitted(0)[0] for _ in range(2)]
+        driver.open(0, [*prompt, BROKEN], greedy)
+        driver.open(1, prompt, greedy)
+        outcome = driver.step([Row(0), Row(1)]).outcome
+        assert outcome.finite.tolist() == [False, True]
+        assert outcome.n_tokens.tolist() == [0, 1]
+        # Its pages hold NaN; whoever gets them next does not see it.
+        for slot in (0, 1, 2):
+            driver.close(slot)
+        driver.open(3, prompt, greedy)
+        tree = as_draft([BROKEN, text[0], BROKEN, 5], [-1, -1, 1, 0])
+        result = driver.step([Row(3, draft=tree)])
+        assert result.outcome.finite.all()
+        assert result.emitted(0) == text[:2]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_what_is_shut_down_runs_no_more(executor_of, kind):
+    made = executor_of(kind, None)
+    made.shutdown()
+    made.shutdown()
+    made.describe()
+    driver = Driver(made)
+    driver.open(0, PROMPTS[0])
+    with pytest.raises(EngineError, match="shut down"):
+        driver.step([Row(0)])

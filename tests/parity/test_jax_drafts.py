@@ -41,8 +41,9 @@ from tests.drafters.served import Cell, Cells, on_xla, settings
 from tests.models import tiny
 from tests.parity.heads import counted, learn, opened, serve, simulated
 from tests.parity.test_jax_executor import compilations  # noqa: F401 - a fixture
-from tests.parity.test_rounds_that_draft import paths, priced
-from tests.parity.test_torch_drafting import answered, mixed, same, seen  # noqa: F401 - a fixture
+from tests.parity.test_rounds_that_draft import mixed, noted, priced  # noqa: F401 - a fixture
+from tests.worlds import answers
+from tests.worlds.answers import answered, plain, same_drafts, tokens
 
 PROMPTS = [
     np.random.default_rng(n).integers(3, 250, 9 + 13 * n).astype(np.int32) for n in (1, 2, 3)
@@ -188,7 +189,7 @@ BLOCKS = (4, 4, 1), (9, 4, 3), (16, 4, 3)
 )
 def test_texts_draft_tokens_and_acceptance_are_torchs(
     cells,
-    seen,  # noqa: F811
+    noted,  # noqa: F811
     monkeypatch,
     name,
     shape,
@@ -199,12 +200,11 @@ def test_texts_draft_tokens_and_acceptance_are_torchs(
         priced(monkeypatch)
         changes = {"speculative_num_draft_tokens": 17, "speculative_eagle_topk": 3}
     for executor in ("jax", "torch"):
-        seen["drafts"] = []
         cell = cells(name, executor, **changes)
         found.append(
-            (cell.plain(temperature), cell.served(temperature, shape=shape), seen["drafts"])
+            (cell.plain(temperature), *noted.during(cell.served, temperature, shape=shape))
         )
-    (mine, served, drafts), (others, expected, wanted) = found
+    (mine, served, drafts, _), (others, expected, wanted, _) = found
     assert mine == others
     histograms = ([item.stats.histogram for item in each.done] for each in (served, expected))
     assert next(histograms) == next(histograms)
@@ -212,20 +212,7 @@ def test_texts_draft_tokens_and_acceptance_are_torchs(
     # (GLM's, by chance, in none of 144 places at 1.0; DFlash2's chooses among 16 tokens alone.)
     assert temperature == 0 or served.accepted > 0 or name.endswith(("glm4_moe", "DFlash2"))
     assert served.accepted > 0 or not name.startswith("STANDALONE")
-    (same_paths if name.startswith("DFLASH") else same)(drafts, wanted)
-
-
-def same_paths(one, other):
-    """As `same`, in any order of nodes: a block's best paths are proposed best first."""
-    found, wanted = (
-        {tuple(where): paths(draft) for *where, draft in each if len(draft)}
-        for each in (one, other)
-    )
-    assert found.keys() == wanted.keys() and found
-    for where, expected in wanted.items():
-        assert found[where].keys() == expected.keys()
-        scores = [[each[path] for path in expected] for each in (found[where], expected)]
-        np.testing.assert_allclose(*scores, rtol=1e-3, atol=1e-6)
+    same_drafts(drafts, wanted)
 
 
 @pytest.mark.slow
@@ -308,23 +295,18 @@ SHAPES = (0.8, 3, 3, 1), (0.0, 7, 3, 2), (1.0, 7, 3, 2)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
-def test_drafts_and_texts_are_those_of_torch(target, judge, seen, learned, shape):  # noqa: F811
+def test_drafts_and_texts_are_those_of_torch(target, judge, noted, learned, shape):  # noqa: F811
     temperature, nodes, depth, width = shape
     prompts = list(learned[1][:3, :12])
     found = []
     for which in (target, judge):
-        seen["drafts"] = []
-        done = serve(
-            which, prompts, "EAGLE", 30, temperature,
-            speculative_num_draft_tokens=nodes + 1, speculative_num_steps=depth,
-            speculative_eagle_topk=width,
-        )  # fmt: skip
-        found.append((done, seen["drafts"]))
-    (mine, drafts), (others, expected) = found
+        run = which, prompts, "EAGLE", 30, temperature
+        found.append(noted.during(serve, *run, **answers.drafting(nodes, depth, width)))
+    (mine, drafts, _), (others, expected, _) = found
     assert [item.tokens for item in mine] == [item.tokens for item in others]
     assert sum(item.stats.accepted for item in mine) > 0
     assert counted(mine, depth) == counted(others, depth)
-    same(drafts, expected)
+    same_drafts(drafts, expected)
 
 
 @pytest.mark.slow
@@ -333,9 +315,9 @@ def test_rows_come_go_and_rest(target, judge, learned, monkeypatch, width):
     """Prompts between rounds, rows that the host decides, steps without draft tokens."""
     monkeypatch.setattr(build_drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
     requests = mixed(learned[1])
-    found = answered(target, requests, speculative_eagle_topk=width)
+    found, _ = answered(target, requests, 5, **answers.drafting(5, 5, width, "EAGLE"))
     monkeypatch.undo()
-    assert found == answered(judge, requests, speculative_algorithm="OFF")
+    assert tokens(found) == plain(judge, requests)
 
 
 # --- programs ------------------------------------------------------------------------------------

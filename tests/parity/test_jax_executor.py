@@ -11,9 +11,7 @@ import jax
 import jax.monitoring
 import numpy as np
 import pytest
-import torch
 
-from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.draft_shape import DraftShape
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
 from forerun.executors.host_choice import reports_of
@@ -32,11 +30,10 @@ from forerun.speculative.tree import Draft
 from tests.drafters.served import padded
 from tests.models import tiny
 from tests.parity import sharded_jax
-from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
+from tests.parity.driver import EVERYTHING, Driver, Row, chain_draft, limits
 from tests.parity.test_executors import PARAMETERS, grammar
 
 SMALL = limits(tiny.VOCAB, context=128, pages=32, max_nodes=32, slots=4)
-BROKEN = 7
 COMPILING = "/jax/core/compile/backend_compile_duration"
 
 
@@ -387,31 +384,6 @@ def test_lines_are_the_hosts():
             close([report(line, token, 7)], reports_of(lambda _: row, 7, [(0, token)]))  # noqa: B023
 
 
-def test_a_row_that_is_not_finite_fails_alone(tmp_path, compiled, prompt):
-    hf = tiny.model("llama", max_position_embeddings=512)
-    with torch.no_grad():
-        hf.model.embed_tokens.weight[BROKEN] = torch.nan
-    found = FolderCheckpoint(tiny.save_folder(hf, tmp_path))
-    broken = JaxExecutor(found, SMALL, JaxOptions(draft_nodes=3, cache_dir=compiled))
-    sampling, prompt = Sampling(temperature=0.0), prompt[:9]
-    with Driver(broken) as driver:
-        driver.open(2, prompt, sampling)
-        text = [driver.step([Row(2)]).emitted(0)[0] for _ in range(2)]
-        driver.open(0, [*prompt, BROKEN], sampling)
-        driver.open(1, prompt, sampling)
-        outcome = driver.step([Row(0), Row(1)]).outcome
-        assert outcome.finite.tolist() == [False, True]
-        assert outcome.n_tokens.tolist() == [0, 1]
-        # Its pages hold NaN now; whoever gets them next does not see it.
-        for slot in (0, 1, 2):
-            driver.close(slot)
-        driver.open(3, prompt, sampling)
-        tree = as_draft([BROKEN, text[0], BROKEN], [-1, -1, 1])
-        result = driver.step([Row(3, draft=tree)])
-        assert result.outcome.finite.all()
-        assert result.emitted(0) == text[:2]
-
-
 def test_steps_are_cut_into_few_dispatches():
     small = limits(tiny.VOCAB, max_nodes=300, slots=20)
     buckets = Buckets.of(small, draft_nodes=8)
@@ -522,14 +494,3 @@ def test_of_a_tree_that_is_too_large_the_first_nodes_run(warm, prompt, host):
         result = driver.step([Row(1, draft=chain_draft(text[:7]))])
         assert result.emitted(0) == text[:4]
         assert driver.step([Row(1, draft=chain_draft(text[4:6]))]).emitted(0) == text[4:7]
-
-
-def test_what_is_shut_down_runs_no_more(checkpoint, prompt):
-    made = JaxExecutor(checkpoint("llama"), SMALL)
-    made.shutdown()
-    made.shutdown()
-    made.describe()
-    with Driver(made) as driver:
-        driver.open(0, prompt)
-        with pytest.raises(EngineError, match="shut down"):
-            made.begin(*driver.plan([Row(0)]))

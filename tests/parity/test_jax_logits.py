@@ -15,6 +15,7 @@ from tests.models import tiny
 from tests.parity.conftest import little_optimised
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.parity.test_torch_logits import FURTHER, GEMMAS, VARIANTS
+from tests.worlds.checkpoints import expected_logits
 
 SMALL = limits(tiny.VOCAB, context=320, max_nodes=256, slots=2)
 
@@ -67,8 +68,7 @@ def compiler(request):
 def test_every_family_equals_transformers(checkpoint, compiled, random, family, variant):
     found = checkpoint(family, **(FURTHER | {"gemma3_text": GEMMAS}).get(family, VARIANTS)[variant])
     tokens = random.integers(0, tiny.VOCAB, 176)
-    with torch.no_grad():
-        expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
+    expected = expected_logits(found, tokens)
     logits = forward(opened(found, compiled), tokens, [126, 50])  # All of it in chunks of 32.
     assert expected.std() > 0.5
     assert (logits - expected).abs().max() < 1e-4
@@ -81,8 +81,7 @@ def test_every_family_equals_transformers(checkpoint, compiled, random, family, 
 def test_biases_everywhere_and_layers_in_a_scan(checkpoint, compiled, random, layers, stacked):
     found = checkpoint("llama", attention_bias=True, mlp_bias=True, num_hidden_layers=layers)
     tokens = random.integers(0, tiny.VOCAB, 40)
-    with torch.no_grad():
-        expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
+    expected = expected_logits(found, tokens)
     executor = opened(found, compiled, stacked=stacked)
     assert executor.describe()["layers"] == ("stacked" if stacked and layers > 1 else "apart")
     assert (forward(executor, tokens, [30, 10]) - expected).abs().max() < 1e-4
@@ -115,8 +114,7 @@ def test_layers_that_repeat_are_traced_once(
         return real(self, spec, *given)
 
     tokens = random.integers(0, tiny.VOCAB, 40)
-    with torch.no_grad():
-        expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
+    expected = expected_logits(found, tokens)
     monkeypatch.setattr(JaxDecoder, "layer", layer)
     executor = opened(found, compiled, stacked=stacked)
     assert (forward(executor, tokens, [40]) - expected).abs().max() < 1e-4
@@ -153,8 +151,7 @@ def test_gguf(tmp_path, compiled, random):
     hf = tiny.model("qwen2")
     found = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", "Q8_0"))
     tokens = random.integers(0, tiny.VOCAB, 40)
-    with torch.no_grad():
-        expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
+    expected = expected_logits(found, tokens)
     small = limits(tiny.VOCAB, context=256, max_nodes=256, slots=2)
     assert (forward(opened(found, compiled, small), tokens, [40]) - expected).abs().max() < 1e-4
 

@@ -14,9 +14,8 @@ from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, cha
 from forerun.executors.torch.captured.round import PageTables, StagingBuffer
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.triton.record import Size
-from tests.parity.tape import Tape
-from tests.parity.test_torch_drafting import taped
-from tests.parity.test_torch_overlap import answered, tokens
+from tests.parity.tape import Tape, taped
+from tests.worlds import answers
 
 CPU = torch.device("cpu")
 SLOTS, WIDTH = 5, 9
@@ -157,42 +156,25 @@ def device(folder, learned):
 
 def requests_of(texts):
     """Seven of them, with chances of their own."""
-    random = np.random.default_rng(3)
-    return [
-        make_request(
-            np.array(texts[n % len(texts)][: 6 + n], np.int32),
-            max_tokens=int(random.integers(30, 60)),
-            ignore_eos=True,
-            temperature=0.8 * (n % 2),
-            seed=n,
-        )
-        for n in range(7)
-    ]
+    prompts = [texts[n % len(texts)][: 6 + n] for n in range(7)]
+    lengths = np.random.default_rng(3).integers(30, 60, 7)
+    return answers.wanted(prompts, lengths, [0.8 * (n % 2) for n in range(7)])
 
 
 @pytest.fixture(scope="module")
 def plain(device):
     """What is answered without speculation when all come at once."""
     target, _, texts = device
-    off = {"speculative_algorithm": "OFF"}
-    return tokens(answered(target, requests_of(texts), False, pause=0, **off)[0])
-
-
-HEAD = {
-    "speculative_algorithm": "EAGLE",
-    "speculative_num_draft_tokens": 4,
-    "speculative_num_steps": 3,
-    "speculative_eagle_topk": 1,
-}
+    return answers.plain(target, requests_of(texts))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "overlap"),
     [
-        ({"speculative_algorithm": "OFF"}, True),
+        (answers.OFF, True),
         ({"speculative_algorithm": "NGRAM"}, False),
-        (HEAD, True),
+        (answers.drafting(3, 3, 1, "EAGLE"), True),
     ],
 )
 def test_every_round_has_its_plans_tables(device, plain, algorithm, overlap):
@@ -201,13 +183,13 @@ def test_every_round_has_its_plans_tables(device, plain, algorithm, overlap):
     """
     target, tape, texts = device
     before = tape.checked, tape.overflows
-    found, stats = answered(target, requests_of(texts), overlap, pause=2, **algorithm)
+    found, stats = answers.answered(target, requests_of(texts), 2, overlap=overlap, **algorithm)
     assert stats.preemptions > 0 and stats.failed_steps == 0
     assert not tape.wrong, "a round had another page table"
     assert tape.checked - before[0] > 30
     # More than a round has room for goes to those that have just read a prompt, mostly.
     assert 3 * (tape.overflows - before[1]) < tape.checked - before[0]
-    assert tokens(found) == plain
+    assert answers.tokens(found) == plain
 
 
 def test_a_round_that_cannot_begin_leaves_nothing_behind(device, monkeypatch):
@@ -229,4 +211,4 @@ def test_a_round_that_cannot_begin_leaves_nothing_behind(device, monkeypatch):
             pass
     engine.shutdown()
     assert "nothing begins today" in heard[0][-1].error
-    assert heard[1][-1].error is None and len(tokens(heard)[1]) > 0
+    assert heard[1][-1].error is None and len(answers.tokens(heard)[1]) > 0

@@ -1,7 +1,8 @@
-"""All sampling parameters in programs of torch and XLA: the host's choice, or none where top_p
-leaves it open on XLA; the host's reports.
+"""All sampling parameters in programs of torch, by twins and interpreted kernels, and of XLA: the
+host's choice, or none where top_p leaves it open on XLA; the host's reports.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import jax
@@ -33,19 +34,25 @@ from forerun.speculative.sampling import History, Sampling, _keep_largest, proce
 from forerun.speculative.tree import NodeMasks
 from forerun.speculative.verify import intervals
 from tests.parity.driver import SHAPED
+from tests.parity.interpreted import load
 from tests.parity.tape import Watch
 from tests.twins.kernels import SLOW_TWINS
+from tests.worlds.choices import packed
 
 VOCAB, ROWS, NODES, TURNS = 700, 4, 4, 15
 TOKENS, PARENTS = [7, 5, 9, 5], np.array([-1, 0, 1, 2], np.int32)
 PATHS = [(), (5,), (5, 9), (5, 9, 5)]
 EDITS = room_for_edits(ROWS, 128, VOCAB)
+KERNELS = replace(
+    SLOW_TWINS,
+    choose=load("triton.triton_choice").choose,
+    shape=load("triton.triton_shaping").shaped,
+)
 
 
 def bits_of(allowed):
     """uint32[R*N,W]"""
-    padded = np.pad(allowed.reshape(ROWS * NODES, VOCAB), ((0, 0), (0, -VOCAB % 32)))
-    return np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+    return packed(allowed.reshape(ROWS * NODES, VOCAB))
 
 
 # --- torch ---------------------------------------------------------------------------------------
@@ -78,7 +85,7 @@ def buffers_of(rows, size, samplings, masks):
     return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in found.items()}
 
 
-def on_torch(logits, samplings, histories, allowed):
+def on_torch(logits, samplings, histories, allowed, kernels=SLOW_TWINS):
     """Launches only."""
     rows, masks = made(samplings), None
     if allowed is not None:
@@ -95,11 +102,15 @@ def on_torch(logits, samplings, histories, allowed):
         torch.from_numpy(np.repeat([h.output_len for h in histories], NODES) + depth).int(),
         torch.tensor([s.temperature for s in samplings]).repeat_interleave(NODES),
     )
-    with Watch():
-        found = rows.choose(
-            size, buffers, torch.from_numpy(logits).flatten(0, 1), noise, SLOW_TWINS
-        )
+    # A kernel that is interpreted waits.
+    with Watch() if kernels is SLOW_TWINS else nullcontext():
+        found = rows.choose(size, buffers, torch.from_numpy(logits).flatten(0, 1), noise, kernels)
     return found.view(ROWS, NODES).numpy()
+
+
+def on_triton(logits, samplings, histories, allowed):
+    with np.errstate(invalid="ignore"):
+        return on_torch(logits, samplings, histories, allowed, KERNELS)
 
 
 # --- XLA -----------------------------------------------------------------------------------------
@@ -135,10 +146,10 @@ def on_xla(logits, samplings, histories, allowed):
     return np.asarray(_run(logits, sampling, every, whole, allowed))
 
 
-# --- both ----------------------------------------------------------------------------------------
+# --- all ----------------------------------------------------------------------------------------
 
 
-CHOSEN = {"torch": on_torch, "jax": on_xla}
+CHOSEN = {"torch": on_torch, "triton": on_triton, "jax": on_xla}
 """(logits [R,N,V], samplings, histories, allowed [R,N,V] or None) -> int32[R,N]."""
 
 
@@ -152,7 +163,8 @@ def wanted_of(logits, sampling, history, path, mask):
 def test_choices_are_the_hosts(program, masked):
     """Of every kind of row, at four nodes each that add draft tokens to what was said."""
     random, compared, unsure = np.random.default_rng(0), 0, 0
-    for turn in range(TURNS):
+    turns = 5 if program == "triton" else TURNS  # Every kind of row, interpreted.
+    for turn in range(turns):
         samplings = [
             Sampling(
                 **{"temperature": 0.9, "seed": 10 * turn + row}
@@ -165,6 +177,7 @@ def test_choices_are_the_hosts(program, masked):
             for _ in range(ROWS)
         ]
         logits = (random.normal(size=(ROWS, NODES, VOCAB)) * 3).astype(np.float32)
+        logits[..., :40] += 4  # What was said is likely: penalties decide.
         if turn % 3 == 0:
             logits = np.round(logits)  # Ties.
         allowed = random.random((ROWS, NODES, VOCAB)) < 0.3 if masked else None
@@ -184,7 +197,7 @@ def test_choices_are_the_hosts(program, masked):
                     unsure += 1
                 else:
                     assert token == wanted, (sampling, node)
-    assert compared == TURNS * ROWS * NODES and unsure < compared / 100
+    assert compared == turns * ROWS * NODES and unsure < compared / 100
 
 
 @pytest.mark.parametrize("program", CHOSEN)

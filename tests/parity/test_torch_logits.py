@@ -15,6 +15,7 @@ from tests.covering import every, some_of, thinned, values
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.parity.test_torch_invariance import half_true_draft
+from tests.worlds.checkpoints import expected_logits
 
 VARIANTS = {
     "plain": {},
@@ -278,8 +279,7 @@ def test_contexts_longer_than_the_window(checkpoint, random, family, window):
 def equals_transformers(found, random):
     """The logits of a text, in chunks and then token by token, are the oracle's."""
     tokens = random.integers(0, tiny.VOCAB, 290)
-    with torch.no_grad():
-        expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
+    expected = expected_logits(found, tokens)
     executor = TorchExecutor(found, limits(tiny.VOCAB))
     assert executor.describe()["batch_invariant"]
     logits = forward(executor, tokens, [170, 10, 106, *[1] * 4])
@@ -382,8 +382,7 @@ def test_embeddings_are_scaled_in_the_activations_dtype(checkpoint, random, fami
 def test_biases_everywhere(checkpoint, random):
     found = checkpoint("llama", attention_bias=True, mlp_bias=True)
     tokens = random.integers(0, tiny.VOCAB, 40)
-    with torch.no_grad():
-        expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
+    expected = expected_logits(found, tokens)
     logits = forward(TorchExecutor(found, limits(tiny.VOCAB)), tokens, [40])
     assert (logits - expected).abs().max() < 1e-4
 

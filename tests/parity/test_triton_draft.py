@@ -12,9 +12,8 @@ from forerun.speculative.noise import gumbel_of
 from forerun.speculative.tree import full_size
 from tests.covering import every, some_of
 from tests.parity.interpreted import load
-from tests.parity.test_choices import SEEDS
-from tests.parity.test_triton_choice import noise_of
 from tests.twins.rounds import children, descend, follow, grow
+from tests.worlds.choices import SEEDS, noise_of
 
 draft = load("triton.triton_draft")
 

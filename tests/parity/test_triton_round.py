@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from forerun.build.target import open_target
-from forerun.client.completion import make_request
 from forerun.executors.torch import TorchExecutor, model_runner, torch_executor
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
 from forerun.executors.torch.attention.plan_geometry import tree_intervals
@@ -26,17 +25,12 @@ from tests.parity.driver import as_draft, limits
 from tests.parity.interpreted import load
 from tests.parity.launches import kernels
 from tests.parity.tape import Tape, on_tape
-from tests.parity.test_rounds_that_draft import (
-    PROMPTS,
-    answered,
-    configured,
-    counts,
-    make,
-    tokens,
-)
+from tests.parity.test_rounds_that_draft import PROMPTS
 from tests.parity.test_torch_captured import no_draft, texts
 from tests.parity.test_torch_invariance import half_true_draft
 from tests.twins.rounds import accept, near, prepare
+from tests.worlds.answers import answered, counts, drafting, tokens, wanted
+from tests.worlds.draft_models import configured, make
 
 CPU = torch.device("cpu")
 for name in ("choice", "layers", "merge", "future", "shaping", "states"):
@@ -202,14 +196,9 @@ def test_rounds_of_interpreted_kernels_grow_the_trees_of_single_passes(
     on_tape(monkeypatch, kernels=kernels(), warm=False)
     monkeypatch.setattr(Tape, "capture", lambda self, work: work)
     rounds = open_target(configured(folders, method, 16))
-    requests = [
-        make_request(prompt, max_tokens=8, ignore_eos=True, temperature=0.8, seed=n)
-        for n, prompt in enumerate(PROMPTS[:2])
-    ]
-    shape = {"speculative_num_draft_tokens": 6, "speculative_num_steps": 3}
-    shape |= {"speculative_eagle_topk": 2}
+    requests = wanted(PROMPTS[:2], 8, 0.8)
     found, expected = (
-        answered(target, requests, "tree", pause=1, **shape)[0] for target in (rounds, eager)
+        answered(target, requests, 1, **drafting(5, 3, 2))[0] for target in (rounds, eager)
     )
     assert rounds.executor.describe()["rounds"] > 1
     rounds.close()

@@ -2,7 +2,7 @@
 one. decision 0024 says what each file is opened for.
 
 The walk through captured rounds with a draft head is counted in
-tests/parity/test_torch_overlap.py, where the device is emulated.
+tests/parity/test_overlap.py, where the device is emulated.
 """
 
 import pytest

@@ -1,16 +1,18 @@
-"""The engine with overlap over captured rounds, against the engine without it.
+"""The engine with overlap over rounds, on torch's tape and on XLA, against the engine without it.
 
 The tape does what is launched only when somebody waits for it: whatever the host reads too early,
 or overwrites too early, shows in the text.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from forerun.build import drafting
+from forerun.build import drafting as build_drafting
 from forerun.build.engine import make_engine
 from forerun.build.target import open_target
 from forerun.client.completion import make_request
@@ -19,14 +21,16 @@ from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
+from forerun.executors.jax.program.programs import JaxPrograms
 from forerun.executors.torch.captured import runner as rounds
 from forerun.executors.torch.captured.declared import declared
 from forerun.executors.torch.captured.programs import Programs
 from forerun.executors.torch.triton.round_types import with_room
+from tests.drafters.served import on_xla
 from tests.parity.heads import opened, opened_config
-from tests.parity.tape import Tape, on_tape
-from tests.parity.test_torch_drafting import taped
+from tests.parity.tape import Tape, on_tape, taped
 from tests.shape.walk import Walk
+from tests.worlds.answers import OFF, answered, drafting, reports, tokens, wanted
 
 FILES, STATEMENTS = 28, 2_865
 """Of steps that overlap, with a draft head's chains: the host's half from plan to the last delta,
@@ -34,33 +38,79 @@ and the program, which runs as it is (tests/shape/walk.py). Kernels are not coun
 stands for them. They may only shrink.
 """
 
-OFF = {"speculative_algorithm": "OFF"}
-SHAPES = [OFF] + [
-    {
-        "speculative_algorithm": "EAGLE",
-        "speculative_num_draft_tokens": nodes + 1,
-        "speculative_num_steps": depth,
-        "speculative_eagle_topk": width,
+SLOW = pytest.mark.slow
+ONE, CHAIN = drafting(1, 1, 1, "EAGLE"), drafting(3, 3, 1, "EAGLE")
+TREE, BEST = drafting(9, 3, 4, "EAGLE"), drafting(9, 3, 3, "EAGLE")
+"""Of TREE all, of BEST the best nodes are verified."""
+ON_XLA = drafting(7, 3, 2, "EAGLE")
+NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5}
+BOTH = CHAIN | {"speculative_algorithm": "EAGLE+NGRAM"}
+SMALL = {"chunked_prefill_size": 128, "context": 128}
+SMALL_ON_XLA = SMALL | {"max_sequences": 2, "chunked_prefill_size": 64, "kv_tokens": 1024}
+
+
+class Device(NamedTuple):
+    """target: begins rounds early. judge: looks at every step. tape: where `target` is on one.
+    dispatched: how many rounds were begun.
+    """
+
+    target: Any
+    judge: Any
+    tape: Tape | None
+    dispatched: Callable[[], int]
+
+
+@pytest.fixture(scope="module")
+def devices(folder, learned, compiled, quickly):
+    """The target and its head on "torch", where the tape is slow, and on "jax", where programs are
+    compiled when they are needed and rounds of trees are padded to all of their nodes, so that
+    sizes differ by rows alone; or "jax, chains".
+    """
+    made, closed = {}, []
+
+    def on_torch():
+        tape = Tape()
+        target, judge = (
+            taped(folder, learned[0], tape, True, **SMALL),
+            opened(folder, learned[0], **SMALL),
+        )
+        closed.extend([target, judge])
+        return Device(target, judge, tape, lambda: tape.launched)
+
+    def on_jax(shape, pads):
+        with pytest.MonkeyPatch.context() as patch, on_xla(compiled, warm=True, pads=pads):
+            patch.setattr(JaxPrograms, "warm_up", lambda *_: None)
+            many = SMALL_ON_XLA | shape | {"executor": "jax", "overlap": True}
+            target = opened(folder, learned[0], **many)
+        closed.append(target)
+        return Device(target, target, None, lambda: target.executor.programs.dispatches)
+
+    makers = {
+        "torch": on_torch,
+        "jax": lambda: on_jax(ON_XLA, ("nodes", "chunks")),
+        "jax, chains": lambda: on_jax(CHAIN, ()),
     }
-    for nodes, depth, width in [(1, 1, 1), (3, 3, 1), (9, 3, 4), (9, 3, 3)]
-]
-"""No drafter; chains; trees of which all, or the best, are verified."""
+
+    def of(name):
+        if name not in made:
+            made[name] = makers[name]()
+        return made[name]
+
+    yield of
+    for target in closed:
+        target.close()
 
 
-@pytest.fixture(scope="module")
-def slow(folder, learned):
-    """The target and head on a device that is slow, and its tape."""
-    tape = Tape()
-    target = taped(folder, learned[0], tape, True, chunked_prefill_size=128, context=128)
-    yield target, tape
-    target.close()
+@pytest.fixture
+def slow(devices):
+    """The target on a device that is slow, and its tape."""
+    device = devices("torch")
+    return device.target, device.tape
 
 
-@pytest.fixture(scope="module")
-def eager(folder, learned):
-    target = opened(folder, learned[0], chunked_prefill_size=128, context=128)
-    yield target
-    target.close()
+@pytest.fixture
+def eager(devices):
+    return devices("torch").judge
 
 
 @pytest.fixture
@@ -82,48 +132,34 @@ def trees(monkeypatch):
     return seen
 
 
-def answered(target, requests, overlap, pause=0, **changes):
-    """What the requests are told, and the engine's statistics. One comes every `pause` steps."""
-    engine = make_engine(target, replace(target.config, overlap=overlap, **changes))
-    output_tokens, waiting, steps = [[] for _ in requests], list(requests), 0
-    busy = True
-    while busy or waiting:
-        while waiting and steps % max(pause, 1) == 0:
-            engine.submit(waiting.pop(0), output_tokens[-1 - len(waiting)].append)
-            if pause:
-                break
-        busy = engine.step_once()
-        steps += 1
-    engine.check()
-    engine.shutdown()
-    return output_tokens, engine.stats()
-
-
-def tokens(output_tokens):
-    return [[token for news in heard for token in news.tokens] for heard in output_tokens]
-
-
 def asked(texts, temperature, lengths=(22, 12, 17)):
-    return [
-        make_request(text[:12], max_tokens=length, ignore_eos=True, temperature=temperature, seed=n)
-        for n, (text, length) in enumerate(zip(texts, lengths, strict=False))
-    ]
+    some = zip(texts, lengths, strict=False)
+    return wanted([text[:12] for text, _ in some], lengths[: len(texts)], temperature)
 
 
 @pytest.mark.parametrize(
-    ("shape", "temperature"),
+    ("device", "shape", "temperature"),
     [
-        *((shape, 0.8) for shape in (OFF, *SHAPES[2:4])),
-        pytest.param(SHAPES[1], 0.8, marks=pytest.mark.slow),
-        *(pytest.param(shape, 0.0, marks=pytest.mark.slow) for shape in (OFF, SHAPES[4])),
+        *(("torch", shape, 0.8) for shape in (OFF, CHAIN, TREE)),
+        ("jax", ON_XLA, 0.8),
+        *(
+            pytest.param(*cell, marks=SLOW)
+            for cell in (
+                *(("torch", ONE, 0.8), ("torch", OFF, 0.0), ("torch", BEST, 0.0)),
+                *(("jax", OFF, 0.0), ("jax, chains", CHAIN, 0.8), ("jax, chains", OFF, 0.0)),
+            )
+        ),
     ],
 )
-def test_texts_and_trees_are_those_without_overlap(slow, eager, learned, trees, temperature, shape):
-    requests = asked(learned[1], temperature)
-    expected, _ = answered(eager, requests, False, **shape)
+def test_texts_and_trees_are_those_without_overlap(
+    devices, learned, trees, device, shape, temperature
+):
+    target, judge, *_ = devices(device)
+    requests = asked(learned[1][: 3 if device == "torch" else 2], temperature)
+    expected, _ = answered(judge, requests, overlap=False, **shape)
     before = {slot: list(ran) for slot, ran in trees.items()}
     trees.clear()
-    found, stats = answered(slow[0], requests, True, **shape)
+    found, stats = answered(target, requests, overlap=True, **shape)
     assert tokens(found) == tokens(expected)
     # All but prompts, the steps after them and the last ones.
     assert stats.carried > 0.6 * stats.steps > 4
@@ -137,48 +173,71 @@ def test_texts_and_trees_are_those_without_overlap(slow, eager, learned, trees, 
     assert not any(accepted) if shape is OFF else sum(accepted) > 10
 
 
+KINDS = {
+    1: {"repetition_penalty": 1.2},
+    2: {"logprobs": 2, "top_k": 5},
+    3: {"top_p": 0.7},
+    5: {"logit_bias": ((9, 3.0),), "min_tokens": 4},
+}
+"""By request; on XLA those of 2 and 5 are carried, the others' steps are looked at first."""
+
+
 def crowd(texts):
-    """More requests than slots, of other lengths each; two cannot be decided on the device."""
-    kinds = {3: {"repetition_penalty": 1.2}, 8: {"logprobs": 2}}
+    """More requests than slots, of other lengths each, with every sampling parameter."""
     return [
         make_request(
             text[: 12 + n], max_tokens=9 + 5 * (n % 4), ignore_eos=True,
-            temperature=0.8 * (n % 2), seed=n, **kinds.get(n, {}),
+            temperature=0.8 * (n % 3 > 0), seed=n, **KINDS.get(n, {}),
         )
         for n, text in enumerate(texts)
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("shape", "pause"),
+    ("device", "shape", "pause"),
     [
-        (SHAPES[4], 0),
-        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((OFF, 0), (SHAPES[2], 3))),
+        ("torch", BEST, 0),
+        *(
+            pytest.param(*cell, marks=SLOW)
+            for cell in (
+                *(("torch", OFF, 0), ("torch", CHAIN, 3)),
+                *(("jax", ON_XLA, 0), ("jax, chains", CHAIN, 0)),
+            )
+        ),
     ],
 )
-def test_requests_that_come_and_go(slow, eager, learned, shape, pause):
-    """Also rows with penalties and reports, prompts between rounds, and waiting for a slot."""
+def test_requests_that_come_and_go(devices, learned, device, shape, pause):
+    """Also rows with parameters and reports, prompts between rounds, and waiting for a slot."""
+    target, judge, *_ = devices(device)
     requests = crowd(np.concatenate([learned[1][:7], learned[1][:2]]))
-    expected, _ = answered(eager, requests, False, pause, **shape)
-    found, stats = answered(slow[0], requests, True, pause, **shape)
+    expected, _ = answered(judge, requests, pause, overlap=False, **shape)
+    found, stats = answered(target, requests, pause, overlap=True, **shape)
     assert tokens(found) == tokens(expected)
-    reports = [
-        [r.token for news in output_tokens[8] for r in news.logprobs]
-        for output_tokens in (found, expected)
+    told = [
+        [(entry.token, [token for token, _ in entry.top]) for entry in reports(heard)[2]]
+        for heard in (found, expected)
     ]
-    assert reports[0] == reports[1] == tokens(found)[8]
+    assert told[0] == told[1] and [token for token, _ in told[0]] == tokens(found)[2]
     assert stats.carried > 0.15 * stats.steps
 
 
-NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5}
+@SLOW
+@pytest.mark.parametrize("device", ["jax", "jax, chains"])
+@pytest.mark.parametrize(("kind", "carried"), [(1, False), (2, True), (3, False), (5, True)])
+def test_who_is_carried_on_xla(devices, learned, device, kind, carried):
+    target, shape = devices(device).target, ON_XLA if device == "jax" else CHAIN
+    requests = wanted([learned[1][0][:12]], 9, 0.8, **KINDS[kind])
+    found, stats = answered(target, requests, overlap=True, **shape)
+    assert (stats.carried > 0) == carried
+    assert tokens(found) == tokens(answered(target, requests, overlap=False, **shape)[0])
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(OFF, marks=pytest.mark.slow),
+        pytest.param(OFF, marks=SLOW),
         NGRAM,
-        pytest.param(SHAPES[2], marks=pytest.mark.slow),
+        pytest.param(CHAIN, marks=SLOW),
     ],
 )
 def test_what_is_looked_at_first_says_the_same(slow, eager, learned, shape):
@@ -199,29 +258,28 @@ def test_what_is_looked_at_first_says_the_same(slow, eager, learned, shape):
         )
         for n, kind in enumerate(kinds)
     ]  # fmt: skip
-    expected, _ = answered(eager, requests, False, **OFF)
-    found, stats = answered(slow[0], requests, True, **shape)
+    expected, _ = answered(eager, requests, overlap=False, **OFF)
+    found, stats = answered(slow[0], requests, overlap=True, **shape)
     assert tokens(found) == tokens(expected)
     # From the grammar's end on; no step that has draft tokens from the text.
     assert (stats.carried > 5) == (shape is not NGRAM)
-    if shape is SHAPES[2]:
+    if shape is CHAIN:
         assert sum(heard[-1].stats.accepted for heard in found) > 0
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("width", [1, 2])
 def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch, width):
     """None at all now and then, and deeper ones than there is room for: looked at first."""
     monkeypatch.setattr(rounds, "LEVELS", 1)
     requests = asked(learned[1], 0.0, (40, 33, 37))
-    expected, _ = answered(eager, requests, False, **OFF)
+    expected, _ = answered(eager, requests, overlap=False, **OFF)
     runner = slow[0].executor.rounds.runner
     runner.future = with_room(runner.future.state, 0, 0)  # Room is made anew.
     runner.programs.forget()
-    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
-    deep = {"speculative_num_draft_tokens": 6, "speculative_num_steps": 5}
-    deep |= {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": width}
-    found, stats = answered(slow[0], requests, True, **deep)
+    monkeypatch.setattr(build_drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
+    deep = drafting(5, 5, width, "EAGLE")
+    found, stats = answered(slow[0], requests, overlap=True, **deep)
     assert tokens(found) == tokens(expected)
     assert runner.future.levels == 5
     assert stats.carried > 5 and stats.accepted > 5
@@ -241,35 +299,39 @@ class Resting(FixedPolicy):
         return Decision("not now", (Budget(0, 0, "not now"),) * len(slots))
 
 
-BOTH = SHAPES[2] | {"speculative_algorithm": "EAGLE+NGRAM"}
-
-
 @pytest.mark.parametrize(
-    ("shape", "first", "carried"),
+    ("device", "shape", "first", "carried"),
     [
-        pytest.param(SHAPES[2], 0, 50, marks=pytest.mark.slow),
-        (BOTH, 8, 15),
-        pytest.param(BOTH, 0, 25, marks=pytest.mark.slow),
+        *(("torch", BOTH, 8, 15), ("jax", ON_XLA, 0, 40)),
+        *(
+            pytest.param(*cell, marks=SLOW)
+            for cell in (
+                *(("torch", CHAIN, 0, 50), ("torch", BOTH, 0, 25)),
+                *(("jax", ON_XLA, 8, 40), ("jax, chains", CHAIN, 0, 40)),
+                ("jax, chains", CHAIN, 8, 40),
+            )
+        ),
     ],
 )
 def test_a_head_that_rested_drafts_as_if_it_had_not(
-    slow, eager, learned, monkeypatch, shape, first, carried
+    devices, learned, monkeypatch, device, shape, first, carried
 ):
     """Whether steps had extended it before: all that it missed is kept on the device."""
-    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting(first, again=40))
+    target, judge, *_ = devices(device)
+    monkeypatch.setattr(build_drafting, "FixedPolicy", lambda *_: Resting(first, again=40))
     requests = asked(learned[1], 0.0, (60, 60))
-    expected, before = answered(eager, requests, False, **shape)
-    found, stats = answered(slow[0], requests, True, **shape)
+    expected, before = answered(judge, requests, overlap=False, **shape)
+    found, stats = answered(target, requests, overlap=True, **shape)
     assert tokens(found) == tokens(expected)
-    assert stats.carried >= carried
+    assert stats.carried >= carried and (device == "torch" or stats.carried > 0.8 * stats.steps)
     assert stats.accepted > 0.9 * before.accepted > 10
 
 
 def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkeypatch):
     """And are exactly plain ones: the model does not follow them."""
-    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting(8))
+    monkeypatch.setattr(build_drafting, "FixedPolicy", lambda *_: Resting(8))
     requests = asked(learned[1], 0.8, (40, 40, 40))
-    expected, _ = answered(eager, requests, False, **OFF)
+    expected, _ = answered(eager, requests, overlap=False, **OFF)
     wanted, ask = [], ModelDrafter.on_device_draft
 
     def noted(self, plan):
@@ -277,61 +339,91 @@ def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkey
         return wanted[-1]
 
     monkeypatch.setattr(ModelDrafter, "on_device_draft", noted)
-    found, stats = answered(slow[0], requests, True, **SHAPES[2])
+    found, stats = answered(slow[0], requests, overlap=True, **CHAIN)
     assert tokens(found) == tokens(expected)
     assert stats.carried > 0.7 * stats.steps > 14
     assert wanted[-1] is None
 
 
-def test_the_next_step_is_begun_before_this_one_is_read(slow, learned, monkeypatch):
-    """In every step but the first round and the last, and two are never read in the wrong order."""
-    target, tape = slow
-    events, made = [], target.executor
-    for verb, name in {"begin": "begin", "begin_after": "carry", "finish": "look"}.items():
+def events_of(device, patch):
+    """Return a list that gets, while `patch` holds, every verb of a step that the engine asks for,
+    and how many rounds were begun, and on a tape not done, when it was and after it.
+    """
+    events, made, tape = [], device.target.executor, device.tape
+
+    def now():
+        return device.dispatched() if tape is None else tape.launched - tape.done
+
+    for verb in ("begin", "begin_after", "finish"):
         call = getattr(made, verb)
 
-        def noted(step, *args, call=call, name=name):
-            undone = tape.launched - tape.done
+        def noted(step, *args, call=call, verb=verb):
+            before = now()
             result = call(step, *args)
-            events.append((name, undone, tape.launched - tape.done))
+            events.append((verb, before, now()))
             return result
 
-        monkeypatch.setattr(made, verb, noted)
-    _, stats = answered(target, asked(learned[1], 0.0, [20]), True, **SHAPES[2])
+        patch.setattr(made, verb, noted)
+    return events
+
+
+def test_the_next_step_is_begun_before_this_one_is_read(devices, learned, monkeypatch):
+    """In every step but the first round and the last, and two are never read in the wrong order."""
+    device = devices("torch")
+    events = events_of(device, monkeypatch)
+    requests = asked(learned[1], 0.0, [20])
+    _, stats = answered(device.target, requests, overlap=True, **CHAIN)
     names = [name for name, *_ in events]
-    first = names.index("carry") - 1
+    first = names.index("begin_after") - 1
     # The prompt, then one round that the host fills in, then nothing but carried ones.
-    assert names[:first] == ["begin", "look"]
-    carried = names.count("carry")
-    assert names[first : first + 1 + 2 * carried] == ["begin"] + ["carry", "look"] * carried
+    assert names[:first] == ["begin", "finish"]
+    carried = names.count("begin_after")
+    assert names[first : first + 1 + 2 * carried] == ["begin", *["begin_after", "finish"] * carried]
     assert stats.carried == carried > 3
     # When a step is carried, the one before has not been done; then both have not.
-    assert {event[1:] for event in events if event[0] == "carry"} == {(1, 2)}
-    assert tape.launched == tape.done
+    assert {event[1:] for event in events if event[0] == "begin_after"} == {(1, 2)}
+    assert device.tape.launched == device.tape.done
+
+
+@pytest.mark.parametrize("device", ["jax", pytest.param("jax, chains", marks=SLOW)])
+def test_on_xla_too_and_each_is_one_dispatch(devices, learned, monkeypatch, device):
+    """A last one that may have no draft token is begun when the one before is read, which could end
+    the answer.
+    """
+    device, shape = devices(device), ON_XLA if device == "jax" else CHAIN
+    events = events_of(device, monkeypatch)
+    answered(device.target, asked(learned[1], 0.8)[:1], overlap=True, **shape)
+    names = [name for name, *_ in events]
+    first = names.index("begin_after")
+    last = len(names) - (3 if names[-2] == "begin" else 1)
+    assert names[first:last] == ["begin_after", "finish"] * ((last - first) // 2)
+    assert names[last:] in (["finish"], ["finish", "begin", "finish"])
+    counts = np.array([n for name, _, n in events[first:last] if name == "begin_after"])
+    assert (np.diff(counts) == 1).all() and len(counts) > 3
 
 
 def test_without_the_option_nothing_is_carried(slow, eager, learned):
     requests = asked(learned[1], 0.8)
-    found, stats = answered(slow[0], requests, False, **SHAPES[2])
+    found, stats = answered(slow[0], requests, overlap=False, **CHAIN)
     assert stats.carried == 0
-    assert tokens(found) == tokens(answered(eager, requests, False, **SHAPES[2])[0])
+    assert tokens(found) == tokens(answered(eager, requests, overlap=False, **CHAIN)[0])
 
 
 def test_an_executor_without_rounds_is_looked_at_step_by_step(eager, learned):
-    _, stats = answered(eager, asked(learned[1], 0.0), True, **SHAPES[2])
+    _, stats = answered(eager, asked(learned[1], 0.0), overlap=True, **CHAIN)
     assert stats.carried == 0
 
 
 def test_stop_tokens_end_where_they_should(slow, eager, learned):
     """The step that runs on when a text has ended is dropped, and its pages are used again."""
     plain = asked(learned[1], 0.0, [40] * 3)
-    output_tokens = tokens(answered(eager, plain, False, **OFF)[0])
+    output_tokens = tokens(answered(eager, plain, overlap=False, **OFF)[0])
     requests = [
         replace(request, stopping=replace(request.stopping, stop_tokens=(text[5 + 2 * n],)))
         for n, (request, text) in enumerate(zip(plain, output_tokens, strict=True))
     ]
-    expected, _ = answered(eager, requests, False, **SHAPES[2])
-    found, stats = answered(slow[0], requests, True, **SHAPES[2])
+    expected, _ = answered(eager, requests, overlap=False, **CHAIN)
+    found, stats = answered(slow[0], requests, overlap=True, **CHAIN)
     assert tokens(found) == tokens(expected)
     assert [heard[-1].finish for heard in found] == [Finish.STOP] * 3
     assert stats.carried > 2
@@ -343,7 +435,7 @@ def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
     rounds_of = target.executor.rounds.runner
     accept = rounds_of.kernels.accept
     requests = asked(learned[1], 0.0, (30, 30, 30))
-    expected = tokens(answered(target, requests, True, **OFF)[0])
+    expected = tokens(answered(target, requests, overlap=True, **OFF)[0])
 
     def spoiled(logits, noise, *rest):
         # A row whose root is at output position 9 has no choice there.
@@ -353,7 +445,7 @@ def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
     monkeypatch.setattr(rounds_of, "kernels", replace(rounds_of.kernels, accept=spoiled))
     rounds_of.programs.forget()
     try:
-        found, stats = answered(target, requests, True, **OFF)
+        found, stats = answered(target, requests, overlap=True, **OFF)
     finally:
         monkeypatch.undo()
         rounds_of.programs.forget()
@@ -368,12 +460,7 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
     """The head and overlap come before the captures: neither voids them afterwards."""
     tape, told = Tape(), []
     on_tape(monkeypatch, tape)
-    shape = {
-        "speculative_algorithm": "EAGLE",
-        "speculative_num_draft_tokens": 3,
-        "speculative_num_steps": 2,
-        "speculative_eagle_topk": 1,
-    }
+    shape = drafting(2, 2, 1, "EAGLE")
     small = {"chunked_prefill_size": 32, "context": 128, "max_sequences": 2, "overlap": True}
     config = opened_config(folder, learned[0], **small, **shape)
     target = open_target(config, lambda *news: told.append(news))
@@ -389,7 +476,7 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
         }
         last = [news for news in told if news[0] == "preparing step sizes"][-1]
         assert last[1:] == (len(sizes), len(sizes))
-        _, stats = answered(target, asked(learned[1], 0.0, (30, 17)), True)
+        _, stats = answered(target, asked(learned[1], 0.0, (30, 17)), overlap=True)
         assert stats.carried > 5
         captured = target.executor.describe()["captured"]
         assert ready == set(captured)
@@ -403,7 +490,7 @@ def test_the_walk_through_rounds_is_counted(slow, learned, capsys, monkeypatch):
     The program runs as it is: a replay opens nothing of it.
     """
     target, _ = slow
-    engine = make_engine(target, replace(target.config, overlap=True, **SHAPES[2]))
+    engine = make_engine(target, replace(target.config, overlap=True, **CHAIN))
     engine.submit(asked(learned[1], 0.0, [30])[0], lambda news: None)
     while engine.step_once():
         pass
