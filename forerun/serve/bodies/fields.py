@@ -141,16 +141,28 @@ def ignore(reader: Reader, default: Any = None) -> Any:
 
 def ignored_in(body: Any) -> tuple[str, ...]:
     """Name the ignored fields that a body was given, in the order of its declaration."""
+    declared = _declared(type(body)).items()
     return tuple(
-        item.name
-        for item in dataclasses.fields(body)
-        if item.metadata.get("ignored") and getattr(body, item.name) != item.default
+        name
+        for name, item in declared
+        if item.metadata.get("ignored") and getattr(body, name) != item.default
     )
 
 
 def need(reader: Reader) -> Any:
     """Declare a field of a body that may not be absent or null."""
     return dataclasses.field(metadata={"reader": reader})
+
+
+_FIELDS: dict[type[Any], dict[str, dataclasses.Field[Any]]] = {}
+"""Of each declaration that was read, by their names."""
+
+
+def _declared(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of a declaration by their names."""
+    if kind not in _FIELDS:
+        _FIELDS[kind] = {item.name: item for item in dataclasses.fields(kind)}
+    return _FIELDS[kind]
 
 
 def read(kind: type[Body], value: Any, where: str = "") -> Body:
@@ -163,7 +175,7 @@ def read(kind: type[Body], value: Any, where: str = "") -> Body:
     if not isinstance(value, dict):
         name = where or "the body"
         raise RequestError(f"{name} must be a JSON object, not {shown(value)}.", where or None)
-    known = {item.name: item for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    known = _declared(kind)
     refused: dict[str, str] = getattr(kind, "refused", {})
     renamed: dict[str, str] = getattr(kind, "renamed", {})
     given: dict[str, Any] = {}
@@ -195,7 +207,7 @@ def mend_object(kind: type[Any]) -> Mend:
     blank: dict[str, Any] = getattr(kind, "blank", {})
 
     def mend(value: Any, where: str, left: list[str]) -> Any:
-        known = {item.name: item for item in dataclasses.fields(kind)}
+        known = _declared(kind)
         found: dict[str, Any] = {}
         for key, content in mapping(value, where).items():
             own, place = renamed.get(key, key), f"{where}.{key}"
