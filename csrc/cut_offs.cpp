@@ -25,39 +25,42 @@ uint64_t key_of(float x, int32_t token) {
     return (uint64_t)~bits << 32 | (uint32_t)token;
 }
 
-double mass_of(const float* x, const std::vector<int32_t>& tokens, float most) {
+double mass_of(const float* x, const int32_t* tokens, size_t count, float most) {
     double mass = 0.0;
-    for (int32_t token : tokens) mass += std::exp((double)x[token] - most);
+    for (size_t i = 0; i < count; i++) mass += std::exp((double)x[tokens[i]] - most);
     return mass;
 }
 
 }  // namespace
 
-// Candidates: all tokens that could be left and chosen, or at least the most probable ones that decide
-// it, in no order.
-void Model::find_candidates(const CutOffs& cut, const float* x, float most, Likely& likely) const {
+// Finds candidates: all tokens that could be left and chosen, or at least the most probable ones that
+// decide it, in no order. Returns how many.
+size_t Model::find_candidates(const CutOffs& cut, const float* x, float most, Likely& likely) const {
     const float reach = most - kReach - std::fabs(most) * 0x1p-20f;
     const float floor = std::max(reach, most + cut.log_min_p);
     // Whose probabilities top_p adds up: of all tokens, or of what the other cut-offs leave.
     const bool by_mass = cut.top_p < 1.0 && cut.of_all();
     const double needed = by_mass ? cut.top_p * kernels->mass(x, sizes.vocab, most) : 0.0;
-    likely.tokens.resize(sizes.vocab);
+    likely.candidates.resize(sizes.vocab);
+    int32_t* const found = likely.candidates.data();
     for (float depth = by_mass || cut.top_k > 0 ? 2.0f : kReach;; depth *= 2.0f) {
         const float from = std::max(floor, most - depth);
-        likely.tokens.resize(sizes.vocab);
-        likely.tokens.resize(kernels->at_least(x, sizes.vocab, from, likely.tokens.data()));
-        if (from == floor) return;
-        if (cut.top_k > 0 && (int64_t)likely.tokens.size() >= cut.top_k) return;
-        if (by_mass && mass_of(x, likely.tokens, most) >= needed * (1.0 + kMargin)) return;
+        const size_t count = (size_t)kernels->at_least(x, sizes.vocab, from, found);
+        if (from == floor) return count;
+        if (cut.top_k > 0 && count >= (size_t)cut.top_k) return count;
+        if (by_mass && mass_of(x, found, count, most) >= needed * (1.0 + kMargin)) return count;
     }
 }
 
 // Puts the candidates that are left into `likely.tokens`, best first if there is a top_p. Returns how
 // many are left for certain; whether the others are, the specification would have to say.
 size_t Model::cut_off(const CutOffs& cut, const float* x, float most, Likely& likely) const {
+    const size_t count = find_candidates(cut, x, most, likely);
     std::vector<uint64_t>& keys = likely.keys;
     keys.clear();
-    for (int32_t token : likely.tokens) keys.push_back(key_of(x[token], token));
+    for (size_t i = 0; i < count; i++) {
+        keys.push_back(key_of(x[likely.candidates[i]], likely.candidates[i]));
+    }
     if (cut.top_k > 0 && keys.size() > (size_t)cut.top_k) {
         std::nth_element(keys.begin(), keys.begin() + cut.top_k, keys.end());
         keys.resize(cut.top_k);
@@ -65,8 +68,8 @@ size_t Model::cut_off(const CutOffs& cut, const float* x, float most, Likely& li
     likely.tokens.clear();
     for (uint64_t key : keys) likely.tokens.push_back((int32_t)(uint32_t)key);
     if (cut.top_p >= 1.0) return keys.size();
-    const double all =
-        cut.of_all() ? kernels->mass(x, sizes.vocab, most) : mass_of(x, likely.tokens, most);
+    const double all = cut.of_all() ? kernels->mass(x, sizes.vocab, most)
+                                    : mass_of(x, likely.tokens.data(), likely.tokens.size(), most);
     const double least = cut.top_p * all * (1.0 - kMargin), enough = cut.top_p * all * (1.0 + kMargin);
     likely.tokens.clear();
     std::make_heap(keys.begin(), keys.end(), std::greater<>());
@@ -89,7 +92,6 @@ int32_t Model::choose_left(const CutOffs& cut, const float* logits, float temper
     const float* x = likely.heated.data();
     const float most = kernels->heat(logits, sizes.vocab, temperature, likely.heated.data());
     if (!std::isfinite(most)) return -1;
-    find_candidates(cut, x, most, likely);
     const size_t certain = cut_off(cut, x, most, likely);
     const std::vector<int32_t>& tokens = likely.tokens;
     size_t best = 0;

@@ -109,10 +109,10 @@ struct Walk {
 };
 
 // A thread's room for choices: logits where a mask allows them, by temperature, and those of all others
-// excluded; tokens that may be chosen, and what they are sorted by.
+// excluded; tokens that may be left, those that are, and what they are sorted by.
 struct Likely {
     Floats allowed, heated, others;
-    std::vector<int32_t> tokens;
+    std::vector<int32_t> candidates, tokens;
     std::vector<uint64_t> keys;
 };
 
@@ -383,7 +383,7 @@ protected:
                    uint32_t position, Likely& likely) const;
     int32_t choose_left(const CutOffs& cut, const float* logits, float temperature, uint64_t seed,
                         uint32_t position, Likely& likely) const;
-    void find_candidates(const CutOffs& cut, const float* x, float most, Likely& likely) const;
+    size_t find_candidates(const CutOffs& cut, const float* x, float most, Likely& likely) const;
     size_t cut_off(const CutOffs& cut, const float* x, float most, Likely& likely) const;
     void prepare(const Step& step);
     std::string check_adapters(const Step& step) const;
