@@ -62,7 +62,8 @@ class ChatTemplate:
 
     def warmed_up(self) -> Self:
         """Make what the first conversation would wait for. Returns this template."""
-        assert self._controls and self._marked_controls
+        for controls in (self._controls, self._marked_controls):
+            controls.whole.search("")
         return self
 
     @property
