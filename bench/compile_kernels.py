@@ -26,9 +26,9 @@ from triton.compiler import ASTSource
 
 from bench.records import ended
 from forerun.executors.torch.attention.attention_shapes import lines_for, shape_for
-from forerun.executors.torch.attention.tiles import MOST_PARTS, tile_nodes
 from forerun.executors.torch.captured.declared import NODES
 from forerun.executors.torch.decoder.few_bits import COLUMNS
+from forerun.executors.torch.sizes import MOST_PARTS, tile_nodes
 from forerun.executors.torch.triton import (
     triton_attention,
     triton_choice,

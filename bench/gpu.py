@@ -108,7 +108,7 @@ def replay_ms(executor: Any, device: torch.device, rounds: int) -> float | None:
     captured = executor.rounds
     if captured is None or captured.last is None:
         return None
-    replay = partial(captured.runner.programs.run, captured.last.size)
+    replay = captured.runner.programs[captured.last.size]
     if device.type != "cuda":
         with torch.inference_mode():
             return median(milliseconds(replay, rounds))

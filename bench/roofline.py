@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.records import ended
-from forerun.executors.torch.attention.tiles import KEYS, programs_for, split_of
 from forerun.executors.torch.captured.declared import padded_rows
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.sizes import KEYS, Size, programs_for, split_of
 from tests.parity.launches import (
     AIMS,
     BEHIND,
@@ -99,7 +98,7 @@ def line(rows: int, nodes: int, levels: int, numbers: str) -> str:
 
 
 def splits() -> str:
-    """How attention is cut where lengths differ (tiles.split_of)."""
+    """How attention is cut where lengths differ (sizes.split_of)."""
     heads = ("rows", "programs", "at work", "turns by rows alone", "turns by length", "keys, GB")
     lines = [
         "Turns of 64 keys that the longest program of attention takes in a layer, of 8 key/value",

@@ -147,11 +147,18 @@ def echoed(plan: Plan, row: int, trees: TreeBatch, slot: SlotInit) -> list[tuple
     return list(zip(nodes, following, strict=False))
 
 
-def reports_of(logits: Logits, top: int, pairs: Iterable[tuple[int, int]]) -> Reports:
-    """Return reports of (flat node, token that follows it) pairs, with `top` alternatives each,
-    from raw logits.
+def reports_of(
+    logits: Logits,
+    top: int,
+    pairs: Iterable[tuple[int, int]],
+    made: Callable[[int, int], TokenLogprobs | None] = lambda node, top: None,
+) -> Reports:
+    """Return reports of (flat node, token that follows it) pairs, with `top` alternatives each:
+    those that the executor has `made` of (node, top), others from raw logits.
     """
-    return tuple(report(logits(int(node)), int(token), top) for node, token in pairs)
+    return tuple(
+        made(node, top) or report(logits(int(node)), int(token), top) for node, token in pairs
+    )
 
 
 def report(logits: Floats, token: int, top: int) -> TokenLogprobs:

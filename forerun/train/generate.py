@@ -22,7 +22,6 @@ from torch import Tensor
 
 from forerun.errors import MemoryPlanError, RequestError
 from forerun.executors.torch.captured.graphs import CapturedPrograms, recorder
-from forerun.executors.torch.captured.programs import Programs
 from forerun.train.answers import Ask
 from forerun.train.target import DenseTarget, masked_attention
 from forerun.types import Ints
@@ -96,9 +95,7 @@ class DenseAuthor:
         self._rows = torch.arange(width, device=device)
         self._places = torch.arange(self._context, device=device)
         records = recorder(device)
-        self._programs: Programs[int] = (
-            CapturedPrograms(self._step, records) if records else Programs(self._step)
-        )
+        self._programs = CapturedPrograms(self._step, records) if records else None
         self._waiting: deque[tuple[int, Ask]] = deque()
         self._busy: dict[int, _Busy] = {}
         self._free = list(range(width))
@@ -190,7 +187,10 @@ class DenseAuthor:
         reach = max(busy.reach for busy in self._busy.values()) + STEPS
         size = min(-(-reach // BUCKET) * BUCKET, self._context)
         for _ in range(STEPS):
-            self._programs.run(size)
+            if self._programs is None:
+                self._step(size)
+            else:
+                self._programs[size]()
         for busy in self._busy.values():
             busy.reach = min(busy.reach + STEPS, busy.most)
             busy.runs += 1

@@ -10,11 +10,11 @@ from forerun.executors.torch import TorchExecutor, torch_executor
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.attention.kv import Narrow, enter
-from forerun.executors.torch.attention.tiles import tiles_of
-from forerun.executors.torch.attention.varlen_attention import PackedPrompts, row_by_row
+from forerun.executors.torch.attention.prompt_attention import PackedPrompts, row_by_row
 from forerun.executors.torch.decoder.elementwise import PLAIN, Heads
 from forerun.executors.torch.decoder.few_bits import FEW, few_bits_product, loaded
 from forerun.executors.torch.decoder.float8 import FLOAT8
+from forerun.executors.torch.sizes import tiles_of
 from forerun.executors.torch.triton.kernels import kernels_for
 from forerun.executors.torch.triton.round_types import Levels, RoundShape
 from forerun.networks.layer_spec import AttentionSpec

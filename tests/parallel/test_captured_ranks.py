@@ -13,7 +13,8 @@ import pytest
 
 from forerun.build.target import open_target
 from forerun.client.completion import make_request
-from forerun.executors.torch import eager, model_runner
+from forerun.executors.torch import executor as of_one
+from forerun.executors.torch import model_runner
 from forerun.executors.torch.parallel import executor
 from forerun.executors.torch.parallel.processes import Ranks
 from forerun.options.config import EngineConfig
@@ -77,7 +78,7 @@ def recorded(said):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "kernels_for", lambda device: SLOW_TWINS)
-        patch.setattr(eager, "recorder", lambda device: tape)
+        patch.setattr(of_one, "recorder", lambda device: tape)
         patch.setattr(executor, "Processes", Recorded)
         patch.setattr(Ranks, "send", counted)
         patch.setattr(executor, "parallel_executor", started)

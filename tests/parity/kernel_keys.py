@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.draft_shape import DraftShape
-from forerun.executors.torch import TorchExecutor, eager, model_runner
+from forerun.executors.torch import TorchExecutor, executor, model_runner
 from forerun.executors.torch.drafts.eagle import TorchEagleModel
 from forerun.executors.torch.triton import compile_ahead
 from forerun.interface.executor import ExecutorLimits
@@ -68,7 +68,7 @@ def recorded(found):
 def opened():
     """An executor whose every sequence asks for something else, with a draft head."""
     model_runner.kernels_for = lambda device: kernels()
-    eager.recorder = lambda device: Tape()
+    executor.recorder = lambda device: Tape()
     checkpoint = RandomCheckpoint(shape_named("tiny"))
     made = TorchExecutor(checkpoint, LIMITS).capture(overlap=True)
     draft = random_draft(checkpoint.architecture, 64)

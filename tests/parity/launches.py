@@ -37,9 +37,9 @@ from forerun.drafts.prediction_layers import (
 )
 from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
+from forerun.executors.torch.attention.prompt_attention import flash
 from forerun.executors.torch.attention.state_nodes import StateKernels
 from forerun.executors.torch.attention.states import States
-from forerun.executors.torch.attention.varlen_attention import flash
 from forerun.executors.torch.captured import pair_drafting
 from forerun.executors.torch.captured.graphs import CudaRecorder
 from forerun.executors.torch.captured.pair_drafting import drafting_of
@@ -57,8 +57,8 @@ from forerun.executors.torch.drafts import eagle as eagle_model
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.executors.torch.features import TorchFeatureRing
+from forerun.executors.torch.sizes import Size
 from forerun.executors.torch.triton.kernels import Kernels
-from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import ExecutorLimits
 from forerun.networks.arch import Architecture, expected_tensors
 
@@ -479,7 +479,7 @@ def block(beside, arch, **changes):
     for layer in module.layers:
         loading.stack(layer)
     draft = UnreadBlock(Path(), head, np.arange(arch.vocab, dtype=np.int32), (), {})
-    with patch.object(block_model, "_loaded", lambda *_: module):
+    with patch.object(block_model, "for_serving", lambda *_: module):
         return block_model.TorchBlockModel(beside, RandomCheckpoint(arch), draft)
 
 
@@ -510,7 +510,7 @@ DRAFTS = {
 def attach(runner, limits, method):
     """A draft model."""
     beside = Beside(limits, runner._decoder, kernels(), runner)
-    modules = loading, prediction_model, decoder_model, block_model, pair_drafting
+    modules = loading, pair_drafting
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(patch.object(module, "check_fits", lambda *_: None))

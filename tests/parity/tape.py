@@ -28,7 +28,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forerun.executors.torch import TorchExecutor, eager, model_runner
+from forerun.executors.torch import TorchExecutor, executor, model_runner
 from forerun.executors.torch.captured.graphs import CudaRecorder
 from tests.parity.heads import opened
 from tests.twins.kernels import SLOW_TWINS
@@ -370,7 +370,7 @@ def on_tape(patch, tape=None, kernels=SLOW_TWINS, warm=True):
     on this tape, or one each, with these kernels. warm: what is declared is captured at once.
     """
     patch.setattr(model_runner, "kernels_for", lambda device: kernels)
-    patch.setattr(eager, "recorder", lambda device: tape or Tape())
+    patch.setattr(executor, "recorder", lambda device: tape or Tape())
     if not warm:
         patch.setattr(TorchExecutor, "warm_up", lambda *_: None)
 

@@ -57,7 +57,7 @@ class Work:
 def captured(programs, *sizes):
     for size in sizes:
         for _ in range(2):
-            programs.run(size)
+            programs[size]()
 
 
 def breaks(recorder, message):
@@ -99,7 +99,7 @@ def test_the_second_device_is_as_good_as_the_first(recorder):
     with breaks(recorder, "another device"):
         captured(programs, 1)
         work.x.fill_(2.0)
-        programs.run(1)
+        programs[1]()
         assert work.out[0, 0] == 12.0
     assert cuda.current_device() == 0
 
@@ -109,7 +109,11 @@ def test_no_graph_is_destroyed_while_it_may_run(recorder):
     tape = recorder()
     programs = CapturedPrograms(Work(), tape)
     captured(programs, 1)
-    wait = tape.launch(lambda: programs.run(1))
+
+    def work():
+        programs[1]()
+
+    wait = tape.launch(work)
     programs.forget()
     gc.collect()
     with breaks(recorder, "destroyed while it ran"):

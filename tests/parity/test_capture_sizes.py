@@ -16,7 +16,7 @@ from forerun.executors.torch.captured.declared import (
     row_nodes,
 )
 from forerun.executors.torch.captured.shaped_rows import CUT
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.sizes import Size
 from forerun.interface.executor import ExecutorLimits
 from tests.covering import every, thinned, values
 

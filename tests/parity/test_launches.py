@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.sizes import Size
 from forerun.networks.config_json import architecture_from
 from tests.covering import spread
 from tests.models import tiny

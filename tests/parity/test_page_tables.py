@@ -13,7 +13,7 @@ from forerun.client.completion import make_request
 from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, changes_of, room_of
 from forerun.executors.torch.captured.round import PageTables, StagingBuffer
 from forerun.executors.torch.captured.runner import CudaGraphRunner
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.sizes import Size
 from tests.parity.tape import Tape, taped
 from tests.worlds import answers
 

@@ -9,10 +9,9 @@ import torch
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch import model_runner as module
+from forerun.executors.torch.attention.geometry import geometry_of
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
-from forerun.executors.torch.attention.plan_geometry import geometry_of
-from forerun.executors.torch.attention.prompt_attention import PromptAttention
-from forerun.executors.torch.attention.varlen_attention import flash, row_by_row
+from forerun.executors.torch.attention.prompt_attention import PromptAttention, flash, row_by_row
 from forerun.executors.torch.triton.compile_ahead import _Zeros
 from forerun.interface.plan import Plan
 from forerun.networks.cache_layer import CacheLayer

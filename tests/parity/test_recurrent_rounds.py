@@ -11,7 +11,7 @@ from forerun.build.target import open_target
 from forerun.errors import EngineError
 from forerun.executors.jax import JaxExecutor, JaxOptions
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.captured.recurrent import StateRows
+from forerun.executors.torch.captured.states import RoundStates
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NodeMasks
 from tests.covering import every
@@ -176,13 +176,13 @@ LOSSY = Sampling(temperature=0.7, seed=3, accept_threshold_single=0.99)
 def test_rows_that_the_host_decides_are_advanced(pair, monkeypatch, masks_of, sampling):
     """Rows of a grammar whose masks come after the forward pass, and with accept thresholds."""
     followed, found = [], []
-    follow = StateRows._follow
+    follow = RoundStates._follow_host
 
-    def following(self, round, outcome, left):
+    def following(self, round, inputs, outcome, left):
         followed.append(len(left))
-        follow(self, round, outcome, left)
+        follow(self, round, inputs, outcome, left)
 
-    monkeypatch.setattr(StateRows, "_follow", following)
+    monkeypatch.setattr(RoundStates, "_follow_host", following)
     for made in pair:
         with Driver(made) as driver:
             driver.open(0, TEXT[:6], sampling)

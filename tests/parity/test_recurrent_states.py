@@ -14,8 +14,7 @@ from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.executors.state_slots import StateSlots
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.attention.delta_native import NativeDelta
-from forerun.executors.torch.attention.delta_walk import DeltaWay, PlainDelta
+from forerun.executors.torch.attention.delta_walk import DeltaWay, NativeDelta, PlainDelta
 from forerun.executors.torch.attention.states import States
 from forerun.executors.torch.decoder.delta import (
     DeltaInputs,

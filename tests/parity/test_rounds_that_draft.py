@@ -19,7 +19,7 @@ from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.drafters.confidence import Confidence
 from forerun.engine.chunked_prefill import PromptPace
 from forerun.executors.torch.captured.round import CapturedRound
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.sizes import Size
 from tests.covering import every, rarely, spread, values
 from tests.models import tiny
 from tests.parity.heads import SWITCHES, Twin, opened

@@ -26,7 +26,7 @@ from forerun.executors.jax.rounds.shaping import (
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.shaping import RULES, reported
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.sizes import Size
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.accept import choose as chosen_by_rule

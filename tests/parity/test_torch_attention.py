@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.executors.torch.attention.attention import BLOCK, attend, chains, key_blocks
+from forerun.executors.torch.attention.attention import BLOCK, KeyBlocks, attend, chains
+from forerun.executors.torch.attention.geometry import places_of
 from forerun.executors.torch.attention.kv import KvShape, PagedCache, write
-from forerun.executors.torch.attention.plan_geometry import places_of
 from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import batch
@@ -71,12 +71,11 @@ class Pages:
         return pair
 
     def ours(self, spec=None, sinks=None):
-        window = spec.window if spec else None
-        blocks = key_blocks(
-            self.plan, self.trees, self.places, self.cache, torch.device("cpu"), window
-        )
-        held = self.cache.layers[0]
-        return attend(torch.from_numpy(self.queries), *held, blocks, spec, sinks).numpy()
+        held, queries = self.cache.layers[0], torch.from_numpy(self.queries)
+        return attend(queries, *held, self.seen(), spec, sinks=sinks).numpy()
+
+    def seen(self):
+        return KeyBlocks.of(self.plan, self.trees, self.places, self.cache)
 
     def expected_by(self, spec, sinks=None):
         """Every node on its own: the keys along its path, by position, and a plain softmax."""
@@ -150,10 +149,8 @@ def test_windows_and_caps_equal_the_reference(rows, heads, page_size, spec, seed
 def test_blocks_that_no_window_reaches_are_not_read():
     trees = batch([np.zeros(1, np.int32)], [as_draft([1, 2, 3], [-1, 0, -1])])
     pages = Pages([4 * BLOCK], trees, 4, 2, 16, 0)
-    made = [
-        key_blocks(pages.plan, trees, pages.places, pages.cache, torch.device("cpu"), window)
-        for window in (None, 2 * BLOCK, 10)
-    ]
+    seen = pages.seen()
+    made = [seen.within(window) for window in (None, 2 * BLOCK, 10)]
     assert [len(blocks) for blocks in made] == [5, 3, 2]
 
 

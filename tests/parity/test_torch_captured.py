@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from forerun.draft_shape import DraftShape
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.attention.plan_geometry import tree_intervals
+from forerun.executors.torch.attention.geometry import tree_intervals
 from forerun.executors.torch.captured.declared import declared
-from forerun.executors.torch.captured.rounds import MOST_NODES
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.executor import MOST_NODES
+from forerun.executors.torch.sizes import Size
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch

@@ -6,11 +6,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.device_choice import CUT_OFFS, Choosing
-from forerun.executors.torch.attention.plan_geometry import tree_intervals
+from forerun.executors.torch.attention.geometry import tree_intervals
 from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, room_of
 from forerun.executors.torch.captured.round import StagingBuffer, prepare_inputs_carried
 from forerun.executors.torch.captured.runner import LEVELS
-from forerun.executors.torch.triton.record import Record, Size
+from forerun.executors.torch.sizes import Record, Size
 from forerun.executors.torch.triton.round_types import Accepted, with_room
 from forerun.interface.plan import Plan
 from forerun.speculative.accept import NOTHING

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from forerun.errors import EngineError
 from forerun.executors.torch.attention.attention_shapes import program_heads, tile_heads
-from forerun.executors.torch.attention.plan_geometry import geometry_of
-from forerun.executors.torch.attention.tiles import KEYS, MOST_PARTS, programs_for, split_of
+from forerun.executors.torch.attention.geometry import geometry_of
 from forerun.executors.torch.decoder.float8 import FLOAT8
+from forerun.executors.torch.sizes import KEYS, MOST_PARTS, programs_for, split_of
 from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import batch

@@ -10,12 +10,12 @@ import torch
 
 from forerun.build.target import open_target
 from forerun.executors.torch import TorchExecutor, model_runner, torch_executor
+from forerun.executors.torch.attention.geometry import tree_intervals
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
-from forerun.executors.torch.attention.plan_geometry import tree_intervals
 from forerun.executors.torch.captured.fixed import BufferDims, RoundBuffers, room_of
 from forerun.executors.torch.captured.round import StagingBuffer
 from forerun.executors.torch.decoder.float8 import FLOAT8
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.sizes import Size
 from forerun.executors.torch.triton.round_types import RoundShape
 from forerun.networks.cache_layer import CacheLayer
 from forerun.speculative.tree import batch
@@ -37,7 +37,7 @@ for name in ("choice", "layers", "merge", "future", "shaping", "states"):
     load(f"triton.triton_{name}")
 draft = load("triton.triton_draft")
 attention = load("triton.triton_attention")
-tiles = load("attention.tiles")
+tiles = load("sizes")
 rounds = load("triton.triton_round")
 
 

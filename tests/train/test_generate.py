@@ -153,7 +153,7 @@ def test_programs_do_the_work_once_per_call():
     runs, tape = [], Tape()
     programs = CapturedPrograms(runs.append, tape)
     for size in (1, 2, 1, 1, 2, 1):
-        programs.run(size)
+        programs[size]()
     assert runs == [1, 2, 1, 1, 2, 1]
     assert tape.log == ["warm", "warm", "capture", "capture"]
     assert programs.captured == (1, 2)

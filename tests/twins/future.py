@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.executors.torch.triton.record import Record, Size
+from forerun.executors.torch.sizes import Record, Size
 from forerun.executors.torch.triton.round_types import Accepted, FutureState, RoundInputs
 from forerun.speculative.accept import NOTHING
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from forerun.executors.torch.accept import best
 from forerun.executors.torch.attention.geometry import Geometry, positions_of
 from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, enter, read
-from forerun.executors.torch.attention.varlen_attention import row_by_row
+from forerun.executors.torch.attention.prompt_attention import row_by_row
 from forerun.executors.torch.decoder.elementwise import PLAIN, rotation, softcapped
 from forerun.executors.torch.decoder.grouped import Pairs, Stacked
 from forerun.executors.torch.shaping import shaped

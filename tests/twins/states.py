@@ -9,8 +9,8 @@ import torch
 from forerun.executors.torch.attention.delta_walk import DeltaWay, PlainDelta
 from forerun.executors.torch.attention.state_nodes import StateKernels
 from forerun.executors.torch.decoder import delta
-from forerun.executors.torch.decoder.convolution import window_sums
 from forerun.executors.torch.decoder.delta import DeltaNumbers, passed_on, tokens_of
+from forerun.executors.torch.decoder.recurrent import window_sums
 
 
 def ancestors(nodes, width):

@@ -1,13 +1,12 @@
-"""A TorchExecutor without its rounds: slots, preparation, and eager steps, which are launched
+"""A TorchExecutor without its rounds: preparation, and eager steps, which are launched
 operation by operation and decided on the host as far as the device has not: the reference for
-captured rounds (captured/rounds.py).
+captured rounds (executor.py).
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,23 +16,21 @@ from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.draft_shape import DraftShape
 from forerun.errors import EngineError
 from forerun.executors.device_choice import device_nodes
-from forerun.executors.host_choice import Logits, put_path, report
+from forerun.executors.host_choice import put_path, reports_of
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.slot_adapters import SlotAdapters
-from forerun.executors.torch.attention.plan_geometry import StepNodes, choosing_nodes, places_of
-from forerun.executors.torch.attention.tiles import LINES
-from forerun.executors.torch.captured.graphs import recorder
+from forerun.executors.torch.attention.geometry import StepNodes, choosing_nodes, places_of
 from forerun.executors.torch.captured.pair_drafting import drafting_of
-from forerun.executors.torch.captured.rounds import CapturedRounds
 from forerun.executors.torch.captured.runner import CudaGraphRunner
-from forerun.executors.torch.captured.warm_up import prepare, runner_of
+from forerun.executors.torch.captured.warm_up import prepare
 from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.draft_cache import HasPages
 from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
+from forerun.executors.torch.sizes import LINES
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
-from forerun.interface.plan import Outcome, Plan, Reports, Round, TokenLogprobs
+from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
@@ -44,18 +41,17 @@ log = logging.getLogger("forerun.executors.torch")
 
 
 class EagerSteps(ModelRunner, Executor):
-    """What a TorchExecutor is beside its rounds: slots, preparation, and eager steps.
+    """What a TorchExecutor is beside its slots and rounds: preparation, and eager steps.
 
     sampler  which sequences are in which slots, and acceptance on the host
-    rounds   the steps that are replayed instead; None: none is
+    rounds   the steps that are replayed instead (executor.py), of this program: runner; None: none
     drafts   models that have entries under its page ids
-    Runner   of their program
     """
 
     name = "torch"
     capabilities = Capabilities(hidden=True)
-    rounds: CapturedRounds | None = None
-    Runner = CudaGraphRunner
+    rounds: object | None = None
+    runner: CudaGraphRunner | None = None
 
     def __init__(
         self,
@@ -71,19 +67,6 @@ class EagerSteps(ModelRunner, Executor):
         super().__init__(checkpoint, limits, options)
         self.sampler = HostSampler(limits.slots, limits.vocab)
         self.drafts: list[HasPages] = []
-
-    def capture(self, overlap: bool = False) -> Self:
-        """Replay steps from now on, if the device captures; returns the executor itself. overlap:
-        rounds may begin from each other.
-        """
-        records = recorder(self.device)
-        if records is not None and self.kernels is not None:
-            runner = runner_of(self.Runner, self, records, overlap)
-            self.rounds = CapturedRounds(self, self.sampler, runner)
-            self.capabilities = Capabilities(
-                needs_masks_before_forward=True, overlap=overlap, padded=True, hidden=True
-            )
-        return self
 
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
         """Run these adapters beside the weights: a step in which a row has one is not captured."""
@@ -107,8 +90,8 @@ class EagerSteps(ModelRunner, Executor):
         programs.
         """
         super().request_aux_hidden_states(layers)
-        if self.rounds is not None:
-            self.rounds.runner.request_aux_hidden_states(layers, self.ring)
+        if self.runner is not None:
+            self.runner.request_aux_hidden_states(layers, self.ring)
 
     def draft_with(self, model: LevelModel | TorchBlockModel) -> None:
         """Count a draft model's entries among what pages hold, and let rounds that are to draft do
@@ -116,22 +99,18 @@ class EagerSteps(ModelRunner, Executor):
         host runs every pass of the model.
         """
         self.drafts.append(model)
-        if self.rounds is not None and self.group is None:
+        if self.runner is not None and self.group is None:
             log.info("%s drafts within captured rounds", model.traits.name)
-            runner = self.rounds.runner
-            runner.drafting = drafting_of(model, runner.kernels, self.limits)
+            self.runner.drafting = drafting_of(model, self.runner.kernels, self.limits)
 
     @torch.inference_mode()
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
         """Compile every kernel and capture what is declared for such drafts."""
-        if self.rounds is not None:
-            runner = self.rounds.runner
-            rows = prepare(runner, self, draft, self.rehearse_prompts, progress)
+        if self.runner is not None:
+            rows = prepare(self.runner, self, draft, self.rehearse_prompts, progress)
             self.limits = replace(self.limits, row_nodes=rows)
 
-    def begin_eager(
-        self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None
-    ) -> TorchRound:
+    def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> Round:
         """Score every node of every tree in one forward pass, launched operation by operation.
         Writes scratch. Ignores draft requests.
         """
@@ -165,7 +144,7 @@ class EagerSteps(ModelRunner, Executor):
         )
 
     @torch.inference_mode()
-    def finish_eager(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
+    def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Finish an eager step: keep one path per tree, and copy the keys and values of accepted
         draft tokens from scratch into pages. The target's choices are made on the device where they
         can be; only where they cannot, and for reports, do logits cross to the host.
@@ -174,7 +153,7 @@ class EagerSteps(ModelRunner, Executor):
         if round.final is not None:
             round.hidden = round.final.float().cpu().numpy()
         logits = self.logits_of(round)
-        reports = partial(_reports, round.reports, logits) if round.reports else None
+        reports = partial(reports_of, logits, made=round.report)
         outcome = self.sampler.finish(
             *(round, logits, masks or round.masks, _paths(round)), reports, round.features
         )
@@ -219,15 +198,11 @@ class EagerSteps(ModelRunner, Executor):
         """The target for draft models: this executor."""
         return self
 
-    def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info: the model's, and those of the rounds."""
-        return super().describe() | ({} if self.rounds is None else self.rounds.describe())
-
     def shutdown(self) -> None:
         """Let go of programs, weights, pages and states. Idempotent; nothing may be begun
         afterwards.
         """
-        self.rounds = None
+        self.rounds = self.runner = None
         super().shutdown()
 
 
@@ -240,17 +215,3 @@ def _paths(round: TorchRound) -> Ints:
         if root in chosen:
             put_path(choice, root, accept_row(trees, row, lambda node, _: chosen[node]))
     return choice
-
-
-def _reports(
-    made: dict[int, TokenLogprobs], logits: Logits, top: int, pairs: list[tuple[int, int]]
-) -> Reports:
-    """Return reports of (flat node, token that follows it) pairs, as far as they are not `made`
-    from logits.
-    """
-    return tuple(
-        replace(made[node], top=made[node].top[:top])
-        if node in made
-        else report(logits(node), token, top)
-        for node, token in pairs
-    )

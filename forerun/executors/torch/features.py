@@ -100,8 +100,16 @@ class TorchStepFeatures(TorchFeatures):
         return self.ring
 
 
-def on_device(features: Features, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return [n,F*H] of any kind of features. Raises EngineError for another executor's."""
+def on_device(
+    features: Features | None, rows: int, reader: str, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Return [rows,F*H] of any kind of features, for a draft model of the name `reader`. Raises
+    EngineError if they are missing, not so many rows, or another executor's.
+    """
+    if features is None:
+        raise EngineError(f"{reader} was extended without the target's features")
+    if len(features) != rows:
+        raise EngineError("an extension whose features are not one row per token")
     if isinstance(features, HostFeatures):
         return torch.from_numpy(features.values).to(device).to(dtype)
     if not isinstance(features, TorchFeatures):

@@ -17,18 +17,18 @@ from forerun.executors.device_choice import DeviceNodes
 from forerun.executors.host_choice import Logits
 from forerun.executors.slot_adapters import SlotAdapters
 from forerun.executors.torch.accept import NodeNoise, best, greatest
-from forerun.executors.torch.attention.attention import apart, attend, key_blocks
+from forerun.executors.torch.attention.attention import KeyBlocks, attend
 from forerun.executors.torch.attention.attention_shapes import widest_tile
-from forerun.executors.torch.attention.kv import PagedCache, Slots, write
-from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_of
+from forerun.executors.torch.attention.geometry import StepNodes, geometry_of
+from forerun.executors.torch.attention.kv import PagedCache, Slots, enter, indices
 from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
 from forerun.executors.torch.attention.states import States, TorchStateStep
 from forerun.executors.torch.attention.window_cache import target_cache
-from forerun.executors.torch.decoder.decoder import Attend, Decoder
+from forerun.executors.torch.decoder.decoder import Attend, Decoder, attention_over
 from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise, compiled
 from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.executors.torch.decoder.layers import padded_rows
-from forerun.executors.torch.decoder.recurrent import RecurrentInputs, no_states
+from forerun.executors.torch.decoder.recurrent import Recur, no_states
 from forerun.executors.torch.features import TorchFeatureRing, TorchStepFeatures
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.memory import (
@@ -38,7 +38,6 @@ from forerun.executors.torch.memory import (
     planned_bytes,
     target_kv_shape,
 )
-from forerun.executors.torch.together import chosen_together
 from forerun.executors.torch.triton.kernels import Best, Kernels, kernels_for, parts_of
 from forerun.executors.window_pages import WindowPages
 from forerun.interface.executor import ExecutorLimits
@@ -83,6 +82,11 @@ class TorchRound(Round):
     states: TorchStateStep | None = None
     final: Tensor | None = None
     reports: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+    def report(self, node: int, top: int) -> TokenLogprobs | None:
+        """Return the report of a flat node that ranks made of their parts; None: they made none."""
+        made = self.reports.get(node)
+        return None if made is None else replace(made, top=made.top[:top])
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +228,15 @@ class ModelRunner:
             of_rows = self.slot_adapters.of(plan.slots)
             decoder.adapters.begin(of_rows, trees, rows, self.device)
         attend = self._attention(plan, trees, places)
-        recur = no_states if step is None else partial(self._recur, step)
+        recur: Recur = no_states
+        if step is not None and self.states is not None:
+            recur = partial(self.states.layer, step)
         last, streams = decoder.forward(tokens, rotary, attend, self._aux_layers, recur)
         features = None
         if streams:
             aligned, every = torch.cat([stream[:count] for stream in streams], -1), np.arange(count)
             features = TorchStepFeatures(aligned, every, every, plan, trees, self.ring)
-        logits = decoder.logits(last[self._padded(nodes.choosing, len(nodes.choosing))])
+        logits = decoder.logits(last[indices(nodes.choosing, self.device)])
         row_of = _numbered(nodes.choosing, count)
         return TorchRound(
             plan,
@@ -241,7 +247,7 @@ class ModelRunner:
             on_device=nodes.on_device,
             choices=self._choices(logits, row_of, nodes.on_device),
             places=places,
-            reported=last[self._padded(nodes.reported, len(nodes.reported))],
+            reported=last[indices(nodes.reported, self.device)],
             reported_of=_numbered(nodes.reported, count),
             features=features,
             states=step,
@@ -250,7 +256,7 @@ class ModelRunner:
 
     def _final(self, last: Tensor, nodes: Ints) -> Tensor:
         """Return [n,H], hidden states of these flat nodes after the final norm."""
-        return self.decoder.final_norm(last[self._padded(nodes, len(nodes))])
+        return self.decoder.final_norm(last[indices(nodes, self.device)])
 
     def _choices(self, logits: Tensor, row_of: Ints, nodes: DeviceNodes) -> Tensor:
         """Return TorchRound.choices of the nodes that the device decides. Where ranks share the
@@ -258,60 +264,45 @@ class ModelRunner:
         """
         if not len(nodes.nodes):
             return torch.zeros(0, dtype=torch.int32, device=self.device)
-        logits = logits[self._padded(row_of[nodes.nodes], len(nodes.nodes))]
+        logits = logits[indices(row_of[nodes.nodes], self.device)]
         noise, work = NodeNoise.of(nodes, self.device), _best_of(self.kernels, nodes)
         if self.group is not None:
             return chosen_together(logits, noise, self.group, work, self.limits.vocab)
         score, tokens = work(logits, noise, 0)
         return torch.where(score.isfinite(), tokens, NOTHING)
 
-    def _recur(self, step: TorchStateStep, layer: int, inputs: RecurrentInputs) -> Tensor:
-        assert self.states is not None
-        return self.states.layer(step, layer, inputs)
-
     def _attention(self, plan: Plan, trees: TreeBatch, places: Slots) -> Attend:
         """Return the attention of one step: it writes a layer's keys and values into `places`, then
         attends. Raises EngineError if one is in a page that was given back.
         """
         kernels, cache, arch = self.kernels, self.cache, self.decoder.arch
-        count, specs = len(trees.tokens), arch.attention_specs
-        own = [kind.written(places) for kind in cache.kinds]
-        if kernels is not None:
-            gqa_group = widest_tile(arch.heads, arch.cache_shapes)
-            geometries = [
-                geometry_of(plan, trees, mine, kind, gqa_group, self.device)
-                for kind, mine in zip(cache.kinds, own, strict=True)
-            ]
-            prompts: list[PromptAttention] = []
-            if self.prompts_natively and prompt_rows(trees, geometries[0].tile):
-                prompts = [
-                    PromptAttention(kernels.attend, kernels.varlen, geometry, plan, trees, kind)
-                    for kind, geometry in zip(cache.kinds, geometries, strict=True)
-                ]
-
-            def launched(layer: int, heads: AnyHeads) -> Tensor:
-                held, spec, kind = cache.layers[layer], specs[layer], cache.kind_of[layer]
-                queries = kernels.enter(heads, held, geometries[kind].slots)
-                if prompts and takes(spec):
-                    return prompts[kind](queries, *held, spec)
-                return kernels.attend(queries, *held, geometries[kind], spec, sinks=heads.sinks)
-
+        specs = arch.attention_specs
+        own = [(kind, kind.written(places)) for kind in cache.kinds]
+        if kernels is None:
+            blocks = [KeyBlocks.of(plan, trees, mine, kind) for kind, mine in own]
+            each = [blocks[kind] for kind in cache.kind_of]
+            return attention_over(cache.layers, specs, each, enter, attend)
+        gqa_group = widest_tile(arch.heads, arch.cache_shapes)
+        geometries = [
+            geometry_of(plan, trees, mine, kind, gqa_group, self.device) for kind, mine in own
+        ]
+        seen = [geometries[kind] for kind in cache.kind_of]
+        launched = attention_over(cache.layers, specs, seen, kernels.enter, kernels.attend)
+        if not (self.prompts_natively and prompt_rows(trees, geometries[0].tile)):
             return launched
-        sights = [*zip(cache.kind_of, (spec.window for spec in specs), strict=True)]
-        blocks = {
-            (kind, window): key_blocks(
-                plan, trees, own[kind], cache.kinds[kind], self.device, window
-            )
-            for kind, window in dict.fromkeys(sights)
-        }
-        there = [torch.from_numpy(places).to(self.device) for places in own]
+        prompts = [
+            PromptAttention(kernels.attend, kernels.varlen, geometry, plan, trees, kind)
+            for kind, geometry in zip(cache.kinds, geometries, strict=True)
+        ]
 
-        def of_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        def native(layer: int, heads: AnyHeads) -> Tensor:
             held, spec, kind = cache.layers[layer], specs[layer], cache.kind_of[layer]
-            write(held, there[kind], k[:count], v[:count])
-            return attend(q, *held, blocks[kind, spec.window], spec, sinks)
+            if not takes(spec):
+                return launched(layer, heads)
+            queries = kernels.enter(heads, held, geometries[kind].slots)
+            return prompts[kind](queries, *held, spec)
 
-        return apart(of_layer)
+        return native
 
     def logits_of(self, round: TorchRound) -> Logits:
         """Return a function: flat node of `round` -> float32[V] on the host. Logits that only
@@ -392,6 +383,21 @@ class ModelRunner:
         out = np.zeros(rows, np.int64)
         out[: len(values)] = values
         return torch.from_numpy(out).to(self.device)
+
+
+def chosen_together(
+    logits: Tensor, noise: NodeNoise, group: Group, best: Best, vocab: int
+) -> Tensor:
+    """Return int32[M] on every rank: the result of kernels.Choose for all ranks' logits [M,V/N]
+    side by side, of which these are one's. Launches only.
+    """
+    own, ids = best(logits, noise, group.tp.span(vocab).start)
+    parts = torch.stack(group.everywhere(torch.stack([own.view(torch.int32), ids])))
+    scores, tokens = parts[:, 0].view(torch.float32), parts[:, 1]
+    # NaN and infinity go on to the greatest; of equals the lowest token is the first rank's.
+    top = scores.amax(0)
+    token = torch.where(scores == top, tokens, torch.iinfo(torch.int32).max).amin(0)
+    return torch.where(top.isfinite(), token, NOTHING)
 
 
 def _best_of(kernels: Kernels | None, nodes: DeviceNodes) -> Best:

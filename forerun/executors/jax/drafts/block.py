@@ -137,7 +137,7 @@ class BlockNetwork(NamedTuple):
         self, layer: Params, name: str, normed: Array, work: Callable[[Array], Array]
     ) -> Array:
         """Return `work` of blocks normed [R,places,H], between the layer's convolutions of that
-        name, if it has them: torch/drafts/convolution.py.
+        name, if it has them: torch/drafts/block.py.
         """
         group = self.about.convolved
         if not group:

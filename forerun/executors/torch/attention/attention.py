@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, Slots, read
+from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, Slots, indices, read
 from forerun.executors.torch.decoder.decoder import Attend
 from forerun.executors.torch.decoder.elementwise import softcapped
 from forerun.interface.plan import Plan
@@ -102,53 +102,58 @@ class RowKeys:
     chains: Iterable[tuple[Slots, Ints]]
 
 
-def key_blocks(
-    plan: Plan,
-    trees: TreeBatch,
-    places: Slots,
-    cache: PagedCache,
-    device: torch.device,
-    window: int | None = None,
-) -> list[KeyBlock]:
-    """Return all blocks of a target's step, by ascending position. The same for every layer of one
-    window, in tokens; None: every node sees all before it.
+class KeyBlocks:
+    """The keys that the nodes of a pass can see, for `attend`: what a Geometry is for kernels.
 
-    places  int64[M] where the nodes' keys and values are (kv.py)
+    slots  int64[M] where the nodes' own keys and values are written
     """
-    rows = [
-        RowKeys(
-            nodes=np.array(trees.nodes(row), np.int32),
-            cached=cache.slots_of(plan.page_table, row, np.arange(int(plan.kv_len[row]))),
-            chains=[(places[chain], nodes) for chain, nodes in chains(trees, row)],
-        )
-        for row in range(plan.rows)
-    ]
-    return blocks_of(rows, positions(trees, plan.kv_len), cache.null, device, window)
 
+    def __init__(
+        self,
+        rows: list[RowKeys],
+        slots: Slots,
+        position: Ints,
+        cache: PagedCache,
+        *,
+        begin: int = 0,
+        last: AnyArray | None = None,
+    ) -> None:
+        """position: int32[M] of every flat node; begin: the first position, within the first block,
+        that others may see; last: int[M] the last position that each node sees, None: its own.
+        """
+        self.slots = indices(slots, cache.device)
+        self._rows, self._position, self._begin, self._last = rows, position, begin, last
+        self._null, self._device = cache.null, cache.device
+        self._made: dict[int | None, list[KeyBlock]] = {}
 
-def blocks_of(
-    rows: Iterable[RowKeys],
-    position: Ints,
-    null: int,
-    device: torch.device,
-    window: int | None = None,
-    begin: int = 0,
-    last: AnyArray | None = None,
-) -> list[KeyBlock]:
-    """Return all blocks of a pass, by ascending position.
+    @staticmethod
+    def of(plan: Plan, trees: TreeBatch, places: Slots, cache: PagedCache) -> "KeyBlocks":
+        """Return those of a target's step; places: int64[M] where the nodes' keys and values are
+        (kv.py).
+        """
+        rows = [
+            RowKeys(
+                nodes=np.array(trees.nodes(row), np.int32),
+                cached=cache.slots_of(plan.page_table, row, np.arange(int(plan.kv_len[row]))),
+                chains=[(places[chain], nodes) for chain, nodes in chains(trees, row)],
+            )
+            for row in range(plan.rows)
+        ]
+        return KeyBlocks(rows, places, positions(trees, plan.kv_len), cache)
 
-    position  int32[M] of every flat node
-    null      where there is no key
-    window    as in key_blocks
-    begin     the first position, within the first block, that others may see
-    last      int[M] the last position that each node sees; None: its own
-    """
-    seen = Seen.of(position, window, begin, last)
-    tiles: dict[int, list[tuple[Ints, Slots]]] = defaultdict(list)
-    for row in rows:
-        for block, nodes, slots in _row_tiles(row, seen, null):
-            tiles[block].append((nodes, slots))
-    return [_stacked(block, tiles[block], seen, device) for block in sorted(tiles)]
+    def within(self, window: int | None) -> list[KeyBlock]:
+        """Return all blocks by ascending position, the same for every layer of one window, in
+        tokens; None: every node sees all before it.
+        """
+        if window not in self._made:
+            seen = Seen.of(self._position, window, self._begin, self._last)
+            tiles: dict[int, list[tuple[Ints, Slots]]] = defaultdict(list)
+            for row in self._rows:
+                for block, nodes, slots in _row_tiles(row, seen, self._null):
+                    tiles[block].append((nodes, slots))
+            made = [_stacked(block, tiles[block], seen, self._device) for block in sorted(tiles)]
+            self._made[window] = made
+        return self._made[window]
 
 
 def _stacked(
@@ -218,16 +223,17 @@ def attend(
     queries: Tensor,
     keys: CacheTensor,
     values: CacheTensor,
-    blocks: list[KeyBlock],
+    seen: KeyBlocks,
     spec: AttentionSpec | None = None,
+    *,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the context [M,A,E] of queries [M,A,E] over one layer's keys and values; of latent
     attention [M,A,rank].
 
-    The step's own keys and values must be where the blocks say. Queries that no block names get
-    zeros.
-    spec   how scores are made, its window being that of `blocks`; None: scaled by 1/sqrt(E)
+    The step's own keys and values must be where the blocks say. Queries that no block names, which
+    pad a product, get zeros.
+    spec   how scores are made; None: scaled by 1/sqrt(E), no window
     sinks  float32[A]: a score of each head that carries no value
     """
     count, heads, size = queries.shape
@@ -236,7 +242,7 @@ def attend(
     running = _Running(queries, groups, value_size, sinks)
     query = queries.new_zeros(groups, count + 1, heads // groups, size)
     query[:, :count] = (queries * spec.scale).unflatten(1, (groups, -1)).transpose(0, 1)
-    for block in blocks:
+    for block in seen.within(spec.window):
         tiles = len(block.nodes) // TILE
         # Batches of products of one fixed shape: a tile's queries of a group by a block's keys.
         tile = query.index_select(1, block.nodes).view(groups * tiles, -1, size)

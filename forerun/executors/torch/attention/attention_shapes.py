@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from forerun.executors.torch.attention.tiles import KEYS
+from forerun.executors.torch.sizes import KEYS
 from forerun.networks.cache_layer import CacheLayer
 
 WIDE = 256
@@ -67,7 +67,7 @@ def program_heads(gqa_group: int, size: int) -> int:
 
 def tile_heads(gqa_group: int, size: int) -> int:
     """Return how many heads, of `size` numbers, count as sharing a key/value head when
-    tiles.tile_nodes sizes a tile: those of one program, twice as many if heads are WIDE.
+    sizes.tile_nodes sizes a tile: those of one program, twice as many if heads are WIDE.
     """
     return program_heads(gqa_group, size) * (2 if size > WIDE else 1)
 

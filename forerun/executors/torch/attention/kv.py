@@ -24,7 +24,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from forerun.errors import EngineError
@@ -74,6 +74,11 @@ def indices(values: AnyArray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.array(values, np.int64)).to(device)
 
 
+def int32s(values: ArrayLike, device: torch.device) -> Tensor:
+    """Return a copy of integers as int32 on the device, as kernels read them."""
+    return torch.from_numpy(np.array(values, np.int32, order="C")).to(device)
+
+
 @dataclass(frozen=True, slots=True)
 class Narrow:
     """Keys or values of one layer in float8: numbers [G,slots,E] and scale float32[G,slots]."""
@@ -106,9 +111,9 @@ def read(cached: CacheTensor, slots: Tensor) -> Tensor:
     return numbers
 
 
-def put(cached: CacheTensor, place: slice | Tensor, rows: Tensor) -> None:
-    """Write rows [M,G,E] into the slots `place`, a slice or int64[M]; into a narrow cache as
-    float8, with a scale for each row and head.
+def put(cached: CacheTensor, place: Tensor, rows: Tensor) -> None:
+    """Write rows [M,G,E] into the slots `place`, int64[M]; into a narrow cache as float8, with a
+    scale for each row and head.
     """
     rows = rows.transpose(0, 1)
     if isinstance(cached, Narrow):
@@ -120,15 +125,16 @@ def put(cached: CacheTensor, place: slice | Tensor, rows: Tensor) -> None:
 
 def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
     """Return the queries [M,A,E] of `heads`, normed and rotated; write their keys and values to the
-    slots int[M] of `layer`. The slow twin of forerun.executors.torch.triton.triton_layers.enter.
+    slots int[M] of `layer`; rows beyond them pad a product. The slow twin of
+    forerun.executors.torch.triton.triton_layers.enter.
     """
-    queries, keys, values = heads.turned()
-    write(layer, slots.long(), keys, values)
+    (queries, keys, values), count = heads.turned(), len(slots)
+    write(layer, slots.long(), keys[:count], values[:count])
     return queries
 
 
 def write(
-    layer: tuple[CacheTensor, CacheTensor], place: slice | Tensor, keys: Tensor, values: Tensor
+    layer: tuple[CacheTensor, CacheTensor], place: Tensor, keys: Tensor, values: Tensor
 ) -> None:
     """Put keys [M,G,E] and values [M,G,E] into the slots `place`, M of them, of `layer`; where
     values are fewer numbers, they are the keys' first and the keys alone are put.

@@ -7,8 +7,8 @@ state_slots.py:
     matrices  float32[rows, Hv, Dk, Dv]   of a gated delta net
 
 A convolution reads the rows of a node's ancestors, of all nodes of a step at once. A node's matrix
-is computed from its parent's, by the compiled core (delta_native.py), by torch (delta_walk.py),
-or on CUDA by a kernel (state_nodes.Score).
+is computed from its parent's, by the compiled core or by torch (delta_walk.py), or on CUDA by a
+kernel (state_nodes.Score).
 Known tokens are permanent whatever is accepted, so the state after a row's root
 is written to its slot at once. For draft tokens not the states are stored until the outcome is
 known but their inputs, a hundredth of the numbers: an accepted path advances the slot's state by
@@ -23,28 +23,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.cpu import native
 from forerun.executors.state_slots import Claim, rows_of
 from forerun.executors.state_steps import StateStep, StateSteps
-from forerun.executors.torch.attention.delta_native import NativeDelta
-from forerun.executors.torch.attention.delta_walk import DeltaWalk, DeltaWay, PlainDelta
-from forerun.executors.torch.attention.kv import indices
-from forerun.executors.torch.attention.plan_geometry import tree_intervals
+from forerun.executors.torch.attention.delta_walk import DeltaWalk, DeltaWay, chosen_walk
+from forerun.executors.torch.attention.geometry import tree_intervals
+from forerun.executors.torch.attention.kv import indices, int32s
 from forerun.executors.torch.attention.state_nodes import (
     KnownNodes,
     StateKernels,
     StateNodes,
     StateTables,
 )
-from forerun.executors.torch.decoder.convolution import window_sums
 from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, passed_on, tokens_of
-from forerun.executors.torch.decoder.recurrent import RecurrentInputs
+from forerun.executors.torch.decoder.recurrent import RecurrentInputs, window_sums
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.networks.arch import Architecture
 from forerun.networks.layer_spec import GatedDelta
 from forerun.speculative.tree import TreeBatch
-from forerun.types import AnyArray, Ints
+from forerun.types import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +97,6 @@ class StateChanges:
         """
         made, self._made = self._made, []
         return np.concatenate([np.zeros((0, 4), np.int32), *made])
-
-
-def chosen_walk(device: torch.device) -> DeltaWalk:
-    """Return NativeDelta on a CPU with the compiled core; else PlainDelta."""
-    if device.type == "cpu" and native.available() is None:
-        return NativeDelta()
-    return PlainDelta()
 
 
 class States(StateSteps):
@@ -279,9 +269,5 @@ class States(StateSteps):
             if row not in slots:
                 targets[node] = row
         parts = slots, trees.start, counts, parents, tree_intervals(trees)
-        nodes = StateNodes(*map(self._there, parts))
-        return nodes, KnownNodes(self._there(trees.known), self._there(targets))
-
-    def _there(self, numbers: AnyArray) -> Tensor:
-        """Return int32 numbers on the device."""
-        return torch.from_numpy(np.array(numbers, np.int32)).to(self._device)
+        known = int32s(trees.known, self._device), int32s(targets, self._device)
+        return StateNodes(*(int32s(part, self._device) for part in parts)), KnownNodes(*known)

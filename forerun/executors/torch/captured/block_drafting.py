@@ -8,19 +8,20 @@ no child is worth more than its path, so the best `width` squared nodes of each
 level are enough unless more draft tokens than that are verified.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Geometry
-from forerun.executors.torch.attention.tiles import tile_nodes, tiles_of
+from forerun.executors.torch.attention.kv import int32s
 from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.entries import CommittedRound
 from forerun.executors.torch.drafts.block import TorchBlockModel
+from forerun.executors.torch.sizes import Record, Size, tile_nodes, tiles_of
 from forerun.executors.torch.triton.kernels import Kernels
-from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import Extended, Levels, TreeStarts
 from forerun.speculative.tree import full_size
 
@@ -162,8 +163,7 @@ class _Blocks:
         count = about.run(size.levels)
         self.size, self._cache, self._both_ways = size, model.cache, not about.causal
 
-        def there(array: ArrayLike) -> Tensor:
-            return torch.from_numpy(np.array(array, np.int32)).to(device)
+        there = partial(int32s, device=device)
 
         start = np.arange(size.rows + 1, dtype=np.int32) * np.int32(count)
         place = np.tile(np.arange(count), size.rows)

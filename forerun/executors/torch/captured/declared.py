@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from forerun.draft_shape import DraftShape
 from forerun.executors.torch.captured.shaped_rows import CUT, REPORTS
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.sizes import Size
 from forerun.interface.executor import ExecutorLimits
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)

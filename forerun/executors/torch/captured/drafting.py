@@ -29,17 +29,17 @@ from torch import Tensor
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.captured.entries import (
     CommittedRound,
+    Forest,
     before_of,
     behind_roots,
     keep_page_ends,
 )
-from forerun.executors.torch.captured.forest import Forest
-from forerun.executors.torch.decoder.decoder import Attend
-from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary
+from forerun.executors.torch.decoder.decoder import Attend, attention_over
+from forerun.executors.torch.decoder.elementwise import Rotary
 from forerun.executors.torch.drafts.block import TorchBlockModel
-from forerun.executors.torch.drafts.level_model import LevelModel, Nodes, nothing_before
+from forerun.executors.torch.drafts.level_model import LevelModel, Nodes, likeliest, nothing_before
+from forerun.executors.torch.sizes import Record, Size
 from forerun.executors.torch.triton.kernels import Kernels
-from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import Extended, Frontier, TreeStarts
 from forerun.interface.draft_model import CANDIDATES
 from forerun.types import Floats
@@ -82,25 +82,17 @@ class Drafting:
 
     def _attend(self, slots: Tensor, geometry: Geometry) -> Attend:
         """Return the attention of nodes whose keys and values are written to `slots`."""
-        kernels, cache = self._kernels, self._model.cache
-
-        def attend(layer: int, heads: AnyHeads) -> Tensor:
-            held, begin = cache.layers[layer], cache.begins[layer]
-            queries = kernels.enter(heads, held, slots)
-            seen = replace(geometry, begin=begin) if begin else geometry
-            return kernels.attend(queries, *held, seen, cache.attention[layer], sinks=heads.sinks)
-
-        return attend
+        enter, attend, cache = self._kernels.enter, self._kernels.attend, self._model.cache
+        seen = [replace(geometry, begin=begin) if begin else geometry for begin in cache.begins]
+        return attention_over(cache.layers, cache.attention, seen, enter, attend, slots)
 
     def _move(self, source: Tensor, target: Tensor, kept: Tensor) -> None:
         self._kernels.move(self._model.cache.paged, source, target, kept)
 
     def _candidates(self, read: Tensor) -> Tensor:
         """Return int32[2*R*CANDIDATES], ids and log-probabilities for the record."""
-        model = self._model
-        logits = model.logits(read).float()
-        best, which = logits.topk(min(CANDIDATES, len(model.ids)), -1)
-        return padded(model.ids[which], best - logits.logsumexp(-1, keepdim=True))
+        which, log_probs = likeliest(self._model.logits(read), CANDIDATES)
+        return padded(self._model.ids[which], log_probs)
 
 
 def padded(ids: Tensor, log_probs: Tensor) -> Tensor:

@@ -1,20 +1,32 @@
-"""The entries of a round's extension in the caches of draft models that are not EAGLE heads: behind
-roots stored by slot, and beside outputs of other layers.
+"""What a round has in caches: in pages of each kind, those of layers that see a window among them;
+in the caches of draft models the fixed tensors of the trees that grow below it (Forest), and, where
+they are not EAGLE heads', entries behind roots stored by slot or beside outputs of other layers.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.executors.layer_states import LayerStates
-from forerun.executors.torch.attention.geometry import Geometry
-from forerun.executors.torch.attention.kv import PagedCache
+from forerun.executors.torch.attention.geometry import Geometry, positions_of
+from forerun.executors.torch.attention.kv import PagedCache, int32s
+from forerun.executors.torch.attention.window_cache import WindowCache
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.level_model import LevelModel
-from forerun.executors.torch.triton.round_types import Accepted, Prepared, RoundInputs
+from forerun.executors.torch.sizes import Size, tile_nodes, tiles_of
+from forerun.executors.torch.triton.kernels import Kernels
+from forerun.executors.torch.triton.round_types import (
+    Accepted,
+    Levels,
+    Prepared,
+    RoundInputs,
+    RoundShape,
+)
 
 Move = Callable[[Tensor, Tensor, Tensor], None]
 """(slots [n], slots they are copied to [n], bool[n] which): in all of a draft's layers."""
@@ -101,3 +113,64 @@ def keep_page_ends(
     full = committed.accepted.kept.flatten() & (prepared.position % size == size - 1)
     rows = torch.where(full, states.pages + prepared.pages // size, states.rows - 1)
     model.outputs.index_copy_(0, rows.long(), outputs)
+
+
+def near_of(
+    kernels: Kernels, shape: RoundShape, cache: WindowCache, table: Tensor, whole: KindOfPages
+) -> KindOfPages:
+    """Return what the window pages have of a round, given what all others have. table: int32[R,W]
+    of its rows. Launches only.
+    """
+    position = positions_of(whole.geometry)
+    slots, pages = kernels.near(position, whole.slots, table, shape, cache.behind)
+    geometry = replace(whole.geometry, slots=slots, table=table)
+    return KindOfPages(cache, geometry, slots, pages)
+
+
+class Forest:
+    """Of R rows of N nodes, whose trees' nodes that run are those of all levels but the last, [R,
+    levels - 1, width]; where roots are run, each row's stands before them. All int32.
+
+    nodes    [R,N] scratch slots of the step's nodes; tiles, tile: of these nodes
+    levels   the trees' size
+    start    [R+1] where each row's run nodes begin; run_slots [R,run] their scratch slots
+    behind   [root + run] how far each is behind the row's end, in tokens
+    asking   of each level: its nodes; slots: theirs in scratch; level_tiles: tiles of them, of
+             level_tile nodes at most
+    chain    of each level: tree_intervals [2,R*(root + levels - 1)] where trees are chains
+    """
+
+    def __init__(self, size: Size, gqa_group: int, cache: DraftCache, device: torch.device) -> None:
+        count, width = max(size.levels - 1, 1), size.width
+        self.size, self.levels = size, Levels(size.levels, width)
+
+        there = partial(int32s, device=device)
+
+        start = np.arange(size.rows + 1, dtype=np.int32) * np.int32(size.nodes)
+        self.tile = tile_nodes(size.nodes, gqa_group)
+        self.tiles = there(tiles_of(start, self.tile))
+        each = np.arange(size.total).reshape(size.rows, size.nodes)
+        self.nodes = there(cache.scratch_begin + each)
+        # Of each row the root, where there is one, and its run nodes.
+        root, run = int(cache.roots), count * width
+        self.start = there(np.arange(size.rows + 1) * (root + run))
+        self.level_tile = tile_nodes(width, gqa_group)
+        scratch = cache.scratch_begin + np.arange(size.rows * run).reshape(size.rows, count, width)
+        self.run_slots = there(scratch.reshape(size.rows, run))
+        nodes = np.arange(size.rows * (root + run)).reshape(size.rows, -1)
+        nodes = nodes[:, root:].reshape(scratch.shape)
+        self.behind = there(np.append(np.zeros(root), root + np.repeat(np.arange(count), width)))
+        self.asking = [there(nodes[:, level].ravel()) for level in range(count)]
+        self.slots = [there(scratch[:, level].ravel()) for level in range(count)]
+        self.level_tiles = [
+            there([
+                (row, nodes[row, level, first], row * width + first)
+                for row in range(size.rows)
+                for first in range(0, width, self.level_tile)
+            ])
+            for level in range(count)
+        ]  # fmt: skip
+        # In a chain the previous node is the parent.
+        ones = np.ones(size.rows * (root + count))
+        below = [np.append(np.zeros(root), np.arange(count) > level) for level in range(count)]
+        self.chain = [there(np.stack([np.tile(each, size.rows), ones])) for each in below]

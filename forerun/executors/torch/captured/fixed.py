@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.attention.tiles import programs_for, split_of, tile_nodes, tiles_of
 from forerun.executors.torch.shaping import RULES
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.sizes import Size, programs_for, split_of, tile_nodes, tiles_of
 from forerun.speculative.accept import NOTHING
 from forerun.types import Ints
 
@@ -60,7 +59,7 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
                           may take
     Of nodes, [R*N]: tokens, parents and depth within the row; tree_intervals [2,R*N]. Of page
     tables (PageTables): sent_to [D,2] the places of entries, 64 bits each, and sent [D] their
-    pages; the same of window pages. Of attention: split [P,3] (tiles.py). If shaping is needed:
+    pages; the same of window pages. Of attention: split [P,3] (sizes.py). If shaping is needed:
     RULES of rows; the grammars' masks [R*N,ceil(V/32)], and each node's mask, -1 = none.
     """
     of_rows = "count", "low", "high", "temperature", "decided", "draft_slot", "copies"

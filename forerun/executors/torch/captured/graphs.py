@@ -1,16 +1,25 @@
-"""CUDA graph capture: streams, memory pools, and what must not happen during a capture. A step only
-replays captured programs (programs.py).
+"""Replays a step of one shape as one program where the device can do that: CUDA graphs, their
+streams, memory pools, and what must not happen during a capture.
+
+A decode step is some hundred small kernels; on a GPU their launches cost more than their work.
+A CUDA graph replays them all in one launch. It freezes addresses and shapes, so everything that
+changes from step to step must live in tensors made beforehand, and nothing may wait for the host.
 """
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 
-from forerun.executors.torch.captured.programs import Programs, Size
+from forerun.errors import EngineError
+
+Size = TypeVar("Size", bound=int | tuple[int, ...])
+"""The key of a program among those of its kind."""
 
 _CAPTURING = Lock()
 
@@ -98,31 +107,49 @@ def recorder(device: torch.device) -> CudaRecorder | None:
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
-class CapturedPrograms(Programs[Size]):
-    """Programs that are captured at their second call. The first call of a size runs it directly,
-    which is also its warm-up: every call does the work exactly once.
+class CapturedPrograms(dict[Size, Callable[[], None]]):
+    """What runs `work(size)`, by size: its replay, once captured. A size that is not captured runs
+    directly the first time, which is also its warm-up, and is captured the second time, so that
+    every call does the work exactly once.
 
+    sealed   a size that was not captured is an error from now on, until all is forgotten
     seconds  spent on first calls and captures
     """
 
     def __init__(self, work: Callable[[Size], None], records: CudaRecorder) -> None:
-        super().__init__(work)
+        super().__init__()
+        self._work, self.sealed = work, False
         self._records, self._warm, self.seconds = records, set[Size](), 0.0
 
-    def run_new(self, size: Size) -> None:
-        """Run it as it is; the second time capture it, and replay that."""
+    def __missing__(self, size: Size) -> Callable[[], None]:
+        """Return what runs a size that is not captured. Raises EngineError if the programs are
+        sealed: plans must use captured sizes.
+        """
+        if self.sealed:
+            raise EngineError(f"a round of {size} was planned, but no such size was captured")
+        return partial(self._run_new, size)
+
+    @property
+    def captured(self) -> tuple[Size, ...]:
+        """Sizes that are replayed, in ascending order."""
+        return tuple(sorted(self))
+
+    def _run_new(self, size: Size) -> None:
         begun = perf_counter()
         if size not in self._warm:
             self._records.warm(lambda: self._work(size))
             self._warm.add(size)
         else:
-            self._replays[size] = self._records.capture(lambda: self._work(size))
+            self[size] = self._records.capture(lambda: self._work(size))
         self.seconds += perf_counter() - begun
-        if size in self._replays:
-            self._replays[size]()
+        if size in self:
+            self[size]()
 
     def forget(self) -> None:
-        """Discard all programs, as Programs.forget, after waiting for everything that was begun."""
+        """Discard all programs after waiting for everything that was begun, and unseal: the work is
+        another from now on.
+        """
         self._records.forget()
         self._warm.clear()
-        super().forget()
+        self.clear()
+        self.sealed = False

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import Choosing, DeviceNodes
-from forerun.executors.torch.attention.plan_geometry import tree_intervals
-from forerun.executors.torch.attention.tiles import split_of
+from forerun.executors.torch.attention.geometry import tree_intervals
 from forerun.executors.torch.captured.fixed import SENT, RoundBuffers
-from forerun.executors.torch.triton.record import Record, Size
+from forerun.executors.torch.sizes import Record, Size, split_of
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Plan, Round, TokenLogprobs
 from forerun.speculative.tree import TreeBatch, batch

@@ -28,22 +28,20 @@ from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.attention.window_cache import window_cache
 from forerun.executors.torch.captured.declared import covering, padded_rows
 from forerun.executors.torch.captured.drafting import Drafting
-from forerun.executors.torch.captured.entries import CommittedRound, KindOfPages
+from forerun.executors.torch.captured.entries import CommittedRound, KindOfPages, near_of
 from forerun.executors.torch.captured.fixed import SENT, BufferDims, RoundBuffers, room_of
 from forerun.executors.torch.captured.graphs import CapturedPrograms, CudaRecorder
 from forerun.executors.torch.captured.round import PageTables, StagingBuffer
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.states import RoundStates
-from forerun.executors.torch.captured.windowed import near_of
-from forerun.executors.torch.decoder.decoder import Decoder
-from forerun.executors.torch.decoder.elementwise import AnyHeads
+from forerun.executors.torch.decoder.decoder import Decoder, attention_over
 from forerun.executors.torch.decoder.recurrent import no_states
 from forerun.executors.torch.features import TorchFeatureRing
 from forerun.executors.torch.group import Group
+from forerun.executors.torch.model_runner import chosen_together
 from forerun.executors.torch.shaping import reported
-from forerun.executors.torch.together import chosen_together
+from forerun.executors.torch.sizes import Record, Size
 from forerun.executors.torch.triton.kernels import Kernels
-from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import (
     Accepted,
     FutureState,
@@ -194,7 +192,7 @@ class CudaGraphRunner:
             for each in first:
                 each()
             fixed.whole.copy_(staging.whole, non_blocking=True)
-            self.programs.run(size)
+            self.programs[size]()
             staging.result.copy_(fixed.record, non_blocking=True)
 
         staging.wait = self._records.launch(work)
@@ -213,7 +211,7 @@ class CudaGraphRunner:
     def work(self, size: Size) -> None:
         """Launch one round of this size, on what lies on the device. It is captured once and
         replayed: no shape and no branch may depend on a value, nothing may wait for the host, and
-        what changes between rounds must lie in fixed tensors (programs.py).
+        what changes between rounds must lie in fixed tensors (graphs.py).
         """
         fixed, decoder, cache = self.of(size), self._decoder, self._cache
         kernels, total = self.kernels, size.total
@@ -237,13 +235,8 @@ class CudaGraphRunner:
         if self.near is not None:
             table = self.tables[1].of(size, inputs)
             kinds.append(near_of(kernels, self._shape, self.near, table, kinds[0]))
-
-        def attend(layer: int, heads: AnyHeads) -> Tensor:
-            held, spec = cache.layers[layer], self._specs[layer]
-            kind = kinds[cache.kind_of[layer]]
-            queries = kernels.enter(heads, held, kind.slots)
-            return kernels.attend(queries, *held, kind.geometry, spec, sinks=heads.sinks)
-
+        seen = [kinds[kind].geometry for kind in cache.kind_of]
+        attend = attention_over(cache.layers, self._specs, seen, kernels.enter, kernels.attend)
         rotary = decoder.by_layer_shape(prepared.rotary)
         recur = no_states if self.states is None else self.states.enter(size, inputs)
         last, streams = decoder.forward(inputs["tokens"], rotary, attend, self.aux_layers, recur)
@@ -258,7 +251,7 @@ class CudaGraphRunner:
         for kind in kinds if size.nodes > 1 else ():
             kernels.move(kind.cache, kind.slots, kind.pages, accepted.kept.flatten())
         if self.states is not None:
-            self.states.commit(size, inputs, accepted)
+            self.states.follow(size, inputs, accepted.kept)
         if self.drafting is not None and size.levels:
             committed = CommittedRound(inputs, geometry, prepared, accepted)
             features = None if self.features is None else self.features[:total]

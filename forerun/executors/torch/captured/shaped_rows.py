@@ -18,8 +18,8 @@ from torch import Tensor
 from forerun.executors.device_choice import Choosing
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.shaping import COUNT, RULES, SEEN, STOP, Shaping, chosen
+from forerun.executors.torch.sizes import Size
 from forerun.executors.torch.triton.kernels import Kernels
-from forerun.executors.torch.triton.record import Size
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks

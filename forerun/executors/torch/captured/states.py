@@ -4,12 +4,17 @@ round ends.
     forward   what the nodes bring to each layer is kept; the states stay as they are
     accept    every decided row's state advances along its path, in all layers at once; the other
               branches leave nothing
+    finish    the host has the rows follow that it decided itself
 
 A path is scored and made permanent by the same numbers in the same order, so it matters to no state
 by which trees it came to be. Kept inputs are a hundredth of the states that as many nodes would
 have.
+
+A checkpoint's row of states is reserved before its round, which may begin before the outcome of the
+one before it is known; it is made when the round has passed an end of a page, and dropped if not.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,23 +25,29 @@ from forerun.executors.torch.attention.state_nodes import (
     StateTables,
 )
 from forerun.executors.torch.attention.states import States
+from forerun.executors.torch.captured.round import CapturedRound, Reserved, StagingBuffer
 from forerun.executors.torch.decoder.delta import DeltaInputs, DeltaNumbers
 from forerun.executors.torch.decoder.recurrent import Recur, RecurrentInputs
-from forerun.executors.torch.triton.record import Size
-from forerun.executors.torch.triton.round_types import Accepted, RoundInputs
+from forerun.executors.torch.sizes import Size
+from forerun.executors.torch.triton.round_types import RoundInputs
 from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Outcome, Plan
 from forerun.networks.arch import Architecture
 from forerun.networks.layer_spec import GatedDelta
+from forerun.types import AnyArray
 
 
 class RoundStates:
-    """The states' part of a round's program. Between rounds it knows only what nodes brought."""
+    """The states' part of a round's program, which between rounds knows only what nodes brought,
+    and the checkpoints that rounds write.
+    """
 
     def __init__(
         self, states: States, kernels: StateKernels, arch: Architecture, limits: ExecutorLimits
     ) -> None:
         """Allocate room for what the most nodes of a round bring."""
         self._kernels, self._page_size, most = kernels, limits.page_size, limits.scored_nodes
+        self._book = states.book
         self._tables, device = StateTables(states.windows, states.matrices), states.windows.device
         about = arch.recurrent
         assert about is not None
@@ -75,14 +86,10 @@ class RoundStates:
 
         return recur
 
-    def commit(self, size: Size, inputs: RoundInputs, accepted: Accepted) -> None:
-        """Advance the states of rows along their accepted paths; other rows' stay. Copy those at
-        ends of pages to the rows of states that `inputs` names.
-        """
-        self.follow(size, inputs, accepted.kept)
-
     def follow(self, size: Size, inputs: RoundInputs, kept: Tensor) -> None:
-        """Advance the states of rows along paths, bool[R,N] nodes, of the round that ran last."""
+        """Advance the states of rows along paths, bool[R,N] nodes, of the round that ran last;
+        other rows' stay. Copy those at ends of pages to the rows of states that `inputs` names.
+        """
         nodes, past = self._nodes(size, inputs), self._past[: size.total]
         path = KeptNodes(kept, inputs["depth"], inputs["kv_len"], inputs["copies"], self._page_size)
         if self._numbers is not None and isinstance(self._about, GatedDelta):
@@ -116,3 +123,51 @@ class RoundStates:
             numbers.kernel[layer], numbers.rate[layer] = own.kernel, own.rate
             numbers.step[layer] = own.step
         return numbers
+
+    # --- the host's half ---------------------------------------------------------------------
+
+    def check(self, plan: Plan) -> None:
+        """Raise EngineError if a slot's state does not stand for the plan's kv_len tokens."""
+        for slot, length in zip(plan.slots.tolist(), plan.kv_len.tolist(), strict=True):
+            self._book.check_length(slot, length)
+
+    def reserve(self, size: Size, staging: StagingBuffer, plan: Plan) -> Reserved:
+        """Reserve a row for each slot that may pass an end of a page, and write it into
+        `staging`.
+        """
+        reserved, copies = Reserved(), staging.buffers["copies"]
+        for row, slot in enumerate(plan.slots.tolist()):
+            to = self._book.reserve(slot, int(plan.kv_len[row]) + size.nodes)
+            if to is not None:
+                reserved[slot] = copies[row] = to
+        return reserved
+
+    def drop(self, reserved: Reserved) -> None:
+        """Free the rows of a round that failed."""
+        self._book.drop(reserved.values())
+
+    def finish(
+        self, round: CapturedRound, inputs: RoundInputs, outcome: Outcome, left: AnyArray
+    ) -> None:
+        """Advance the states of the rows int[n] that the device has `left` to the host, and make
+        the checkpoints of all.
+        """
+        if len(left):
+            self._follow_host(round, inputs, outcome, left)
+        for row, slot in enumerate(round.plan.slots.tolist()):
+            end = int(round.plan.kv_len[row]) + 1 + len(outcome.paths[row])
+            to = round.reserved.pop(slot, None)
+            if not outcome.finite[row]:  # The device has not gone so far, and no step follows.
+                self._book.drop([to] if to is not None else ())
+                self._book.end(slot, -1)
+                continue
+            self._book.settle(slot, to, end, outcome.output_tokens[row])
+
+    def _follow_host(
+        self, round: CapturedRound, inputs: RoundInputs, outcome: Outcome, left: AnyArray
+    ) -> None:
+        size, kept = round.size, np.zeros(round.size.total, np.bool_)
+        for row in left.tolist():
+            kept[round.place[outcome.permanent(round.trees, row)]] = True
+        path = torch.from_numpy(kept.reshape(size.rows, size.nodes)).to(self._past.device)
+        self.follow(size, inputs, path)

@@ -10,7 +10,7 @@ from forerun.executors.torch.captured.graphs import CudaRecorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.states import RoundStates
 from forerun.executors.torch.model_runner import ModelRunner
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.sizes import Size
 
 Runner = TypeVar("Runner", bound=CudaGraphRunner)
 

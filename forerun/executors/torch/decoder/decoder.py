@@ -5,7 +5,8 @@ How nodes see each other is not known here: `attend` gets a layer's queries, key
 and returns the context.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -46,13 +47,37 @@ from forerun.executors.torch.decoder.recurrent import (
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.group import Group
 from forerun.networks.arch import Architecture
-from forerun.networks.layer_spec import NORM_NAMES, Dense, LayerSpec
+from forerun.networks.layer_spec import NORM_NAMES, AttentionSpec, Dense, LayerSpec
 from forerun.networks.rope import frequency_table
 
 Attend = Callable[[int, AnyHeads], Tensor]
 """(layer, its heads) -> context [M,A,E]; of latent heads [M,A,rank]. Layers are counted from 0
 among those that attend.
 """
+
+
+def attention_over(
+    layers: Sequence[tuple[Any, Any]],
+    specs: Sequence[AttentionSpec | None],
+    seen: Sequence[Any],
+    enter: Callable[[AnyHeads, tuple[Any, Any], Tensor], Tensor],
+    attend: Callable[..., Tensor],
+    slots: Tensor | None = None,
+) -> Attend:
+    """Return the attention of one pass: `enter` writes the nodes' keys and values of a layer, then
+    `attend` reads them.
+
+    layers, specs, seen  of each layer: keys and values, how scores are made, and what nodes see, as
+                         `attend` reads it
+    slots  where nodes' keys and values are written; None: the slots of `seen`
+    """
+
+    def of_layer(layer: int, heads: AnyHeads) -> Tensor:
+        held, mine = layers[layer], seen[layer]
+        queries = enter(heads, held, mine.slots if slots is None else slots)
+        return attend(queries, *held, mine, specs[layer], sinks=heads.sinks)
+
+    return of_layer
 
 
 class HeadsProjections:

@@ -1,5 +1,6 @@
 """Gemma 4's assistant in torch, pass by pass. drafts/assistant.py says what it computes."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,13 @@ from forerun.executors.draft_checks import (
     check_pages,
     roots_of,
 )
-from forerun.executors.torch.attention.attention import KeyBlock, RowKeys, attend, blocks_of
+from forerun.executors.torch.attention.attention import KeyBlocks, RowKeys, attend
 from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.decoder.decoder import Block
 from forerun.executors.torch.decoder.elementwise import AnyHeads, rotation
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
+from forerun.executors.torch.drafts.level_model import likeliest, rotations
 from forerun.executors.torch.drafts.target import CachedTarget
 from forerun.executors.torch.features import on_device
 from forerun.executors.torch.memory import check_fits
@@ -36,8 +38,9 @@ from forerun.interface.draft_model import (
     FeatureNeeds,
 )
 from forerun.interface.features import Features
-from forerun.networks.layer_spec import AttentionSpec
 from forerun.types import AnyArray, Ints
+
+_NOWHERE: AnyArray = np.zeros(0, np.int64)
 
 
 class TorchAssistantModel:
@@ -69,10 +72,7 @@ class TorchAssistantModel:
         self._blocks = [
             Block(weights, layer, spec, arch, parts) for layer, spec in enumerate(arch.layer_specs)
         ]
-        self._ropes = [
-            (torch.from_numpy(rope.frequencies(size)).to(device), rope.attention_factor)
-            for rope, size in arch.ropes
-        ]
+        self._ropes = rotations(arch.ropes, device)
         head = "model.embed_tokens.weight" if arch.tied_head else "lm_head.weight"
         rows = weights.matrix(head)
         if draft.vocab < arch.vocab:
@@ -101,11 +101,8 @@ class TorchAssistantModel:
         executor = self._executor
         check_extension(extension, executor.limits)
         check_pages(extension, executor.limits)
-        if features is None:
-            raise EngineError(f"{self.traits.name} was extended without the target's features")
-        streams = on_device(features, executor.device, executor.dtype)
-        if len(streams) != len(extension.tokens):
-            raise EngineError("an extension whose features are not one row per token")
+        about = len(extension.tokens), self.traits.name
+        streams = on_device(features, *about, executor.device, executor.dtype)
         roots = roots_of(extension)
         if executor.windows is not None:
             lengths = roots.kv_len.tolist()
@@ -146,7 +143,7 @@ class TorchAssistantModel:
         device, decoder = executor.device, executor.decoder
         check_borrows(kv_len)
         position = np.repeat(kv_len, np.diff(start)).astype(np.int32)
-        seen = _Seen(executor, start, kv_len, pages, position - np.int32(1))
+        seen = self._seen(start, kv_len, pages, position - np.int32(1))
         scale = torch.tensor(decoder.arch.embedding_scale).to(executor.dtype).item()
         embedded = (
             F.embedding(indices(tokens, device), decoder.embedding).to(executor.dtype) * scale
@@ -154,8 +151,13 @@ class TorchAssistantModel:
         rotary = [rotation(indices(position, device), *rope) for rope in self._ropes]
 
         def attend_layer(layer: int, heads: AnyHeads) -> Tensor:
-            spec = arch.layer_specs[layer]
-            return seen.attend(spec.reads or 0, heads.turned()[0], spec.attention)
+            """The target's layers are read with a window w to the last w + 1 positions."""
+            spec, reads = arch.layer_specs[layer].attention, arch.layer_specs[layer].reads or 0
+            if spec.window is not None:
+                spec = replace(spec, window=spec.window + 1)
+            keys, values = executor.cache.layers[reads]
+            queries = heads.turned()[0].to(executor.dtype)
+            return attend(queries, keys, values, seen[executor.cache.kind_of[reads]], spec)
 
         x = self._before(torch.cat([embedded, hidden], -1))
         more: Tensor | None = None
@@ -167,57 +169,40 @@ class TorchAssistantModel:
         read = self._parts.norm(x if more is None else x + more, self._norm, arch.norm_eps)
         return read, self._behind(read)
 
+    def _seen(self, start: Ints, kv_len: Ints, pages: Ints, last: Ints) -> list[KeyBlocks]:
+        """Return, of each of PagedCache.kinds, the target's keys that nodes see up to the positions
+        `last` int32[n]. They write none.
+        """
+        nodes, none = np.split(np.arange(len(last), dtype=np.int32), start[1:-1]), _NOWHERE
+        return [
+            KeyBlocks(
+                [
+                    RowKeys(
+                        mine,
+                        kind.slots_of(pages[row][None], 0, np.arange(int(kv_len[row]))),
+                        [(none, mine)],
+                    )
+                    for row, mine in enumerate(nodes)
+                ],
+                none,
+                last,
+                kind,
+            )
+            for kind in self._executor.cache.kinds
+        ]
+
     def _candidates(self, read: Tensor, count: int) -> Candidates:
         """Return the candidates of what the head reads, [s,Hd]."""
         if self._clusters is None:
-            logits, ids = self._head(read).float(), None
+            logits, ids = self._head(read), None
         else:
             best = self._centroids(read).topk(self._clusters.top_k, -1).indices
             ids = self._tokens[best].flatten(1)
-            logits = torch.bmm(self._rows[ids], read.unsqueeze(-1)).squeeze(-1).float()
-        best, found = logits.topk(min(count, logits.shape[-1]), -1)
-        log_probs = best - logits.logsumexp(-1, keepdim=True)
+            logits = torch.bmm(self._rows[ids], read.unsqueeze(-1)).squeeze(-1)
+        found, log_probs = likeliest(logits, count)
         chosen = found if ids is None else ids.gather(-1, found)
         return Candidates(chosen.int().cpu().numpy(), log_probs.cpu().numpy())
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info."""
         return self._facts
-
-
-class _Seen:
-    """The target's keys and values that the nodes of one pass attend to."""
-
-    def __init__(
-        self, executor: CachedTarget, start: Ints, kv_len: Ints, pages: Ints, last: Ints
-    ) -> None:
-        """last: int32[n] the last position that each node sees."""
-        cache, nodes = executor.cache, np.arange(len(last), dtype=np.int32)
-        empty: AnyArray = np.zeros(0, np.int64)
-        self._cache, self._last, self._device = cache, last, executor.device
-        self._dtype = executor.dtype
-        self._rows = [
-            [
-                RowKeys(
-                    mine,
-                    kind.slots_of(pages[row][None], 0, np.arange(int(kv_len[row]))),
-                    [(empty, mine)],
-                )
-                for row, mine in enumerate(np.split(nodes, start[1:-1]))
-            ]
-            for kind in cache.kinds
-        ]
-        self._blocks: dict[tuple[int, int | None], list[KeyBlock]] = {}
-
-    def attend(self, layer: int, queries: Tensor, spec: AttentionSpec) -> Tensor:
-        """Return the context [n,A,E] of queries [n,A,E] over the keys and values of one of the
-        target's layers; with a window w, of the last w + 1 positions.
-        """
-        kind, window = self._cache.kind_of[layer], None if spec.window is None else spec.window + 1
-        if (kind, window) not in self._blocks:
-            null = self._cache.kinds[kind].null
-            self._blocks[kind, window] = blocks_of(
-                self._rows[kind], self._last, null, self._device, window
-            )
-        keys, values = self._cache.layers[layer]
-        return attend(queries.to(self._dtype), keys, values, self._blocks[kind, window], spec)

@@ -8,7 +8,9 @@ of the cache holds every layer's keys and values of the features at p, rotated b
 never cached. Root and masks stand at the positions that their tokens would have.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -17,12 +19,11 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from forerun.checkpoints.checkpoint import Checkpoint
-from forerun.drafts.block_config import BlockHead
+from forerun.drafts.block_config import KERNEL_SIZE, BlockHead
 from forerun.drafts.block_folder import BlockFile
 from forerun.errors import EngineError
 from forerun.executors.draft_checks import check_block, check_extension
 from forerun.executors.pair_scores import pair_scores
-from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.attention.kv import KvShape, indices
 from forerun.executors.torch.decoder.elementwise import (
     Elementwise,
@@ -31,8 +32,6 @@ from forerun.executors.torch.decoder.elementwise import (
     rotation,
     softcapped,
 )
-from forerun.executors.torch.decoder.weights import some_rows
-from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.draft_layer import (
     TRAINED,
     Attend,
@@ -41,10 +40,10 @@ from forerun.executors.torch.drafts.draft_layer import (
     Norm,
     TrainedHeads,
 )
-from forerun.executors.torch.drafts.loading import for_serving
+from forerun.executors.torch.drafts.level_model import likeliest, rotations
+from forerun.executors.torch.drafts.loading import allocated, for_serving, head_rows, read_tensor
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.features import on_device
-from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.triton.kernels import parts_of
 from forerun.interface.draft_model import (
     BlockCandidates,
@@ -59,6 +58,70 @@ from forerun.interface.draft_model import (
 from forerun.interface.features import Features
 from forerun.networks.layer_spec import AttentionSpec
 from forerun.types import AnyArray
+
+_Work = Callable[[Tensor], Tensor]
+
+
+class BlockConvolution(nn.Module):
+    """Around one sublayer of a block: out[t] = sum over o of (base[o] + dynamic[t,o]) * x[t - o],
+    with zeros before the block. One kernel is for what the sublayer reads, one for what it returns;
+    the dynamic part of both is made of what it would read without, the same for `group`
+    neighbouring numbers. Parameter names are the published ones.
+    """
+
+    def __init__(self, hidden: int, group: int) -> None:
+        super().__init__()
+        self.base_kernel = nn.Parameter(torch.zeros(2, KERNEL_SIZE, hidden))
+        self.kernel_projection = nn.Linear(hidden, 2 * KERNEL_SIZE * hidden // group, bias=False)
+        self._group = group
+
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the sublayer reads, [R,P,H], of blocks x [R,P,H], and the kernel of
+        `leave`.
+        """
+        dynamic = self.kernel_projection(x).unflatten(-1, (2, KERNEL_SIZE, -1))
+        kernels = self.base_kernel + dynamic.repeat_interleave(self._group, -1)
+        return convolved(x, kernels[..., 0, :, :]), kernels[..., 1, :, :]
+
+    def leave(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """Return what is added to the stream, [R,P,H], of the sublayer's x [R,P,H]."""
+        return convolved(x, kernel)
+
+
+def convolved(x: Tensor, kernel: Tensor) -> Tensor:
+    """Return [R,P,H] of x [R,P,H] by kernels [R,P,KERNEL_SIZE,H]."""
+    before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+    return kernel[..., 0, :] * x + kernel[..., 1, :] * before
+
+
+class ConvolvedLayer(DraftLayer):
+    """A DraftLayer whose sublayers have convolutions around them; group: as of them."""
+
+    def __init__(self, shape: LayerShape, parts: Elementwise, group: int) -> None:
+        super().__init__(shape, parts)
+        self.attention_conv = BlockConvolution(shape.hidden, group)
+        self.mlp_conv = BlockConvolution(shape.hidden, group)
+
+    def run_block(
+        self, x: Tensor, rotary: Rotary, attend: Attend, number: int, places: int
+    ) -> Tensor:
+        """Return the residual stream [R*places,H] after this layer, from the stream before it."""
+        entry, after = self.entry_norm(), self.post_attention_layernorm
+
+        def around(
+            convolution: BlockConvolution, normed: Tensor, work: Callable[[Tensor], Tensor]
+        ) -> Tensor:
+            entered, kernel = convolution.enter(normed.unflatten(0, (-1, places)))
+            left = work(entered.flatten(0, 1)).unflatten(0, (-1, places))
+            return convolution.leave(left, kernel).flatten(0, 1)
+
+        def mixed(entered: Tensor) -> Tensor:
+            found: Tensor = attend(number, self.heads(entered, rotary)).flatten(-2)
+            return cast(Tensor, self.self_attn.o_proj(found))
+
+        x = x + around(self.attention_conv, self.parts.norm(x, entry, after.eps), mixed)
+        normed = self.parts.norm(x, after.weight, after.eps)
+        return x + around(self.mlp_conv, normed, self.feed)
 
 
 class BlockDrafter(nn.Module):
@@ -75,9 +138,13 @@ class BlockDrafter(nn.Module):
         shape = LayerShape(
             *(head.hidden, head.heads, head.kv_heads, head.head_size, head.ffn, head.norm_eps),
             qk_norm=head.qk_norm,
-            convolved=head.convolved,
         )
-        self.layers = nn.ModuleList(DraftLayer(shape, parts) for _ in range(head.layers))
+        self.layers = nn.ModuleList(
+            ConvolvedLayer(shape, parts, head.convolved)
+            if head.convolved
+            else DraftLayer(shape, parts)
+            for _ in range(head.layers)
+        )
         self.norm = Norm(head.hidden, head.norm_eps)
         if head.own_mask:
             self.mask_embedding = nn.Parameter(torch.zeros(head.hidden))
@@ -124,7 +191,8 @@ class BlockDrafter(nn.Module):
         parts, eps, layers = self.parts, self.head.norm_eps, range(self.head.layers)
         if self.head.convolved:
             for number in layers:
-                x = self.layer(number).run_block(x, rotary, attend, number, places)
+                convolved = cast(ConvolvedLayer, self.layers[number])
+                x = convolved.run_block(x, rotary, attend, number, places)
             return parts.norm(x, self.norm.weight, eps)
         entering = [self.layer(number).entry_norm() for number in layers]
         normed = parts.norm(x, entering[0], eps)
@@ -165,19 +233,17 @@ class TorchBlockModel:
         self._executor, self.about, self._limits = executor, head, limits
         device, dtype = executor.device, executor.dtype
         self.dtype = dtype
-        self._bytes = {
-            "draft_weight": head.parameters * dtype.itemsize,
-            "draft_cache": DraftCache.bytes(KvShape(head.cache), limits, dtype),
-        }
-        check_fits(self._bytes, device)
-        self._module, self.pairs = _loaded(executor, draft), pair_scores(draft)
-        self._rows = _borrowed_rows(executor, checkpoint, draft)
-        scale = head.head_size**-0.5
+        scale, shape = head.head_size**-0.5, KvShape(head.cache)
         windows = tuple(AttentionSpec(scale, window) for window in head.windows)
-        self.cache = DraftCache(KvShape(head.cache), limits, device, dtype, attention=windows)
+        self.cache, self._taken = allocated(executor, head.parameters, shape, attention=windows)
+        parts = parts_of(executor.kernels)
+        weights = partial(read_tensor, executor, draft)
+        self._module = for_serving(lambda: BlockDrafter(head, parts), weights)
+        self.pairs, self._rows = pair_scores(draft), None
+        if not head.own_head and head.vocab != head.target_vocab:  # The target's, of some tokens.
+            self._rows = head_rows(executor, checkpoint, draft.target_ids)
         self.ids = torch.from_numpy(draft.target_ids.astype(np.int32)).to(device)
-        frequencies = torch.from_numpy(head.rope.frequencies(head.head_size)).to(device)
-        self.ropes = [(frequencies, head.rope.attention_factor)]
+        self.ropes = rotations([(head.rope, head.head_size)], device)
         self.gqa_group = head.heads // head.kv_heads
         executor.request_aux_hidden_states(head.features)
 
@@ -218,15 +284,11 @@ class TorchBlockModel:
     @torch.inference_mode()
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Keep keys and values of the features of what became permanent."""
-        if features is None:
-            raise EngineError("a block drafter was extended without the target's features")
         check_extension(extension, self._limits)
-        streams = on_device(features, self._executor.device, self._executor.dtype)
-        if len(streams) != len(extension.tokens):
-            raise EngineError("an extension whose features are not one row per token")
+        about = len(extension.tokens), self.traits.name
+        streams = on_device(features, *about, self._executor.device, self._executor.dtype)
         for layer, heads in enumerate(self.context(streams, self._rotary(extension.position))):
-            _, keys, values = heads.turned()
-            self.cache.write(layer, keys, values)
+            self.cache.write(layer, heads)
         self.cache.commit(extension)
         return no_candidates(len(extension.scored))
 
@@ -259,11 +321,9 @@ class TorchBlockModel:
         work = self.cache.block(replace(block, depth=places), max(about.mask, 0), about.causal)
         device = self._executor.device
         tokens, rotary = indices(work.tokens, device), self._rotary(work.position)
-        read = self.forward(tokens.view(-1, places), rotary, apart(work.attend))
+        read = self.forward(tokens.view(-1, places), rotary, work.attend)
         read = self.read_at(read, block.depth)
-        logits = self.logits(read.flatten(0, 1)).float()
-        best, ids = logits.topk(min(block.candidates, self.traits.vocab), -1)
-        log_probs = best - logits.logsumexp(-1, keepdim=True)
+        ids, log_probs = likeliest(self.logits(read.flatten(0, 1)), block.candidates)
         if not log_probs.isfinite().all():
             raise EngineError(
                 "a block drafter's logits are not finite; float16 overflows where bfloat16 does not"
@@ -288,28 +348,5 @@ class TorchBlockModel:
             "features": list(self.about.features),
             "block_size": self.about.places,
             "causal": self.about.causal,
-            **{f"{part}_bytes": count for part, count in self._bytes.items()},
+            **self._taken,
         }
-
-
-def _loaded(executor: TorchTarget, draft: BlockFile) -> BlockDrafter:
-    """Return the trained class with the file's weights."""
-
-    def weights(name: str) -> Tensor:
-        return torch.from_numpy(np.array(draft.tensor(name))).to(executor.device, executor.dtype)
-
-    parts = parts_of(executor.kernels)
-    return for_serving(lambda: BlockDrafter(draft.head, parts), weights)
-
-
-def _borrowed_rows(
-    executor: TorchTarget, checkpoint: Checkpoint, draft: BlockFile
-) -> Tensor | None:
-    """Return [Vd,H], the target's output rows of a draft vocabulary; None if all or none are
-    used.
-    """
-    if draft.head.own_head or draft.head.vocab == draft.head.target_vocab:
-        return None
-    tied = checkpoint.architecture.tied_head
-    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    return some_rows(checkpoint, name, draft.target_ids, executor.device, executor.dtype)

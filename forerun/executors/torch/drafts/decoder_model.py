@@ -12,11 +12,10 @@ from torch import Tensor
 from forerun.drafts.whole_draft import WholeDraft
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.layers import Linear, padded_rows
-from forerun.executors.torch.decoder.weights import some_rows
-from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.level_model import LevelModel, Nodes
+from forerun.executors.torch.drafts.loading import allocated, head_rows
 from forerun.executors.torch.drafts.target import TorchTarget
-from forerun.executors.torch.memory import check_fits, kv_shape
+from forerun.executors.torch.memory import kv_shape
 from forerun.executors.torch.triton.kernels import parts_of
 from forerun.interface.draft_model import DraftModelTraits
 
@@ -39,36 +38,25 @@ class TorchDecoderModel(LevelModel):
             max_nodes=limits.max_nodes,
             runs_roots=True,
         )
-        taken = {
-            "draft_weight": draft.parameters * dtype.itemsize,
-            "draft_cache": DraftCache.bytes(shape, limits, dtype),
-        }
-        check_fits(taken, device)
+        attention = tuple(spec.attention for spec in checkpoint.architecture.layer_specs)
+        cache, taken = allocated(executor, draft.parameters, shape, 0, True, attention)
         parts = parts_of(executor.kernels)
         decoder = self._decoder = Decoder(checkpoint, device, dtype, parts=parts)
         # As of the target: rows are padded only where no kernels of ours run.
         self._row_sizes = decoder.row_sizes if executor.kernels is None else ()
         if not draft.vocabulary.every(checkpoint.architecture.vocab):
-            decoder.head = self._some_rows(draft, device, dtype)
+            decoder.head = Linear(head_rows(executor, checkpoint, draft.vocabulary.own_ids))
         self._inputs = torch.from_numpy(draft.vocabulary.inputs.astype(np.int64)).to(device)
         arch = decoder.arch
-        attention = tuple(spec.attention for spec in arch.layer_specs)
-        cache = DraftCache(shape, limits, device, dtype, roots=True, attention=attention)
         self.facts = {
             "algorithm": draft.algorithm,
             "model": draft.name,
             "layers": arch.layers,
             "vocab": traits.vocab,
             "shared_tokens": draft.vocabulary.shared,
-            **{f"{part}_bytes": count for part, count in taken.items()},
+            **taken,
         }
         super().__init__(executor, traits, cache, decoder.ropes, arch.heads, 0)
-
-    def _some_rows(self, draft: WholeDraft, device: torch.device, dtype: torch.dtype) -> Linear:
-        """Return the output head's rows of the tokens that may be proposed."""
-        tied = draft.checkpoint.architecture.tied_head
-        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        return Linear(some_rows(draft.checkpoint, name, draft.vocabulary.own_ids, device, dtype))
 
     def enter(self, features: Tensor | None) -> Tensor:
         """Return an empty tensor [0,0]: the model reads only tokens."""

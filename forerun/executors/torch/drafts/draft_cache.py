@@ -9,24 +9,21 @@ last *entry*, and nothing of it is left to keep here. A model that reads tokens 
 as one node more; its keys and values wait by slot until the target has decided what follows.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from forerun.executors.layer_states import LayerStates
-from forerun.executors.torch.attention.attention import KeyBlock, RowKeys, attend, blocks_of
-from forerun.executors.torch.attention.kv import KvShape, PagedCache, Slots, write
+from forerun.executors.torch.attention.attention import KeyBlocks, RowKeys, attend
+from forerun.executors.torch.attention.kv import KvShape, PagedCache, Slots, enter, indices
+from forerun.executors.torch.decoder.decoder import Attend, attention_over
+from forerun.executors.torch.decoder.elementwise import AnyHeads
 from forerun.interface.draft_model import DraftBlock, DraftExtension, DraftLevel
 from forerun.interface.executor import ExecutorLimits
 from forerun.networks.layer_spec import AttentionSpec
 from forerun.types import AnyArray, Ints
-
-AttendLayer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""attention.AttendApart. There may be more rows than nodes: they pad a product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class DraftPass:
     position: Ints
     ends: Ints
     scored: Ints
-    attend: AttendLayer
+    attend: Attend
 
 
 class DraftCache:
@@ -162,11 +159,10 @@ class DraftCache:
         where = position.ravel().astype(np.int32)
         return self._pass(tokens.ravel(), where, start, nodes.ravel(), rows, 0, sees.ravel())
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values [n,G,E] of the tokens of an extension where `commit` takes them."""
-        keys = keys.to(values.dtype)  # Rotated by float32 angles, whatever the dtype.
-        place = slice(self.scratch_begin, self.scratch_begin + len(keys))
-        write(self.layers[layer], place, keys, values)
+    def write(self, layer: int, heads: AnyHeads) -> None:
+        """Put keys and values of the tokens of an extension where `commit` takes them."""
+        slots = self._places(np.arange(len(heads.rotary[0])))
+        enter(heads, self.layers[layer], indices(slots, self._device))
 
     def commit(self, extension: DraftExtension) -> None:
         """Make what an extension has written permanent: tokens in pages, roots by slot."""
@@ -191,28 +187,14 @@ class DraftCache:
         sees: AnyArray | None = None,
     ) -> DraftPass:
         """Return a pass; sees: the last position that each node sees, None = its own."""
-        null = self.paged.null
-        position = position.astype(np.int32)
-        sights = [
-            (spec.window if spec else None, begin)
-            for spec, begin in zip(self.attention, self.begins, strict=True)
-        ]
-        blocks: dict[tuple[int | None, int], list[KeyBlock]] = {}
-        count = len(position)
-
-        def attend_layer(
-            layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
-        ) -> Tensor:
-            # Turned by float32 angles, whatever the dtype. What is beyond `count` pads a product.
-            queries, keys = queries.to(values.dtype), keys.to(values.dtype)
-            held, spec, sight = self.layers[layer], self.attention[layer], sights[layer]
-            if sight not in blocks:
-                blocks[sight] = blocks_of(rows, position, null, self._device, *sight, last=sees)
-            place = slice(self.scratch_begin + first, self.scratch_begin + first + count)
-            write(held, place, keys[:count], values[:count])
-            return attend(queries, *held, blocks[sight], spec, sinks)
-
-        return DraftPass(tokens, position, start[1:] - np.int32(1), scored, attend_layer)
+        position, slots = position.astype(np.int32), self._places(first + np.arange(len(position)))
+        blocks = {
+            begin: KeyBlocks(rows, slots, position, self.paged, begin=begin, last=sees)
+            for begin in set(self.begins)
+        }
+        seen = [blocks[begin] for begin in self.begins]
+        attending = attention_over(self.layers, self.attention, seen, enter, attend)
+        return DraftPass(tokens, position, start[1:] - np.int32(1), scored, attending)
 
     # --- places --------------------------------------------------------------------------
 

@@ -23,12 +23,9 @@ from forerun.executors.torch.decoder.elementwise import (
     rms_norm,
     rotate,
 )
-from forerun.executors.torch.drafts.convolution import BlockConvolution
 
 Attend = Callable[[int, Any], Tensor]
 """(layer, its heads, `Heads` or `TrainedHeads`) -> context [..., A, E]."""
-
-Work = Callable[[Tensor], Tensor]
 
 TRAINED = replace(PLAIN, gate=lambda gate, up: F.silu(gate) * up, rotate=rotate)
 """In the rows' own dtype, which may be float64; any axes in front of the last one."""
@@ -54,7 +51,6 @@ class LayerShape:
     input_width  of the input of queries, keys and values; None = hidden
     entry_norms  its norms before attention, by their published names
     qk_norm      RMSNorm over E on each query and key head, before the rotation
-    convolved    numbers that share a kernel of BlockConvolution; 0 = there is none
     """
 
     hidden: int
@@ -68,7 +64,6 @@ class LayerShape:
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
-    convolved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +118,6 @@ class DraftLayer(nn.Module):
         self.self_attn = _Attention(shape)
         self.post_attention_layernorm = Norm(shape.hidden, shape.norm_eps)
         self.mlp = _Mlp(shape)
-        if shape.convolved:
-            self.attention_conv = BlockConvolution(shape.hidden, shape.convolved)
-            self.mlp_conv = BlockConvolution(shape.hidden, shape.convolved)
         self.stacked: tuple[Tensor, Tensor] | None = None
 
     def entry_norm(self, name: str = "input_layernorm") -> Tensor:
@@ -180,27 +172,6 @@ class DraftLayer(nn.Module):
         after = self.post_attention_layernorm
         residual, normed = self.parts.add_norm(residual, mixed, after.weight, after.eps)
         return residual, self.feed(normed)
-
-    def run_block(
-        self, x: Tensor, rotary: Rotary, attend: Attend, number: int, places: int
-    ) -> Tensor:
-        """Return the residual stream [R*places,H] after this layer, with its convolutions, from the
-        stream before it.
-        """
-        entry, after = self.entry_norm(), self.post_attention_layernorm
-
-        def around(convolution: BlockConvolution, normed: Tensor, work: Work) -> Tensor:
-            entered, kernel = convolution.enter(normed.unflatten(0, (-1, places)))
-            left = work(entered.flatten(0, 1)).unflatten(0, (-1, places))
-            return convolution.leave(left, kernel).flatten(0, 1)
-
-        def mixed(entered: Tensor) -> Tensor:
-            found: Tensor = attend(number, self.heads(entered, rotary)).flatten(-2)
-            return cast(Tensor, self.self_attn.o_proj(found))
-
-        x = x + around(self.attention_conv, self.parts.norm(x, entry, after.eps), mixed)
-        normed = self.parts.norm(x, after.weight, after.eps)
-        return x + around(self.mlp_conv, normed, self.feed)
 
     def feed(self, normed: Tensor) -> Tensor:
         """Return the feed-forward [..., H] of normed [..., H]."""

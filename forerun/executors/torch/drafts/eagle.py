@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.eagle_config import DraftHead
 from forerun.drafts.eagle_folder import DraftFile
+from forerun.executors.torch.attention.kv import KvShape
 from forerun.executors.torch.decoder.elementwise import Elementwise, Rotary
 from forerun.executors.torch.drafts.draft_layer import (
     TRAINED,
@@ -24,7 +25,7 @@ from forerun.executors.torch.drafts.draft_layer import (
 )
 from forerun.executors.torch.drafts.level_model import LevelModel, Nodes
 from forerun.executors.torch.drafts.loading import (
-    eagle_cache,
+    allocated,
     eagle_embedding,
     eagle_traits,
     eagle_weights,
@@ -136,7 +137,13 @@ class TorchEagleModel(LevelModel):
 
     def __init__(self, executor: TorchTarget, checkpoint: Checkpoint, draft: DraftFile) -> None:
         head = self._about = draft.head
-        cache, self.facts = eagle_cache(executor, draft)
+        cache, taken = allocated(executor, head.parameters, KvShape(head.cache))
+        self.facts = {
+            "algorithm": head.algorithm,
+            "vocab": head.vocab,
+            "features": list(head.features),
+            **taken,
+        }
         traits = eagle_traits(draft, executor.limits.max_nodes)
         ropes = ((head.rope, head.head_size),)
         super().__init__(executor, traits, cache, ropes, head.heads, head.hidden)

@@ -11,7 +11,7 @@ Results need not be bit-identical in every batch: a draft that differs in its la
 most an acceptance, never the text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,12 +22,11 @@ from torch import Tensor
 from forerun.errors import EngineError
 from forerun.executors.draft_checks import check_extension, check_level
 from forerun.executors.layer_states import LayerStates
-from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.attention.attention_shapes import widest_tile
+from forerun.executors.torch.attention.geometry import PassRows
 from forerun.executors.torch.attention.kv import indices
-from forerun.executors.torch.attention.plan_geometry import PassRows
-from forerun.executors.torch.decoder.decoder import Attend
-from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary, rotation
+from forerun.executors.torch.decoder.decoder import Attend, attention_over
+from forerun.executors.torch.decoder.elementwise import Rotary, rotation
 from forerun.executors.torch.drafts.draft_cache import DraftCache, DraftPass
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.features import on_device
@@ -98,10 +97,7 @@ class LevelModel:
         rows = states.rows if states is not None else limits.max_nodes + limits.slots + 1
         self.outputs = torch.zeros(rows, width, device=executor.device, dtype=executor.dtype)
         self.ids = torch.from_numpy(traits.target_ids.astype(np.int32)).to(executor.device)
-        frequencies = [torch.from_numpy(rope.frequencies(size)) for rope, size in ropes]
-        factors = [rope.attention_factor for rope, _ in ropes]
-        there = [each.to(executor.device) for each in frequencies]
-        self.ropes = list(zip(there, factors, strict=True))
+        self.ropes = rotations(ropes, executor.device)
 
     # --- launches only -----------------------------------------------------------------------
 
@@ -130,9 +126,12 @@ class LevelModel:
         [s,k] of `extension.scored`. Raises EngineError for numbers out of bounds and for features
         that are missing or not one row per token.
         """
-        executor, states = self._executor, self.states
+        executor, states, streams = self._executor, self.states, None
         check_extension(extension, executor.limits)
-        hidden = self.enter(self._streams(extension, features))
+        if self.traits.features.kind != "none":
+            about = len(extension.tokens), self.traits.name
+            streams = on_device(features, *about, executor.device, executor.dtype)
+        hidden = self.enter(streams)
         work, before = self.cache.extension(extension), nothing_before
         if states is not None:
             rows = indices(states.before(extension), executor.device)
@@ -173,19 +172,6 @@ class LevelModel:
         """Raise EngineError: the model proposes level by level, not a block."""
         raise EngineError(f"{self.traits.name} proposes level by level, not a block")
 
-    def _streams(self, extension: DraftExtension, features: Features | None) -> Tensor | None:
-        """Return the features of an extension on the device. Raises EngineError if they are not
-        those that the traits need.
-        """
-        if self.traits.features.kind == "none":
-            return None
-        if features is None:
-            raise EngineError(f"{self.traits.name} was extended without the target's features")
-        streams = on_device(features, self._executor.device, self._executor.dtype)
-        if len(streams) != len(extension.tokens):
-            raise EngineError("an extension whose features are not one row per token")
-        return streams
-
     def _nodes(
         self,
         work: DraftPass,
@@ -196,7 +182,7 @@ class LevelModel:
         device = self._executor.device
         position = indices(work.position, device)
         rotary = tuple(rotation(position, *each) for each in self.ropes)
-        attend = apart(work.attend)
+        attend = work.attend
         if extension is not None and self._executor.kernels is not None:
             attend = self._launched(work, extension, self._executor.kernels)
         first = position if depth == 0 else None
@@ -208,25 +194,38 @@ class LevelModel:
         start = np.append(0, work.ends + 1).astype(np.int32)
         places = cache.scratch_begin + np.arange(len(work.tokens))
         rows = PassRows(start, extension.kv_len, extension.pages, work.position)
-        geometry = rows.chains(places, cache.paged, self.gqa_group, device)
-
-        def attend(layer: int, heads: AnyHeads) -> Tensor:
-            held, begin = cache.layers[layer], cache.begins[layer]
-            queries = kernels.enter(heads, held, geometry.slots)
-            seen = replace(geometry, begin=begin) if begin else geometry
-            return kernels.attend(queries, *held, seen, cache.attention[layer], sinks=heads.sinks)
-
-        return attend
+        geometry = rows.geometry(places, cache.paged, self.gqa_group, device)
+        seen = [replace(geometry, begin=begin) for begin in cache.begins]
+        return attention_over(cache.layers, cache.attention, seen, kernels.enter, kernels.attend)
 
     def _candidates(self, read: Tensor, scored: Ints, count: int) -> Candidates:
-        logits = self.logits(read[indices(scored, read.device)]).float()
-        best, ids = logits.topk(min(count, logits.shape[-1]), -1)
-        log_probs = best - logits.logsumexp(-1, keepdim=True)
+        ids, log_probs = likeliest(self.logits(read[indices(scored, read.device)]), count)
         return Candidates(ids.int().cpu().numpy(), log_probs.cpu().numpy())
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: `facts`."""
         return self.facts
+
+
+def rotations(
+    ropes: Iterable[tuple[Rope, int]], device: torch.device
+) -> list[tuple[Tensor, float]]:
+    """Return frequencies float32[E/2] and factor of each kind of rotary positions, as `rotation`
+    reads them; ropes: as Architecture.ropes.
+    """
+    return [
+        (torch.from_numpy(rope.frequencies(size)).to(device), rope.attention_factor)
+        for rope, size in ropes
+    ]
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the places int64[n,k] of the k = `count` greatest of logits [n,V], or of all, best
+    first, and their log-probabilities float32[n,k].
+    """
+    logits = logits.float()
+    best, which = logits.topk(min(count, logits.shape[-1]), -1)
+    return which, best - logits.logsumexp(-1, keepdim=True)
 
 
 def nothing_before(layer: int, outputs: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ModelError
 from forerun.executors.torch.attention.kv import KvShape
@@ -19,6 +20,8 @@ from forerun.executors.torch.drafts.draft_layer import DraftLayer
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.memory import check_fits
 from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
+from forerun.networks.layer_spec import AttentionSpec
+from forerun.types import Ints
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -71,23 +74,41 @@ def eagle_traits(draft: DraftFile, max_nodes: int) -> DraftModelTraits:
     )
 
 
-def eagle_cache(executor: TorchTarget, draft: DraftFile) -> tuple[DraftCache, dict[str, Any]]:
-    """Allocate a head's keys and values. Returns them, and facts of the model for /server_info.
-    Raises MemoryPlanError if they or the head's weights do not fit.
+def allocated(
+    executor: TorchTarget,
+    parameters: int,
+    shape: KvShape,
+    more: int = 0,
+    roots: bool = False,
+    attention: tuple[AttentionSpec, ...] = (),
+    begins: tuple[int, ...] = (),
+) -> tuple[DraftCache, dict[str, Any]]:
+    """Allocate the cache of a draft model with so many parameters, which is to have `more` bytes
+    beside it. Returns it, and bytes by purpose for /server_info. Raises MemoryPlanError if that
+    does not fit. The rest: as of DraftCache.
     """
-    head, limits, dtype = draft.head, executor.limits, executor.dtype
+    limits, device, dtype = executor.limits, executor.device, executor.dtype
     taken = {
-        "draft_weight": head.parameters * dtype.itemsize,
-        "draft_cache": DraftCache.bytes(KvShape(head.cache), limits, dtype),
+        "draft_weight": parameters * dtype.itemsize,
+        "draft_cache": DraftCache.bytes(shape, limits, dtype) + more,
     }
-    check_fits(taken, executor.device)
-    facts = {
-        "algorithm": head.algorithm,
-        "vocab": head.vocab,
-        "features": list(head.features),
-        **{f"{part}_bytes": count for part, count in taken.items()},
-    }
-    return DraftCache(KvShape(head.cache), limits, executor.device, dtype), facts
+    check_fits(taken, device)
+    cache = DraftCache(shape, limits, device, dtype, roots, attention, begins)
+    return cache, {f"{part}_bytes": count for part, count in taken.items()}
+
+
+def read_tensor(executor: TorchTarget, draft: DraftFile | BlockFile, name: str) -> Tensor:
+    """Return a tensor of a draft's file, in the target's dtype on its device."""
+    return torch.from_numpy(np.array(draft.tensor(name))).to(executor.device, executor.dtype)
+
+
+def head_rows(executor: TorchTarget, checkpoint: Checkpoint, which: Ints) -> Tensor:
+    """Return [n,H], the rows of a checkpoint's output head of tokens int32[n], in the target's
+    dtype on its device; reads nothing else of it.
+    """
+    tied = checkpoint.architecture.tied_head
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    return some_rows(checkpoint, name, which, executor.device, executor.dtype)
 
 
 def eagle_embedding(executor: TorchTarget, draft: DraftFile) -> Tensor:
@@ -102,7 +123,7 @@ def eagle_embedding(executor: TorchTarget, draft: DraftFile) -> Tensor:
             f"{draft.path}: a head of width {head.hidden} beside a target of width "
             f"{head.target_hidden} needs {name} and lm_head.weight of its own"
         )
-    return torch.from_numpy(np.array(draft.tensor(name))).to(executor.device, executor.dtype)
+    return read_tensor(executor, draft, name)
 
 
 def eagle_weights(
@@ -111,12 +132,10 @@ def eagle_weights(
     """Return a reader of a head's weights [N,K] or [N] by name, in the target's dtype on its
     device; the output head is the target's if the file has none.
     """
-    device, dtype = executor.device, executor.dtype
 
     def weights(name: str) -> Tensor:
         if name == "lm_head.weight" and not draft.head.trained_head:
-            own = "model.embed_tokens.weight" if checkpoint.architecture.tied_head else name
-            return some_rows(checkpoint, own, draft.target_ids, device, dtype)
-        return torch.from_numpy(np.array(draft.tensor(name))).to(device, dtype)
+            return head_rows(executor, checkpoint, draft.target_ids)
+        return read_tensor(executor, draft, name)
 
     return weights

@@ -21,10 +21,9 @@ from forerun.executors.torch.decoder.decoder import Block
 from forerun.executors.torch.decoder.elementwise import Elementwise
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
-from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.level_model import LevelModel, Nodes
+from forerun.executors.torch.drafts.loading import allocated
 from forerun.executors.torch.drafts.target import TorchTarget
-from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.triton.kernels import parts_of
 from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
 
@@ -85,17 +84,11 @@ class TorchPredictionModel(LevelModel):
         )
         states = LayerStates(limits) if draft.count > 1 else None
         rows = states.rows if states is not None else limits.max_nodes + limits.slots + 1
-        taken = {
-            "draft_weight": draft.parameters * dtype.itemsize,
-            "draft_cache": DraftCache.bytes(KvShape(draft.cache), limits, dtype)
-            + rows * draft.count * arch.hidden * dtype.itemsize,
-        }
-        check_fits(taken, device)
-        cache = DraftCache(
+        cache, taken = allocated(
+            executor,
+            draft.parameters,
             KvShape(draft.cache),
-            limits,
-            device,
-            dtype,
+            rows * draft.count * arch.hidden * dtype.itemsize,
             attention=tuple(spec.attention for spec in arch.layer_specs),
             begins=tuple(range(draft.count)),
         )
@@ -104,7 +97,7 @@ class TorchPredictionModel(LevelModel):
             "algorithm": "nextn",
             "layers": draft.count,
             "vocab": traits.vocab,
-            **{f"{part}_bytes": count for part, count in taken.items()},
+            **taken,
         }
         super().__init__(
             executor, traits, cache, ropes, arch.heads, draft.count * arch.hidden, states

@@ -19,8 +19,8 @@ from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel, 
 from forerun.errors import ConfigError
 from forerun.executors.host_choice import echoed
 from forerun.executors.host_sampler import HostSampler
+from forerun.executors.torch.attention.geometry import StepNodes
 from forerun.executors.torch.attention.kv import Slots
-from forerun.executors.torch.attention.plan_geometry import StepNodes
 from forerun.executors.torch.attention.states import StateChanges, TorchStateStep
 from forerun.executors.torch.decoder.decoder import Ends
 from forerun.executors.torch.decoder.layers import Linear
@@ -35,8 +35,8 @@ from forerun.executors.torch.parallel.processes import COMMAND, Ranks
 from forerun.executors.torch.parallel.rounds import SharedRunner
 from forerun.executors.torch.parallel.start import RankStart, difference
 from forerun.executors.torch.parallel.step import Arrays, SharedStep, Since, agree, complete_round
+from forerun.executors.torch.sizes import Size
 from forerun.executors.torch.triton.kernels import Kernels, parts_of
-from forerun.executors.torch.triton.record import Size
 from forerun.executors.torch.windowed import WindowedTorchExecutor
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
@@ -114,11 +114,10 @@ class ParallelExecutor(TorchExecutor):
     def capture(self, overlap: bool = False) -> Self:
         """Replay steps from now on, on all ranks, if their devices capture."""
         super().capture(overlap)
-        if self.rounds is not None:
-            runner = self.rounds.runner
-            assert isinstance(runner, SharedRunner)
-            runner.send_step = partial(self._send, overlap=overlap)
-            runner.together = self.together
+        if self.runner is not None:
+            assert isinstance(self.runner, SharedRunner)
+            self.runner.send_step = partial(self._send, overlap=overlap)
+            self.runner.together = self.together
         return self
 
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:

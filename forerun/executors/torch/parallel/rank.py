@@ -22,7 +22,7 @@ from forerun.executors.torch.parallel.processes import end_with_parent
 from forerun.executors.torch.parallel.rounds import RankRounds
 from forerun.executors.torch.parallel.start import RankStart
 from forerun.executors.torch.parallel.step import SharedStep, Since, agree, complete_round
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.sizes import Size
 
 
 def opened(path: Path, context: int | None = None) -> Checkpoint:

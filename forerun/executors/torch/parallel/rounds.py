@@ -2,7 +2,7 @@
 
 A round reads only its staging buffer from the host. So a message names a round by its size, these
 bytes, and entries of page tables that had no room in them. The outcome is not sent: every rank
-computes it (together.py). See decisions 0033 and 0039.
+computes it (`chosen_together`). See decisions 0033 and 0039.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.warm_up import runner_of
 from forerun.executors.torch.model_runner import ModelRunner
 from forerun.executors.torch.parallel.step import Arrays
-from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.sizes import Size
 
 _ENTRIES = ("places", "pages")
 """Names of TableEntries in a message, before the number of the table in CudaGraphRunner.tables."""

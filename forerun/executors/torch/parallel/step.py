@@ -10,8 +10,8 @@ from torch import Tensor
 
 from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.executors.device_choice import DeviceNodes
+from forerun.executors.torch.attention.geometry import StepNodes
 from forerun.executors.torch.attention.kv import Slots, indices
-from forerun.executors.torch.attention.plan_geometry import StepNodes
 from forerun.executors.torch.attention.states import TorchStateStep
 from forerun.executors.torch.attention.window_cache import window_cache
 from forerun.executors.torch.group import Group

@@ -11,12 +11,12 @@ from torch import Tensor
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Attend
 from forerun.executors.torch.attention.kv import CacheTensor, Move
+from forerun.executors.torch.attention.prompt_attention import VariableLength, flash
 from forerun.executors.torch.attention.state_nodes import StateKernels
-from forerun.executors.torch.attention.varlen_attention import VariableLength, flash
 from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise, Rotary
 from forerun.executors.torch.decoder.few_bits import FewBitsProducts
 from forerun.executors.torch.shaping import Shape
-from forerun.executors.torch.triton.record import Record, Size
+from forerun.executors.torch.sizes import Record, Size
 from forerun.executors.torch.triton.round_types import (
     Accepted,
     Extended,

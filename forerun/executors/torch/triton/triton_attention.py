@@ -16,7 +16,7 @@ so that a scale costs one product per key and not one per number.
 A sliding window is a number at run time, as is the first position that may be seen: a tile's loop
 begins at the first key that one of its nodes sees. Kernels without window or softcap are compiled
 without a trace of them.
-Parts are by length: each row is cut into as many as it is worth (split_of in tiles.py), so that
+Parts are by length: each row is cut into as many as it is worth (split_of in sizes.py), so that
 no program reads much longer than the others, and what was one part needs no merging.
 
 The slow twin is `attend_dense` in tests/twins/kernels.py.
@@ -35,7 +35,7 @@ from forerun.executors.torch.attention.attention_shapes import (
 )
 from forerun.executors.torch.attention.geometry import Geometry, positions_of
 from forerun.executors.torch.attention.kv import CacheTensor, Narrow
-from forerun.executors.torch.attention.tiles import MOST_PARTS, PROGRAMS
+from forerun.executors.torch.sizes import MOST_PARTS, PROGRAMS
 from forerun.executors.torch.triton.triton_merge import AttentionParts, merged
 from forerun.networks.layer_spec import AttentionSpec
 

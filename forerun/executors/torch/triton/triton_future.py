@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.executors.torch.triton.record import Record, Size
+from forerun.executors.torch.sizes import Record, Size
 from forerun.executors.torch.triton.round_types import Accepted, FutureState, RoundInputs
 from forerun.speculative.accept import NOTHING
 

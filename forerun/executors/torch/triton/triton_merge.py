@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.executors.torch.attention.tiles import MOST_PARTS
+from forerun.executors.torch.sizes import MOST_PARTS
 
 
 class AttentionParts(NamedTuple):
