@@ -1,10 +1,7 @@
 """Pages of other origins, where the server lets them."""
 
-from starlette.testclient import TestClient
-
 from forerun.options.config import ServeSettings
-from forerun.serve.app import create_app
-from tests.cli.toys import toy_loaded
+from tests.worlds.toy_app import toy_client
 
 PAGE = "https://chat.example"
 ASKS = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
@@ -12,7 +9,7 @@ ASKS = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
 
 def test_pages_of_allowed_origins_may_ask():
     keys = ServeSettings(api_keys=("k",), allowed_origins=(PAGE,))
-    with toy_loaded() as loaded, TestClient(create_app(loaded, keys)) as client:
+    with toy_client(keys) as client:
         before = client.options("/v1/chat/completions", headers=ASKS)
         assert before.status_code == 200  # A preflight has no key.
         assert before.headers["access-control-allow-origin"] == PAGE
@@ -24,7 +21,7 @@ def test_pages_of_allowed_origins_may_ask():
 
 
 def test_no_page_may_ask_unless_it_is_said():
-    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+    with toy_client() as client:
         assert client.options("/v1/models", headers=ASKS).status_code == 405
         answer = client.get("/v1/models", headers={"Origin": PAGE})
         assert "access-control-allow-origin" not in answer.headers
@@ -39,7 +36,7 @@ MAY_NOT = [{"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}, {"
 def test_what_needs_no_body_is_not_for_pages_of_other_sites():
     """An image of such a page is enough for a GET, a form for a POST."""
     settings = ServeSettings(allowed_origins=(PAGE,))
-    with toy_loaded() as loaded, TestClient(create_app(loaded, settings)) as client:
+    with toy_client(settings) as client:
         for method in ("GET", "POST"):
             for status, some in ((200, MAY), (403, MAY_NOT)):
                 for headers in some:

@@ -3,17 +3,16 @@
 import json
 
 import pytest
-from starlette.testclient import TestClient
 
 from forerun.constrain.grammar import Grammar
 from forerun.options.config import ServeSettings
-from forerun.serve.app import create_app
 from forerun.serve.bodies.closing import closed
 from forerun.serve.bodies.dialogue import dialogue
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.schema import ChatBody
 from tests.cli.toys import toy_loaded
 from tests.constrain.tools import fits
+from tests.worlds.toy_app import toy_client
 
 NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SHUT = NAMED | {"additionalProperties": False}
@@ -108,7 +107,7 @@ def test_tools(strict, server, shut):
 
 
 def test_it_is_for_json_only():
-    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+    with toy_client() as client:
         asked = {"regex": "a", "disable_additional_properties": True}
         body = {"prompt": "Hi", "structured_outputs": asked}
         error = client.post("/v1/completions", json=body).json()["error"]

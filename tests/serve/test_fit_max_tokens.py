@@ -6,6 +6,7 @@ from starlette.testclient import TestClient
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from tests.cli.toys import toy_loaded
+from tests.worlds.toy_app import toy_client
 
 HEADER = {"x-forerun-fit-max-tokens": "true"}
 USER = [{"role": "user", "content": "Hi"}]
@@ -30,7 +31,7 @@ def fitting():
 
 @pytest.fixture(scope="module")
 def plain():
-    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+    with toy_client() as client:
         yield client
 
 

@@ -1,13 +1,10 @@
 """Under which names the server answers, on every route."""
 
 import pytest
-from starlette.testclient import TestClient
 
 from forerun.errors import ConfigError
-from forerun.options.config import ServeSettings
-from forerun.serve.app import create_app
 from forerun.serve.http.hosts import AllowedHosts
-from tests.cli.toys import toy_loaded
+from tests.worlds.toy_app import toy_client
 
 GOOD = [
     *("127.0.0.1", "127.0.0.1:8000", "192.168.1.4:80", "[::1]:8000", "[fe80::1%25eth0]"),
@@ -47,7 +44,7 @@ def test_what_is_no_name_is_refused(name):
 
 def test_every_route_refuses_a_foreign_name():
     rebound = {"Host": "evil.example", "Origin": "http://evil.example"}
-    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+    with toy_client() as client:
         paths = {route.path for route in client.app.routes if "{" not in route.path}
         assert len(paths) > 20
         for path in sorted(paths | {"/ui/app.js", "/nothing"}):

@@ -3,19 +3,17 @@
 import json
 
 import pytest
-from starlette.testclient import TestClient
 
 from forerun.errors import RequestError
-from forerun.options.config import ServeSettings
-from forerun.serve.app import HONOURED, create_app
+from forerun.serve.app import HONOURED
 from forerun.serve.bodies.fields import body_schema, integer, items, mapping, number, read, text
 from forerun.serve.dialects.llama.embeddings import LlamaEmbeddingBody
 from forerun.serve.openapi import BODIES, document
-from tests.cli.toys import toy_loaded
+from tests.worlds.toy_app import toy_client
 
 
 def test_every_route_is_told():
-    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+    with toy_client() as client:
         told = client.get("/openapi.json").json()
     assert told == document(HONOURED)
     paths = {route.path.replace(":path}", "}") for route in HONOURED}
@@ -31,7 +29,7 @@ def test_what_is_asked_without_a_body_answers_in_the_type_that_is_told():
     an answer without one is empty.
     """
     asked = 0
-    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+    with toy_client() as client:
         for path, methods in document(HONOURED)["paths"].items():
             for method, told in methods.items():
                 if "{" in path or "requestBody" in told:

@@ -3,12 +3,10 @@
 import json
 
 import pytest
-from starlette.testclient import TestClient
 
-from forerun.options.config import EngineConfig, ServeSettings
-from forerun.serve.app import create_app
-from tests.cli.toys import toy_loaded
+from forerun.options.config import EngineConfig
 from tests.covering import every, some_of, values
+from tests.worlds.toy_app import toy_client
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 SAMPLINGS = ({"temperature": 0}, {"temperature": 0.9, "seed": 5, "n": 2})
@@ -17,7 +15,7 @@ SAMPLINGS = ({"temperature": 0}, {"temperature": 0.9, "seed": 5, "n": 2})
 @pytest.fixture(scope="module")
 def client():
     config = EngineConfig(model="toy", policy="fixed")
-    with toy_loaded(config) as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+    with toy_client(config=config) as client:
         yield client
 
 

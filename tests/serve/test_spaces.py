@@ -4,13 +4,11 @@ import json
 from itertools import pairwise
 
 import pytest
-from starlette.testclient import TestClient
 
-from forerun.options.config import EngineConfig, ServeSettings
-from forerun.serve.app import create_app
-from tests.cli.toys import toy_loaded
+from forerun.options.config import EngineConfig
 from tests.models import tiny
 from tests.text.vocabularies import SMALL
+from tests.worlds.toy_app import toy_client
 
 NO = {"regex": "( no){2}"}
 CHAT = {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 9}
@@ -24,7 +22,7 @@ def client(request, tmp_path_factory):
     tiny.save_folder(tiny.model("llama", vocab_size=vocab), folder)
     (folder / "tokenizer.json").write_text(json.dumps(spec))
     config = EngineConfig(model=str(folder), kv_tokens=1024)
-    with toy_loaded(config) as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+    with toy_client(config=config) as client:
         yield client
 
 

@@ -4,17 +4,16 @@ import json
 from contextlib import contextmanager
 
 import pytest
-from starlette.testclient import TestClient
 
 from forerun.constrain.grammar import ThinkingBudget
 from forerun.options.config import ServeSettings
-from forerun.serve.app import create_app
 from forerun.serve.bodies.dialogue import budget_name, dialogue
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.bodies.thinking import BudgetWatch
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from tests.cli.toys import toy_loaded
+from tests.worlds.toy_app import toy_client
 
 SETTINGS = ServeSettings(reasoning_end="</think>")
 ASKED = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "temperature": 0}
@@ -30,7 +29,7 @@ def loaded():
 @contextmanager
 def client_of(**changes):
     settings = ServeSettings(**{"reasoning_end": "</think>"} | changes)
-    with toy_loaded() as loaded, TestClient(create_app(loaded, settings)) as client:
+    with toy_client(settings) as client:
         yield client
 
 

@@ -1,4 +1,6 @@
-"""The Triton kernels, interpreted on the CPU, against plain torch and the reference."""
+"""Attention over chains, trees and blocks of pages: eager, by the kernels' twin, and by the Triton
+kernels (interpreted on the CPU), each against the reference of tests/twins/verify.py.
+"""
 
 from dataclasses import replace
 from math import ceil
@@ -10,20 +12,123 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import EngineError
+from forerun.executors.torch.attention.attention import BLOCK, KeyBlocks, attend, chains
 from forerun.executors.torch.attention.attention_shapes import program_heads, tile_heads
-from forerun.executors.torch.attention.geometry import geometry_of
+from forerun.executors.torch.attention.geometry import geometry_of, places_of
+from forerun.executors.torch.attention.kv import KvShape, PagedCache, write
 from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.executors.torch.sizes import KEYS, MOST_PARTS, programs_for, split_of
 from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import batch
-from forerun.speculative.verify import intervals
-from tests.covering import every, some_of, thinned, values
+from forerun.speculative.verify import intervals, positions
+from tests.covering import every, rarely, thinned, values
+from tests.parity.driver import limits
 from tests.parity.interpreted import load
-from tests.parity.test_torch_attention import SPECS, Pages
-from tests.speculative.worlds import as_draft, drafts
+from tests.speculative.worlds import as_draft, drafts, paths, plan_of
 from tests.twins import verify
 from tests.twins.kernels import attend_dense
+
+SIZE = 16
+
+
+class Pages:
+    """A cache of one layer with random prefixes in shuffled pages."""
+
+    def __init__(
+        self, kv_len, trees, heads, groups, page_size, seed, dtype=torch.float32, kept=None
+    ):
+        self.random = np.random.default_rng(seed)
+        self.kept = kept or CacheLayer(groups, SIZE)
+        width = 600 // page_size + 1
+        self.cache = PagedCache(
+            KvShape((self.kept,)),
+            limits(8, page_size=page_size, pages=len(kv_len) * width),
+            torch.device("cpu"),
+            dtype,
+        )
+        self.plan = plan_of(list(range(len(kv_len))), kv_len, [[0]] * len(kv_len), [True])
+        table = self.random.permutation(len(kv_len) * width).reshape(len(kv_len), width)
+        object.__setattr__(self.plan, "page_table", table.astype(np.int32))
+        self.trees, self.groups = trees, groups
+        self.queries = self.normal(len(trees.tokens), heads)
+        self.keys, self.values = self.pair(len(trees.tokens))
+        self.prefixes = [self.prefix(row, length) for row, length in enumerate(kv_len)]
+        self.places = places_of(self.plan, trees, self.cache)
+        self.write()
+
+    def write(self):
+        """The step's own keys and values, where they belong."""
+        there = torch.from_numpy(self.places)
+        write(
+            self.cache.layers[0], there, torch.from_numpy(self.keys), torch.from_numpy(self.values)
+        )
+
+    def normal(self, count, heads):
+        size = count, heads, self.kept.head_size
+        return self.random.normal(size=size).astype(np.float32)
+
+    def pair(self, count):
+        """Keys and values."""
+        keys, values = (self.normal(count, self.groups) for _ in "kv")
+        return keys, values if self.kept.value_size is None else keys[..., : self.kept.value_size]
+
+    def prefix(self, row, length):
+        """Random keys and values [kv_len,G,E], put into the row's pages."""
+        pair = self.pair(length)
+        positions = np.arange(length)
+        for part in np.array_split(positions, -(-length // 256) or 1):
+            slots = torch.from_numpy(self.cache.slots_of(self.plan.page_table, row, part))
+            write(self.cache.layers[0], slots, *(torch.from_numpy(array[part]) for array in pair))
+        return pair
+
+    def ours(self, spec=None, sinks=None):
+        held, queries = self.cache.layers[0], torch.from_numpy(self.queries)
+        return attend(queries, *held, self.seen(), spec, sinks=sinks).numpy()
+
+    def seen(self):
+        return KeyBlocks.of(self.plan, self.trees, self.places, self.cache)
+
+    def expected_by(self, spec, sinks=None):
+        """Every node on its own: the keys along its path, by position, and a plain softmax."""
+        place = positions(self.trees, self.plan.kv_len)
+        found = np.empty((*self.queries.shape[:2], self.values.shape[2]), np.float32)
+        for row, prefix in enumerate(self.prefixes):
+            for node in self.trees.nodes(row):
+                path = [node]
+                while self.trees.parents[path[0]] >= 0:
+                    path.insert(0, int(self.trees.parents[path[0]]))
+                keys, values = (
+                    np.concatenate([cached, own[path]])[-spec.window if spec.window else None :]
+                    for cached, own in zip(prefix, (self.keys, self.values), strict=True)
+                )
+                assert len(keys) == min(place[node] + 1, spec.window or 1 << 30)
+                found[node] = softmax_attention(self.queries[node], keys, values, spec, sinks)
+        return found
+
+    def expected(self):
+        found = []
+        for row in range(self.plan.rows):
+            part = slice(self.trees.start[row], self.trees.start[row + 1])
+            mask = verify.ancestor_mask(self.trees, row)
+            tree = self.keys[part], self.values[part]
+            found.append(verify.attend(self.queries[part], self.prefixes[row], tree, mask))
+        return np.concatenate(found)
+
+
+def softmax_attention(query, keys, values, spec, sinks=None):
+    """[A,E] of one node's query [A,E] over keys and values [T,G,E], in float64."""
+    shared = len(query) // keys.shape[1]
+    keys, values = (np.repeat(each.astype(np.float64), shared, 1) for each in (keys, values))
+    scores = np.einsum("ae,tae->at", query, keys) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * np.tanh(scores / spec.softcap)
+    if sinks is not None:
+        scores = np.concatenate([scores, sinks[:, None]], 1)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = (weights / weights.sum(-1, keepdims=True))[:, : len(keys)]
+    return np.einsum("at,tae->ae", weights, values)
+
 
 attention = load("triton.triton_attention")
 CPU = torch.device("cpu")
@@ -44,6 +149,147 @@ def both(pages, parts=None, spec=None):
     return attention.attend(*inputs, made, spec).numpy(), attend_dense(*inputs, made, spec).numpy()
 
 
+SPECS = st.builds(
+    AttentionSpec,
+    scale=st.sampled_from([0.25, 0.6]),
+    window=st.sampled_from([None, 1, 2, 7, 16, 127, 128, 129, 200]),
+    softcap=st.sampled_from([None, 0.5, 3.0]),
+)
+PROGRAMS = {
+    "eager": lambda pages, parts, spec: pages.ours(spec),
+    "twin": lambda pages, parts, spec: both(pages, parts, spec)[1],
+    "triton": lambda pages, parts, spec: both(pages, parts, spec)[0],
+}
+"""(pages, parts of every tile's prefix, spec) -> context."""
+LENGTHS = [0, 1, 5, 63, 64, 65, 127, 128, 130, 300]
+ROWS = st.lists(
+    st.tuples(st.sampled_from(LENGTHS), st.integers(1, 20), drafts(12)), min_size=1, max_size=3
+)
+"""Cached tokens, known ones and the draft of each row: across page borders and block borders."""
+SHAPES = {
+    "rows": ROWS,
+    "heads": st.sampled_from([(4, 4), (6, 2), (3, 1), (7, 1)]),
+    "page_size": st.sampled_from([1, 16, 256]),
+    "parts": st.sampled_from([1, 2, 8]),
+    "spec": st.one_of(st.none(), SPECS),
+    "seed": st.integers(0, 99),
+}
+
+
+def equals_the_reference(programs, rows, heads, page_size, parts, spec, seed):
+    """In the prefix and along the paths of trees, with windows and caps."""
+    trees = batch([np.zeros(n, np.int32) for _, n, _ in rows], [draft for _, _, draft in rows])
+    pages = Pages([kv_len for kv_len, _, _ in rows], trees, *heads, page_size, seed)
+    expected = pages.expected() if spec is None else pages.expected_by(spec)
+    for program in programs:
+        found = PROGRAMS[program](pages, parts, spec)
+        np.testing.assert_allclose(found, expected, atol=5e-6 if spec else 3e-6)
+
+
+@settings(max_examples=50)
+@given(**SHAPES)
+def test_eager_attention_equals_the_reference(**shape):
+    equals_the_reference(["eager"], **shape)
+
+
+@settings(max_examples=3)
+@given(**SHAPES | {"spec": st.none()})
+def test_kernels_equal_the_reference(**shape):
+    equals_the_reference(["twin", "triton"], **shape)
+
+
+@pytest.mark.slow
+@settings(max_examples=8)
+@given(**SHAPES | {"spec": SPECS})
+def test_kernels_with_windows_and_caps_equal_the_reference(**shape):
+    equals_the_reference(["twin", "triton"], **shape)
+
+
+@pytest.mark.parametrize(
+    ("program", "length", "parts"),
+    [
+        ("eager", 3 * BLOCK - 50, 1),
+        *(pytest.param("triton", 200, parts, marks=pytest.mark.slow) for parts in (1, 4)),
+    ],
+)
+def test_a_long_chunk_over_several_blocks_or_tiles(program, length, parts):
+    trees = batch([np.zeros(length, np.int32)], [as_draft([1, 2, 3], [-1, 0, -1])])
+    pages = Pages([70], trees, 4, 2, 16, 0)
+    np.testing.assert_allclose(PROGRAMS[program](pages, parts, None), pages.expected(), atol=3e-6)
+
+
+POISONED = every(PROGRAMS, ["keys", "values"], [np.nan, np.inf, -np.inf])
+
+
+@pytest.mark.parametrize(
+    ("program", "field", "poison"),
+    rarely(
+        POISONED,
+        [cell for cell in POISONED if cell[0] == "eager"]
+        + [("twin", "keys", np.nan), ("triton", "keys", np.inf), ("triton", "values", np.nan)],
+        None,
+    ),
+)
+def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(program, field, poison):
+    trees = batch(
+        [np.zeros(3, np.int32), np.zeros(1, np.int32)],
+        [as_draft([1, 2, 3, 4], [-1, -1, 0, 2]), as_draft([], [])],
+    )
+    for parts in (1, 4) if program == "triton" else (1,):
+        pages = Pages([5, 9], trees, 4, 2, 16, 0)
+        healthy = PROGRAMS[program](pages, parts, None)
+        # The first draft token's first child: node 3 is its parent.
+        getattr(pages, field)[5, 0, 3] = poison
+        pages.write()
+        found = PROGRAMS[program](pages, parts, None)
+        spoilt, others = [5, 6], [0, 1, 2, 3, 4, 7]
+        np.testing.assert_array_equal(found[others], healthy[others])
+        # Heads 0 and 1 read key/value head 0.
+        assert np.isnan(found[spoilt][:, :2]).all()
+        np.testing.assert_array_equal(found[spoilt][:, 2:], healthy[spoilt][:, 2:])
+
+
+# --- eager ---------------------------------------------------------------------------------------
+
+
+def test_blocks_that_no_window_reaches_are_not_read():
+    trees = batch([np.zeros(1, np.int32)], [as_draft([1, 2, 3], [-1, 0, -1])])
+    pages = Pages([4 * BLOCK], trees, 4, 2, 16, 0)
+    seen = pages.seen()
+    made = [seen.within(window) for window in (None, 2 * BLOCK, 10)]
+    assert [len(blocks) for blocks in made] == [5, 3, 2]
+
+
+def test_a_window_along_a_tree_is_counted_by_position():
+    """A long branch beside a short one: each node forgets along its own path."""
+    draft = as_draft([1, 2, 3, 4, 5], [-1, 0, 1, -1, 3])
+    trees = batch([np.zeros(1, np.int32)], [draft])
+    pages = Pages([4], trees, 4, 2, 16, 0)
+    spec = AttentionSpec(0.25, window=2)
+    before = pages.ours(spec)
+    pages.keys[1] += 5.0  # The first draft token: seen by itself and its child only.
+    pages.write()
+    changed = (pages.ours(spec) != before).any((1, 2))
+    assert changed.tolist() == [False, True, True, False, False, False]
+
+
+@settings(max_examples=80)
+@given(drafts(12), st.integers(1, 4), drafts(3))
+def test_chains_are_paths_and_every_node_reads_once(draft, known, other):
+    trees = batch([np.zeros(2, np.int32), np.zeros(known, np.int32)], [other, draft])
+    path_of = dict(paths(trees, 1))
+    read = []
+    for chain, readers in chains(trees, 1):
+        assert chain.tolist() == path_of[int(chain[-1])].tolist()
+        assert set(readers.tolist()) <= set(chain.tolist())
+        assert np.all(np.diff(readers) > 0)
+        read += readers.tolist()
+    assert sorted(read) == list(trees.nodes(1))
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
 @settings(max_examples=200)
 @given(drafts(12), st.integers(1, 4))
 def test_intervals_are_the_ancestor_mask(draft, known):
@@ -54,56 +300,11 @@ def test_intervals_are_the_ancestor_mask(draft, known):
     assert np.array_equal(mask, verify.ancestor_mask(trees, 1))
 
 
-@settings(max_examples=3)
-@given(
-    rows=st.lists(
-        st.tuples(st.sampled_from([0, 1, 63, 64, 65, 130]), st.integers(1, 20), drafts(12)),
-        min_size=1,
-        max_size=3,
-    ),
-    heads=st.sampled_from([(4, 4), (6, 2), (3, 1), (7, 1)]),
-    page_size=st.sampled_from([1, 16, 256]),
-    parts=st.sampled_from([1, 2, 8]),
-    seed=st.integers(0, 99),
-)
-def test_kernels_equal_the_reference(rows, heads, page_size, parts, seed):
-    known = [np.zeros(count, np.int32) for _, count, _ in rows]
-    trees = batch(known, [draft for _, _, draft in rows])
-    pages = Pages([kv_len for kv_len, _, _ in rows], trees, *heads, page_size, seed)
-    fast, slow = both(pages, parts)
-    np.testing.assert_allclose(slow, pages.expected(), atol=3e-6)
-    np.testing.assert_allclose(fast, pages.expected(), atol=3e-6)
-
-
 @pytest.mark.parametrize("page_size", [1, 16, 256])
 def test_prefixes_over_several_pages_of_every_size(page_size):
     trees = batch([np.zeros(1, np.int32)], [as_draft([1], [-1])])
     pages = Pages([300], trees, 2, 1, page_size, 0)
     np.testing.assert_allclose(both(pages, 2)[0], pages.expected(), atol=3e-6)
-
-
-@pytest.mark.slow
-@settings(max_examples=8)
-@given(
-    rows=st.lists(
-        st.tuples(st.sampled_from([0, 1, 63, 64, 130]), st.integers(1, 12), drafts(9)),
-        min_size=1,
-        max_size=3,
-    ),
-    heads=st.sampled_from([(4, 4), (6, 2), (7, 1)]),
-    page_size=st.sampled_from([1, 16, 256]),
-    parts=st.sampled_from([1, 2, 8]),
-    spec=SPECS,
-    seed=st.integers(0, 99),
-)
-def test_windows_and_caps_equal_the_reference(rows, heads, page_size, parts, spec, seed):
-    known = [np.zeros(count, np.int32) for _, count, _ in rows]
-    trees = batch(known, [draft for _, _, draft in rows])
-    pages = Pages([kv_len for kv_len, _, _ in rows], trees, *heads, page_size, seed)
-    fast, slow = both(pages, parts, spec)
-    expected = pages.expected_by(spec)
-    np.testing.assert_allclose(slow, expected, atol=5e-6)
-    np.testing.assert_allclose(fast, expected, atol=5e-6)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -139,10 +340,10 @@ def test_a_window_without_positions_is_refused():
     pages = Pages([5], batch([np.zeros(3, np.int32)], [as_draft([], [])]), 4, 2, 16, 0)
     inputs = torch.from_numpy(pages.queries), *pages.cache.layers[0]
     nowhere = replace(geometry(pages), position=None)
-    for attend in (attention.attend, attend_dense):
+    for work in (attention.attend, attend_dense):
         with pytest.raises(EngineError, match="positions"):
-            attend(*inputs, nowhere, AttentionSpec(0.25, 3))
-        attend(*inputs, nowhere, AttentionSpec(0.25))
+            work(*inputs, nowhere, AttentionSpec(0.25, 3))
+        work(*inputs, nowhere, AttentionSpec(0.25))
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -173,14 +374,6 @@ def test_nothing_before_the_first_entry_is_seen_but_oneself(spec):
     # Of the last row, whose nodes stand at 0, 1 and behind, the first two see only themselves.
     own = values[-5:-3].repeat_interleave(2, 1)
     np.testing.assert_allclose(found[-5:-3], own, atol=3e-6)
-
-
-@pytest.mark.slow
-def test_a_long_chunk_over_several_tiles_and_turns():
-    trees = batch([np.zeros(200, np.int32)], [as_draft([1, 2, 3], [-1, 0, -1])])
-    pages = Pages([70], trees, 4, 2, 16, 0)
-    for parts in (1, 4):
-        np.testing.assert_allclose(both(pages, parts)[0], pages.expected(), atol=3e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -215,27 +408,6 @@ def test_float8_pages(dtype, parts):
     )
     error = found - pages.expected()
     assert 1e-3 < np.linalg.norm(error) / np.linalg.norm(pages.expected()) < 0.06
-
-
-@pytest.mark.parametrize(
-    ("field", "poison"), some_of(every(["keys", "values"], [np.nan, np.inf, -np.inf]), values)
-)
-def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(field, poison):
-    trees = batch(
-        [np.zeros(3, np.int32), np.zeros(1, np.int32)],
-        [as_draft([1, 2, 3, 4], [-1, -1, 0, 2]), as_draft([], [])],
-    )
-    pages = Pages([5, 9], trees, 4, 2, 16, 0)
-    for parts in (1, 4):
-        clean = Pages([5, 9], trees, 4, 2, 16, 0)
-        healthy = both(clean, parts)
-        getattr(pages, field)[5, 0, 3] = poison
-        pages.write()
-        for found, expected in zip(both(pages, parts), healthy, strict=True):
-            spoilt, others = [5, 6], [0, 1, 2, 3, 4, 7]
-            np.testing.assert_array_equal(found[others], expected[others])
-            assert np.isnan(found[spoilt][:, :2]).all()
-            np.testing.assert_array_equal(found[spoilt][:, 2:], expected[spoilt][:, 2:])
 
 
 @settings(max_examples=150)
