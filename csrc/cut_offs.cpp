@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 
 #include "model.h"
 
@@ -25,10 +24,41 @@ uint64_t key_of(float x, int32_t token) {
     return (uint64_t)~bits << 32 | (uint32_t)token;
 }
 
-double mass_of(const float* x, const int32_t* tokens, size_t count, float most) {
+double mass_of(const float* x, const uint64_t* keys, size_t count, float most) {
     double mass = 0.0;
-    for (size_t i = 0; i < count; i++) mass += std::exp((double)x[tokens[i]] - most);
+    for (size_t i = 0; i < count; i++) mass += std::exp((double)x[(int32_t)(uint32_t)keys[i]] - most);
     return mass;
+}
+
+// Keeps the keys of the most probable tokens, one at least, whose masses add up to `enough`. Returns how
+// many, the first ones, have less than `least` before them. Halves the keys in which that sum is
+// reached: sorting all of a flat distribution would take longer than a step.
+size_t keep_nucleus(const float* x, float most, double least, double enough,
+                    std::vector<uint64_t>& keys) {
+    const auto at = keys.begin();
+    size_t begin = 0, end = keys.size();
+    double mass = 0.0;  // of the keys before `begin`, which are the smallest
+    while (end - begin > kFew) {
+        const size_t middle = begin + (end - begin) / 2;
+        std::nth_element(at + begin, at + middle, at + end);
+        const double half = mass_of(x, keys.data() + begin, middle - begin, most);
+        if (mass + half >= enough) {
+            end = middle;
+        } else if (mass + half < least) {
+            begin = middle;
+            mass += half;
+        } else {
+            break;
+        }
+    }
+    std::sort(at + begin, at + end);
+    size_t certain = begin, kept = begin;
+    for (; kept < end && (kept == 0 || mass < enough); kept++) {
+        if (kept == 0 || mass < least) certain = kept + 1;
+        mass += mass_of(x, keys.data() + kept, 1, most);
+    }
+    keys.resize(kept);
+    return certain;
 }
 
 }  // namespace
@@ -42,46 +72,42 @@ size_t Model::find_candidates(const CutOffs& cut, const float* x, float most, Li
     const bool by_mass = cut.top_p < 1.0 && cut.of_all();
     const double needed = by_mass ? cut.top_p * kernels->mass(x, sizes.vocab, most) : 0.0;
     likely.candidates.resize(sizes.vocab);
+    likely.others.resize(sizes.vocab);
     int32_t* const found = likely.candidates.data();
+    float* const theirs = likely.others.data();
     for (float depth = by_mass || cut.top_k > 0 ? 2.0f : kReach;; depth *= 2.0f) {
         const float from = std::max(floor, most - depth);
         const size_t count = (size_t)kernels->at_least(x, sizes.vocab, from, found);
         if (from == floor) return count;
         if (cut.top_k > 0 && count >= (size_t)cut.top_k) return count;
-        if (by_mass && mass_of(x, found, count, most) >= needed * (1.0 + kMargin)) return count;
+        if (!by_mass) continue;
+        for (size_t i = 0; i < count; i++) theirs[i] = x[found[i]];
+        if (kernels->mass(theirs, (int)count, most) >= needed * (1.0 + 2.0 * kMargin)) return count;
     }
 }
 
-// Puts the candidates that are left into `likely.tokens`, best first if there is a top_p. Returns how
-// many are left for certain; whether the others are, the specification would have to say.
+// Puts the candidates that are left into `likely.tokens`, those first that are left for certain. Returns
+// how many these are; whether the others are left, the specification would have to say.
 size_t Model::cut_off(const CutOffs& cut, const float* x, float most, Likely& likely) const {
     const size_t count = find_candidates(cut, x, most, likely);
     std::vector<uint64_t>& keys = likely.keys;
-    keys.clear();
+    keys.resize(count);
     for (size_t i = 0; i < count; i++) {
-        keys.push_back(key_of(x[likely.candidates[i]], likely.candidates[i]));
+        keys[i] = key_of(x[likely.candidates[i]], likely.candidates[i]);
     }
     if (cut.top_k > 0 && keys.size() > (size_t)cut.top_k) {
         std::nth_element(keys.begin(), keys.begin() + cut.top_k, keys.end());
         keys.resize(cut.top_k);
     }
-    likely.tokens.clear();
-    for (uint64_t key : keys) likely.tokens.push_back((int32_t)(uint32_t)key);
-    if (cut.top_p >= 1.0) return keys.size();
-    const double all = cut.of_all() ? kernels->mass(x, sizes.vocab, most)
-                                    : mass_of(x, likely.tokens.data(), likely.tokens.size(), most);
-    const double least = cut.top_p * all * (1.0 - kMargin), enough = cut.top_p * all * (1.0 + kMargin);
-    likely.tokens.clear();
-    std::make_heap(keys.begin(), keys.end(), std::greater<>());
-    size_t certain = 0;
-    for (double mass = 0.0; !keys.empty() && (likely.tokens.empty() || mass < enough);) {
-        std::pop_heap(keys.begin(), keys.end(), std::greater<>());
-        const int32_t token = (int32_t)(uint32_t)keys.back();
-        keys.pop_back();
-        if (likely.tokens.empty() || mass < least) certain++;
-        likely.tokens.push_back(token);
-        mass += std::exp((double)x[token] - most);
+    size_t certain = keys.size();
+    if (cut.top_p < 1.0) {
+        const double all = cut.of_all() ? kernels->mass(x, sizes.vocab, most)
+                                        : mass_of(x, keys.data(), keys.size(), most);
+        const double needed = cut.top_p * all;
+        certain = keep_nucleus(x, most, needed * (1.0 - kMargin), needed * (1.0 + kMargin), keys);
     }
+    likely.tokens.resize(keys.size());
+    for (size_t i = 0; i < keys.size(); i++) likely.tokens[i] = (int32_t)(uint32_t)keys[i];
     return certain;
 }
 

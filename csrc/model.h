@@ -108,8 +108,8 @@ struct Walk {
     int32_t all_slots, mask_words;
 };
 
-// A thread's room for choices: logits where a mask allows them, by temperature, and those of all others
-// excluded; tokens that may be left, those that are, and what they are sorted by.
+// A thread's room for choices: logits where a mask allows them, by temperature, and those of candidates
+// or with all others excluded; tokens that may be left, those that are, and what they are sorted by.
 struct Likely {
     Floats allowed, heated, others;
     std::vector<int32_t> candidates, tokens;

@@ -61,7 +61,11 @@ class HostSampler:
         self._open[slot] = slot_init
         cut = self._cut_offs and sampling.cut_offs_only
         self.choosing.on_device[slot] = cut or sampling.temperature_only
-        self.choosing.cut_offs[slot] = sampling.top_p, sampling.log_min_p, max(sampling.top_k, 0)
+        self.choosing.cut_offs[slot] = (
+            sampling.top_p,
+            sampling.log_min_p,
+            min(max(sampling.top_k, 0), self._vocab),
+        )
         self.choosing.temperature[slot] = sampling.temperature
         self.choosing.seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
         self.choosing.prompt_len[slot] = slot_init.prompt_len

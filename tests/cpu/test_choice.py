@@ -41,6 +41,7 @@ CUT_OFFS = (
     {"top_k": 40},
     {"top_k": 40, "top_p": 0.8},
     {"top_k": 2000, "top_p": 0.95},
+    {"top_k": 1 << 40},
     {"min_p": 0.05},
     {"min_p": 1e-9},
     {"min_p": 1.0},
@@ -89,6 +90,16 @@ def test_a_token_at_the_edge_of_the_nucleus_is_left_to_the_specification(core):
     assert set(seen) == {-1, 3, 90}
     found = native_choices(made, logits, cases, cuts=inside).tolist()
     assert found == expected(logits, cases, cuts=inside)
+
+
+def test_a_nucleus_that_ends_in_the_middle_of_equal_tokens(core):
+    """Hundreds are left, and halving them meets the edge: the first 512 of 1,024 have half."""
+    logits, cases = np.zeros((64, 1024), np.float32), [(seed, 0, 1.0) for seed in range(64)]
+    cuts = [{"top_p": 0.5}] * 64
+    found = native_choices(core(1024), logits, cases, cuts=cuts)
+    right = np.array(expected(logits, cases, cuts=cuts))
+    assert ((found == -1) | (found == right)).all() and right.max() < 512
+    assert (found == -1).sum() <= 1
 
 
 KINDS = (
