@@ -69,11 +69,12 @@ def with_shipped(
     config = with_beside(config, layered, target)
     if config.speculative_algorithm == AUTO:
         config = replace(config, speculative_algorithm=_automatic(config, layered, target))
-    layers = config.algorithm.kind == "layers" or (layered and config.algorithm.name == "EAGLE")
-    if layers and config.speculative_draft_model_path in (None, NO_DRAFT, config.model):
-        own = replace(config, speculative_draft_model_path=None)
-        return replace(own, speculative_algorithm=meant(config, "NEXTN"))
     named = config.speculative_draft_model_path
+    text = config.speculative_ngram_text and named != NO_DRAFT
+    layers = config.algorithm.kind == "layers" or (layered and config.algorithm.name == "EAGLE")
+    if layers and named in (None, NO_DRAFT, config.model):
+        own = replace(config, speculative_draft_model_path=None, speculative_ngram_text=text)
+        return replace(own, speculative_algorithm=meant(config, "NEXTN"))
     if not config.speculates or named not in (None, NO_DRAFT):
         if named and Path(named).is_dir():
             return replace(config, speculative_draft_model_path=str(_trained(Path(named))))
@@ -93,7 +94,6 @@ def with_shipped(
             f"none comes with {config.model}; add --speculative-draft-model-path "
             f"{'FOLDER' if folder else 'MODEL'}{_besides(config, layered)}."
         )
-    text = config.speculative_ngram_text and named != NO_DRAFT
     return replace(config, speculative_draft_model_path=None, speculative_ngram_text=text)
 
 

@@ -58,6 +58,14 @@ def open_target_config(draft):
     return with_shipped(EngineConfig(model=MODEL, speculative_draft_model_path=draft))
 
 
+def test_none_excludes_the_table_beside_prediction_layers_too():
+    for draft, wanted in ((None, True), ("none", False)):
+        config = EngineConfig(
+            speculative_algorithm="NEXTN+NGRAM", speculative_draft_model_path=draft
+        )
+        assert with_shipped(config, layered=True).speculative_ngram_text is wanted
+
+
 def small(tokenizer, vocab):
     """The table of a small part of the text."""
     return text_table.count(tokenizer, vocab, text_table.pieces_of()[:60])
