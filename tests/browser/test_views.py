@@ -74,17 +74,21 @@ def test_a_refusal_and_a_stop_are_said(page):
     page.wait_for_selector(".verdict:has-text('Stopped')")
 
 
+def say(route, token):
+    """Answer with one step of this token."""
+    step = {"step": 0, "position": 0, "ms": 1, "tokens": [{"id": token, "text": "a"}], "nodes": [],
+            "accepted": [], "left_out": 0, "allowed": 0, "reason": ""}  # fmt: skip
+    chunk = json.dumps({"choices": [{"index": 0, "delta": {}, "speculative_trace": [step]}]})
+    body = f"data: {chunk}\n\ndata: [DONE]\n\n"
+    route.fulfill(content_type="text/event-stream", body=body)
+
+
 def test_other_text_would_be_seen(page):
     """The page compares; it does not take the server's word."""
 
     def answer(route):
         plain = not route.request.post_data_json["speculative"]["enabled"]
-        tokens = [{"id": 1 if plain else 2, "text": "a"}]
-        step = {"step": 0, "position": 0, "ms": 1, "tokens": tokens, "nodes": [], "accepted": [],
-                "left_out": 0, "allowed": 0, "reason": ""}  # fmt: skip
-        chunk = json.dumps({"choices": [{"index": 0, "delta": {}, "speculative_trace": [step]}]})
-        body = f"data: {chunk}\n\ndata: [DONE]\n\n"
-        route.fulfill(content_type="text/event-stream", body=body)
+        say(route, 1 if plain else 2)
 
     page.route("**/v1/chat/completions", answer)
     page.open("speculate")
@@ -99,11 +103,7 @@ def test_both_lanes_are_asked_the_same(page):
     def answer(route):
         asked.append(route.request.post_data_json["messages"])
         page.page.evaluate("document.getElementById('race-prompt').value += '!'")
-        step = {"step": 0, "position": 0, "ms": 1, "tokens": [{"id": 1, "text": "a"}], "nodes": [],
-                "accepted": [], "left_out": 0, "allowed": 0, "reason": ""}  # fmt: skip
-        chunk = json.dumps({"choices": [{"index": 0, "delta": {}, "speculative_trace": [step]}]})
-        body = f"data: {chunk}\n\ndata: [DONE]\n\n"
-        route.fulfill(content_type="text/event-stream", body=body)
+        say(route, 1)
 
     page.route("**/v1/chat/completions", answer)
     page.open("speculate")

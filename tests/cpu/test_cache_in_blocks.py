@@ -10,9 +10,9 @@ from forerun.errors import ConfigError
 from forerun.executors.cpu import native
 from forerun.networks.layer_spec import GatedDelta
 from forerun.options.config import EngineConfig
+from tests.cpu.test_floats import cuts_change_no_bit
 from tests.cpu.test_logits import SHAPES, distance, logits_of
 from tests.cpu.twin import forward, from_blocks, in_blocks
-from tests.parity.driver import Driver, Row, as_draft
 
 KERNELS = [name for name in native.KERNELS if native.available() is None and native.kernels(name)]
 LAYERS = {
@@ -90,16 +90,8 @@ def test_chunks_threads_and_trees_change_no_bit(executor, checkpoint, random, na
     family, changes = LAYERS[name]
     source = checkpoint(family, None, **changes)
     tokens = random.integers(0, 320, 90)
-    whole = logits_of(executor(source, threads=2, kv_dtype="q8_0"), tokens)
     made = executor(source, kv_dtype="q8_0", page_size=page_size, pages=1024 // page_size)
-    with Driver(made) as driver:
-        driver.open(0, tokens)
-        for known in (1, 40, 3, 16):
-            driver.step([Row(0, known=known)])
-        right = as_draft(tokens[61:69], np.arange(8) - 1)
-        result = driver.step([Row(0, known=1, draft=right)])
-        for node in range(9):
-            assert np.array_equal(result.logits(0, node), whole[60 + node]), node
+    cuts_change_no_bit(executor(source, threads=2, kv_dtype="q8_0"), made, tokens)
 
 
 def test_a_page_goes_out_and_comes_back(executor, checkpoint, random):

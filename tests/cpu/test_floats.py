@@ -75,12 +75,12 @@ def test_every_instruction_set_gives_the_same_bits(executor, folder, random, fam
             assert np.array_equal(plain, logits_of(executor(source, kernels=name), tokens)), name
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_chunks_threads_and_draft_tokens_change_no_bit(executor, folder, random, kind):
-    source = folder(kind)
-    tokens = random.integers(0, tiny.VOCAB, 90)
-    whole = logits_of(executor(source, threads=2), tokens)
-    with Driver(executor(source)) as driver:
+def cuts_change_no_bit(at_once, made, tokens):
+    """Assert that a text of 69 tokens or more has the same logits in chunks, and under draft tokens
+    that are right.
+    """
+    whole = logits_of(at_once, tokens)
+    with Driver(made) as driver:
         driver.open(0, tokens)
         for known in (1, 40, 3, 16):
             driver.step([Row(0, known=known)])
@@ -88,6 +88,13 @@ def test_chunks_threads_and_draft_tokens_change_no_bit(executor, folder, random,
         result = driver.step([Row(0, known=1, draft=right)])
         for node in range(9):
             assert np.array_equal(result.logits(0, node), whole[60 + node]), node
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_chunks_threads_and_draft_tokens_change_no_bit(executor, folder, random, kind):
+    source = folder(kind)
+    tokens = random.integers(0, tiny.VOCAB, 90)
+    cuts_change_no_bit(executor(source, threads=2), executor(source), tokens)
 
 
 def test_it_says_what_the_weights_are(executor, folder, checkpoint):

@@ -10,7 +10,6 @@ import torch
 
 from forerun.build.shapes import shape_named
 from forerun.checkpoints.folder import FolderCheckpoint
-from forerun.checkpoints.mapped import TensorFile
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
 from forerun.errors import ConfigError
 from forerun.executors.torch.decoder.elementwise import PLAIN
@@ -21,6 +20,7 @@ from tests.covering import every, rarely, values
 from tests.models import tiny
 from tests.parallel.test_families import same_texts
 from tests.parallel.test_methods import compared
+from tests.parallel.test_parts import bytes_read
 from tests.parity.interpreted import load
 from tests.twins.kernels import grouped_loop
 
@@ -124,15 +124,7 @@ def test_every_expert_is_somewhere_and_read_there_alone(checkpoint, family, way,
         axis = 1 if "down_proj" in name else 0
         found = np.concatenate([rank.tensor(name) for rank in mine], axis)
         np.testing.assert_array_equal(found, whole.tensor(name))
-    seen, rows_of = [], TensorFile.rows
-
-    class Watched(np.ndarray):
-        def __getitem__(self, index):
-            found = super().__getitem__(index)
-            seen.append(found.nbytes)
-            return found
-
-    monkeypatch.setattr(TensorFile, "rows", lambda file, name: rows_of(file, name).view(Watched))
+    seen = bytes_read(monkeypatch)
     bytes_of = {name: whole.packed(name).rows.nbytes for name in names}
     seen.clear()
     for rank in ranks:

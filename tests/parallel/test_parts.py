@@ -112,9 +112,8 @@ def test_value_heads_in_turns_are_cut_with_their_key_heads(tmp_path, storage):
     np.testing.assert_array_equal(values, every[1::2])
 
 
-def test_a_rank_reads_its_part_alone(tmp_path, monkeypatch):
-    """Bytes that are asked of the file: a half, and what every rank needs."""
-    whole = FolderCheckpoint(tiny.save_folder(tiny.model("llama"), tmp_path))
+def bytes_read(patch):
+    """Return a list that gets the bytes of every piece that is cut from a file meanwhile."""
     seen, rows_of = [], TensorFile.rows
 
     class Watched(np.ndarray):
@@ -123,7 +122,14 @@ def test_a_rank_reads_its_part_alone(tmp_path, monkeypatch):
             seen.append(found.nbytes)
             return found
 
-    monkeypatch.setattr(TensorFile, "rows", lambda file, name: rows_of(file, name).view(Watched))
+    patch.setattr(TensorFile, "rows", lambda file, name: rows_of(file, name).view(Watched))
+    return seen
+
+
+def test_a_rank_reads_its_part_alone(tmp_path, monkeypatch):
+    """Bytes that are asked of the file: a half, and what every rank needs."""
+    whole = FolderCheckpoint(tiny.save_folder(tiny.model("llama"), tmp_path))
+    seen = bytes_read(monkeypatch)
     part = RankCheckpoint(whole, TensorParallel(1, 2))
     for name in part.names():
         packed = part.packed(name)

@@ -335,6 +335,14 @@ def test_literals_of_python_become_json(written, read):
 NAMES = ["content-type", "k k", 'x"y', "it's", "b/c", "a=b", "a", "d\\e", "\u00e9(", " led", ""]
 
 
+def is_a_call(format, tools, text, wanted):
+    """Assert that a text is a call of f with these arguments, wherever it is cut."""
+    for cut in range(len(text)):
+        content, calls = listened(ToolReader(format, tools), pieces(text, [cut]))
+        assert (content, [name for name, _ in calls]) == ("", ["f"]), cut
+        assert json.loads(calls[0][1]) == wanted, cut
+
+
 @pytest.mark.parametrize("value", ["'it, k k is'", '"a)"', "[1, 'a']", "12"])
 @pytest.mark.parametrize("quote", ["'", '"'])
 def test_arguments_have_the_names_that_tools_declare(quote, value):
@@ -345,10 +353,7 @@ def test_arguments_have_the_names_that_tools_declare(quote, value):
     text = "<|tool_call_start|>[f(" + ", ".join(f"{name}={value}" for name in NAMES) + ")]"
     text += "<|tool_call_end|>"
     wanted = dict.fromkeys(NAMES, json.loads(json_of_literal(value)))
-    for cut in range(len(text)):
-        content, calls = listened(ToolReader(LFM2, tools), pieces(text, [cut]))
-        assert (content, [name for name, _ in calls]) == ("", ["f"]), cut
-        assert json.loads(calls[0][1]) == wanted, cut
+    is_a_call(LFM2, tools, text, wanted)
 
 
 def in_tags(format, names):
@@ -366,10 +371,7 @@ def test_parameters_in_tags_have_the_names_that_tools_declare(format):
     parameters = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     text = in_tags(format, names)
-    for cut in range(len(text)):
-        content, calls = listened(ToolReader(format, tools), pieces(text, [cut]))
-        assert content == "" and [name for name, _ in calls] == ["f"], cut
-        assert json.loads(calls[0][1]) == dict.fromkeys(names, "v"), cut
+    is_a_call(format, tools, text, dict.fromkeys(names, "v"))
 
 
 @pytest.mark.parametrize("value", ['<|"|>b:c}<|"|>', '"a:1}"', '{"a:b":[1]}', "12"])
@@ -381,10 +383,7 @@ def test_keys_are_those_that_tools_declare(value):
     written = ",".join(f"{name}:{value}" for name in names)
     text = f"<|tool_call>call:f{{{written}}}<tool_call|>"
     wanted = dict.fromkeys(names, json.loads(value.replace('<|"|>', '"')))
-    for cut in range(len(text)):
-        content, calls = listened(ToolReader(GEMMA, tools), pieces(text, [cut]))
-        assert (content, [name for name, _ in calls]) == ("", ["f"]), cut
-        assert json.loads(calls[0][1]) == wanted, cut
+    is_a_call(GEMMA, tools, text, wanted)
 
 
 @pytest.mark.parametrize("length", [255, 257, 20_000])
