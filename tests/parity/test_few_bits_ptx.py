@@ -1,4 +1,4 @@
-"""The instructions for pairs of triton_widening, played one after the other: what they make of
+"""The instructions for pairs of triton_few_bits, played one after the other: what they make of
 every byte. What the interpreter runs in their place, and a device, are held to the twins elsewhere.
 """
 
@@ -10,7 +10,7 @@ import torch
 
 from tests.parity.interpreted import load
 
-kernels = load("triton.triton_widening")
+kernels = load("triton.triton_few_bits")
 BYTES = np.arange(256, dtype=np.uint32).reshape(64, 4)
 
 
