@@ -48,6 +48,9 @@ them predict little."""
 VERSION = 1
 """Part of a stored table's name: raised when the text or the way of counting changes."""
 
+_UNSTORED: dict[Path, NgramTable] = {}
+"""Tables counted for this process that the cache could not store, by the files they would have."""
+
 
 def pieces_of(paths: Iterable[Path] = ()) -> list[str]:
     """Return the pieces of these text files; without `paths`, of the text that ships.
@@ -87,13 +90,14 @@ def file_of(tokenizer: Tokenizer, vocab: int) -> Path:
 
 
 def kept(tokenizer: Tokenizer, vocab: int) -> NgramTable | None:
-    """Return the table of a tokenizer that the cache has whole; None if it has none that can be
-    read.
+    """Return the table of a tokenizer that the cache has whole, or where it cannot be written the
+    one counted for this process; None if there is none that can be read.
     """
+    path = file_of(tokenizer, vocab)
     with suppress(ForerunError, OSError):
-        if (path := file_of(tokenizer, vocab)).exists():
+        if path.exists():
             return read_ngram_table(path, vocab)
-    return None
+    return _UNSTORED.get(path)
 
 
 @dataclass
@@ -164,7 +168,9 @@ def provide(
         assert worker.stdout is not None and worker.stderr is not None
         for line in worker.stdout:
             with suppress(OSError):
-                use(read_ngram_table(Path(line.strip()), vocab))
+                use(table := read_ngram_table(Path(line.strip()), vocab))
+                if scratch is not None:
+                    _UNSTORED[stored] = table
         errors, code = worker.stderr.read().strip(), worker.wait()
         if code > 0:
             reason = errors.splitlines()[-1] if errors else f"code {code}"

@@ -205,7 +205,7 @@ def continue_within(
     copied: only full pages are shared.
 
     After `table.start` and `table.reserve`, before anything else takes or releases pages. Only a
-    page of the same tenant is continued: how many tokens were found shows whether they were sent
+    page of the same tenant is continued: how many tokens are cached shows whether they were sent
     before, and of a page each token could be guessed by itself.
 
     tokens  int32[T] as of `start`

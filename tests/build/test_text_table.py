@@ -155,6 +155,25 @@ def test_what_cannot_be_counted_is_a_warning(cache, caplog):
     assert "no n-gram table of ordinary text" in caplog.text
 
 
+def test_a_table_that_the_cache_cannot_store_is_the_process_own(cache, monkeypatch, tmp_path):
+    """What is measured where the cache is read-only has it, too. A copy stands for the counting."""
+    tokenizer, ready, used = Tokenizer.byte_level(), tmp_path / "ready", Used()
+    write_table(text_table.count(tokenizer, 300, ["so it goes, " * 99]), ready)
+    copies = "import shutil, sys; print(shutil.copy(*sys.argv[1:]))"
+    popen = text_table.subprocess.Popen
+    monkeypatch.setattr(text_table.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(
+        text_table.subprocess,
+        "Popen",
+        lambda command, **pipes: popen(
+            [sys.executable, "-c", copies, str(ready), command[-1]], **pipes
+        ),
+    )
+    text_table.provide("any", None, tokenizer, 300, used).wait()
+    assert text_table.kept(tokenizer, 300) is used.tables[0]
+    assert not text_table.file_of(tokenizer, 300).exists()
+
+
 def test_tables_belong_to_tokenizers(cache):
     tokenizer = Tokenizer.byte_level()
     assert text_table.file_of(tokenizer, 300) == text_table.file_of(Tokenizer.byte_level(), 300)

@@ -61,8 +61,8 @@ class OpenAIDialect(Dialect):
         self._options = body.stream_options or StreamOptions()
         self._stats, self._timed = body.speculative.stats, body.timings_per_token
         self._predicts = body.prediction is not None
-        told = generation.requests if body.return_token_ids else ()
-        self._prompt_ids = [request.prompt.tolist() for request in told]
+        named = generation.requests if body.return_token_ids else ()
+        self._prompt_ids = [request.prompt.tolist() for request in named]
         self._envelope = {
             "id": generation.id,
             "object": self.chunk_kind if generation.stream else self.whole_kind,
