@@ -96,7 +96,7 @@ def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
 class RoundBuffers:
     """The fixed tensors of one size, on the device of `room`, int32[room_of], at its beginning.
 
-    whole, buffers  the inputs
+    whole, buffers  the inputs; buffers have `start` too, int32[R+1], where each row's nodes begin
     record  int32[3*R*N + R + 3*R*K + ..] the results, in one copy, see `Record`, of which
             `confident` numbers are a draft model's confidences
     blank   the inputs of a round in which no row has a node, up to the masks, which are not read
@@ -109,11 +109,10 @@ class RoundBuffers:
         returned += 2 * size.rows * size.candidates
         returned += size.reported + confident
         self.whole = room[: sum(int(np.prod(shape)) for shape in self._shapes.values())]
-        self.buffers = self.views(self.whole)
-        self.record = torch.zeros(returned, dtype=torch.int32, device=room.device)
         start = np.arange(size.rows + 1, dtype=np.int32) * size.nodes
+        self.buffers = self.views(self.whole) | {"start": torch.from_numpy(start).to(room.device)}
+        self.record = torch.zeros(returned, dtype=torch.int32, device=room.device)
         self.tile = tile_nodes(size.nodes, dims.gqa_group)
-        self.start = torch.from_numpy(start).to(room.device)
         self.tiles = torch.from_numpy(tiles_of(start, self.tile)).to(room.device)
         self.blank = self._blank(dims)
 

@@ -220,7 +220,7 @@ class CudaGraphRunner:
             inputs = kernels.resume(self.future, size, inputs)
         prepared = kernels.prepare(inputs, self._shape)
         geometry = Geometry(
-            start=fixed.start,
+            start=inputs["start"],
             slots=prepared.slots,
             kv_len=inputs["kv_len"],
             table=inputs["table"],

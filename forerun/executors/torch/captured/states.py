@@ -37,6 +37,11 @@ from forerun.networks.layer_spec import GatedDelta
 from forerun.types import AnyArray
 
 
+def _nodes(inputs: RoundInputs) -> StateNodes:
+    names = "slot", "start", "count", "parents", "tree_intervals"
+    return StateNodes(*(inputs[name] for name in names))
+
+
 class RoundStates:
     """The states' part of a round's program, which between rounds knows only what nodes brought,
     and the checkpoints that rounds write.
@@ -52,7 +57,6 @@ class RoundStates:
         about = arch.recurrent
         assert about is not None
         self._about, self._layers, self._width = about, arch.recurrent_layers, about.window
-        self._start: dict[Size, Tensor] = {}
         self._past = torch.zeros(most, about.window, dtype=torch.int32, device=device)
         self._mixed = torch.zeros(self._layers, most, about.channels, device=device)
         self._numbers: DeltaNumbers | None = None
@@ -67,7 +71,7 @@ class RoundStates:
 
     def enter(self, size: Size, inputs: RoundInputs) -> Recur:
         """Return what runs the recurrent layers of one round."""
-        nodes = self._nodes(size, inputs)
+        nodes = _nodes(inputs)
         past = self._past[: size.total]
         past.copy_(self._kernels.ancestors(nodes, self._width))
 
@@ -90,23 +94,11 @@ class RoundStates:
         """Advance the states of rows along paths, bool[R,N] nodes, of the round that ran last;
         other rows' stay. Copy those at ends of pages to the rows of states that `inputs` names.
         """
-        nodes, past = self._nodes(size, inputs), self._past[: size.total]
+        nodes, past = _nodes(inputs), self._past[: size.total]
         path = KeptNodes(kept, inputs["depth"], inputs["kv_len"], inputs["copies"], self._page_size)
         if self._numbers is not None and isinstance(self._about, GatedDelta):
             self._kernels.advance(self._about, self._numbers, self._tables, nodes, past, path)
         self._kernels.shift(self._mixed, self._tables, nodes, past, path)
-
-    def _nodes(self, size: Size, inputs: RoundInputs) -> StateNodes:
-        if size not in self._start:
-            start = torch.arange(size.rows + 1, dtype=torch.int32) * size.nodes
-            self._start[size] = start.to(self._past.device)
-        return StateNodes(
-            inputs["slot"],
-            self._start[size],
-            inputs["count"],
-            inputs["parents"],
-            inputs["tree_intervals"],
-        )
 
     def _of_layer(self, layer: int) -> StateTables:
         windows, matrices = self._tables.windows, self._tables.matrices
