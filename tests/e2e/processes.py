@@ -196,6 +196,18 @@ def serving(tmp_path, wait=True, **options):
             process.wait()
 
 
+@contextmanager
+def sound(tmp_path, **options):
+    """As `serving`: a server that has answered once, and at the end holds nothing and has logged no
+    failure of its own.
+    """
+    with serving(tmp_path, **options) as server:
+        assert server.complete(max_tokens=1).status_code == 200
+        yield server
+        assert server.idle()
+        assert "Traceback" not in server.logged()
+
+
 def request_bytes(path, body, **headers):
     """A POST as it goes over the wire."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -7,7 +7,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from tests.e2e.processes import PATIENCE, read_until, request_bytes, serving, wait_for
+from tests.e2e.processes import PATIENCE, read_until, request_bytes, serving, sound, wait_for
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -22,18 +22,15 @@ TWO = pytest.param(["toy", "other"], marks=pytest.mark.slow)
 def server(request, tmp_path_factory):
     """A server of one model, or of two with one loaded."""
     given = {"settings": {"max_body_bytes": LIMIT}, "models": request.param}
-    with serving(tmp_path_factory.mktemp("bad"), **given) as server:
-        assert server.complete(max_tokens=1).status_code == 200
+    with sound(tmp_path_factory.mktemp("bad"), **given) as server:
         yield server
-        assert "Traceback" not in server.logged()
 
 
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory):
     """One whose clients have a second for a body, which on a loaded machine others need, too."""
-    with serving(tmp_path_factory.mktemp("hasty"), settings={"send_seconds": 1.0}) as server:
+    with sound(tmp_path_factory.mktemp("hasty"), settings={"send_seconds": 1.0}) as server:
         yield server
-        assert "Traceback" not in server.logged()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from http.client import HTTPResponse
 import httpx
 import pytest
 
-from tests.e2e.processes import read_until, request_bytes, serving, wait_for
+from tests.e2e.processes import read_until, request_bytes, serving, sound, wait_for
 
 LONG = {"prompt": "Hi", "temperature": 0, "max_tokens": 4000, "ignore_eos": True}
 PLAIN = {**LONG, "speculative": {"enabled": False}}
@@ -24,18 +24,15 @@ PLAIN = {**LONG, "speculative": {"enabled": False}}
 def server(request, tmp_path_factory):
     """A toy that takes 5 ms per step, so 4,000 tokens take 20 s; alone, or one of two models."""
     given = {"settings": {"keep_alive_seconds": 0.2}, "models": request.param}
-    with serving(tmp_path_factory.mktemp("streams"), delay=0.005, **given) as server:
-        assert server.complete(max_tokens=1).status_code == 200
+    with sound(tmp_path_factory.mktemp("streams"), delay=0.005, **given) as server:
         yield server
-        assert "Traceback" not in server.logged()
 
 
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory):
     """One that drops slow clients soon, which on a loaded machine anybody may be."""
-    with serving(tmp_path_factory.mktemp("hasty"), settings={"send_seconds": 3.0}) as server:
+    with sound(tmp_path_factory.mktemp("hasty"), settings={"send_seconds": 3.0}) as server:
         yield server
-        assert "Traceback" not in server.logged()
 
 
 @pytest.fixture(autouse=True)

@@ -163,8 +163,9 @@ def test_drafts_and_texts_are_those_of_single_passes(
     priced(monkeypatch, outcomes.append)
     rounds, eager, _ = targets(method, page)
     # One draft token a step: three times the steps, so that as many can be right.
-    prompts = [text[:12] for text in learned[1][:3]] if method == "EAGLE" else PROMPTS
-    requests = asked(temperature, 36 if shape == "one" else 12, prompts)
+    head = method == "EAGLE"
+    prompts = [text[:12] for text in learned[1][:3]] if head else PROMPTS
+    requests = asked(temperature, 36 if shape == "one" else 22 if head else 12, prompts)
     changes = SHAPES[shape]
     (found, _), drafts, few = noted.during(answered, rounds, requests, 3, **changes)
     less = Counter((*what[:2], round(what[2], 3), what[3]) for what in outcomes)
@@ -175,7 +176,8 @@ def test_drafts_and_texts_are_those_of_single_passes(
     assert counts(found) == counts(expected)
     same_drafts(drafts, others, 2e-3)
     able = temperature or method not in BLIND
-    least = 2 if method in PAIRED else 5  # A map of 64 tokens is right less often.
+    # A map of 64 tokens is right less often; a head that has learned is, but for hot texts.
+    least = 2 if method in PAIRED else 15 if head and temperature < 1 else 5
     assert sum(accepted for _, accepted in counts(found)) > (least if able else -1)
     assert few < many / 2
     # Of a last draft that nothing is left to verify rounds count the outcome too, and of a node
