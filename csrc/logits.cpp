@@ -16,6 +16,8 @@ constexpr int64_t kWorthTiming = 1 << 22;  // numbers of an output matrix
 constexpr double kReached = 0.4;   // products that a row's draft tokens need, and
 constexpr double kProducts = 1.5;  // those of many rows
 constexpr double kLearn = 0.2, kForget = 0.998;
+// A shorter time says more: what is written for the first time takes twice as long.
+constexpr double kLearnLess = 0.5;
 
 double now() {
     timespec time;
@@ -29,7 +31,8 @@ void HeadTimes::observe(int columns, double seconds) {
     if (columns > kMost) return;
     double& known = seconds_[columns];
     // A thread that lost its core says nothing about products.
-    known = known > 0.0 ? known + kLearn * (std::min(seconds, 1.5 * known) - known) : seconds;
+    const double learn = seconds < known ? kLearnLess : kLearn;
+    known = known > 0.0 ? known + learn * (std::min(seconds, 1.5 * known) - known) : seconds;
 }
 
 int HeadTimes::worthwhile(int least, int most, int rows) {
@@ -38,6 +41,12 @@ int HeadTimes::worthwhile(int least, int most, int rows) {
     const double* another = seconds_ + 1;  // What a small product takes, as far as that is known.
     while (*another <= 0.0) another++;
     const double worth = *another * std::min(kProducts, kReached * rows);
+    // None takes longer than a larger one.
+    for (int columns = most, above = 0; columns > least; columns--) {
+        double& known = seconds_[columns];
+        if (known > 0.0 && above && seconds_[above] < known) known = seconds_[above];
+        if (known > 0.0) above = columns;
+    }
     int best = least;
     for (int columns = least + 1; columns <= most; columns++) {
         if (seconds_[columns] <= 0.0) return columns;

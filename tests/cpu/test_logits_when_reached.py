@@ -169,6 +169,19 @@ def test_a_row_that_the_specification_decides_has_all(models, texts):
     assert rows_computed(models[0], texts, 2, 1, 20) == 22
 
 
+def test_room_for_logits_doubles(models, texts):
+    """New memory for one row more each time would make every such step twice as long."""
+    seen = set()
+    with Driver(models[0]) as driver:
+        models[0].release_scratch()
+        driver.open(0, texts[0][:PROMPT], SAMPLINGS[0])
+        driver.step([Row(0)])
+        for count in range(1, 17):
+            driver.step([Row(0, draft=chain_draft(np.full(count, 3)))])
+            seen.add(models[0]._buffers.step.logits)
+    assert len(seen) <= 5
+
+
 def test_rows_share_a_column(models, texts):
     """Of four rows the roots; where two paths go on, of each as many nodes as the column holds."""
     with Driver(models[0]) as driver:

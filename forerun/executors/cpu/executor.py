@@ -112,8 +112,10 @@ class CpuExecutor(Executor):
         """
         scored = self._sampler.scored(plan, trees)
         buffers = self._buffers
-        if len(scored) > len(self._logits):
-            self._logits = np.empty((len(scored), self.limits.vocab), np.float32)
+        if (count := len(scored)) > (known := len(self._logits)):
+            # Not one row at a time: a product that fills new memory takes three times as long.
+            count = max(count, min(2 * known, self.limits.scored_nodes))
+            self._logits = np.empty((count, self.limits.vocab), np.float32)
         buffers.fill(plan, trees, scored, self._logits)
         step = None if self.states is None else self.states.prepare(plan, trees)
         if step is not None:
