@@ -71,6 +71,7 @@ class CpuExecutor(Executor):
         self._sampler = HostSampler(limits.slots, limits.vocab, cut_offs=True)
         self._buffers = StepBuffers(limits.max_nodes, self._sampler.choosing, self.model.token_rows)
         self._logits = np.empty((0, limits.vocab), np.float32)
+        self._most_scored = limits.scored_nodes
         self.states = (
             CpuStates(self.native_model, limits) if checkpoint.architecture.recurrent else None
         )
@@ -114,8 +115,8 @@ class CpuExecutor(Executor):
         buffers = self._buffers
         if (count := len(scored)) > (known := len(self._logits)):
             # Not one row at a time: a product that fills new memory takes three times as long.
-            count = max(count, min(2 * known, self.limits.scored_nodes))
-            self._logits = np.empty((count, self.limits.vocab), np.float32)
+            room = max(count, min(2 * known, self._most_scored)), self.limits.vocab
+            self._logits = np.empty(room, np.float32)
         buffers.fill(plan, trees, scored, self._logits)
         step = None if self.states is None else self.states.prepare(plan, trees)
         if step is not None:
