@@ -1,17 +1,18 @@
 """What a step of R rows with k nodes each costs on one executor or on several, in turns.
 
     python bench/steps.py [model] [--executors cpu] [--rows 1] [--nodes 1 2 4 8 ...] [--context 200]
-        [--kinds plain shaped] [--clock cpu] [--cores 1] [--kernels all] [--peers] [--json out.json]
+        [--kinds plain cut shaped] [--clock cpu] [--cores 1] [--kernels all] [--peers]
+        [--json out.json]
 
 A row has `context` cached tokens and a chain of random draft tokens, nearly all rejected:
 embedding, norms, products, attention, head, and the choices. Logits are computed of all nodes, but
 on the native core in rows of kind plain: there of the root and of draft tokens that a path reaches
 (decision 0055), so a step takes longer where many of them are accepted. Rounds go over all
 sizes in turn, and over the executors in an order drawn anew, so that a slow moment of the machine
-hits all alike. Rows of kind plain have a temperature, shaped ones penalties, a cut-off and
-log-probabilities too. Milliseconds: minimum and median over the rounds, and, of several
-executors, the quartiles of the rounds' ratios to the first. `--clock cpu` counts the process's
-own time, for a machine that others use.
+hits all alike. Rows of kind plain have a temperature, cut ones top_k and top_p too, shaped ones
+penalties, a cut-off and log-probabilities. Milliseconds: minimum and median over the rounds, and,
+of several executors, the quartiles of the rounds' ratios to the first. `--clock cpu` counts the
+process's own time, for a machine that others use.
 
 Of the native core, "cpu products" are the matrix products alone, "cpu forward" is the step without
 choosing (and the logits that paths reach then), and "cpu reading" is what the weights take to be
@@ -57,6 +58,7 @@ BLOCKS = 3
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 KINDS = {
     "plain": Sampling(temperature=0.8),
+    "cut": Sampling(temperature=0.8, top_k=64, top_p=0.95),
     "shaped": Sampling(temperature=0.8, top_k=50, repetition_penalty=1.1, logprobs=5),
 }
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

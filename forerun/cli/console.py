@@ -198,7 +198,12 @@ def open_shown(config: EngineConfig) -> Target:
     table = text_table_of(target)
     if table is not None and table.counting:
         say("an n-gram table of ordinary text is counted first, once for this tokenizer")
-        table.wait()
+        try:
+            table.wait()
+        except BaseException:  # Interrupted: the caller has no target to close.
+            table.close()
+            target.close()
+            raise
     return target
 
 

@@ -5,6 +5,7 @@ import sys
 import threading
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from forerun.build import text_table
 from forerun.build.drafting import with_shipped
 from forerun.build.engine import make_engine, text_table_of
 from forerun.build.target import open_target
+from forerun.cli import console
 from forerun.client.completion import complete, make_request
 from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafts.ngram_counts import write_table
@@ -132,6 +134,26 @@ def test_an_engine_made_to_be_measured_has_the_kept_table(cache, monkeypatch):
         made.wait()
         assert not made.counting and len(found) == 1
     assert not open_target_config("none").speculative_ngram_text
+
+
+def test_interrupting_the_count_of_a_table_closes_what_was_loaded(monkeypatch):
+    closed = []
+
+    class Counted:
+        counting = True
+
+        def wait(self):
+            raise KeyboardInterrupt
+
+        def close(self):
+            closed.append("table")
+
+    opened = SimpleNamespace(device=None, close=lambda: closed.append("target"))
+    monkeypatch.setattr(console, "open_target", lambda config, report: opened)
+    monkeypatch.setattr(console, "text_table_of", lambda target: Counted())
+    with pytest.raises(KeyboardInterrupt):
+        console.open_shown(EngineConfig(model="toy"))
+    assert closed == ["table", "target"]
 
 
 @pytest.mark.model

@@ -20,7 +20,7 @@ from forerun.train.export import export_head
 from tests.chaos.real_server import NIGHTLY
 from tests.models import tiny
 from tests.parity.tape import on_tape
-from tests.worlds.draft_models import make
+from tests.worlds.draft_models import METHODS, make
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 CASES = 300 if NIGHTLY else 10
@@ -29,16 +29,19 @@ CAPTURED = TORCH | {"max_sequences": 4}
 """Few sizes to capture: a tape keeps all that a pool shares between graphs."""
 
 MODELS = {
-    "prediction layer": {"speculative_algorithm": "NEXTN", "model": "one layer"},
-    "prediction layers": {"speculative_algorithm": "NEXTN", "model": "three layers"},
-    "small model": {"speculative_algorithm": "STANDALONE", "draft": "first layers"},
-    "other vocabulary": {"speculative_algorithm": "STANDALONE", "draft": "poorer"},
-    "block": {"speculative_algorithm": "DFLASH", "draft": "both ways"},
-    "causal block": {"speculative_algorithm": "DFLASH", "draft": "causal"},
+    name: METHODS[name]
+    for name in (
+        "NEXTN",
+        "NEXTN, by depth",
+        "STANDALONE",
+        "STANDALONE, other vocabulary",
+        "DFLASH",
+        "DFLASH, causal",
+    )
 }
-"""Draft models other than heads; draft and model name a folder of `drafts`."""
+"""Draft models other than heads."""
 EAGER = TORCH | {"disable_cuda_graph": True}
-ALWAYS = "torch, other vocabulary", "torch, captured, block"
+ALWAYS = "torch, STANDALONE, other vocabulary", "torch, captured, DFLASH"
 """What `make chaos` runs of those on torch; `make chaos-nightly` runs all."""
 
 CONFIGS = {

@@ -57,8 +57,8 @@ def test_the_walk_of_a_chat_is_short(capsys):
 
         def ask(text):
             body = {"messages": [{"role": "user", "content": text}], "stream": True}
-            told = client.post("/v1/chat/completions", json=body | {"max_tokens": 12, "seed": 1})
-            assert told.text.endswith("data: [DONE]\n\n")
+            reply = client.post("/v1/chat/completions", json=body | {"max_tokens": 12, "seed": 1})
+            assert reply.text.endswith("data: [DONE]\n\n")
 
         ask("Say hello in five words.")
         client.portal.call(walk.__enter__)

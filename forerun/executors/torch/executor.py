@@ -93,7 +93,9 @@ class CapturedRounds:
         on_device_draft: OnDeviceDraftSpec | None,
         masked: bool = False,
     ) -> Size | None:
-        """Return the declared size for rows, in these slots, of so many nodes."""
+        """Return the declared size of a round of `slots`, each row with `nodes` nodes; None if the
+        round must run eagerly.
+        """
         runner, drafting = self.runner, self.runner.drafting
         size = Size(len(slots), nodes)
         more = masked or not self._sampler.choosing.on_device[slots].all()
@@ -107,7 +109,7 @@ class CapturedRounds:
             size = self._shaped.size(size, slots, masked)
         if not (on_device_draft and drafting and np.isin(slots, on_device_draft.slots).any()):
             return runner.runs_as(size)
-        # Fewer levels, where scratch has no room for so many beside these rows.
+        # The largest number of levels whose draft tokens fit into scratch beside these rows.
         for levels in range(on_device_draft.levels, 0, -1):
             larger = size._replace(levels=levels, width=on_device_draft.width)
             if drafting.fits(larger) and (larger_runs := runner.runs_as(larger)):

@@ -104,7 +104,7 @@ def on_device(
     features: Features | None, rows: int, reader: str, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Return [rows,F*H] of any kind of features, for a draft model of the name `reader`. Raises
-    EngineError if they are missing, not so many rows, or another executor's.
+    EngineError if they are missing, have another number of rows, or come from another executor.
     """
     if features is None:
         raise EngineError(f"{reader} was extended without the target's features")

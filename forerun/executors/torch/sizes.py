@@ -99,16 +99,16 @@ PROGRAMS = 264
 
 
 def most_parts(queries: int) -> int:
-    """Return the most parts of a prefix in a step of so many queries: for each part there is room
-    for all queries' sums (triton_attention.py), which long prompts must not multiply. They fill the
-    device with their own tiles.
+    """Return into how many parts a step of `queries` queries may divide a prefix: each part needs
+    memory for the sums of all queries (triton_attention.py). A long prompt gets one: its own tiles
+    fill the device.
     """
     return max(1, MOST_PARTS * FREE_QUERIES // max(queries, FREE_QUERIES))
 
 
 def programs_for(tiles: int, groups: int, most: int = MOST_PARTS) -> int:
-    """Return the number of useful programs, for each of `groups` key/value heads, over so many
-    tiles. most: parts of a prefix; kernels have room for as many as there are programs more than
+    """Return how many programs to start for each of `groups` key/value heads, over `tiles` tiles.
+    most: parts of a prefix; kernels have room for as many as there are programs more than
     tiles.
     """
     spare = max(MOST_PARTS - 1, PROGRAMS // groups - tiles)

@@ -83,8 +83,8 @@ def allocated(
     attention: tuple[AttentionSpec, ...] = (),
     begins: tuple[int, ...] = (),
 ) -> tuple[DraftCache, dict[str, Any]]:
-    """Allocate the cache of a draft model with so many parameters, which is to have `more` bytes
-    beside it. Returns it, and bytes by purpose for /server_info. Raises MemoryPlanError if that
+    """Allocate the cache of a draft model, which needs `more` bytes beside its parameters. Returns
+    the cache, and bytes by purpose for /server_info. Raises MemoryPlanError if that
     does not fit. The rest: as of DraftCache.
     """
     limits, device, dtype = executor.limits, executor.device, executor.dtype
