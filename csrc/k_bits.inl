@@ -30,7 +30,7 @@ FORERUN_INLINE void spread_sixes(const uint8_t* __restrict sixes, uint8_t* __res
     }
 }
 
-// One group's quants of Q5_K as 512 bytes from 0 to 31, in the order of bytes.
+// One group's quants of Q5_K or Q5_0 as 512 bytes from 0 to 31, in the order of bytes.
 FORERUN_INLINE void spread_fives(const uint8_t* __restrict quants, uint8_t* __restrict out) {
     constexpr uint64_t nibble = each_byte(15), bit = each_byte(1);
 #pragma GCC unroll 4

@@ -14,6 +14,7 @@ using forerun::kLanes;
 using forerun::kQ4;
 using forerun::kQ4K;
 using forerun::kQ4M;
+using forerun::kQ5;
 using forerun::kQ5K;
 using forerun::kQ6K;
 using forerun::kMX4;
@@ -78,11 +79,12 @@ template <int Format>
 constexpr int kPieces = Format == kQ6K ? 2 : 1;
 // Formats whose products read quants as they are stored. Those of others are spread into bytes.
 template <int Format>
-constexpr bool kAsStored = Format != kQ5K && Format != kQ6K && Format != kMX4;
+constexpr bool kAsStored =
+    !forerun::has_fifths(Format) && Format != kQ6K && Format != kMX4;
 
 template <int Format>
 FORERUN_INLINE void spread(const uint8_t* quants, uint8_t* bytes) {
-    if (Format == kQ5K) return spread_fives(quants, bytes);
+    if (forerun::has_fifths(Format)) return spread_fives(quants, bytes);
     if (Format == kMX4) return spread_fp4(quants, bytes);
     if (Format != kQ6K) return spread_nibbles(quants, bytes);
     spread_sixes(quants, bytes);
@@ -92,11 +94,15 @@ FORERUN_INLINE void spread(const uint8_t* quants, uint8_t* bytes) {
 // The sums of piece `p` of a group that is spread.
 template <int Format, int R>
 FORERUN_INLINE void dot_spread(const uint8_t* bytes, int p, const Group& x, I8 (&sum)[R][2]) {
-    constexpr int most = Format == kQ6K ? 63 : Format == kQ5K ? 31 : Format == kMX4 ? 24 : 15;
+    constexpr int most = Format == kQ6K                 ? 63
+                         : forerun::has_fifths(Format) ? 31
+                         : Format == kMX4              ? 24
+                                                       : 15;
     for (int r = 0; r < R; r++) {
-        // Takes back what the bytes are larger than what they stand for: 32, and 12.
+        // Takes back what the bytes are larger than what they stand for: 32, 12, and 16.
         const int32_t begin = Format == kQ6K   ? x.excess32[r][p]
                               : Format == kMX4 ? x.excess[r] / 32 * 3
+                              : Format == kQ5  ? x.excess[r] / 8
                                                : 0;
         sum[r][0] = sum[r][1] = splat_int8(begin);
     }
@@ -335,6 +341,7 @@ static void product(const Matrix& w, const Group* x, int rows, int first, int la
         case kQ4: return product_as<kQ4>(w, x, rows, first, last, out);
         case kQ4M: return product_as<kQ4M>(w, x, rows, first, last, out);
         case kQ4K: return product_as<kQ4K>(w, x, rows, first, last, out);
+        case kQ5: return product_as<kQ5>(w, x, rows, first, last, out);
         case kQ5K: return product_as<kQ5K>(w, x, rows, first, last, out);
         case kQ6K: return product_as<kQ6K>(w, x, rows, first, last, out);
         case kQ4Z: return product_as<kQ4Z>(w, x, rows, first, last, out);

@@ -155,6 +155,7 @@ static void product_by_tiles(const Matrix& w, const Group* x, int rows, int firs
         case kQ4: return tiled_product<kQ4>(w, x, rows, first, last, out);
         case kQ4M: return tiled_product<kQ4M>(w, x, rows, first, last, out);
         case kQ4K: return tiled_product<kQ4K>(w, x, rows, first, last, out);
+        case kQ5: return tiled_product<kQ5>(w, x, rows, first, last, out);
         case kQ5K: return tiled_product<kQ5K>(w, x, rows, first, last, out);
         case kQ6K: return tiled_product<kQ6K>(w, x, rows, first, last, out);
         case kQ4Z: return tiled_product<kQ4Z>(w, x, rows, first, last, out);

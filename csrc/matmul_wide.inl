@@ -3,7 +3,7 @@
 //
 // Up to eight rows meet one block at a time, which is then read from memory in one sweep; more rows
 // meet two blocks, four rows at a time, so that each broadcast of activations serves both, or, of
-// K-quants, whose bits take longer to spread, one block, eight rows at a time.
+// K-quants and Q5_0, whose bits take longer to spread, one block, eight rows at a time.
 
 #include "wide_operands.inl"
 
@@ -212,13 +212,13 @@ static void passes_over_blocks(const Matrix& w, int block, const Group* x, int b
 
 template <int Format>
 static void product_as(const Matrix& w, const Group* x, int rows, int first, int last, Target out) {
-    constexpr bool k_quant = forerun::is_k_quant(Format);
-    const bool alone = rows <= 8 || k_quant;
+    constexpr bool slow = forerun::is_k_quant(Format) || Format == kQ5;  // to spread
+    const bool alone = rows <= 8 || slow;
     for (int begin = 0; begin < rows; begin += kWideRowsAtOnce) {
         const int end = rows - begin < kWideRowsAtOnce ? rows : begin + kWideRowsAtOnce;
         int block = first;
         for (; !alone && block + 2 <= last; block += 2) {
-            passes_over_blocks<Format, k_quant ? 1 : 2>(w, block, x, begin, end, out);
+            passes_over_blocks<Format, slow ? 1 : 2>(w, block, x, begin, end, out);
         }
         for (; block < last; block++) passes_over_blocks<Format, 1>(w, block, x, begin, end, out);
     }
@@ -229,6 +229,7 @@ static void product(const Matrix& w, const Group* x, int rows, int first, int la
         case kQ4: return product_as<kQ4>(w, x, rows, first, last, out);
         case kQ4M: return product_as<kQ4M>(w, x, rows, first, last, out);
         case kQ4K: return product_as<kQ4K>(w, x, rows, first, last, out);
+        case kQ5: return product_as<kQ5>(w, x, rows, first, last, out);
         case kQ5K: return product_as<kQ5K>(w, x, rows, first, last, out);
         case kQ6K: return product_as<kQ6K>(w, x, rows, first, last, out);
         case kQ4Z: return product_as<kQ4Z>(w, x, rows, first, last, out);

@@ -118,6 +118,12 @@ Piece read_piece(Source source, int format, const uint8_t* row, int group, int i
             piece.d = half_from_float(std::ldexp(1.0f, (int)row[0] - 128));
             read_nibbles(row + 1, piece);
             return piece;
+        case kFileQ5_0:
+            row += (size_t)group * 22;
+            piece.d = load_half(row);
+            read_nibbles(row + 6, piece);
+            for (int i = 0; i < kGroup; i++) piece.q[i] |= (uint8_t)((row[2 + i / 8] >> i % 8 & 1) << 4);
+            return piece;
         case kFileQ8_0:
             piece.d = load_half(row + (size_t)group * 34);
             memcpy(piece.q, row + (size_t)group * 34 + 2, kGroup);
@@ -142,9 +148,13 @@ void write_piece(int format, const Piece& piece, int group, int channel, uint8_t
         for (int i = 0; i < kGroup; i += 4) memcpy(at + 16 * i, piece.q + i, 4);
         return;
     }
+    uint32_t fifth = 0;
     for (int i = 0; i < kGroup; i += 8) {
-        store_four(at + 8 * i, load_four(piece.q + i) | load_four(piece.q + i + 4) << 4);
+        const uint32_t low = load_four(piece.q + i), high = load_four(piece.q + i + 4);
+        store_four(at + 8 * i, (low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4);
+        fifth |= (low >> 4 & 0x01010101) << i / 4 | (high >> 4 & 0x01010101) << (i / 4 + 1);
     }
+    if (format == kQ5) store_four(at + 256, fifth);
 }
 
 // Where input `i` of the group and channel `lane` lie in a tile of floats: bytes.
@@ -193,6 +203,7 @@ int own_format(Source source) {
         case kFileBF16: return kBF16;
         case kFileQ4Z: return kQ4Z;
         case kFileMXFP4: return kMX4;
+        case kFileQ5_0: return kQ5;
         default: return kQ8;
     }
 }
@@ -222,6 +233,7 @@ size_t source_row_bytes(Source source, int inputs) {
         case kFileQ6_K: return blocks * 210;
         case kFileQ4Z: return groups / 4 * 68;
         case kFileMXFP4: return groups * 17;
+        case kFileQ5_0: return groups * 22;
         case kFileF32: return (size_t)inputs * 4;
         default: return (size_t)inputs * 2;
     }
@@ -276,7 +288,7 @@ void unpack_row(const Matrix& matrix, int channel, float* out) {
         const uint8_t* scales = tile + scales_at(format) + 2 * lane;
         const uint8_t* quants = tile + quants_at(format) + group * group_bytes(format);
         const float d = half_at(scales), m = format == kQ4M ? half_at(scales + 2 * kBlock) : 0.0f;
-        const int zero = format == kQ4Z ? -(int8_t)tile[2 * kBlock + lane] : 8;
+        const int zero = format == kQ4Z ? -(int8_t)tile[2 * kBlock + lane] : format == kQ5 ? 16 : 8;
         const int count = matrix.inputs - base < kGroup ? matrix.inputs - base : kGroup;
         for (int i = 0; i < count; i++) {
             if (format == kQ8) {
@@ -284,7 +296,8 @@ void unpack_row(const Matrix& matrix, int channel, float* out) {
                 continue;
             }
             const uint8_t both = quants[64 * (i / 8) + 4 * lane + i % 4];
-            const int q = i % 8 < 4 ? both & 15 : both >> 4;
+            int q = i % 8 < 4 ? both & 15 : both >> 4;
+            if (format == kQ5) q |= (quants[256 + 4 * lane + i % 4] >> i / 4 & 1) << 4;
             out[base + i] = format == kQ4M   ? d * (float)q + m
                             : format == kMX4 ? d * (float)kFp4[q]
                                              : d * (float)(q - zero);

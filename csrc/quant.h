@@ -8,6 +8,8 @@
 //
 //   Q4    256 B nibbles, half d[16]             w = d * (q - 8)      (GGUF Q4_0)
 //   Q4M   256 B nibbles, half d[16], half m[16] w = d * q + m        (GGUF Q4_1)
+//   Q5    256 B nibbles, 64 B fifth bits,
+//                        half d[16]             w = d * (q - 16)     (GGUF Q5_0)
 //   Q8    512 B bytes,   half d[16]             w = d * q            (GGUF Q8_0, and the rest)
 //   MX4   256 B nibbles, half d[16]             w = d * e[q]         (GGUF MXFP4; kFp4 is e)
 //
@@ -60,6 +62,7 @@ enum Format : int32_t {
     kBF16 = 8,
     kQ4Z = 9,
     kMX4 = 10,
+    kQ5 = 11,
 };
 
 // This header is compiled for several instruction sets. Nothing in it may be shared between
@@ -68,11 +71,13 @@ enum Format : int32_t {
 
 static constexpr bool is_k_quant(int format) { return format >= kQ4K && format <= kQ6K; }
 static constexpr bool is_float(int format) { return format >= kF32 && format <= kBF16; }
+// Whether a quant's fifth bit lies behind its group's nibbles.
+static constexpr bool has_fifths(int format) { return format == kQ5K || format == kQ5; }
 // Whether a tile begins with its scales.
 static constexpr bool scales_first(int format) { return is_k_quant(format) || format == kQ4Z; }
 // Whether low, which is the sum of activations times something, is part of a product.
 static constexpr bool has_offset(int format) {
-    return format != kQ8 && format != kQ6K && format != kMX4;
+    return format != kQ8 && format != kQ6K && format != kMX4 && format != kQ5;
 }
 
 // Groups of a tile, the bytes of one group's quants, and those of a tile's scales.
@@ -84,7 +89,7 @@ static constexpr int group_bytes(int format) {
            : is_float(format) ? 1024
            : format == kQ8    ? 512
            : format == kQ6K   ? 384
-           : format == kQ5K   ? 320
+           : has_fifths(format) ? 320
                               : 256;
 }
 static constexpr int scale_bytes(int format) {
@@ -148,6 +153,7 @@ enum Source : int32_t {
     kFileQ6_K,
     kFileQ4Z,    // of 128 numbers: half d, uint8 z, a byte unused, four times Q4_0's 16 bytes
     kFileMXFP4,  // of 32 numbers: an exponent e, d = 2^(e - 128) in a half's range, 16 bytes likewise
+    kFileQ5_0,
 };
 
 // Twice the numbers of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3).

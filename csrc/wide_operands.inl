@@ -11,6 +11,7 @@ using forerun::kLanes;
 using forerun::kQ4;
 using forerun::kQ4K;
 using forerun::kQ4M;
+using forerun::kQ5;
 using forerun::kQ5K;
 using forerun::kQ6K;
 using forerun::kMX4;
@@ -86,7 +87,7 @@ FORERUN_INLINE void load_operands(const uint8_t* quants, I16 (&w)[kOperands<Form
     if (Format == kQ8) return;
     w[last] = high_nibbles16(bytes);
     for (int k = 0; Format == kMX4 && k <= last; k++) w[k] = fp4_plus_128(w[k]);
-    if (Format != kQ5K) return;
+    if (!forerun::has_fifths(Format)) return;
     const I16 fifth = load_bytes16(quants + 256);
     w[0] = with_fifth16<2 * J % 8>(w[0], fifth);
     w[last] = with_fifth16<(2 * J + 1) % 8>(w[last], fifth);
@@ -96,6 +97,7 @@ FORERUN_INLINE void load_operands(const uint8_t* quants, I16 (&w)[kOperands<Form
 template <int Format>
 FORERUN_INLINE int32_t first_sum(const Group& lanes, int r, int half) {
     if (Format == kQ6K) return lanes.excess32[r % kLanes][half];
+    if (Format == kQ5) return lanes.excess[r % kLanes] / 8;  // -16 times the sum
     return Format == kQ8 || Format == kMX4 ? lanes.excess[r % kLanes] : 0;
 }
 

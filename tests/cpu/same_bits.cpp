@@ -309,7 +309,7 @@ static void compare(const Kernels& k) {
         same(k.name, "choice", choices_by(k, logits), choices_by(plain, logits));
     }
     for (int source : {kFileQ4_0, kFileQ4_1, kFileQ8_0, kFileQ4_K, kFileQ5_K, kFileQ6_K, kFileQ4Z,
-                       kFileMXFP4}) {
+                       kFileMXFP4, kFileQ5_0}) {
         for (int rows = 1; rows <= 130; rows += rows < 17 ? 1 : 7) {
             const int format = own_format((Source)source);
             const int channels = 40, inputs = tile_groups(format) > 1 ? 512 : 96;

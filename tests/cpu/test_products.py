@@ -11,7 +11,7 @@ from forerun.executors.cpu.few_bits import rows_of_bytes, rows_of_tiles
 from tests.covering import every, some_of
 from tests.cpu.twin import quantised
 
-SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5}
+SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5, "Q5_0": 11}
 FLOATS = ("F32", "F16", "BF16")
 K_QUANTS = {"Q4_K": (6, 144, 2), "Q5_K": (7, 176, 2), "Q6_K": (8, 210, 1)}
 """Number, bytes of a block of 256, and how many halves of scales it has."""
@@ -55,7 +55,7 @@ def four_bit_rows(random, kind, channels, inputs):
     return raw, groups.reshape(channels, inputs), eight.reshape(channels, -1)
 
 
-GROUP_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+GROUP_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22}
 """Kinds whose groups of 32 inputs have each a scale, and the bytes of one."""
 
 INSTRUCTION_SETS = native.KERNELS[:-1]  # Compared with plain C++.
@@ -208,8 +208,12 @@ def groups_of(raw, kind):
             yield body[:, 2:].view(np.int8).astype(np.int64), scale, 0 * scale
             continue
         nibbles = body[:, -16:]
-        offset = scale * np.float32(-8) if kind == "Q4_0" else halves[:, 1]
-        yield np.concatenate([nibbles & 15, nibbles >> 4], 1).astype(np.int64), scale, offset
+        numbers = np.concatenate([nibbles & 15, nibbles >> 4], 1).astype(np.int64)
+        if kind == "Q5_0":
+            fifths = np.unpackbits(body[:, 2:6], axis=1, bitorder="little").astype(np.int64)
+            yield numbers + 16 * fifths - 16, scale, 0 * scale
+            continue
+        yield numbers, scale, scale * np.float32(-8) if kind == "Q4_0" else halves[:, 1]
 
 
 @pytest.mark.parametrize("kernels", ["", "portable"])
@@ -230,7 +234,7 @@ def test_groups_are_added_in_the_order_that_is_written(random, kind, kernels):
         sums = (factor * numbers.sum(1).astype(np.float32)).astype(np.float64)
         low = (sums[:, None] * offset + low).astype(np.float32)
     found = multiply(kernels, kind, raw, 19, x)
-    assert np.mean(found == (acc if kind == "Q8_0" else acc + low)) > 0.95
+    assert np.mean(found == (acc if kind in ("Q8_0", "Q5_0") else acc + low)) > 0.95
 
 
 @pytest.mark.parametrize("kernels", ["", "portable"])

@@ -1,42 +1,53 @@
-"""Storage whose numbers are whole ones times a half of each block: the core has them in bytes."""
+"""Storage whose numbers are whole ones times a half of each block: the same as Q8_0's."""
 
 import gguf
 import numpy as np
 import pytest
-from gguf.quants import dequantize, quantize
+from gguf.quants import dequantize
 
 from forerun.checkpoints.gguf.file import GgufCheckpoint
-from forerun.executors.cpu.few_bits import SCALED_BYTES, as_bytes
+from forerun.executors.cpu.few_bits import rows_of_levels
 from tests.cpu.test_logits import SAME, distance, logits_of
 from tests.cpu.twin import forward
 from tests.models import tiny
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
+BLOCK_BYTES = {"Q5_0": 22, "IQ4_NL": 18}
+SAID = {"Q5_0": "Q5_0 as in the file", "IQ4_NL": "IQ4_NL as the same numbers in 8 bits"}
 
 
 def blocks(kind, rows, columns, random):
     """Rows of random blocks, each with a scale that is small enough for logits."""
-    made = random.integers(0, 256, (rows, columns // 32, SCALED_BYTES[kind]), np.uint8)
+    made = random.integers(0, 256, (rows, columns // 32, BLOCK_BYTES[kind]), np.uint8)
     scales = (random.standard_normal(made.shape[:2]) / columns).astype("<f2")
     made[..., :2] = scales[..., None].view(np.uint8)
     return made.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", SCALED_BYTES)
-def test_every_number_is_the_same_bit_for_bit(kind, random):
-    ggml = gguf.GGMLQuantizationType[kind]
-    rows = blocks(kind, 40, 96, random)
+def in_q8_0(kind, rows):
+    """The same numbers as Q8_0, by their meaning."""
+    made = rows.reshape(len(rows), -1, BLOCK_BYTES[kind])
+    scales = made[..., :2].copy().view("<f2")
+    with np.errstate(invalid="ignore", divide="ignore"):
+        meant = dequantize(rows, gguf.GGMLQuantizationType[kind]).reshape(*made.shape[:2], 32)
+        numbers = np.rint(meant / scales.astype(np.float32))
+    whole = np.nan_to_num(numbers).astype(np.int8).view(np.uint8)
+    return np.concatenate([scales.view(np.uint8), whole], -1).reshape(len(rows), -1)
+
+
+def test_every_level_is_the_same_bit_for_bit(random):
+    rows = blocks("IQ4_NL", 40, 96, random)
     rows[0, :2] = np.float16(np.finfo(np.float16).smallest_subnormal).reshape(1).view(np.uint8)
     rows[1, 2:] = 0
     rows[2, 2:] = 255
-    expected = dequantize(rows, ggml)
-    found = dequantize(as_bytes(kind, rows), Q8_0)
+    expected = dequantize(rows, gguf.GGMLQuantizationType.IQ4_NL)
+    found = dequantize(rows_of_levels(rows), Q8_0)
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
     strided = np.repeat(rows, 2, 0)[::2]
-    np.testing.assert_array_equal(as_bytes(kind, strided), as_bytes(kind, rows))
+    np.testing.assert_array_equal(rows_of_levels(strided), rows_of_levels(rows))
 
 
-@pytest.mark.parametrize("kind", SCALED_BYTES)
+@pytest.mark.parametrize("kind", BLOCK_BYTES)
 def test_logits_are_those_of_the_same_numbers_in_q8_0(kind, random, tmp_path, executor):
     hf = tiny.model("llama")
     raw = {
@@ -48,25 +59,15 @@ def test_logits_are_those_of_the_same_numbers_in_q8_0(kind, random, tmp_path, ex
     for stored in (kind, "Q8_0"):
         ggml = gguf.GGMLQuantizationType[stored]
         rows = {
-            name: (each if stored == kind else as_bytes(kind, each), ggml)
+            name: (each if stored == kind else in_q8_0(kind, each), ggml)
             for name, each in raw.items()
         }
         paths[stored] = tiny.write_gguf(hf, tmp_path / f"{stored}.gguf", stored=rows)
     source, same = (GgufCheckpoint(path) for path in paths.values())
     tokens = random.integers(0, tiny.VOCAB, 40)
     made = executor(source, 2)
-    assert f"{kind} as the same numbers in 8 bits" in made.describe()["dtype"]
+    assert SAID[kind] in made.describe()["dtype"]
     found = logits_of(made, tokens)
     assert np.array_equal(found, logits_of(executor(same, 2), tokens))
     assert np.array_equal(found, logits_of(executor(source, kernels="portable"), tokens))
     assert distance(found, forward(source, tokens)) < SAME
-
-
-def test_what_is_rounded_loses_nothing_more_than_its_own_steps(random):
-    """By largest / 127 a block of Q5_0 had an error of .5 percent; now it has none."""
-    values = random.standard_normal((64, 256)).astype(np.float32)
-    rows = quantize(values, gguf.GGMLQuantizationType.Q5_0)
-    meant = dequantize(rows, gguf.GGMLQuantizationType.Q5_0)
-    rounded = dequantize(quantize(meant, Q8_0), Q8_0)
-    kept = dequantize(as_bytes("Q5_0", rows), Q8_0)
-    assert np.array_equal(kept, meant) and not np.array_equal(rounded, meant)

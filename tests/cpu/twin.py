@@ -16,7 +16,7 @@ from tests.twins.gated_delta import Recurrence
 GROUP = 32
 FLOATS = ("F32", "F16", "BF16")
 KEPT = (*FLOATS, "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q5_0", "IQ4_NL")
-"""Storage whose numbers the core keeps, the last two in more bytes."""
+"""Storage whose numbers the core keeps, the last in more bytes."""
 
 
 def quantised(x):

@@ -19,7 +19,7 @@ int main() {
     std::normal_distribution<float> draw(0, 3);
     const Kernels& plain = *choose_kernels("portable");
     int compared = 0;
-    for (int format : {kQ4, kQ4M, kQ8, kQ4K, kQ5K, kQ6K, kQ4Z, kMX4}) {
+    for (int format : {kQ4, kQ4M, kQ8, kQ4K, kQ5K, kQ6K, kQ4Z, kMX4, kQ5}) {
         for (int channels : {16, 40, 100}) {
             Matrix w;
             w.format = format;

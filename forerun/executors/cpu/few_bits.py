@@ -40,27 +40,19 @@ def rows_of_bytes(matrix: FourBits) -> NDArray[np.uint8]:
     return packed.reshape(rows, -1)
 
 
-SCALED_BYTES = {"Q5_0": 22, "IQ4_NL": 18}
-"""ggml's name -> bytes of a block, for storage of 32 whole numbers of one byte each at most, with
-one scale of 16 bits."""
 _LEVELS = np.array(IQ4_NL_LEVELS, np.int8)
 
 
-def as_bytes(kind: str, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def rows_of_levels(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return uint8[rows, 34 for every 32 inputs], the same numbers as Q8_0, of uint8[rows,bytes] in
-    a storage of SCALED_BYTES.
+    IQ4_NL: half d, 16 bytes of 4-bit numbers, each standing for a level.
     """
-    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, SCALED_BYTES[kind])
+    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, 18)
     packed = np.empty((*blocks.shape[:2], 34), np.uint8)
     packed[..., :2] = blocks[..., :2]
-    numbers, nibbles = packed[..., 2:], blocks[..., -16:]
-    numbers[..., :16], numbers[..., 16:] = nibbles & 15, nibbles >> 4
-    if kind == "IQ4_NL":
-        numbers[:] = _LEVELS[numbers].view(np.uint8)
-    else:
-        fifths = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
-        numbers += fifths << 4
-        numbers -= np.uint8(16)  # Two's complement: 240 is -16.
+    levels = _LEVELS.view(np.uint8)
+    packed[..., 2:18] = levels[blocks[..., 2:] & 15]
+    packed[..., 18:] = levels[blocks[..., 2:] >> 4]
     return packed.reshape(len(rows), -1)
 
 

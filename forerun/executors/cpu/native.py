@@ -22,7 +22,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 50
+ABI = 51
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""

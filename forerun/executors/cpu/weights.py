@@ -1,7 +1,7 @@
 """Packs a checkpoint's tensors into the compiled core, in the formats of csrc/quant.h.
 
-Floats, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4 and 4-bit integers in groups of 128 keep the
-file's own numbers exactly, in as many bytes; smaller groups, Q5_0 and IQ4_NL in 8 bits. Other
+Floats, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4 and 4-bit integers in groups of 128 keep
+the file's own numbers exactly, in as many bytes; smaller groups and IQ4_NL in 8 bits. Other
 quants become 8 bits in groups of 32: symmetric, scale = largest / 127 as a half, rounded to
 nearest. Floats become the same if `dtype` requests it, or 4 bits, 16 steps from a group's smallest
 number to its largest, or Q4_K by ggml's rule of the format (csrc/make_q4_k.cpp).
@@ -19,11 +19,10 @@ from forerun.checkpoints.mapped import release
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.few_bits import (
-    SCALED_BYTES,
     TILE,
-    as_bytes,
     check_fp4,
     rows_of_bytes,
+    rows_of_levels,
     rows_of_tiles,
 )
 from forerun.executors.cpu.latent import ABSORBED, absorbed, in_kind
@@ -44,12 +43,14 @@ _KINDS = {
     "Q6_K": (8, 256, 210),
     "4-bit integers": (9, 128, 68),
     "MXFP4": (10, 32, 17),
+    "Q5_0": (11, 32, 22),
 }
 """ggml's name -> `Source` of csrc/quant.h, numbers in a block, bytes of a block."""
 _INT4 = "4-bit integers"
 """One scale and zero point for 128 inputs, or a multiple of that (GPTQ, AWQ)."""
 _SMALL_INT4 = "4-bit integers in groups below 128"
-"""Stored as bytes with the same values."""
+"""Stored as bytes with the same values, and so is _LEVELS."""
+_LEVELS = "IQ4_NL"
 _FLOATS = ("F32", "F16", "BF16")
 BYTES = 2
 """`Format` of 8 bits in groups of 32."""
@@ -153,7 +154,7 @@ def sentence(checkpoint: Checkpoint, dtype: str) -> str:
     unchanged = sorted(kinds & _KINDS.keys() - (names.keys() if parts else set()))
     parts += [f"{', '.join(unchanged)} as in the file"] if unchanged else []
     other = kinds - _KINDS.keys()
-    same = other & {_SMALL_INT4, *SCALED_BYTES}
+    same = other & {_SMALL_INT4, _LEVELS}
     parts += [f"{', '.join(sorted(other - same))} made q8_0"] if other - same else []
     parts += [f"{', '.join(sorted(same))} as the same numbers in 8 bits"] if same else []
     return f"weights {', '.join(parts)}, activations 8 bits in groups of 32"
@@ -304,8 +305,8 @@ class Packer:
             if kind == "MXFP4":
                 check_fp4(rows, name)
             return kind, rows
-        if packed is not None and kind in SCALED_BYTES and not routes(place):
-            return "Q8_0", as_bytes(kind, packed.rows)
+        if packed is not None and kind == _LEVELS and not routes(place):
+            return "Q8_0", rows_of_levels(packed.rows)
         if kind == _INT4 or (kind == _SMALL_INT4 and not routes(place)):
             assert isinstance(self._checkpoint, InFourBits)
             matrix = self._checkpoint.four_bits(name)
