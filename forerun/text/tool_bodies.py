@@ -24,9 +24,12 @@ class CallPiece:
 
 
 class Body(Protocol):
-    """Reads what stands between opener and closer. count = calls begun so far."""
+    """Reads what stands between opener and closer."""
 
-    count: int
+    @property
+    def count(self) -> int:
+        """Calls begun so far."""
+        ...
 
     def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
         """Read the next piece of text: pieces of calls that are certain, text that is left over,
@@ -62,6 +65,11 @@ class JsonCalls:
                 return merged(calls), text[place:], False
         return merged(calls), "", True
 
+    @property
+    def inside(self) -> bool:
+        """Whether an object has begun and not ended."""
+        return self._call is not None
+
     def _closed(self, character: str) -> bool:
         """Return whether a character between calls completes the closer."""
         if not self._closer:
@@ -81,6 +89,58 @@ class JsonCalls:
             news.append(CallPiece(self.count - 1, None, call.arguments))
             call.arguments = ""
         return news
+
+
+class BareCalls:
+    """Objects without an opener, one after the other, in fences or not; anything else ends them.
+
+    objects  reads each of them
+    """
+
+    def __init__(self, objects: JsonCalls) -> None:
+        self._objects = objects
+
+    @property
+    def count(self) -> int:
+        """Calls begun so far."""
+        return self._objects.count
+
+    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
+        """Read the next piece of text (see Body.push)."""
+        calls: list[CallPiece] = []
+        for place, character in enumerate(text):
+            if not self._objects.inside and character not in _BETWEEN_BARE:
+                return merged(calls), text[place:], False
+            calls += self._objects.push(character)[0]
+        return merged(calls), "", True
+
+
+class BareHeads:
+    """How a call begins that has no opener: the name of an offered function comes first.
+
+    A model writes it as its whole answer or in a fence, and at times, as some published templates
+    show it, in two braces.
+    """
+
+    def __init__(self, tools: Tools) -> None:
+        names = [json.dumps(tool["function"]["name"], ensure_ascii=False) for tool in tools]
+        self._heads = Openings(
+            f"{before}{{{inner}{name}"
+            for before in ("", FENCE, f"{FENCE}json", "json")
+            for inner in ('"name":', '{"name":', '"type":"function","name":')
+            for name in names
+        )
+
+    def object_at(self, text: str, place: int) -> int | None:
+        """Return where the object of a call begins whose head begins at this place; -1: there is
+        none, None: more text decides.
+        """
+        head = text[place : place + _LONGEST_HEADER]
+        written = "".join(head.split())
+        if next(self._heads.at(written), None) is not None:
+            return text.rindex("{", place, text.index('"', place))
+        waits = len(head) < _LONGEST_HEADER and (not written or self._heads.begun(written))
+        return None if waits else -1
 
 
 class _JsonCall:
@@ -252,6 +312,10 @@ class Openings:
 
 _DIVIDED = re.compile(r"\s*([\w.:-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
 _LONGEST_HEADER = 512
+FENCE = "```"
+"""What stands around code in Markdown."""
+_BETWEEN_BARE = frozenset("{} \t\r\n`,;")
+"""What may stand around objects without an opener, the second brace of each side among it."""
 NOTHING = object()
 
 

@@ -1,10 +1,11 @@
 r"""Tool calls in a model's own words: which words they are, and reading them as they come.
 
-A format is a way of writing calls that models were trained on. All of them have a text that
-begins calls; what precedes it is ordinary content.
+A format is a way of writing calls that models were trained on. Nearly all have a text that begins
+calls; what precedes it is ordinary content. Models of the first two also leave it out, as Qwen2.5
+Coder does: an answer, or a fence in it, that begins with an offered function's name is a call.
 
     hermes   <tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>     Hermes, Qwen
-    llama3   {"name": "f", "parameters": {...}}, the whole answer           Llama 3
+    llama3   {"name": "f", "parameters": {...}}, without an opener           Llama 3
     mistral  [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]           Mistral
     mistral-args  [TOOL_CALLS]f[ARGS]{...}, one after the other         newer ones of Mistral
     granite  <|tool_call|>[{"name": "f", "arguments": {...}}, ...]             Granite 3
@@ -40,6 +41,9 @@ from forerun.text.tagged_calls import (
     GlmCalls,
 )
 from forerun.text.tool_bodies import (
+    FENCE,
+    BareCalls,
+    BareHeads,
     Body,
     CallPiece,
     DividedCall,
@@ -61,9 +65,10 @@ class Parsed:
 class ToolFormat:
     """How a model writes calls.
 
-    opener     begins one call or a list of them; "" = calls are an answer that begins with `{`
+    opener     begins one call or a list of them; "" = calls have none
     closer     ends what the opener began; "" = the end of the arguments or of the answer does
     arguments  the key of the arguments, if calls are JSON
+    alone      such a call may do without an opener (BareHeads)
     divider    stands between name and arguments, if they are separate
     listed     calls are a JSON list, which is opened once
     each       begins and ends one call among several
@@ -84,6 +89,7 @@ class ToolFormat:
     quote: str = ""
     tags: FunctionTags | None = None
     together: bool = False
+    alone: bool = False
 
     @property
     def ends_thoughts(self) -> tuple[str, ...]:
@@ -98,8 +104,8 @@ class ToolFormat:
         return tuple(filter(None, (self.opener, self.closer, self.divider, self.quote, *self.each)))
 
 
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
-LLAMA3 = ToolFormat("llama3", "", "", "parameters")
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments", alone=True)
+LLAMA3 = ToolFormat("llama3", "", "", "parameters", alone=True)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "]", "arguments", listed=True)
 GRANITE = ToolFormat("granite", "<|tool_call|>", "]", "arguments", listed=True)
 PHI4 = ToolFormat("phi4", "<|tool_call|>", "<|/tool_call|>", "arguments")
@@ -191,7 +197,11 @@ class ToolReader:
 
     def __init__(self, format: ToolFormat, tools: Tools) -> None:
         self._format = format
-        self._body: Body = JsonCalls(format.closer)
+        objects = JsonCalls(format.closer)
+        self._body: Body = objects
+        self._bare = BareCalls(objects)
+        self._heads = BareHeads(tools) if format.alone else None
+        self._reading: Body = objects
         if format is GLM:
             self._body = GlmCalls(tools, format.closer)
         elif format.tags is not None:
@@ -246,14 +256,14 @@ class ToolReader:
             return Parsed(self._no_call() + (held if not self._read else ""))
         return Parsed(held.rstrip() if self.called else held)
 
-    def _enter(self, opener: str, rest: str) -> None:
+    def _enter(self, body: Body, opener: str, rest: str) -> None:
         self._inside, self._read, self._unread = True, False, [opener]
-        self._held = rest
+        self._reading, self._held = body, rest
 
     def _within(self) -> Sequence[CallPiece]:
         """Let the body read. What it reads before it finds a call may be none."""
         text = self._held
-        calls, self._held, self._inside = self._body.push(text)
+        calls, self._held, self._inside = self._reading.push(text)
         self._read = self._read or bool(calls)
         if self._read:
             self._unread.clear()
@@ -270,32 +280,43 @@ class ToolReader:
     def _outside(self) -> str:
         """Move content out; hold back white space and what may begin a call."""
         text, opener, bare = self._held, self._format.opener, self._format.bare
-        if not opener:
-            return self._outside_llama()
-        at = text.find(opener)
+        at = text.find(opener) if opener else -1
+        if self._heads is not None and (found := self._head_before(at)) is not None:
+            begin, brace = found
+            content = text[:begin].rstrip()
+            if brace < 0:
+                self._held = text[len(content) :]
+            else:
+                self._enter(self._bare, text[len(content) : brace], text[brace:])
+            return content
         alone = text.find(bare, 0, at if at >= 0 else None) if bare else -1
         if alone >= 0:
             content = text[:alone].rstrip()
-            self._enter(text[len(content) : alone], text[alone:])
+            self._enter(self._body, text[len(content) : alone], text[alone:])
             return content
         if at >= 0:
             content = text[:at].rstrip()
-            self._enter(text[len(content) : at] + opener, text[at + len(opener) :])
+            self._enter(self._body, text[len(content) : at] + opener, text[at + len(opener) :])
             return content
-        held = max(overlap(text, opener), overlap(text, bare) if bare else 0)
+        marks = filter(None, (opener, bare, FENCE if self._format.alone else ""))
+        held = max(overlap(text, mark) for mark in marks)
         cut = len(text[: len(text) - held].rstrip())
         self._held = text[cut:]
         return text[:cut]
 
-    def _outside_llama(self) -> str:
-        """Handle text outside of calls in Llama's format: only an answer that begins with a brace
-        is a call.
+    def _head_before(self, opener: int) -> tuple[int, int] | None:
+        """Return where a call begins that has no opener, and its object's brace, -1 where more text
+        decides; None if there is none before place `opener` (-1: anywhere).
         """
-        text = self._held
-        if not self._spoke and not text.strip():
-            return ""
-        if (not self._spoke or self.called) and text.lstrip().startswith("{"):
-            self._enter("", text)
-            return ""
-        self._held = ""
-        return text
+        assert self._heads is not None
+        text, fence = self._held, -len(FENCE)
+        place = fence if self._spoke and not self.called else 0
+        while place <= opener or opener < 0:
+            brace = self._heads.object_at(text, place) if place >= 0 else -1
+            if brace is None or brace >= 0:
+                return place, -1 if brace is None else brace
+            fence = text.find(FENCE, fence + len(FENCE))
+            if fence < 0:
+                return None
+            place = fence
+        return None

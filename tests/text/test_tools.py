@@ -188,6 +188,43 @@ VECTORS = [
         [],
     ),
     (LLAMA3, '{"colour": "red"} is JSON', '{"colour": "red"} is JSON', []),
+    (LLAMA3, '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
+    (
+        LLAMA3,
+        '{"type": "function", "name": "now", "parameters": {"a": 1}}',
+        "",
+        [["now", '{"a": 1}']],
+    ),
+    (
+        HERMES,
+        f'```json\n{{\n  "name": "weather",\n  "arguments": {OSLO}\n}}\n```',
+        "",
+        [["weather", OSLO]],
+    ),
+    (HERMES, f'{{"name": "weather", "arguments": {OSLO}}}', "", [["weather", OSLO]]),
+    (HERMES, f'{{{{"name": "weather", "arguments": {OSLO}}}}}', "", [["weather", OSLO]]),
+    (
+        HERMES,
+        f'I look:\n\n```\n{{"name": "weather", "arguments": {OSLO}}}\n```\n```json\n'
+        '{"name": "now", "arguments": {}}\n```\nThat is it.',
+        "I look:That is it.",
+        [["weather", OSLO], ["now", "{}"]],
+    ),
+    (
+        HERMES,
+        f'{{"name": "weather", "arguments": {OSLO}}}\n'
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+        "",
+        [["weather", OSLO], ["now", "{}"]],
+    ),
+    (HERMES, '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
+    (
+        HERMES,
+        'As JSON:\n```json\n{"name": "Ada"}\n```\nand `code` ```x``` {"name": "me"}',
+        'As JSON:\n```json\n{"name": "Ada"}\n```\nand `code` ```x``` {"name": "me"}',
+        [],
+    ),
+    (HERMES, '```json\n{"name": "no', '```json\n{"name": "no', []),
     (
         MISTRAL,
         f'Sure. [TOOL_CALLS] [{{"name": "weather", "arguments": {OSLO}}}, '
