@@ -31,9 +31,12 @@ def saved(path, name, group, family="llama", **changes):
     return FolderCheckpoint(folder)
 
 
-@pytest.mark.parametrize(("group", "name"), some_of(every([128, 32], FORMATS), values))
+@pytest.mark.parametrize(
+    ("group", "name"), [*some_of(every([128, 32], FORMATS), values), (2 * TILE, "awq")]
+)
 def test_logits_are_those_of_the_files_numbers(executor, random, tmp_path, name, group):
-    source = saved(tmp_path, name, group)
+    """Groups of several tiles keep their scales, too."""
+    source = saved(tmp_path, name, group, intermediate_size=512)
     made = executor(source, 2)
     small = " in groups below 128 as the same numbers in 8 bits"
     kept = " as in the file" if group % TILE == 0 else small
@@ -42,13 +45,6 @@ def test_logits_are_those_of_the_files_numbers(executor, random, tmp_path, name,
     found = logits_of(made, tokens)
     assert distance(found, forward(source, tokens)) < SAME
     assert np.array_equal(found, logits_of(executor(source, kernels="portable"), tokens))
-
-
-def test_groups_of_several_tiles_keep_their_scales(executor, random, tmp_path):
-    source = saved(tmp_path, "awq", 2 * TILE, intermediate_size=512, num_hidden_layers=1)
-    made, tokens = executor(source, 2), random.integers(0, tiny.VOCAB, 20)
-    assert "4-bit integers as in the file" in made.describe()["dtype"]
-    assert distance(logits_of(made, tokens), forward(source, tokens)) < SAME
 
 
 def test_they_take_as_many_bytes_as_in_the_file(tmp_path, executor):

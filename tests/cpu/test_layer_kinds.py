@@ -25,7 +25,7 @@ from tests.cpu.test_products import k_quantised
 from tests.cpu.twin import forward
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
-from tests.parity.test_torch_logits import EXPERTS, FURTHER, GEMMAS, ONLY, own
+from tests.parity.test_torch_logits import EXPERTS, FURTHER, GEMMAS, ONLY, own, windowed
 
 LATER = ("seed_oss", "olmo3", "exaone4", "glm4_moe_lite", "minimax_m2", "ministral3")
 LATER += (*tiny.CONVOLUTIONS, "granitemoehybrid", "gemma4_text", "hunyuan_v1_dense")
@@ -77,11 +77,7 @@ WINDOWS = [(family, n) for family in ("mistral", "qwen2", "qwen3") for n in (1, 
 
 @pytest.mark.parametrize(("family", "window"), WINDOWS)
 def test_contexts_longer_than_the_window(executor, checkpoint, random, family, window):
-    changes = {"sliding_window": window}
-    if family != "mistral":
-        kinds = ["full_attention", "sliding_attention"]
-        changes |= {"use_sliding_window": True, "layer_types": kinds}
-    source = checkpoint(family, None, **changes)
+    source = checkpoint(family, None, **windowed(family, window))
     tokens = random.integers(0, tiny.VOCAB, 180)
     with Driver(executor(source, 2)) as driver:
         driver.open(0, tokens)
@@ -224,7 +220,10 @@ def test_mxfp4_scales_out_of_range_are_named():
     check_fp4(rows, "here")
 
 
-@pytest.mark.parametrize(("family", "kind"), thinned(every(IN_GGUF, ["Q4_1", None]), values))
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    thinned(every([*IN_GGUF, "qwen2", "qwen3"], ["Q4_1", "Q8_0", "BF16", "F16", None]), values),
+)
 def test_every_instruction_set_gives_the_same_bits(executor, checkpoint, random, family, kind):
     source = checkpoint(family, kind, **IN_FILES.get(family, {}))
     tokens = random.integers(0, tiny.VOCAB, 70)
