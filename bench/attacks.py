@@ -243,7 +243,7 @@ def main() -> None:
     if asked.url:
         found[asked.url] = measured(asked.url, asked.model, asked, 2048)
     else:
-        from tests.e2e.processes import serving  # noqa: PLC0415 - where no server is given
+        from tests.worlds.servers import serving  # noqa: PLC0415 - where no server is given
 
         for count in asked.models:
             names = ["toy", "other"][:count] if count > 1 else None

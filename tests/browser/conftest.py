@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.e2e.processes import serving, wait_for
+from tests.worlds.servers import serving, wait_for
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PATIENCE_MS = 120_000

@@ -4,7 +4,7 @@ import json
 import socket
 
 from tests.browser.conftest import opened, streamed
-from tests.e2e.processes import serving
+from tests.worlds.servers import serving
 
 PLAIN = {"max_tokens": 10, "temperature": 0}
 

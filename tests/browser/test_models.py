@@ -12,7 +12,7 @@ from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_models_app
 from forerun.serve.models import Source
 from tests.browser.conftest import findings, opened
-from tests.e2e.processes import wait_for
+from tests.worlds.servers import wait_for
 
 
 def toy():

@@ -30,8 +30,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.chaos.real_server import GOLDEN, Load, Real, forerun_serve, new, wait_for
-from tests.e2e.processes import request_bytes
+from tests.worlds.real_server import GOLDEN, Load, Real, forerun_serve, new, wait_for
+from tests.worlds.servers import request_bytes
 
 LIMITS = {"memory": 0.033, "files": 0.033, "threads": 0.033, "step": 0.33}
 """How much a line through the samples of the second half may rise, of its value at its beginning:

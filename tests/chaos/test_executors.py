@@ -17,10 +17,10 @@ from forerun.measure.fuzz import Fuzzer
 from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
-from tests.chaos.real_server import NIGHTLY
 from tests.models import tiny
 from tests.parity.tape import on_tape
 from tests.worlds.draft_models import METHODS, make
+from tests.worlds.real_server import NIGHTLY
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 CASES = 300 if NIGHTLY else 10

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.chaos.real_server import (
+from tests.worlds.real_server import (
     GOLDEN,
     NIGHTLY,
     PATIENCE,
@@ -19,7 +19,7 @@ from tests.chaos.real_server import (
     forerun_serve,
     wait_for,
 )
-from tests.e2e.processes import ROOT
+from tests.worlds.servers import ROOT
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 KILLS = 200 if NIGHTLY else 25

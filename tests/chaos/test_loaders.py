@@ -23,11 +23,11 @@ from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
 from tests.chaos.agents import ask
 from tests.chaos.mutations import damaged, mutated, safetensors_parts, safetensors_whole
-from tests.chaos.real_server import NIGHTLY
 from tests.fuzz.bounded import bounded
 from tests.models import tiny
 from tests.models.test_ngram_table import VOCAB, counted
 from tests.train.test_export import IDS, TARGET, trained
+from tests.worlds.real_server import NIGHTLY
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 TIMES = 20 if NIGHTLY else 1

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.chaos.proxy import proxied
-from tests.chaos.real_server import (
+from tests.worlds.real_server import (
     NIGHTLY,
     PATIENCE,
     Load,
@@ -17,7 +17,7 @@ from tests.chaos.real_server import (
     forerun_serve,
     wait_for,
 )
-from tests.e2e.processes import request_bytes
+from tests.worlds.servers import request_bytes
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 CONNECTIONS = 10_000 if NIGHTLY else 1_000

@@ -18,9 +18,9 @@ from time import monotonic
 import httpx
 import pytest
 
-from tests.e2e.processes import PATIENCE, ROOT, command_line, status, wait_for
 from tests.models import tiny
 from tests.parallel.test_failure import over
+from tests.worlds.servers import PATIENCE, ROOT, command_line, status, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 

@@ -11,8 +11,8 @@ import re
 import numpy as np
 import pytest
 
-from tests.chaos.real_server import NIGHTLY, forerun_serve
 from tests.lazy import LazyModule
+from tests.worlds.real_server import NIGHTLY, forerun_serve
 
 stats = LazyModule("scipy.stats")
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.chaos.real_server import DENSE, NIGHTLY, PERSON, forerun_serve, strict, wait_for
+from tests.worlds.real_server import DENSE, NIGHTLY, PERSON, forerun_serve, strict, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 TIMES = 600 if NIGHTLY else 60

@@ -3,11 +3,9 @@
 import json
 import subprocess
 import sys
-import time
 from dataclasses import fields, replace
 from functools import cache
 
-import httpx
 import pytest
 
 from forerun.build import tuned
@@ -29,6 +27,7 @@ from forerun.options.flags import NOTHING, configured, own_option
 from forerun.train.export import export_head
 from tests.models import tiny
 from tests.shape.tree import ROOT
+from tests.worlds.servers import started
 
 whole_parser = cache(build_parser)
 
@@ -503,28 +502,14 @@ def test_sglangs_command_line_runs(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_sglangs_entry_starts_a_server():
-    line = "--model-path toy --max-total-tokens 4096 --port 0 --served-model-name mine --json"
+def test_sglangs_entry_starts_a_server(tmp_path):
+    line = "--model-path toy --max-total-tokens 4096 --served-model-name mine"
     line += " --speculative-algorithm NGRAM --speculative-num-draft-tokens 5 --enable-metrics"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "forerun.launch_server", *line.split()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        url = "".join(process.stdout.readline() for _ in range(3)).split('"')[3]
-        transport = httpx.HTTPTransport(retries=3)
-        with httpx.Client(transport=transport, base_url=url[:-3], timeout=120) as client:
-            while (answer := client.get("/v1/models")).status_code == 503:
-                time.sleep(0.05)
-            assert answer.json()["data"][0]["id"] == "mine"
-            config = client.get("/server_info").json()["config"]
-            assert config["speculative_num_draft_tokens"] == 5
-            assert config["speculative_num_steps"] == 4
-    finally:
-        process.terminate()
-        process.communicate()
+    entry = [sys.executable, "-m", "forerun.launch_server", *line.split()]
+    with started(entry, tmp_path / "log") as served:
+        assert served.http.get("/v1/models").json()["data"][0]["id"] == "mine"
+        config = served.http.get("/server_info").json()["config"]
+    assert (config["speculative_num_draft_tokens"], config["speculative_num_steps"]) == (5, 4)
 
 
 def test_the_table_for_people_is_fresh():

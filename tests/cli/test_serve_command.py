@@ -8,8 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -20,28 +18,9 @@ from forerun.cli.serve import read_keys
 from forerun.errors import ConfigError, EngineError
 from forerun.measure.launch import launched
 from forerun.options.config import EngineConfig
+from tests.worlds.servers import started, wait_for
 
 SERVE = [sys.executable, "-m", "forerun.cli", "serve", "--model", "toy", "--kv-tokens", "4096"]
-
-
-@contextmanager
-def serving(*flags, log=subprocess.DEVNULL, **options):
-    """A server, and its address. Its log goes nowhere, or into a file: it would fill a pipe that
-    nobody reads, and a server that waits to write its log answers nobody.
-    """
-    process = subprocess.Popen(
-        [*SERVE, "--port", "0", "--json", *flags],
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        **options,
-    )
-    try:
-        lines = "".join(process.stdout.readline() for _ in range(3))
-        yield process, json.loads(lines)["url"]
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def when_ready(client, **options):
@@ -85,10 +64,10 @@ def test_a_server_that_cannot_begin_leaves_no_engine(monkeypatch, capsys):
 def test_a_server_answers_on_a_port_it_found_and_ends_on_sigterm(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# who may enter\nsecret\n\n")
-    log = (tmp_path / "log").open("w+")
-    with log, serving("--api-key-file", str(keys), log=log) as (process, url):
+    line = [*SERVE, "--api-key-file", str(keys)]
+    with started(line, tmp_path / "log", wait=False) as server:
         transport = httpx.HTTPTransport(retries=3)
-        with httpx.Client(transport=transport, base_url=url, timeout=120) as client:
+        with httpx.Client(transport=transport, base_url=server.url, timeout=120) as client:
             assert client.get("/models").status_code == 401
             key = {"Authorization": "Bearer secret"}
             answer = when_ready(client, headers=key)
@@ -96,10 +75,9 @@ def test_a_server_answers_on_a_port_it_found_and_ends_on_sigterm(tmp_path):
             body = {"prompt": "Hi", "max_tokens": 5, "temperature": 0}
             text = client.post("/completions", json=body, headers=key).json()["choices"][0]["text"]
             assert text == "djell"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 0
-        log.seek(0)
-        said = log.read()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ends() == 0
+        said = server.logged()
     assert said.count("GET /v1/models") == 1, "who is refused has a line, who only looks has none"
     assert "uvicorn" not in said
     shown = [line.split()[0] for line in said.splitlines() if line.startswith("  ")]
@@ -156,15 +134,13 @@ def test_key_files(tmp_path):
             read_keys(bad)
 
 
-def test_more_connections_than_a_shell_allows_files():
+def test_more_connections_than_a_shell_allows_files(tmp_path):
     """Three hundred idle ones, where the shell's limit is 128: the next client is served."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))  # noqa: E731
-    with serving(preexec_fn=few) as (_, url):
-        parts = urlsplit(url)
-        idle = [socket.create_connection((parts.hostname, parts.port)) for _ in range(300)]
-        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
-            assert when_ready(client).status_code == 200
+    with started(SERVE, tmp_path / "log", wait=False, preexec_fn=few) as server:
+        idle = [server.connect() for _ in range(300)]
+        assert wait_for(server.healthy)
         for sock in idle:
             sock.close()
 

@@ -15,7 +15,7 @@ from forerun.errors import ConfigError
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
 from tests.cli.test_width import in_terminal
-from tests.e2e.processes import serving
+from tests.worlds.servers import serving
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ from forerun.options.config import EngineConfig
 from forerun.speculative.tree import DraftSource
 from forerun.types import RequestId
 from tests.cli.toys import toy_loaded
-from tests.e2e.processes import alive, status, wait_for
 from tests.forked import Nursery
+from tests.worlds.servers import alive, status, wait_for
 
 TOY = EngineConfig(model="toy")
 HI = np.array([72, 105], np.int32)
@@ -44,13 +44,13 @@ def forks():
     """Engines are forks of a process that has imported what they import; servers' are not
     (tests/cli/test_serve_command.py).
     """
-    with pytest.MonkeyPatch.context() as patch, Nursery("tests.e2e.toy_engine") as nursery:
+    with pytest.MonkeyPatch.context() as patch, Nursery("tests.worlds.toy_engine") as nursery:
         patch.setattr(engine_start, "subprocess", nursery.subprocess())
         yield
 
 
 def command(config=TOY, **options):
-    program = EngineProgram((sys.executable, "-m", "tests.e2e.toy_engine"), options)
+    program = EngineProgram((sys.executable, "-m", "tests.worlds.toy_engine"), options)
     return EngineCommand(program, config)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.processes import serving
+from tests.worlds.servers import serving
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.real_server import NIGHTLY
+from tests.worlds.real_server import NIGHTLY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 pytest.importorskip("schemathesis")

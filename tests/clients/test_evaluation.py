@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from tests.dialects.asked import ASKED, GREEDY, text_of
-from tests.e2e.processes import PYTHON, ROOT
+from tests.worlds.servers import PYTHON, ROOT
 
 pytestmark = pytest.mark.slow
 

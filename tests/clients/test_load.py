@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import PYTHON, ROOT
+from tests.worlds.servers import PYTHON, ROOT
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("guidellm")

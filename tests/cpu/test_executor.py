@@ -20,9 +20,9 @@ from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token,
 from forerun.interface.plan import Outcome
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
-from tests.e2e.processes import wait_for
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits, scored
+from tests.worlds.servers import wait_for
 
 
 def test_what_it_says_of_itself(executor, checkpoint):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.processes import serving, sound
+from tests.worlds.servers import serving, sound
 
 GUARDED = {"api_keys": ["sesame"], "strict_model_names": True}
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.dialects.asked import ASKED
-from tests.e2e.processes import serving
 from tests.lazy import LazyModule
+from tests.worlds.servers import serving
 
 anthropic = LazyModule("anthropic")
 ollama = LazyModule("ollama")

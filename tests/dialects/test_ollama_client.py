@@ -9,9 +9,9 @@ from forerun import __version__
 from forerun.serve.dialects.ollama.models import _details
 from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, with_two
 from tests.dialects.thoughts import thoughtful
-from tests.e2e.processes import read_until, request_bytes
 from tests.lazy import LazyModule
 from tests.shape.tree import ROOT
+from tests.worlds.servers import read_until, request_bytes
 
 ollama = LazyModule("ollama")
 

@@ -11,8 +11,8 @@ from forerun.serve.dialects.responses.truncation import with_items
 from forerun.serve.http.errors import ApiError
 from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, with_two
 from tests.dialects.thoughts import thoughtful
-from tests.e2e.processes import read_until, request_bytes
 from tests.lazy import LazyModule
+from tests.worlds.servers import read_until, request_bytes
 
 openai = LazyModule("openai")
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.dialects.asked import GREEDY, PLACE, SAMPLED, is_place, with_two
 from tests.dialects.thoughts import TOKENIZER
-from tests.e2e.processes import read_until, request_bytes
 from tests.e2e.test_structured import DENSE
+from tests.worlds.servers import read_until, request_bytes
 
 GENERATE = "/generate"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.processes import sound
+from tests.worlds.servers import sound
 
 
 @pytest.fixture(scope="session")

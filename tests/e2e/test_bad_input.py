@@ -7,7 +7,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from tests.e2e.processes import PATIENCE, read_until, request_bytes, serving, sound, wait_for
+from tests.worlds.servers import PATIENCE, read_until, request_bytes, serving, sound, wait_for
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}

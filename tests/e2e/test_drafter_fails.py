@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.processes import serving
+from tests.worlds.servers import serving
 
 REASON = "speculation is off: the drafter ngram failed with RuntimeError: the draft caught fire"
 BODY = {"max_tokens": 100, "ignore_eos": True}

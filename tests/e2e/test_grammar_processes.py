@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.chaos.real_server import MANY, strict
 from tests.constrain.test_remote_matcher import AMBIGUOUS
-from tests.e2e.processes import serving, wait_for
 from tests.e2e.test_structured import ASKED, CHAT, DENSE
+from tests.worlds.real_server import MANY, strict
+from tests.worlds.servers import serving, wait_for
 
 COMPLETIONS = "/v1/completions"
 

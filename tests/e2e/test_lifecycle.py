@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from tests.e2e.processes import read_until, request_bytes, serving, wait_for
+from tests.worlds.servers import read_until, request_bytes, serving, wait_for
 
 BODY = {"prompt": "Hi", "temperature": 0, "ignore_eos": True, "speculative": {"enabled": False}}
 

@@ -8,7 +8,7 @@ from http.client import HTTPResponse
 import httpx
 import pytest
 
-from tests.e2e.processes import read_until, request_bytes, serving, sound, wait_for
+from tests.worlds.servers import read_until, request_bytes, serving, sound, wait_for
 
 LONG = {"prompt": "Hi", "temperature": 0, "max_tokens": 4000, "ignore_eos": True}
 PLAIN = {**LONG, "speculative": {"enabled": False}}

@@ -9,8 +9,8 @@ import pytest
 from tests.constrain.tools import PERSON, is_person
 from tests.covering import every, some_of, values
 from tests.dialects.asked import with_two
-from tests.e2e.processes import serving
 from tests.lazy import LazyModule
+from tests.worlds.servers import serving
 
 openai = LazyModule("openai")
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.dialects.asked import ASKED, PLACE
-from tests.e2e.processes import alive, read_until, request_bytes, serving, wait_for
 from tests.e2e.test_lifecycle import BODY, code_of
+from tests.worlds.servers import alive, read_until, request_bytes, serving, wait_for
 
 LONG = {**BODY, "max_tokens": 4000}
 BIAS = {str(token): 0.5 for token in range(200)}

@@ -31,9 +31,9 @@ from forerun.executors.torch.parallel.executor import ParallelExecutor
 from forerun.executors.torch.parallel.processes import Ranks
 from forerun.executors.torch.parallel.start import RankStart
 from forerun.options.config import EngineConfig
-from tests.e2e.processes import status, wait_for
 from tests.models import tiny
 from tests.parity.driver import limits
+from tests.worlds.servers import status, wait_for
 
 SLOW = pytest.mark.slow
 PATIENCE = 120.0

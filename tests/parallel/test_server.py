@@ -2,40 +2,24 @@
 sentence of its own. `/health` speaks for all ranks.
 """
 
-import json
 import os
 import signal
-import subprocess
 import threading
 
 import pytest
 
-from tests.e2e.processes import PATIENCE, PYTHON, ROOT, Server, wait_for
 from tests.models import tiny
 from tests.parallel.test_failure import over
+from tests.worlds.servers import PATIENCE, PYTHON, started
 
 
 @pytest.fixture
 def server(tmp_path):
     folder = tiny.save_folder(tiny.model("llama"), tmp_path / "made")
     line = [PYTHON, "-m", "forerun", "serve", str(folder), "--executor", "torch", "--device", "cpu"]
-    line += ["--tp-size", "2", "--threads", "1", "--port", "0", "--json", "--context", "256"]
-    line += ["--kv-tokens", "2048", "--policy", "fixed"]
-    with (tmp_path / "server.log").open("w+") as log:
-        process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
-        try:
-            text = ""
-            while not text.rstrip().endswith("}"):
-                piece = process.stdout.readline()
-                assert piece, (log.seek(0), log.read())
-                text += piece
-            found = Server(process, json.loads(text)["url"], log)
-            assert wait_for(found.healthy), found.logged()
-            yield found
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+    line += ["--tp-size", "2", "--threads", "1", "--context", "256", "--kv-tokens", "2048"]
+    with started([*line, "--policy", "fixed"], tmp_path / "server.log") as found:
+        yield found
 
 
 def stream(server, begun, events):

@@ -3,7 +3,6 @@
 import re
 
 from tests.e2e.drafts import METHODS
-from tests.e2e.processes import ROOT
 from tests.parallel import (
     test_captured_ranks,
     test_experts,
@@ -12,6 +11,7 @@ from tests.parallel import (
     test_window_ranks,
 )
 from tests.parity.driver import SHAPED
+from tests.worlds.servers import ROOT
 
 
 def cells(test):

@@ -1,11 +1,8 @@
 """The command line of SGL-JAX's page on speculative decoding, on small models of the same names."""
 
-import json
 import os
 import re
-import subprocess
 import sys
-import time
 from contextlib import contextmanager
 
 import httpx
@@ -15,6 +12,7 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.heads import Target, Twin
 from tests.shape.tree import ROOT
+from tests.worlds.servers import started
 
 TARGET, DRAFT = "Qwen/Qwen3-32B", "AngelSlim/Qwen3-32B_eagle3"
 PAGE = f"""
@@ -52,25 +50,11 @@ def serving(place, flags, program="tests.parity.sgl_jax", cache=None):
     """The address of a server with these flags, once it is ready. cache: its cache directory."""
     forced = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(ROOT)}
     # In one process, which is where devices are pretended.
-    more = ["--port", "0", "--json", "--kv-tokens", "4096", "--policy", "fixed"]
-    more += ["--no-engine-process"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", program, "serve", *flags, *more],
-        cwd=place,
-        env=os.environ | forced | {"XDG_CACHE_HOME": str(cache or place / "cache")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        url = json.loads("".join(process.stdout.readline() for _ in range(3)))["url"]
-        with httpx.Client(timeout=600) as client:
-            while client.get(f"{url}/models").status_code == 503:
-                time.sleep(0.05)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(60)
+    line = [sys.executable, "-m", program, "serve", *flags, "--no-engine-process"]
+    environment = os.environ | forced | {"XDG_CACHE_HOME": str(cache or place / "cache")}
+    line += ["--kv-tokens", "4096", "--policy", "fixed"]
+    with started(line, place / "log", cwd=place, env=environment) as server:
+        yield server.url
 
 
 def completion(url, **changes):

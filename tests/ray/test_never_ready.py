@@ -13,8 +13,8 @@ from queue import SimpleQueue
 import httpx
 import pytest
 
-from tests.e2e.processes import wait_for
 from tests.ray.test_replicas import PATIENCE, address, replica_processes
+from tests.worlds.servers import wait_for
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -15,7 +15,7 @@ from bench.simulated_fleet import (
     simulated,
 )
 from tests.covering import every, some_of, values
-from tests.e2e.processes import ROOT
+from tests.worlds.servers import ROOT
 
 KINDS = ("round robin", "least load", "prefix")
 CASE = Case(replicas=6, load=2.0, seconds=12.0, seed=3)

@@ -17,9 +17,9 @@ from forerun.serve.dialects.ollama.schema import OllamaChatBody
 from forerun.serve.dialects.responses.schema import ResponsesBody
 from forerun.serve.dialects.sglang.schema import GenerateBody
 from tests.cli.toys import CONFIG, toy_loaded
-from tests.e2e.processes import request_bytes, serving, wait_for
 from tests.serve.test_reported import drafting, folder  # noqa: F401
 from tests.serve.test_reported import serving as served
+from tests.worlds.servers import request_bytes, serving, wait_for
 
 GENERATE = "/generate"
 HELLO = [{"role": "user", "content": "Hi"}]

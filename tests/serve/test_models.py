@@ -28,7 +28,7 @@ from forerun.serve.http.workers import Workers
 from forerun.serve.models import Source
 from forerun.text.json_text import MOST_CONTAINERS
 from tests.covering import spread
-from tests.e2e.processes import alive, wait_for
+from tests.worlds.servers import alive, wait_for
 
 JSON = {"content-type": "application/json"}
 
@@ -414,7 +414,7 @@ def test_nothing_that_is_being_read_is_cut_off_at_the_end(several, path, stage, 
 
 
 def test_an_engine_that_is_killed_is_started_again_and_touches_no_other():
-    command = (sys.executable, "-m", "tests.e2e.toy_engine")
+    command = (sys.executable, "-m", "tests.worlds.toy_engine")
     made = [
         Source(name, (), 1000, EngineCommand(EngineProgram(command, {}), EngineConfig(model="toy")))
         for name in ("a", "b")

@@ -12,7 +12,7 @@ from forerun.serve.app import create_app, create_models_app
 from forerun.serve.http.workers import LARGE, Workers
 from forerun.serve.models import Source
 from forerun.text.chat import ChatTemplate
-from tests.e2e.processes import wait_for
+from tests.worlds.servers import wait_for
 
 PATH = "/v1/responses"
 

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from tests.cli.toys import toy_loaded
-from tests.e2e.processes import wait_for
+from tests.worlds.servers import wait_for
 
 PATIENCE = 300.0
 SETTINGS = ServeSettings(watchdog_seconds=0.1, keep_alive_seconds=0.1)

@@ -1,4 +1,4 @@
-"""The process of a toy server's engine: `python -m tests.e2e.toy_engine FD`; and what it loads."""
+"""The process of a toy server's engine: `python -m tests.worlds.toy_engine FD`."""
 
 import logging
 import sys

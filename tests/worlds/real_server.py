@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
@@ -13,8 +12,8 @@ from typing import IO
 
 import httpx
 
-from tests.e2e import processes
-from tests.e2e.processes import HELD, ROOT, Server, alive, status
+from tests.worlds import servers
+from tests.worlds.servers import HELD, Server, alive, status
 
 NIGHTLY = os.environ.get("CHAOS") == "nightly"
 """The longer profile, `make chaos-nightly`."""
@@ -24,8 +23,8 @@ PATIENCE = 300.0
 
 
 def wait_for(check, seconds=PATIENCE):
-    """See tests.e2e.processes.wait_for."""
-    return processes.wait_for(check, seconds)
+    """See tests.worlds.servers.wait_for."""
+    return servers.wait_for(check, seconds)
 
 
 PLAIN_TEMPLATE = (
@@ -289,33 +288,25 @@ def forerun_serve(tmp_path, *flags, models=1, stderr=None, impatient=False, meas
         popen |= {"env": environment, "pass_fds": (tell,)}
     else:
         module = ["forerun"]
-    line = [sys.executable, "-m", *module, "serve", "--port", "0", "--json"]
+    line = [sys.executable, "-m", *module, "serve", *flags]
     if "--model" not in flags:
         line += served(tmp_path, models)
-    with (tmp_path / "server.log").open("w+") as log, os.fdopen(told, "rb") as answers:
-        popen |= {"stdout": subprocess.PIPE, "stderr": stderr or log, "text": True}
-        process = subprocess.Popen([*line, *flags], cwd=ROOT, **popen)
+    children: list[int] = []
+    popen |= {"stderr": stderr} if stderr else {}
+    with (
+        os.fdopen(told, "rb") as answers,
+        servers.started(line, tmp_path / "server.log", False, **popen) as found,
+    ):
         os.close(tell)
-        children: list[int] = []
         try:
-            text = ""
-            while not text.rstrip().endswith("}"):
-                piece = process.stdout.readline()
-                log.seek(0)
-                assert piece, log.read()
-                text += piece
-            server = Real(process, json.loads(text)["url"], log)
+            server = Real(found.process, found.url, found.log)
             server.told, server.models = answers, TWO if models == 2 else ()
-            server.http.timeout = PATIENCE
             assert wait_for(server.healthy), server.logged()
             yield server
-            if process.poll() is None:
+            if server.process.poll() is None:
                 children = [*server.own()[1:], *server.children()]
         finally:
             for child in children:
                 with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGCONT)
-            process.kill()
-            process.wait()
-            process.stdout.close()
     assert wait_for(lambda: not any(map(alive, children))), "a child outlives the server"

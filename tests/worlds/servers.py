@@ -1,4 +1,4 @@
-"""Starting and ending toy servers, and talking to them over bare sockets."""
+"""Starting and ending servers, toys and commands, and talking to them over bare sockets."""
 
 import json
 import os
@@ -111,7 +111,7 @@ def wait_for(check, seconds=PATIENCE):
 
 
 FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.e2e.toy_server"])
+FORKS.set_forkserver_preload(["tests.worlds.toy_server"])
 """One process imports what a toy server needs, which takes a second, and each server is a fork."""
 
 
@@ -152,7 +152,7 @@ class Forked:
 def in_fork(options, log, environment, told):
     """As if it had been started by a command line."""
     from forerun.client import engine_start
-    from tests.e2e.toy_server import main  # In the fork: that is what takes a second.
+    from tests.worlds.toy_server import main  # In the fork: that is what takes a second.
 
     engine_start.subprocess = Here().subprocess()  # Where it is the first thread that starts it.
 
@@ -170,7 +170,7 @@ class Started(subprocess.Popen):
     """The same by a command line, in another interpreter."""
 
     def __init__(self, options, log):
-        line = [PYTHON, "-m", "tests.e2e.toy_server", json.dumps(options)]
+        line = [PYTHON, "-m", "tests.worlds.toy_server", json.dumps(options)]
         with Path(log).open("ab") as file:
             super().__init__(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=file, text=True)
 
@@ -194,6 +194,31 @@ def serving(tmp_path, wait=True, **options):
         finally:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def started(line, log, wait=True, **popen):
+    """The server of a command line that is told to say as JSON where it listens, which logs into a
+    file; with `wait`, it is loaded.
+    """
+    line = [*line, "--port", "0", "--json"]
+    with Path(log).open("w+") as file:
+        popen = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": file, "text": True} | popen
+        process = subprocess.Popen(line, **popen)
+        try:
+            text = ""
+            while not text.rstrip().endswith("}"):
+                piece = process.stdout.readline()
+                assert piece, Path(log).read_text()
+                text += piece
+            server = Server(process, json.loads(text)["url"], file)
+            if wait:
+                assert wait_for(server.healthy), server.logged()
+            yield server
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A real server process on the toy: `python -m tests.e2e.toy_server '{"delay": 0.01, ...}'`.
+"""A real server process on the toy: `python -m tests.worlds.toy_server '{"delay": 0.01, ...}'`.
 
 What it takes beyond settings: a toy that needs `delay` seconds per step, loading that waits for a
 file `load_when` or fails with `load_error`, an engine that dies of the token `poison`, a drafter
@@ -19,9 +19,9 @@ from forerun.errors import ForerunError
 from forerun.options.config import ServeSettings
 from forerun.serve.models import Source
 from forerun.serve.server import run
-from tests.e2e.toy_engine import config_of, configure_logs, load_toy
+from tests.worlds.toy_engine import config_of, configure_logs, load_toy
 
-ENGINE = (sys.executable, "-m", "tests.e2e.toy_engine")
+ENGINE = (sys.executable, "-m", "tests.worlds.toy_engine")
 
 
 def as_tuples(settings):
