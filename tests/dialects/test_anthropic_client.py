@@ -7,7 +7,6 @@ import pytest
 from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, with_two
 from tests.dialects.thoughts import thoughtful
 from tests.lazy import LazyModule
-from tests.worlds.servers import read_until, request_bytes
 
 anthropic = LazyModule("anthropic")
 
@@ -213,12 +212,3 @@ def test_other_errors(client, guarded):
             ask(other)
         assert refused.value.body["error"]["type"] == "authentication_error"
         assert ask(other.copy(api_key="sesame")).content
-
-
-@with_two()
-def test_a_client_that_leaves_is_noticed(server):
-    body = {"model": "toy", "messages": ASKED, "max_tokens": 4000, "stream": True, **SAMPLED}
-    with server.connect() as sock:
-        sock.sendall(request_bytes("/v1/messages", body))
-        assert b"message_start" in read_until(sock, b"message_start")
-    assert server.idle()

@@ -1,12 +1,14 @@
-"""An answer that fails after it began says so in the words of whom it is for."""
+"""An answer that fails after it began says so in the words of whom it is for; a client that leaves
+is noticed in every dialect.
+"""
 
 import json
 
 import pytest
 
-from tests.dialects.asked import ASKED
+from tests.dialects.asked import ASKED, SAMPLED, with_two
 from tests.lazy import LazyModule
-from tests.worlds.servers import serving
+from tests.worlds.servers import read_until, request_bytes, serving
 
 anthropic = LazyModule("anthropic")
 ollama = LazyModule("ollama")
@@ -83,3 +85,34 @@ def test_whole_answers(hasty, path, body, kind):
     assert answer.status_code == 504
     assert (error if kind is None else error["message"]) == LATE
     assert kind is None or error["type"] == kind
+
+
+LEAVING = {
+    "/v1/messages": (
+        b"message_start",
+        {"model": "toy", "messages": ASKED, "max_tokens": LONG, "stream": True, **SAMPLED},
+    ),
+    "/v1/responses": (
+        b"response.output_text.delta",
+        {"input": "Hi", "max_output_tokens": LONG, "stream": True, **SAMPLED},
+    ),
+    "/api/chat": (
+        b'"done":false',
+        {"messages": ASKED, "options": {**SAMPLED, "num_predict": LONG}},
+    ),
+    "/generate": (
+        b'"text"',
+        {"text": "Hi", "stream": True, "sampling_params": {"max_new_tokens": LONG}},
+    ),
+}
+"""What a stream has begun with by then, and a body, by route."""
+
+
+@with_two()
+@pytest.mark.parametrize("path", LEAVING)
+def test_a_client_that_leaves_is_noticed(server, path):
+    begun, body = LEAVING[path]
+    with server.connect() as sock:
+        sock.sendall(request_bytes(path, body))
+        assert begun in read_until(sock, begun)
+    assert server.idle()

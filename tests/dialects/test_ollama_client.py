@@ -11,7 +11,6 @@ from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, 
 from tests.dialects.thoughts import thoughtful
 from tests.lazy import LazyModule
 from tests.shape.tree import ROOT
-from tests.worlds.servers import read_until, request_bytes
 
 ollama = LazyModule("ollama")
 
@@ -295,15 +294,6 @@ def test_a_body_without_its_type_is_taken_but_not_from_a_web_page(server):
         answer = server.http.post("/api/chat", content=body, headers=page)
         assert answer.status_code == 415 and answer.json().keys() == {"error"}
     assert server.http.post("/v1/chat/completions", content=body).status_code == 415
-
-
-@with_two()
-def test_a_client_that_leaves_is_noticed(server):
-    body = {"messages": ASKED, "options": {**SAMPLED, "num_predict": 4000}}
-    with server.connect() as sock:
-        sock.sendall(request_bytes("/api/chat", body))
-        read_until(sock, b'"done":false')
-    assert server.idle()
 
 
 def test_more_tokens_than_the_context_has_are_cut(server):

@@ -8,7 +8,6 @@ import pytest
 from tests.dialects.asked import GREEDY, PLACE, SAMPLED, is_place, with_two
 from tests.dialects.thoughts import TOKENIZER
 from tests.e2e.test_structured import DENSE
-from tests.worlds.servers import read_until, request_bytes
 
 GENERATE = "/generate"
 
@@ -202,12 +201,3 @@ def test_what_is_wrong_is_said(server, wrong, named):
     answer = server.post(GENERATE, wrong)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == named
-
-
-@with_two()
-def test_a_client_that_leaves_is_noticed(server):
-    body = {"text": "Hi", "sampling_params": params(SAMPLED, max_new_tokens=4000), "stream": True}
-    with server.connect() as sock:
-        sock.sendall(request_bytes(GENERATE, body))
-        read_until(sock, b'"text"')
-    assert server.idle()

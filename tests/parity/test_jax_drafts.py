@@ -19,10 +19,8 @@ from forerun.build.target import open_target
 from forerun.client.completion import make_request
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy
-from forerun.drafters import draft_passes
 from forerun.errors import ModelError
 from forerun.executors.jax import executor as jax_executor
-from forerun.executors.jax.draft_models import level_model
 from forerun.executors.jax.drafts import drafting
 from forerun.executors.jax.drafts.draft_network import Ran
 from forerun.executors.jax.network.attention import Layer
@@ -39,7 +37,7 @@ from tests.drafters.kinds import prediction
 from tests.drafters.prediction import random_layer
 from tests.drafters.served import Cell, Cells, on_xla, settings
 from tests.models import tiny
-from tests.parity.heads import counted, learn, opened, serve, simulated
+from tests.parity.heads import counted, opened, serve
 from tests.parity.test_jax_executor import compilations  # noqa: F401 - a fixture
 from tests.parity.test_rounds_that_draft import mixed, noted, priced  # noqa: F401 - a fixture
 from tests.worlds import answers
@@ -49,7 +47,7 @@ PROMPTS = [
     np.random.default_rng(n).integers(3, 250, 9 + 13 * n).astype(np.int32) for n in (1, 2, 3)
 ]
 SMALL = {"max_sequences": 2, "context": 96, "kv_tokens": 256}
-CHAIN, TREE, TWO = (3, 3, 1), (10, 3, 2), (6, 2, 2)
+CHAIN, TREE = (3, 3, 1), (10, 3, 2)
 """Draft tokens, depth, width. Nothing that was grown is cut off. A third level grows below the best
 two of four nodes, which need not be below the best child of the best one; where there are two
 levels, every node of the first is expanded.
@@ -132,28 +130,6 @@ def test_a_level_stands_one_position_below_the_level_above(quickly, runs_root):
 
 
 # --- any kind ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def all_candidates(monkeypatch):
-    """Noise is looked at for every token: tiny models' distributions are flat."""
-    for module in (draft_passes, drafting, level_model):
-        monkeypatch.setattr(module, "CANDIDATES", tiny.VOCAB)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "shape", "temperature"),
-    covering(every(["STANDALONE, itself", "right, NEXTN"], [CHAIN, TWO], [0.0, 0.8, 1.0]), values),
-)
-def test_what_says_what_the_target_says_is_accepted_whole(
-    cells, all_candidates, name, shape, temperature
-):
-    cell = cells(name)
-    found = cell.served(temperature, shape=shape)
-    _, depth, width = shape
-    assert found.steps == [cell.steps(depth)] * len(cell.prompts)
-    assert width > 1 or found.drafted == found.accepted
 
 
 @pytest.mark.slow
@@ -272,21 +248,6 @@ def judge(folder, learned):
     made = opened(folder, learned[0], **LEARNED)
     yield made
     made.close()
-
-
-@pytest.mark.slow
-def test_served_is_what_the_unrolled_forward_says(target, judge, learned, dense, tmp_path):
-    """Text and every step's acceptance, so both are those of the other executors."""
-    (twin, _), texts = learn(dense, tmp_path), learned[1]
-    prompts = list(texts[:6, :12])
-    plain = serve(judge, prompts, "OFF")
-    served = serve(target, prompts)
-    assert [item.tokens for item in served] == [item.tokens for item in plain]
-    expected = np.zeros(4, int)
-    for prompt, item in zip(prompts, served, strict=True):
-        expected += simulated(twin, np.concatenate([prompt, item.tokens]), len(prompt))
-    assert counted(served) == expected.tolist()
-    assert expected.min() > 0, expected
 
 
 SHAPES = (0.8, 3, 3, 1), (0.0, 7, 3, 2), (1.0, 7, 3, 2)
