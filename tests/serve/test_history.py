@@ -62,46 +62,6 @@ CHATS = [
 ]  # fmt: skip
 
 
-def post(client, path, body):
-    return client.post(path, json=body)
-
-
-@pytest.mark.parametrize(("given", "mended", "named"), CHATS)
-def test_a_history_is_read_as_far_as_it_can_be(client, given, mended, named):
-    body = {"max_tokens": 8, "temperature": 0, "tools": []}
-    answers = [
-        post(client, "/v1/chat/completions", {**body, "messages": m}) for m in (given, mended)
-    ]
-    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
-    first, second = (answer.json() for answer in answers)
-    assert first["choices"] == second["choices"]
-    assert first["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
-    assert answers[0].headers.get(HEADER, "") == named
-    assert HEADER not in answers[1].headers
-    for path in ("/apply-template", "/tokenize", "/v1/chat/completions/input_tokens"):
-        found = [post(client, path, {"messages": m}).json() for m in (given, mended)]
-        assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ([*PLAIN[:2], {**NEXT, "id": 1}], "messages[2].id"),
-        ([*PLAIN[:2], {**NEXT, "content": None}], "messages[2].content"),
-        ([*PLAIN[:2], {**NEXT, "content": [PNG]}], "messages[2].content[0].type"),
-        (
-            [USER, {**NEXT, "tool_calls": [called("{")]}],
-            "messages[1].tool_calls[0].function.arguments",
-        ),
-        ([{"role": "asistant", "content": "Oslo"}, *PLAIN[1:]], "messages[0].role"),
-        ([5, *PLAIN[1:]], "messages[0]"),
-    ],
-)
-def test_what_is_said_anew_is_read_strictly(client, given, named):
-    answer = post(client, "/v1/chat/completions", {"messages": given, "max_tokens": 2})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, named)
-
-
 TEXT = {"type": "text", "text": "Oslo"}
 USE = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}
 RAIN = {"type": "text", "text": "Rain"}
@@ -134,41 +94,6 @@ BLOCKS = [
      "messages[0].content[1]"),
 ]  # fmt: skip
 
-
-@pytest.mark.parametrize(("given", "mended", "named"), BLOCKS)
-def test_blocks_of_a_history(client, given, mended, named):
-    answers = [post(client, "/v1/messages", {"max_tokens": 8, "temperature": 0, "messages": m})
-               for m in (given, mended)]  # fmt: skip
-    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
-    assert answers[0].json()["content"] == answers[1].json()["content"]
-    assert answers[0].headers.get(HEADER, "") == named
-    counts = [
-        post(client, "/v1/messages/count_tokens", {"messages": m}).json() for m in (given, mended)
-    ]
-    assert counts[0] == counts[1]
-
-
-def test_a_marked_thought(client):
-    thought = {"type": "thinking", "thinking": "Hm", "cache_control": {"type": "ephemeral"}}
-    body = {"max_tokens": 2, "messages": [USER, turn(thought, TEXT), NEXT]}
-    answer = post(client, "/v1/messages", body)
-    assert answer.headers[HEADER] == "messages.cache_control"
-
-
-@pytest.mark.parametrize(
-    ("last", "named"),
-    [
-        (turn(IMAGE, role="user"), "messages[2].content[0].type"),
-        (turn(TEXT, role="user", id=1), "messages[2].id"),
-        (turn({**TEXT, "opts": 1}, BROUGHT, role="user"), "messages[2].content[0].opts"),
-    ],
-)
-def test_new_blocks_are_read_strictly(client, last, named):
-    body = {"max_tokens": 2, "messages": [USER, turn(USE), last]}
-    answer = post(client, "/v1/messages", body)
-    assert answer.status_code == 400 and named in answer.json()["error"]["message"]
-
-
 ITEM_CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"x": 1}'}
 ITEM_OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "Rain"}
 PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
@@ -184,42 +109,97 @@ ITEMS = [
     ([USER, ITEM_CALL, {**ITEM_OUTPUT, "output": [{**RAIN, "type": "input_text"}, PICTURE]}],
      [USER, ITEM_CALL, ITEM_OUTPUT], "input[2].output[1]"),
 ]  # fmt: skip
+OLLAMAS = [
+    (
+        [
+            {**USER, "images": ["AA=="]},
+            said({"function": {"name": "f", "arguments": '{"x": 1}'}, "opts": 1}),
+            {"role": "tool", "content": "Rain", "images": ["AA=="]},
+        ],
+        [
+            USER,
+            said({"function": {"name": "f", "arguments": {"x": 1}}}, content=""),
+            {"role": "tool", "content": "Rain"},
+        ],
+        "messages[0].images, messages[1].tool_calls[0].opts, messages[2].images",
+    )
+]
+FEW = {"max_tokens": 8, "temperature": 0}
+BODIES = {
+    "/v1/chat/completions": FEW | {"tools": []},
+    "/v1/messages": FEW,
+    "/v1/responses": {"max_output_tokens": 8, "temperature": 0},
+    "/api/chat": {"stream": False, "options": {"num_predict": 8, "temperature": 0}},
+}
+ANSWERS = {
+    "/v1/chat/completions": lambda said: (said["choices"], said["usage"]["prompt_tokens"]),
+    "/v1/messages": lambda said: said["content"],
+    "/v1/responses": lambda said: said["output"][0]["content"],
+    "/api/chat": lambda said: said["message"],
+}
+COUNTED = {
+    "/v1/chat/completions": (
+        *("/apply-template", "/tokenize", "/v1/chat/completions/input_tokens"),
+    ),
+    "/v1/messages": ("/v1/messages/count_tokens",),
+}
+"""Other routes that read the same messages."""
+SPELLED = {"/v1/responses": "input"}
+HISTORIES = [
+    (path, *case)
+    for path, cases in zip(BODIES, (CHATS, BLOCKS, ITEMS, OLLAMAS), strict=True)
+    for case in cases
+]
 
 
-@pytest.mark.parametrize(("given", "mended", "named"), ITEMS)
-def test_items_of_a_history(client, given, mended, named):
-    answers = [post(client, "/v1/responses", {"max_output_tokens": 8, "temperature": 0, "input": m})
-               for m in (given, mended)]  # fmt: skip
+@pytest.mark.parametrize(("path", "given", "mended", "named"), HISTORIES)
+def test_a_history_is_read_as_far_as_it_can_be(client, path, given, mended, named):
+    field = SPELLED.get(path, "messages")
+    answers = [client.post(path, json=BODIES[path] | {field: m}) for m in (given, mended)]
     assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
-    texts = [answer.json()["output"][0]["content"] for answer in answers]
-    assert texts[0] == texts[1]
+    first, second = (ANSWERS[path](answer.json()) for answer in answers)
+    assert first == second
     assert answers[0].headers.get(HEADER, "") == named
+    assert HEADER not in answers[1].headers
+    for other in COUNTED.get(path, ()):
+        found = [client.post(other, json={"messages": m}).json() for m in (given, mended)]
+        assert found[0] == found[1]
 
 
-def test_new_items_are_read_strictly(client):
-    for last in ({**NEXT, "opts": 1}, {"type": "what"}, {**NEXT, "content": [PICTURE]}):
-        answer = post(client, "/v1/responses", {"input": [USER, ITEM_CALL, ITEM_OUTPUT, last]})
-        assert (answer.status_code, answer.json()["error"]["param"][:8]) == (400, "input[3]")
+ITEMS_SO_FAR = [USER, ITEM_CALL, ITEM_OUTPUT]
+STRICT = [
+    ("/v1/chat/completions", [*PLAIN[:2], {**NEXT, "id": 1}], "messages[2].id"),
+    ("/v1/chat/completions", [*PLAIN[:2], {**NEXT, "content": None}], "messages[2].content"),
+    ("/v1/chat/completions", [*PLAIN[:2], {**NEXT, "content": [PNG]}],
+     "messages[2].content[0].type"),
+    ("/v1/chat/completions", [USER, {**NEXT, "tool_calls": [called("{")]}],
+     "messages[1].tool_calls[0].function.arguments"),
+    ("/v1/chat/completions", [{"role": "asistant", "content": "Oslo"}, *PLAIN[1:]],
+     "messages[0].role"),
+    ("/v1/chat/completions", [5, *PLAIN[1:]], "messages[0]"),
+    ("/v1/messages", [USER, turn(USE), turn(IMAGE, role="user")], "messages[2].content[0].type"),
+    ("/v1/messages", [USER, turn(USE), turn(TEXT, role="user", id=1)], "messages[2].id"),
+    ("/v1/messages", [USER, turn(USE), turn({**TEXT, "opts": 1}, BROUGHT, role="user")],
+     "messages[2].content[0].opts"),
+    ("/v1/responses", [*ITEMS_SO_FAR, {**NEXT, "opts": 1}], "input[3].opts"),
+    ("/v1/responses", [*ITEMS_SO_FAR, {"type": "what"}], "input[3].type"),
+    ("/v1/responses", [*ITEMS_SO_FAR, {**NEXT, "content": [PICTURE]}],
+     "input[3].content[0].type"),
+    ("/api/chat", [{**USER, "images": ["AA=="]}], "messages[0].images"),
+]  # fmt: skip
 
 
-def test_a_history_of_ollama(client):
-    call = {"function": {"name": "f", "arguments": '{"x": 1}'}, "opts": 1}
-    given = [
-        {**USER, "images": ["AA=="]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "Rain", "images": ["AA=="]},
-    ]
-    fine = {"function": {"name": "f", "arguments": {"x": 1}}}
-    mended = [USER, {"role": "assistant", "content": "", "tool_calls": [fine]},
-              {"role": "tool", "content": "Rain"}]  # fmt: skip
-    options = {"num_predict": 8, "temperature": 0}
-    answers = [post(client, "/api/chat", {"messages": m, "stream": False, "options": options})
-               for m in (given, mended)]  # fmt: skip
-    assert answers[0].json()["message"] == answers[1].json()["message"]
-    named = "messages[0].images, messages[1].tool_calls[0].opts, messages[2].images"
-    assert answers[0].headers[HEADER] == named
-    new = post(client, "/api/chat", {"messages": [{**USER, "images": ["AA=="]}], "stream": False})
-    assert new.status_code == 400
+@pytest.mark.parametrize(("path", "given", "named"), STRICT)
+def test_what_is_said_anew_is_read_strictly(client, path, given, named):
+    answer = client.post(path, json=BODIES[path] | {SPELLED.get(path, "messages"): given})
+    assert answer.status_code == 400 and named in answer.text
+
+
+def test_a_marked_thought(client):
+    thought = {"type": "thinking", "thinking": "Hm", "cache_control": {"type": "ephemeral"}}
+    body = {"max_tokens": 2, "messages": [USER, turn(thought, TEXT), NEXT]}
+    answer = client.post("/v1/messages", json=body)
+    assert answer.headers[HEADER] == "messages.cache_control"
 
 
 def test_mending_is_one_walk():
@@ -239,10 +219,9 @@ def test_arguments_that_are_fine_stay_as_they_are():
 
 
 BEFORE = {"role": "user", "content": "Hi"}
-CALLED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 
 
-@pytest.mark.parametrize("said", ["", " \n", [], [{"type": "text", "text": ""}], [CALLED]])
+@pytest.mark.parametrize("said", ["", " \n", [], [{"type": "text", "text": ""}], [USE]])
 def test_a_last_message_without_text_is_not_continued(client, said):
     """It was refused for a field that the request did not have; Anthropic takes an empty one."""
     body = {"messages": [BEFORE, {"role": "assistant", "content": said}], "max_tokens": 2}
@@ -255,4 +234,4 @@ def test_a_last_message_without_text_is_not_continued(client, said):
         client.post("/v1/messages/count_tokens", json={"messages": messages}).json()["input_tokens"]
         for messages in (body["messages"], [BEFORE])
     ]
-    assert counts[0] == counts[1] or (counts[0] > counts[1] and said == [CALLED])
+    assert counts[0] == counts[1] or (counts[0] > counts[1] and said == [USE])
