@@ -46,7 +46,7 @@ TESTS = {
         "speculative/test_accept.py",
         "speculative/test_draft_tree.py",
     ],
-    S + "verify.py": ["speculative/test_verify.py"],
+    S + "verify.py": ["speculative/test_tree.py"],
     S + "noise.py": ["speculative/test_noise.py", "speculative/test_accept.py"],
     S + "sampling.py": [
         "speculative/test_sampling.py",

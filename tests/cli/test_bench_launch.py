@@ -1,15 +1,28 @@
 """Asking whether a server is up, while it measures what its steps cost."""
 
+import json
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from forerun.measure import launch
+from bench import never_slower, records, steps, structured_output
+from forerun.build import engine
+from forerun.cli.main import main
+from forerun.errors import ConfigError
+from forerun.measure import launch, sized
 from forerun.measure.launch import healthy
+from forerun.measure.paired import median_interval
+from forerun.measure.sized import PUBLISHED, Published, StepSweep, length, measure, speed_ups
+from forerun.measure.workload import labelled, read_prompts, spread
 from forerun.options.config import EngineConfig
 from tests.counted import lines
+from tests.parity.tape import on_tape
 
 
 @contextmanager
@@ -75,3 +88,228 @@ def test_a_launched_server_has_the_options_of_its_command_line_alone(monkeypatch
     (env,) = begun
     assert env["HF_HOME"] == "x" and "PATH" in env
     assert not [name for name in env if name.startswith(("FORERUN", "LLAMA", "VLLM"))]
+
+
+# --- scripts of bench/ that take the engine apart run on the toy, as far as they name what th ----
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Sets the arguments; what the script puts in an engine's place is undone."""
+    monkeypatch.setattr(engine, "ngram_drafter", engine.ngram_drafter)
+    return lambda *words: monkeypatch.setattr(sys, "argv", ["bench", *map(str, words)])
+
+
+@pytest.mark.parametrize("adversary", [False, True])
+def test_speculation_and_none_in_pairs(asked, tmp_path, adversary):
+    out, more = tmp_path / "out.json", ["--adversary"] * adversary
+    asked(2, "--model", "toy", "--rounds", 2, "--prompts", 1, "--tokens", 8, "--out", out, *more)
+    assert never_slower.main() == 0
+    found = json.loads(out.read_text())
+    assert found["same_tokens"] and found["machine"] and found["command"][1] == "2"
+    (row,) = found["rows"]
+    assert len(row["ratios"]) == 2
+    assert not adversary or row["tokens_per_step"] == 1.0
+
+
+def test_structured_output_by_kind(asked, monkeypatch, tmp_path):
+    out, every = tmp_path / "out.json", structured_output.SPEED
+    monkeypatch.setattr(structured_output, "SPEED", {k: every[k] for k in ("choice", "schema")})
+    asked("speed", "--model", "toy", "--tokens", 6, "--requests", 1, "--out", out)
+    structured_output.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["kind"] for row in rows] == ["choice", "schema"]
+    assert all(row["constrained on"]["grammar_ms_per_step"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["steps_onnx", "steps_llamacpp", "server_openvino"])
+def test_a_peers_script_tells_its_arguments_without_the_peer(name):
+    script = Path(__file__).parents[2] / "bench" / "peers" / f"{name}.py"
+    told = subprocess.run(
+        [sys.executable, script, "--help"], capture_output=True, text=True, check=False
+    )
+    assert (told.returncode, told.stderr) == (0, "") and "usage:" in told.stdout
+
+
+def test_an_error_of_forerun_ends_a_script_in_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["steps.py", "nosuchmodel", "--nodes", "1"])
+    with pytest.raises(SystemExit) as ended:
+        records.ended(steps.main)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.startswith("there is no model 'nosuchmodel'")
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (None, 7)])
+def test_how_a_script_ends(error, code):
+    def main():
+        if error:
+            raise error
+        return code
+
+    with pytest.raises(SystemExit) as ended:
+        records.ended(main)
+    assert ended.value.code == code
+
+
+# --- `forerun bench --random-weights` ------------------------------------------------------------
+
+
+def test_a_rate_gives_back_the_published_length():
+    for published in PUBLISHED.values():
+        assert length(published.rate(), published.chain) == pytest.approx(published.tau, abs=1e-9)
+        assert published.tokens(published.chain) == pytest.approx(published.tau, abs=0.01)
+        assert published.tokens(0) == 1.0
+    assert Published(1.0, 7, "").rate() == pytest.approx(0, abs=1e-9)
+    assert length(1.0, 5) == 6
+
+
+def test_speed_up_is_tokens_over_time():
+    free = speed_ups(10.0, {2: 10.0, 4: 10.0, 8: 10.0})
+    for name, published in PUBLISHED.items():
+        assert free[name]["draft_tokens"] == published.chain
+        assert free[name]["speed_up"] == pytest.approx(published.tau, abs=0.01)
+    by_position = speed_ups(10.0, {2: 10.0, 8: 10.0})["llama-3.1-8b MT-bench"]
+    assert by_position == {"draft_tokens": 1.0, "speed_up": 1.73}  # Of more nothing is published.
+    # Where draft tokens cost more than they bring, none is made.
+    dear = speed_ups(10.0, {2: 35.0, 8: 155.0})
+    assert all(gain == {"draft_tokens": 0.0, "speed_up": 1.0} for gain in dear.values())
+
+
+@pytest.mark.slow
+def test_rounds_with_drafting_are_measured_as_one(monkeypatch):
+    on_tape(monkeypatch)
+    report = measure("tiny", "cpu", "float32", StepSweep((1, 2), (1, 2, 4), 32, 2, 1 << 16))
+    for rows, entry in report["batches"].items():
+        assert entry["drafted_within_rounds"] and set(entry["drafted_ms"]) == {2, 4}
+        assert 0 < entry["host_share"] < 1
+        assert {(rows, 1, 0, 0), (rows, 2, 1, 1), (rows, 4, 3, 1)} <= {
+            tuple(size)[:4] for size in report["captured"]
+        }
+    table = "\n".join(sized.lines(report))
+    assert "drafted in the round" in table and "host " in table
+
+
+def test_the_command_measures_and_says_what_is_synthetic(capsys, tmp_path):
+    flags = ["--executor", "torch", "--concurrency", "2,1"]
+    code = main(["bench", "--random-weights", "tiny", *flags, "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert code == 0
+    assert "random weights" in printed
+    assert "SYNTHETIC" in printed
+    found = json.loads((tmp_path / "tiny.json").read_text())
+    assert list(found["batches"]) == ["1", "2"]
+    for entry in found["batches"].values():
+        assert set(entry["step_ms"]) == {"1", "2", "4", "8"}
+        assert all(ms > 0 for ms in (*entry["step_ms"].values(), entry["draft_ms"]))
+        for nodes, ms in entry["drafted_ms"].items():
+            assert ms == entry["step_ms"][nodes] + (int(nodes) - 1) * entry["draft_ms"]
+        assert entry["host_share"] is None and not entry["drafted_within_rounds"]
+    assert found["acceptance"].startswith("synthetic")
+    assert found["floor_ms"] > 0
+
+
+def test_an_unknown_shape_is_named(capsys):
+    code = main(["bench", "--random-weights", "gpt-9", "--executor", "torch"])
+    assert code == 2
+    assert "the shape 'gpt-9' is unknown" in capsys.readouterr().err
+
+
+def test_another_executor_is_not_passed_over_in_silence(capsys):
+    assert main(["bench", "--random-weights", "tiny", "--executor", "jax"]) == 2
+    said = capsys.readouterr().err
+    assert "steps of the torch executor, not of jax" in said and "--launch --executor jax" in said
+
+
+# --- workload ------------------------------------------------------------------------------------
+
+
+def test_messages_and_plain_prompts_are_read(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "Hi"},
+        {"id": "x", "kind": "k", "messages": [{"role": "user", "content": "Ho"}]},
+    ]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    first, second = read_prompts(path)
+    assert first.messages == ({"role": "user", "content": "Hi"},)
+    assert (second.id, second.kind, second.text) == ("x", "k", "Ho")
+    assert labelled(second, "7. ").text == "7. Ho"
+    assert second.text == "Ho"
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2 is not an object"),
+        ("[" * 5000, "line 2 is not JSON"),
+        ("{}", "line 2 needs"),
+        ('{"messages": []}', "line 2 needs"),
+        ('{"messages": [{"role": "user"}]}', "line 2 needs"),
+        ('{"messages": ["hi"]}', "line 2 needs"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, complaint):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line)
+    with pytest.raises(ConfigError, match=complaint):
+        read_prompts(path)
+
+
+def test_a_line_ends_where_json_lines_do(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    line = json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False)
+    path.write_text(line + "\r\n", encoding="utf-8-sig")
+    (prompt,) = read_prompts(path)
+    assert prompt.text == "a\u2028b\x85c"
+
+
+def test_files_that_hold_nothing_or_are_not_there(tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name in ("empty", "binary", "missing"):
+        with pytest.raises(ConfigError, match=name):
+            read_prompts(tmp_path / name)
+
+
+def test_spread_takes_what_was_asked_or_refuses():
+    prompts = read_prompts()
+    assert spread(prompts, None) == prompts
+    assert spread(prompts, 1) == prompts[:1]
+    for count in (0, len(prompts) + 1):
+        with pytest.raises(ConfigError, match="prompts cannot be taken of"):
+            spread(prompts, count)
+
+
+# --- the interval around a median of ratios ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "confidence"),
+    [(1, (1, 1), 0.0), (3, (1, 3), 0.75), (6, (1, 6), 0.96875), (15, (4, 12), 0.96484375),
+     (20, (6, 15), 0.958610534667969), (25, (8, 18), 0.956714332103729)],
+)  # fmt: skip
+def test_ranks_are_those_of_the_tables(count, ranks, confidence):
+    values = [float(value) for value in range(count, 0, -1)]
+    found = median_interval(values)
+    assert (found.low, found.high) == ranks and found.middle == (count + 1) / 2
+    assert found.confidence == pytest.approx(confidence)
+
+
+def test_it_holds_the_median_as_often_as_it_says():
+    random = np.random.default_rng(1)
+    draws = random.lognormal(0.02, 0.1, (4000, 15))
+    held = [low <= np.exp(0.02) <= high for _, low, high, _ in map(median_interval, draws.tolist())]
+    assert np.mean(held) == pytest.approx(0.965, abs=0.012)
+
+
+def test_a_slow_moment_does_not_move_it_far():
+    calm = [1.0 + index / 1000 for index in range(15)]
+    spoilt = [*calm[:13], 0.2, 9.0]
+    assert median_interval(spoilt).low >= 1.0 and median_interval(spoilt).high <= 1.014
+
+
+def test_nothing_has_no_median():
+    with pytest.raises(ValueError, match="no values"):
+        median_interval([])

@@ -10,7 +10,7 @@ from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import MIN_REPEATS
 from forerun.control.step_costs import StepCosts
 from tests.control.steps import FREE, arrays, chain, report_of
-from tests.control.test_fresh_starts import COUNTS, TRUTH
+from tests.control.test_sparse import COUNTS, TRUTH
 from tests.covering import every, some_of, values
 
 STEPS = 160

@@ -18,8 +18,7 @@ from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
 from tests.covering import every, rarely, values
 from tests.models import tiny
-from tests.parallel.test_families import same_texts
-from tests.parallel.test_methods import compared
+from tests.parallel.test_methods import compared, same_texts
 from tests.parallel.test_parts import bytes_read
 from tests.parity.interpreted import load
 from tests.twins.kernels import grouped_loop

@@ -17,7 +17,7 @@ from forerun.executors.torch.parallel.executor import ParallelExecutor
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parallel.test_captured_ranks import ROUNDS, captured, config, texts
-from tests.parallel.test_families import same_texts
+from tests.parallel.test_methods import same_texts
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.worlds.answers import OFF, resumed
 

@@ -6,7 +6,6 @@ from tests.e2e.drafts import METHODS
 from tests.parallel import (
     test_captured_ranks,
     test_experts,
-    test_families,
     test_methods,
     test_window_ranks,
 )
@@ -50,7 +49,7 @@ def test_draft_methods():
 
 def test_parameters_and_families():
     assert row("every sampling parameter")[1:] == (str(len(SHAPED)), "2, 4")
-    assert row("every family")[1:] == (str(len(test_families.ABLE)), "2")
+    assert row("every family")[1:] == (str(len(test_methods.ABLE)), "2")
     (asked,) = cells(test_window_ranks.test_any_schedule_meets_the_same_texts).values()
     assert row("window pages")[1:] == (str(len(asked)), "2")
 

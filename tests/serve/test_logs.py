@@ -1,7 +1,9 @@
 """The server's log: text for people, JSON for machines, no line for what only looks."""
 
+import asyncio
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 from starlette.responses import Response
@@ -11,11 +13,19 @@ from forerun.build.engine import load
 from forerun.cli import serve
 from forerun.cli.command_line import parsed
 from forerun.cli.start_log import StartLog, as_log
+from forerun.engine.metrics import EngineMetrics
+from forerun.engine.stats import Load, SourceCount, snapshot
+from forerun.errors import ConfigError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
 from forerun.serve.http.hosts import AllowedHosts
 from forerun.serve.middleware import RequestMiddleware
+from forerun.serve.observe import draft_alarm
+from forerun.serve.observe.decode_log import DecodeLog
 from forerun.serve.observe.logs import configure_logs
+from forerun.serve.server import uvicorn_config
+from forerun.speculative.tree import DraftSource
+from tests.cli.toys import toy_loaded
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -151,3 +161,81 @@ def test_libraries_speak_under_our_names_and_say_nothing_of_their_own_start(logg
     found = json.loads(line)
     assert (found["logger"], found["level"]) == ("forerun.http", "error")
     assert "ValueError: no\nbody" in found["exception"]
+
+
+# --- decode log ----------------------------------------------------------------------------------
+
+
+LOAD = Load(waiting=2, running=3, pages=100, pages_held=25, pages_evictable=0)
+
+
+def test_a_line_every_so_many_steps():
+    counts, seconds = EngineMetrics(), iter(range(0, 100, 2))
+    state = [snapshot(counts, LOAD)]
+    decode_log = DecodeLog(4, state[0], clock=lambda: float(next(seconds)))
+    state[0] = replace(state[0], steps=3)
+    assert decode_log.look(state[0]) == []
+    state[0] = replace(
+        state[0],
+        steps=4,
+        output_tokens=10,
+        draft_tokens=8,
+        accepted=6,
+        acceptance_length=2.5,
+        prompt_tokens=30,
+        cached_tokens=16,
+    )
+    assert decode_log.look(state[0]) == [
+        "Prefill batch. #new-token: 14, #cached-token: 16, token usage: 0.25, "
+        "#running-req: 3, #queue-req: 2",
+        "Decode batch. #token: 10, #step: 4, token usage: 0.25, accept len: 2.50, "
+        "accept rate: 0.75, gen throughput (token/s): 5.00, #running-req: 3, #queue-req: 2",
+    ]
+    assert decode_log.look(state[0]) == []
+    state[0] = replace(state[0], steps=9, output_tokens=15)
+    (line,) = decode_log.look(state[0])
+    assert "#token: 5, #step: 5" in line and "none drafted" in line
+
+
+def test_a_certificate_that_cannot_be_used(tmp_path):
+    settings = ServeSettings(ssl_keyfile=str(tmp_path / "k"), ssl_certfile=str(tmp_path / "c"))
+    with toy_loaded() as loaded, pytest.raises(ConfigError, match=r"ssl-certfile .* No such file"):
+        uvicorn_config(create_app(loaded, settings), settings)
+
+
+# --- a draft model that is hardly ever right is named once, of whatever kind it is ---------------
+
+
+NONE = snapshot(EngineMetrics(), Load(0, 0, 10, 0, 0))
+
+
+def stats(verified, right, drafts, source=DraftSource.DRAFT_MODEL):
+    counts = SourceCount(source.name.lower(), 1, verified, right), SourceCount("ngram", 1, 900, 0)
+    return replace(NONE, drafts=drafts, by_source=(*counts, SourceCount(counts[0].source, 2, 9, 9)))
+
+
+@pytest.mark.parametrize(
+    ("counted", "warns"),
+    [
+        (stats(200, 19, 300), True),
+        (stats(200, 20, 300), False),
+        (stats(199, 0, 300), False),
+        (stats(1600, 30, 200), False),  # Eight siblings each: 15 % of the drafts.
+        (stats(200, 0, 300, DraftSource.NGRAM), False),
+        (NONE, False),
+    ],
+)
+def test_it_warns_of_few_first_tokens_that_are_right(counted, warns):
+    assert (draft_alarm.seldom_right(counted) is not None) == warns
+
+
+def test_it_warns_once(monkeypatch, caplog):
+    monkeypatch.setattr(draft_alarm, "LOOK_SECONDS", 0.0)
+    asked = iter([NONE, stats(500, 3, 500)])
+
+    async def counted():
+        return next(asked)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(draft_alarm.watch(counted))
+    assert caplog.text.count("3 of 500 first draft tokens were accepted") == 1

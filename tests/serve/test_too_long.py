@@ -6,6 +6,7 @@ from starlette.testclient import TestClient
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from tests.cli.toys import toy_loaded
+from tests.worlds.toy_app import toy_client
 
 
 @pytest.fixture
@@ -41,3 +42,53 @@ def test_a_text_beyond_the_context_is_refused_unencoded(client, path):
     assert "at least" in answer.text
     assert "maximum context length" in answer.text
     assert client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
+
+
+# --- more tokens than the context has ------------------------------------------------------------
+
+
+HEADER = {"x-forerun-fit-max-tokens": "true"}
+USER = [{"role": "user", "content": "Hi"}]
+ROUTES = [
+    ("/v1/chat/completions", {"messages": USER, "max_tokens": 5000}),
+    ("/v1/completions", {"prompt": "Hi", "max_tokens": 5000}),
+    ("/v1/completions", {"prompt": ["Hi", "Hello there"], "max_tokens": 1015}),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 5000}),
+    ("/v1/messages", {"messages": USER, "max_tokens": 5000}),
+    ("/generate", {"text": "Hi", "sampling_params": {"max_new_tokens": 5000}}),
+]
+
+
+@pytest.fixture(scope="module")
+def fitting():
+    with (
+        toy_loaded() as loaded,
+        TestClient(create_app(loaded, ServeSettings(fit_max_tokens=True))) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with toy_client() as client:
+        yield client
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_the_option_and_the_header_cut_max_tokens(fitting, plain, path, body):
+    refused = plain.post(path, json=body)
+    assert refused.status_code == 400 and "context_length_exceeded" in refused.text
+    for answer in (fitting.post(path, json=body), plain.post(path, json=body, headers=HEADER)):
+        assert answer.status_code == 200, answer.text
+        assert "max_tokens (cut to " in answer.headers["x-forerun-ignored"]
+    small = str(body).replace("5000", "3").replace("1015", "3")
+    fine = fitting.post(path, json=eval(small))
+    assert fine.status_code == 200 and "x-forerun-ignored" not in fine.headers
+
+
+def test_a_prompt_that_is_too_long_is_refused_all_the_same(fitting):
+    long = [{"role": "user", "content": "x" * 2000}]
+    answer = fitting.post("/v1/chat/completions", json={"messages": long, "max_tokens": 9})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "context_length_exceeded"
+    assert error["code"] in error["message"] and "maximum context length is" in error["message"]
