@@ -420,6 +420,27 @@ def serve(target, prompts, speculation="EAGLE", tokens=60, temperature=0.0, **ch
         engine.shutdown()
 
 
+def simulated(twin, text, prompt_len, depth=3):
+    """Steps by number of accepted draft tokens of a greedy chain, from the unrolled forward."""
+    known = torch.from_numpy(np.array([text], np.int64))
+    with torch.no_grad():
+        features = twin.dense.run(known, twin.head.head.features)[0]
+        logits = [each[0].argmax(-1) for each in _unrolled(twin, features, known, depth)]
+    best = twin.ids[torch.stack(logits).numpy()]
+    counts = [0] * (depth + 1)
+    decided = prompt_len + 1
+    counts[0] += 1  # The prompt's own step.
+    while decided < len(text):
+        row = decided - 2
+        allowed = min(depth, len(text) - decided - 1)
+        accepted = 0
+        while accepted < allowed and best[accepted, row] == text[row + accepted + 2]:
+            accepted += 1
+        counts[accepted] += 1
+        decided += accepted + 1
+    return counts
+
+
 def counted(completions, depth=3):
     total = np.zeros(depth + 1, int)
     for item in completions:
