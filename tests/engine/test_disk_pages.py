@@ -96,19 +96,6 @@ def test_the_same_text_after_a_restart(engines, name, page_size):
     assert second.stats().store.hits == 1  # Now it is in memory.
 
 
-def test_at_any_temperature_with_several_choices_and_a_longer_text(engines):
-    first = engines()
-    answer(first, ask(prompt=LONG))
-    second = restarted(engines, first)
-    ear = answer(
-        second,
-        ask("a", LONG + "more", temperature=1.0, seed=3, n=2),
-        ask("b", LONG[:70] + "other", temperature=0.7, seed=4),
-    )
-    assert cached(ear, "a") == 96 and cached(ear, "b") == 70
-    assert second.stats().store.hits == 1  # The others found its pages in memory.
-
-
 @pytest.mark.parametrize("name", ["none", "ngram", "oracle", "erratic"])
 def test_rounds_that_overlap(engines, name):
     """Pages come and go while a round runs."""
@@ -154,13 +141,6 @@ def test_short_prompts_are_written_when_they_come_again(engines):
     assert cached(answer(second, ask(prompt=LONG))) == 48
 
 
-def test_answers_are_not_written(engines):
-    first = engines()
-    answer(first, ask(prompt=LONG[:42], max_tokens=60))
-    written(first)
-    assert len(kept(first).store) == 10
-
-
 def test_shutdown_writes_what_waits_and_what_runs(engines):
     engine = engines()
     engine.start()
@@ -173,17 +153,6 @@ def test_shutdown_writes_what_waits_and_what_runs(engines):
     engine.shutdown()
     assert len(kept(engine).store) == 24
     assert cached(answer(engines(), ask(prompt=LONG))) == 95
-
-
-def test_two_servers_at_once(engines):
-    one, two = engines(), engines()
-    answer(one, ask(prompt=LONG))
-    answer(two, ask(prompt=LONG[::-1]))
-    written(one)
-    written(two)
-    three = engines()
-    ear = answer(three, ask("1", LONG), ask("2", LONG[::-1]))
-    assert cached(ear, "1") == cached(ear, "2") == 95
 
 
 def damage(folder, every=97):
@@ -218,16 +187,6 @@ def test_a_record_damaged_while_serving(engines, tmp_path, monkeypatch, bytes_be
     ear = answer(second, ask(prompt=LONG))
     stats = second.stats().store
     assert 0 < cached(ear) < 92 and stats.misses == {"corrupt": 1} and stats.hits == 1
-
-
-def test_segments_that_another_server_deleted(engines, tmp_path):
-    first = engines()
-    answer(first, ask(prompt=LONG))
-    second = restarted(engines, first)
-    for path in (tmp_path / "kv").glob("*/*.pages"):
-        path.unlink()
-    assert cached(answer(second, ask(prompt=LONG))) == 0
-    assert second.stats().store.misses == {"absent": 1}
 
 
 @pytest.mark.parametrize("failing", [0, 1, 7, 20])
@@ -341,28 +300,6 @@ def test_aborted_while_it_waits(engines, monkeypatch):
     assert not kept(second).reading and second.stats().load.pages_held == 0
     go.set()
     written(second)
-
-
-def test_pages_that_were_evicted_before_they_were_written(engines):
-    first = engines(pages=30)
-    answer(first, ask(prompt=LONG))
-    first.forget_prefixes()
-    written(first)
-    stats = first.stats().store
-    assert stats.dropped + len(kept(first).store) == 24
-
-
-def test_a_small_pool(engines):
-    """Pages run out while others run; nobody loses text or waits for ever."""
-    first = engines(pages=64)
-    answer(first, ask("1", LONG), ask("2", LONG[::-1]))
-    second = restarted(engines, first, pages=34, slots=3)
-    answer(
-        second,
-        ask("1", LONG, max_tokens=30),
-        ask("2", LONG[::-1], max_tokens=30),
-        ask("3", "x" * 60, max_tokens=60),
-    )
 
 
 class Sulking(ToyPages):

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forerun.engine.pooling import POOLINGS, PooledPrompt
+from forerun.engine.pooling import POOLINGS
 from forerun.engine.request import Finish, Speculation, Stopping
 from forerun.errors import RequestError
 from forerun.executors.toy import ToyExecutor
-from forerun.interface.executor import Capabilities
 from tests.engine.carrying import CarryingToy
 from tests.engine.toys import Ear, ask, finish, limits, make, run
 
@@ -74,31 +73,6 @@ def test_chunks_preemption_and_cached_prefixes_change_no_bit(pooling):
         assert (cached > 0) == (pooling == "last")
 
 
-def test_sums_do_not_depend_on_chunks():
-    states = np.random.default_rng(0).normal(size=(101, 7)).astype(np.float32)
-    found = set()
-    for size in (1, 2, 7, 50, 101):
-        one = PooledPrompt("mean", 101)
-        for begin in range(0, 101, size):
-            chunk = states[begin : begin + size]
-            assert one.wanted(begin, len(chunk)) == len(chunk)
-            one.add(chunk)
-        assert one.wanted(0, 101) == 0  # Preempted, it runs again.
-        found.add(one.vector().tobytes())
-    assert len(found) == 1
-
-
-def test_an_aborted_one_has_no_vector_and_others_go_on():
-    engine, ear = make(max_nodes=8), Ear()
-    engine.submit(embed("gone"), ear)
-    engine.submit(embed("stays", pooling="last"), ear)
-    engine.step_once()
-    engine.abort("gone")
-    finish(engine)
-    assert (ear.last("gone").finish, ear.last("gone").embedding) == (Finish.ABORT, b"")
-    np.testing.assert_allclose(vector(ear, "stays"), pooled(PROMPT, "last"))
-
-
 def test_states_that_are_not_finite_end_their_own_request_alone():
     class Broken(ToyExecutor):
         def finish(self, round, masks=None):
@@ -123,10 +97,3 @@ def test_states_that_are_not_finite_end_their_own_request_alone():
 def test_what_is_no_embedding_is_refused(wrong, word):
     with pytest.raises(RequestError, match=word):
         make().submit(wrong, Ear())
-
-
-def test_an_executor_without_hidden_states_says_so():
-    executor = ToyExecutor(limits())
-    executor.capabilities = Capabilities()
-    with pytest.raises(RequestError, match="toy makes no embeddings"):
-        make(executor=executor).submit(embed("v"), Ear())

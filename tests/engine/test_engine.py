@@ -8,7 +8,7 @@ import pytest
 
 from forerun.control.policy import FixedPolicy
 from forerun.control.step_costs import StepCosts
-from forerun.engine.request import Finish, Speculation
+from forerun.engine.request import Finish
 from forerun.errors import BusyError, ContextError, EngineError, RequestError
 from forerun.executors.toy import ToyExecutor
 from tests.control.steps import MODEL, PolicyOnTable
@@ -35,26 +35,6 @@ SAMPLED = {"temperature": 0.8, "seed": 7}
 
 
 CHANGES = {}, SAMPLED, SAMPLED | {"top_k": 3, "frequency_penalty": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "page_size"), covering(every(DRAFTERS, CHANGES, [1, 4, 7]))
-)
-def test_text_does_not_depend_on_who_drafts(name, changes, page_size):
-    requests = [ask(str(i), f"Prompt {i % 3}", 24, **changes) for i in range(5)]
-    ear = run(make(name, page_size=page_size, pages=160), *requests)
-    for request in requests:
-        ear.expect(request)
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_preempted_and_resumed_text_is_the_same(name):
-    engine = make(name, page_size=2, pages=20, slots=6)
-    requests = [ask(str(i), f"Prompt {i}", 20, **(SAMPLED if i % 2 else {})) for i in range(6)]
-    ear = run(engine, *requests)
-    for request in requests:
-        ear.expect(request)
-    assert engine.stats().preemptions > 0
 
 
 @pytest.mark.parametrize("draft_ms", [0.0, 100.0])
@@ -109,46 +89,7 @@ def test_lookup_finds_the_period():
     assert engine.stats().acceptance_length > 3
 
 
-def test_speculation_off_for_one_request():
-    engine = make("oracle")
-    off = ask("off", max_tokens=12, speculation=Speculation(enabled=False))
-    on = ask("on", max_tokens=12)
-    ear = run(engine, off, on)
-    assert ear.last("off").stats.histogram == (12,) and ear.last("on").stats.accepted > 0
-    ear.expect(off)
-    ear.expect(on)
-
-
 # --- stop conditions --------------------------------------------------------------------
-
-
-def ending_prompt() -> str:
-    """A prompt whose greedy text ends by itself between 6 and 30 tokens."""
-    for number in range(1000):
-        tokens = following(f"Prompt {number}".encode(), 30)
-        if 257 in tokens[6:]:
-            return f"Prompt {number}"
-    raise AssertionError
-
-
-@pytest.mark.parametrize("name", ["none", "oracle"])
-def test_end_of_text_inside_an_accepted_run(name):
-    request = ask(prompt=ending_prompt(), max_tokens=64)
-    ear = run(make(name, nodes=6, depth=6), request)
-    ear.expect(request)
-    assert ear.last().finish == Finish.STOP and ear.last().stop_reason is None
-    assert ear.tokens()[-1] == 257 and "<|" not in ear.text()
-
-
-@pytest.mark.parametrize("name", ["none", "oracle"])
-@pytest.mark.parametrize("include_stop", [False, True])
-def test_stop_string_inside_an_accepted_run(name, include_stop):
-    text = bytes(following(b"Hello", 20)).decode()
-    stop = text[7:10]
-    request = ask(stop=("never", stop), max_tokens=64, include_stop=include_stop)
-    ear = run(make(name, nodes=6, depth=6), request)
-    ear.expect(request)
-    assert ear.last().stop_reason == stop and ear.last().finish == Finish.STOP
 
 
 @pytest.mark.parametrize("include_stop", [False, True])
@@ -160,13 +101,6 @@ def test_stop_token_of_the_request(include_stop):
     kept = tokens[: tokens.index(stop) + 1]
     assert ear.tokens() == kept and ear.last().stop_reason == stop
     assert ear.text().encode() == bytes(kept if include_stop else kept[:-1])
-
-
-def test_min_tokens_forbids_an_early_end():
-    request = ask(prompt=ending_prompt(), max_tokens=40, min_tokens=32)
-    ear = run(make("ngram"), request)
-    ear.expect(request)
-    assert len(ear.tokens()) >= 32
 
 
 @pytest.mark.parametrize("name", ["none", "oracle"])
@@ -184,13 +118,6 @@ def test_stop_strings_end_nothing_before_min_tokens(name, include_stop):
         ear.expect(request)
         lengths.append(len(ear.tokens()))
     assert lengths[:10] == [10] * 10 and all(length > 10 for length in lengths[10:])
-
-
-@pytest.mark.parametrize("max_tokens", [0, 1, 2])
-def test_few_tokens(max_tokens):
-    ear = run(make("oracle"), ask(max_tokens=max_tokens))
-    assert ear.tokens() == following(b"Hello", max_tokens)
-    assert ear.last().finish == Finish.LENGTH
 
 
 def test_a_sequence_may_be_the_only_one_and_be_preempted():
@@ -225,32 +152,7 @@ def test_a_prompt_without_output_takes_no_nodes_from_others(length):
     assert ear.last("none").finish == Finish.LENGTH and not engine.stats().failed_steps
 
 
-def test_held_back_text_arrives_at_the_end():
-    tokens = following(b"Hello", 16)
-    request = ask(stop=(bytes(tokens[14:]).decode() + "?",), max_tokens=16)
-    ear = run(make(), request)
-    ear.expect(request)
-    assert len(ear.last().text) == 2
-
-
-def test_half_a_character_is_not_emitted():
-    """Bias makes every token the second byte of nothing: the text is replacement characters."""
-    request = ask(max_tokens=3, logit_bias=((0xE2, 1e6),))
-    ear = run(make(), request)
-    assert ear.tokens() == [0xE2] * 3
-    assert ear.text() == "\ufffd" * 3
-
-
 # --- choices, caching, logprobs ---------------------------------------------------------
-
-
-def test_choices_differ_by_seed_and_share_the_prompt():
-    engine = make("ngram", slots=4, page_size=2)
-    request = ask(prompt="A long enough prompt", n=4, max_tokens=12, temperature=1.0, seed=3)
-    ear = run(engine, request)
-    ear.expect(request)
-    assert len({ear.text(index=i) for i in range(4)}) == 4
-    assert [ear.of(index=i)[0].cached_tokens for i in range(4)] == [0, 19, 19, 19]
 
 
 def test_prefix_of_an_earlier_request_is_found():
@@ -352,19 +254,6 @@ def test_logprobs_of_the_output(name):
         text.append(entry.token)
 
 
-@pytest.mark.parametrize("max_nodes", [3, 16])
-def test_logprobs_of_the_prompt_cross_chunks_and_skip_the_cache(max_nodes):
-    engine = make(max_nodes=max_nodes, slots=2)
-    run(engine, ask("warm", "Hello, world"))
-    ear = run(engine, ask(prompt="Hello, world", max_tokens=0, prompt_logprobs=1))
-    prompt = list(b"Hello, world")
-    (delta,) = ear.of()
-    assert delta.cached_tokens == 0 and delta.tokens == ()
-    assert [entry.token for entry in delta.prompt_logprobs] == prompt[1:]
-    for position, entry in enumerate(delta.prompt_logprobs):
-        assert entry.top[0][0] == best(prompt[: position + 1])
-
-
 def test_logprobs_of_the_prompt_survive_preemption():
     engine = make(page_size=2, pages=14, max_nodes=5)
     requests = [ask(str(i), f"Prompt {i}", 16, prompt_logprobs=0) for i in range(3)]
@@ -407,15 +296,6 @@ def test_refused_before_anything_is_allocated(request_, kind, field):
     assert not engine.step_once() and engine.stats().load.waiting == 0
 
 
-def test_the_longest_possible_request_fits_the_smallest_pool():
-    engine = make("oracle", page_size=4, pages=8, context=1000)
-    assert engine.context == 32
-    request = ask(prompt="x" * 16, max_tokens=16)
-    run(engine, request).expect(request)
-    with pytest.raises(ContextError):
-        engine.submit(ask(prompt="x" * 17, max_tokens=16), Ear())
-
-
 def test_busy():
     engine = make(max_waiting=2)
     ear = Ear()
@@ -426,17 +306,6 @@ def test_busy():
     engine.submit(ask("2"), ear)
     finish(engine)
     assert ear.ended == {("1", 0), ("1", 1), ("2", 0)}
-
-
-def test_an_id_is_taken_until_its_request_ends():
-    engine = make()
-    ear = Ear()
-    engine.submit(ask("1"), ear)
-    with pytest.raises(RequestError) as caught:
-        engine.submit(ask("1"), ear)
-    assert caught.value.field == "id"
-    finish(engine)
-    run(engine, ask("1")).expect(ask("1"))
 
 
 # --- aborts -----------------------------------------------------------------------------
@@ -457,24 +326,6 @@ def test_abort_takes_effect_before_the_next_step(steps):
     assert ear.last("gone", 0).finish == ear.last("gone", 1).finish == Finish.ABORT
     finish(engine)
     ear.expect(ask("stays"))
-
-
-def test_abort_of_nobody():
-    engine = make()
-    engine.abort("nobody")
-    assert not engine.step_once()
-
-
-def test_abort_twice_and_after_the_end():
-    engine = make()
-    ear = Ear()
-    engine.submit(ask("1"), ear)
-    engine.abort("1")
-    engine.abort("1")
-    finish(engine)
-    engine.abort("1")
-    finish(engine)
-    assert len(ear.deltas) == 1
 
 
 def test_shutdown_aborts_what_runs():

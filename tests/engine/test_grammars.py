@@ -95,16 +95,6 @@ def test_text_follows_the_grammar_and_ends_with_it(name):
     assert not grammars.left
 
 
-def test_a_matcher_is_replayed_after_preemption():
-    made, grammars = engine(page_size=2, pages=16, slots=4)
-    ear = run(
-        made, *(ask(str(i), f"{i} digits", grammar=Digits(14), max_tokens=20) for i in range(4))
-    )
-    assert made.stats().preemptions > 0
-    assert [len(ear.text(str(i))) for i in range(4)] == [14] * 4
-    assert not grammars.left
-
-
 @pytest.mark.parametrize("trouble", ["open", "limit", "commit"])
 def test_a_failing_grammar_ends_its_request_only(trouble):
     made, grammars = engine()

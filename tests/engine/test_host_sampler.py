@@ -81,20 +81,6 @@ def test_only_what_is_needed_is_scored():
     assert sampler.scored(plan, trees).tolist() == [3, 4, 5, 6, 7, 8, 9]
 
 
-def test_accept_changes_nothing():
-    """Penalties of the next step see what was appended to the text, however often it was tried."""
-    sampler = HostSampler(1, V)
-    sampler.open(slot_init(0, [1], 1, Sampling(temperature=0.0, presence_penalty=9.0)))
-    table = next_is(4)
-    for kv_len, last, expected in [(0, 1, 4), (1, 4, 0), (2, 0, 1)]:
-        plan = plan_of([0], [kv_len], [[last]], [True])
-        trees = batch(list(plan.known), [NO_DRAFT])
-        for _ in range(3):
-            accepted = sampler.accept(plan, trees, lambda node: table[node], None)
-            assert accepted.choice.tolist() == [expected]
-        run(sampler, plan, [NO_DRAFT], table)
-
-
 def test_a_resumed_sequence_goes_on_as_if_never_interrupted():
     """After preemption `tokens` holds output too; positions and penalties must continue."""
     asked = Sampling(seed=11, frequency_penalty=1.0, temperature=1.5)
@@ -145,38 +131,6 @@ def test_a_failing_guess_ends_the_path_before_it():
     assert outcome.finite.tolist() == [False]
 
 
-def test_a_mask_hides_no_trouble():
-    """A NaN fails the row even where the grammar forbids the token it stands for."""
-    sampler = HostSampler(1, V)
-    sampler.open(slot_init(0, [1], 1))
-    table = next_is(4)
-    table[0, 6] = np.nan
-    masks = NodeMasks(np.array([0], np.int32), bits([3, 4])[None])
-    _, outcome = run(sampler, plan_of([0], [0], [[1]], [True]), [NO_DRAFT], table, masks)
-    assert outcome.finite.tolist() == [False]
-
-
-def test_bad_logits_beside_the_path_harm_nobody():
-    sampler = HostSampler(1, V)
-    sampler.open(slot_init(0, [1], 1))
-    table = next_is(4, 5, 6)
-    table[1] = np.nan
-    plan = plan_of([0], [0], [[1]], [True])
-    _, outcome = run(sampler, plan, [as_draft([3, 4], [-1, -1])], table)
-    assert outcome.tokens.tolist() == [[4, 6]]
-
-
-def test_masks_bind_the_nodes_they_name():
-    sampler = HostSampler(2, V)
-    for slot in range(2):
-        sampler.open(slot_init(slot, [1], 1))
-    plan = plan_of([0, 1], [0, 0], [[1], [1]], [True, True])
-    trees_drafts = [as_draft([2], [-1]), as_draft([4], [-1])]
-    masks = NodeMasks(np.array([0, 1, -1, -1], np.int32), np.stack([bits([2, 3]), bits([6])]))
-    _, outcome = run(sampler, plan, trees_drafts, next_is(4, 4, 4, 4), masks)
-    assert outcome.tokens.tolist() == [[2, 6], [4, 4]]
-
-
 def test_a_mask_that_allows_nothing_fails_its_row():
     sampler = HostSampler(1, V)
     sampler.open(slot_init(0, [1], 1))
@@ -206,13 +160,6 @@ def test_logprobs_are_the_models_own_and_ties_go_to_the_lowest_id():
     for token, value in first.top:
         assert value == pytest.approx(exact(table[0])[token], abs=1e-6)
     assert second.logprob == pytest.approx(-math.log(V), abs=1e-6)
-
-
-def test_logprobs_zero_reports_the_chosen_token_alone():
-    sampler = HostSampler(1, V)
-    sampler.open(slot_init(0, [1], 1, Sampling(temperature=0.0, logprobs=0)))
-    _, outcome = run(sampler, plan_of([0], [0], [[1]], [True]), [NO_DRAFT], next_is(4))
-    assert [(entry.token, entry.top) for entry in outcome.logprobs[0]] == [(4, ())]
 
 
 @pytest.mark.parametrize("cuts", [[5], [1, 4], [2, 2, 1], [1, 1, 1, 1, 1]])

@@ -25,16 +25,6 @@ def hot(id, prompt="Hello", max_tokens=20, **changes):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_texts_are_the_reference(name):
-    engine, _ = overlapped(name)
-    requests = [ask("a", "ab", 30), hot("b"), hot("c", "Hello, world", 9), ask("d", "xyz", 14)]
-    ear = run(engine, *requests)
-    for request in requests:
-        ear.expect(request)
-    assert engine.stats().carried > 5
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
 def test_the_next_step_begins_before_this_one_is_looked_at(name):
     engine, toy = overlapped(name)
     run(engine, hot("a", max_tokens=30))
@@ -121,20 +111,6 @@ def test_a_step_that_cannot_begin_before_the_news_fails_alone(number):
     ear.expect(after)
 
 
-def test_without_the_option_every_step_is_looked_at_first():
-    toy = CarryingToy(limits())
-    run(make("erratic", executor=toy), hot("a"))
-    assert "carry" not in {what for what, _ in toy.events}
-
-
-def test_a_toy_that_cannot_carry_runs_as_ever(caplog):
-    engine = make("erratic", overlap=True)
-    assert "overlap is disabled" in caplog.text
-    request = hot("a")
-    run(engine, request).expect(request)
-    assert engine.stats().carried == 0
-
-
 def test_a_prompt_that_comes_meanwhile_is_taken_in_and_found_again():
     engine, _ = overlapped(pages=40)
     ear, first, second = Ear(), hot("a", max_tokens=60), hot("b", "Hello, world, again", 12)
@@ -172,22 +148,6 @@ def test_a_page_that_a_running_round_reads_may_be_written_behind_it(name, page_s
     assert engine.stats().failed_steps == 0 and engine.stats().carried > 4 and len(written) > 5
 
 
-@pytest.mark.parametrize("steps", range(1, 9))
-def test_an_abort_at_any_time_leaves_the_others_alone(steps):
-    engine, _ = overlapped()
-    ear, gone, stays = Ear(), hot("a", max_tokens=40), hot("b", "other", 25)
-    for request in (gone, stays):
-        engine.submit(request, ear)
-    for _ in range(steps):
-        engine.step_once()
-        engine.check()
-    engine.abort("a")
-    finish(engine)
-    ear.expect(stays)
-    assert ear.last("a").finish == Finish.ABORT
-    assert ear.tokens("a") == reference(gone)[0][: len(ear.tokens("a"))]
-
-
 def test_siblings_end_together_where_their_sink_fails():
     engine, _ = overlapped(slots=6)
     stays, heard = hot("b", "other", 25), []
@@ -202,16 +162,6 @@ def test_siblings_end_together_where_their_sink_fails():
     finish(engine)
     ear.expect(stays)
     assert len(heard) == 1
-
-
-def test_a_carried_step_that_cannot_begin_is_begun_again_later():
-    engine, toy = overlapped(fails=[("carry", 3), ("carry", 7)])
-    requests = [hot("a", max_tokens=40), ask("b", "other", 33)]
-    ear = run(engine, *requests)
-    for request in requests:
-        ear.expect(request)
-    assert engine.stats().failed_steps == 0 and ("begin", 4) in toy.events
-    assert engine.stats().carried > 3
 
 
 @pytest.mark.parametrize("what", ["do", "look"])
@@ -233,18 +183,6 @@ def test_a_step_that_fails_ends_its_own_requests(what, number):
     engine.submit(after, ear)
     finish(engine)
     ear.expect(after)
-
-
-def test_steps_that_fail_again_and_again_end_the_engine():
-    engine, _ = overlapped(fails=[("look", number) for number in range(1, 40)])
-    ear = Ear()
-    for id in "abc":
-        engine.submit(hot(id, max_tokens=60), ear)
-        while engine.step_once():
-            pass
-    assert [ear.last(id).finish for id in "abc"] == [Finish.ERROR] * 3
-    assert not engine.alive
-    engine.check()
 
 
 def test_shutdown_with_a_step_running_leaves_slots_closed():

@@ -84,14 +84,6 @@ def test_pages_are_found_again(tmp_path):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_segment_is_continued_and_never_beyond_its_size(tmp_path):
-    for number in range(4):
-        store = opened(tmp_path)
-        store.write(*chain(store, 4)[number])
-        store.close()
-    assert len(segments(tmp_path)) == 1 and all(found(tmp_path, chain(store, 4)))
-
-
 def test_a_killed_writer_leaves_what_was_whole(tmp_path):
     _store, pages = filled(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")  # As it is on disk, not closed.
@@ -186,14 +178,6 @@ def test_a_segment_of_another_format_is_not_read_and_makes_room(tmp_path):
     for page in chain(again, 200):
         again.write(*page)
     assert not old.exists() and all(found(tmp_path, chain(again, 200)[-40:]))
-
-
-@pytest.mark.parametrize("length", [0, 5, HEADER.size, ENTRIES + 3, RECORDS + 20])
-def test_a_short_file_is_a_miss(tmp_path, length):
-    store, pages = filled(tmp_path)
-    store.close()
-    os.truncate(segments(tmp_path)[0], length)
-    assert found(tmp_path, pages) == [length > RECORDS] + [False] * 4
 
 
 def test_the_limit_holds_at_every_moment(tmp_path):

@@ -95,29 +95,6 @@ def test_no_more_nodes_choose_a_token_than_are_scored():
     assert sum(map(len, plans[0].known)) == 106
 
 
-def test_nothing_to_do():
-    assert World().step() is None
-
-
-def test_prefill_in_chunks_then_decoding():
-    world = World(max_nodes=4)
-    sequence = world.add(prompt_len=10, max_tokens=2)
-    chunks = [world.step().plan for _ in range(4)]
-    assert [len(plan.known[0]) for plan in chunks] == [4, 4, 2, 1]
-    assert [bool(plan.samples[0]) for plan in chunks] == [False, False, True, True]
-    assert [int(plan.kv_len[0]) for plan in chunks] == [0, 4, 8, 10]
-    assert sequence.remaining == 0 and world.step() is None
-
-
-def test_prefill_and_decoding_share_a_step():
-    world = World(max_nodes=8)
-    world.add(prompt_len=3)
-    world.step()
-    world.add(prompt_len=20)
-    plan = world.step().plan
-    assert [len(tokens) for tokens in plan.known] == [1, 7]
-
-
 def test_guesses_leave_prefill_half_of_the_rest():
     world = World(nodes=8, depth=8, max_nodes=9, pages=256)
     world.add(prompt_len=3, max_tokens=50)
@@ -127,13 +104,6 @@ def test_guesses_leave_prefill_half_of_the_rest():
     plan = world.step().plan
     assert plan.max_nodes.tolist() == [4, 0]
     assert [len(tokens) for tokens in plan.known] == [1, 4]
-
-
-def test_first_come_first_served():
-    world = World(slots=2, max_nodes=8)
-    for _ in range(4):
-        world.add(prompt_len=3, max_tokens=2)
-    assert [rows(world.step()) for _ in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def test_nobody_overtakes_a_large_one_that_waits_for_memory():
@@ -194,15 +164,6 @@ def test_pages_for_draft_tokens_are_no_reason_to_wait():
     assert world.step().opened == (waits,)
 
 
-def test_depth_leaves_room_for_the_targets_own_token():
-    world = World(nodes=8, depth=8, max_nodes=16)
-    sequence = world.add(prompt_len=3, max_tokens=6)
-    world.step()
-    assert sequence.remaining == 5
-    plan = world.step(accepted=9).plan
-    assert plan.max_depth.tolist() == [4] and sequence.remaining == 0
-
-
 @pytest.mark.parametrize(
     ("draft_request", "nodes", "depth"),
     [
@@ -222,14 +183,6 @@ def test_wishes(draft_request, nodes, depth):
     assert (plan.max_nodes.tolist(), plan.max_depth.tolist()) == ([nodes], [depth])
 
 
-def test_guesses_are_shared_evenly():
-    world = World(nodes=8, depth=2, max_nodes=16, pages=128)
-    for _ in range(3):
-        world.add(prompt_len=3, max_tokens=32)
-    world.step()
-    assert world.step().plan.max_nodes.tolist() == [5, 4, 4]
-
-
 def test_rows_have_no_more_nodes_than_a_device_has_prepared_for():
     """Among two rows one may have four nodes, among three or more two."""
     world = World(nodes=8, depth=8, pages=128, row_nodes=(9, 4, 2, 2, 2, 2, 2, 2))
@@ -240,13 +193,6 @@ def test_rows_have_no_more_nodes_than_a_device_has_prepared_for():
         allowed.append(world.step().plan.max_nodes.tolist())
     assert allowed == [[8], [3, 3], [1, 1, 1]]
     assert world.scheduler.running[0].counts.reason == FIXED
-
-
-def test_no_guesses_in_the_first_step_of_a_slot():
-    world = World(nodes=4, depth=4)
-    world.add(prompt_len=1, max_tokens=8)
-    assert world.step().plan.max_nodes.tolist() == [0]
-    assert world.step().plan.max_nodes.tolist() == [4]
 
 
 def test_choices_wait_for_the_first_to_supply_the_prompt():
@@ -281,38 +227,6 @@ def test_what_is_computed_already_is_not_waited_for():
     second = Sequence((9, 0), request, print, TextStream(TOKENIZER))
     world.scheduler.add(second)
     assert second in world.step().rows and second.cached_tokens == 8
-
-
-@pytest.mark.parametrize(("copies", "cached"), [(True, 7), (False, 6)])
-def test_a_hit_leaves_one_token_to_run(copies, cached):
-    """The whole last page, where the executor copies none."""
-    world = World(page_size=2, copies=copies)
-    first = world.add(prompt_len=8, max_tokens=1)
-    world.step()
-    assert first.remaining == 0
-    world.orders = 0
-    again = world.add(prompt_len=8, max_tokens=1)
-    plan = world.step().plan
-    assert again.cached_tokens == cached
-    assert [len(tokens) for tokens in plan.known] == [8 - cached]
-
-
-def test_echo_runs_the_whole_prompt():
-    world = World(page_size=2)
-    world.add(prompt_len=8, max_tokens=1)
-    world.step()
-    world.orders = 0
-    again = world.add(prompt_len=8, max_tokens=1, prompt_logprobs=0)
-    plan = world.step().plan
-    assert again.cached_tokens == 0 and plan.kv_len.tolist() == [0]
-
-
-def test_more_slots_than_nodes():
-    world = World(slots=4, max_nodes=2)
-    for _ in range(4):
-        world.add(prompt_len=1, max_tokens=3)
-    while (schedule := world.step()) is not None:
-        assert len(schedule.rows) <= 2
 
 
 # --- prompts that do not all fit into a step ---------------------------------------------------

@@ -88,33 +88,6 @@ def test_200_requests_with_aborts_leave_nothing(started):
             ear.expect(request)
 
 
-def test_streams_before_it_ends(started):
-    gate = Gate(permits=3)
-    engine = started(gate=gate)
-    ear = Ear()
-    engine.submit(ask(max_tokens=100), ear)
-    wait_for(lambda: len(ear.deltas) == 3)
-    assert not ear.ended
-    engine.abort("r")
-    gate.open_up()
-    wait_for(lambda: ear.ended)
-    assert len(ear.tokens()) <= 4
-
-
-def test_abort_within_a_step(started):
-    """It takes effect when the step that runs is over."""
-    gate = Gate(permits=1)
-    engine = started(gate=gate)
-    ear = Ear()
-    engine.submit(ask(max_tokens=100), ear)
-    wait_for(lambda: ear.deltas)
-    assert gate.inside.wait(60)
-    engine.abort("r")
-    gate.open_up()
-    wait_for(lambda: ear.ended)
-    assert engine.stats().steps == 2
-
-
 def test_idle_costs_nothing(started, monkeypatch):
     """Its thread goes to sleep without a time at which it wakes up."""
     monkeypatch.setattr("forerun.engine.core.QUIET", 0.0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forerun.build.engine import load
 from forerun.client.completion import make_request
 from forerun.engine import output
-from forerun.engine.request import Finish, Speculation
+from forerun.engine.request import Speculation
 from forerun.engine.trace import MAX_NODES, DraftRow, bounded, draft_row
 from forerun.options.config import EngineConfig
 from forerun.speculative.tree import Draft, DraftSource, TreeBatch, batch
@@ -63,22 +63,6 @@ def test_the_accepted_path_is_a_path_and_says_the_tokens(loaded):
             above = node
         assert set(row.sources) <= {DraftSource.NGRAM, DraftSource.TABLE}
         assert len(row.tokens) <= step.allowed and step.ms > 0 and step.left_out == 0
-
-
-def test_each_choice_has_its_own_trace(loaded):
-    for news in deltas(loaded, True, n=3, max_tokens=40, temperature=1.0, seed=5):
-        tokens = [token for delta in news for token in delta.tokens]
-        traced = [token for delta in news for step in delta.trace for token in step.tokens]
-        assert traced == tokens
-
-
-def test_a_stop_cuts_the_trace_too(loaded):
-    (plain,) = deltas(loaded, False, max_tokens=60)
-    text = "".join(delta.text for delta in plain)
-    (news,) = deltas(loaded, True, max_tokens=60, stop=(text[20:23],))
-    assert news[-1].finish == Finish.STOP
-    tokens = [token for delta in news for token in delta.tokens]
-    assert [t for delta in news for step in delta.trace for t in step.tokens] == tokens
 
 
 def test_long_answers_are_traced_up_to_a_bound(loaded, monkeypatch):
