@@ -18,8 +18,8 @@ from forerun.serve.bodies.fields import UNKNOWN_FIELD
 from forerun.serve.bodies.wire import dump_json
 from forerun.serve.dialects.anthropic.errors import error_body as anthropic_error
 from forerun.serve.dialects.ollama.errors import error_body as ollama_error
-from forerun.serve.dialects.openai.errors import error_body as openai_error
 from forerun.serve.http.errors import ApiError, ClientGoneError, api_error
+from forerun.serve.http.errors import error_body as openai_error
 from forerun.serve.http.hosts import AllowedHosts
 from forerun.serve.observe.logs import FIELDS
 

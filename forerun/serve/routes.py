@@ -7,7 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun.serve.answers.answering import Json, generated, received, rendered, service_of
+from forerun.serve.answers.answering import (
+    Json,
+    answering,
+    generated,
+    received,
+    rendered,
+    service_of,
+)
 from forerun.serve.answers.service import Served
 from forerun.serve.dialects.anthropic.messages import MessagesDialect, counted
 from forerun.serve.dialects.anthropic.models import listed, model_card
@@ -20,27 +27,6 @@ from forerun.serve.dialects.responses.truncation import stored_bytes
 from forerun.serve.http.errors import ApiError
 from forerun.serve.tokens import TOKEN_ROUTES
 from forerun.version import __version__
-
-
-async def chat_completions(request: Request) -> Response:
-    """POST /v1/chat/completions: the next message, whole or as a stream. 400 names a field that
-    cannot be taken.
-    """
-    return await generated(request, ChatDialect())
-
-
-async def completions(request: Request) -> Response:
-    """POST /v1/completions: text after a prompt, whole or as a stream. 400 names a field that
-    cannot be taken.
-    """
-    return await generated(request, CompletionDialect())
-
-
-async def embeddings(request: Request) -> Response:
-    """POST /v1/embeddings: a vector per input. 400 names a field that cannot be taken, 501 says why
-    this model makes none.
-    """
-    return await generated(request, OpenAIEmbeddings())
 
 
 async def responses(request: Request) -> Response:
@@ -75,13 +61,6 @@ async def forget_response(request: Request) -> Response:
     id = _stored(request).response["id"]
     _responses(request).drop(id)
     return Json({"id": id, "object": "response", "deleted": True})
-
-
-async def messages(request: Request) -> Response:
-    """POST /v1/messages: the next message, whole or as a stream, in Anthropic's words. 400 names a
-    field that cannot be taken.
-    """
-    return await generated(request, MessagesDialect())
 
 
 async def count_tokens(request: Request) -> Response:
@@ -144,14 +123,14 @@ STORED_ROUTES = [
 """Routes to stored answers, which no model is needed for."""
 
 ROUTES = [
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-    Route("/chat/completions", chat_completions, name="without_v1", methods=["POST"]),
-    Route("/v1/completions", completions, methods=["POST"]),
-    Route("/v1/embeddings", embeddings, methods=["POST"]),
+    answering("/v1/chat/completions", ChatDialect),
+    answering("/chat/completions", ChatDialect),
+    answering("/v1/completions", CompletionDialect),
+    answering("/v1/embeddings", OpenAIEmbeddings),
     Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/responses/input_tokens", response_tokens, methods=["POST"]),
     *STORED_ROUTES,
-    Route("/v1/messages", messages, methods=["POST"]),
+    answering("/v1/messages", MessagesDialect),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", models),
     Route("/v1/models/{name:path}", model),

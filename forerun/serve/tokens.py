@@ -14,7 +14,17 @@ from forerun.build.engine import Frontend
 from forerun.errors import RequestError
 from forerun.serve.answers.answering import Json, received, rendered, service_of
 from forerun.serve.bodies.dialogue import chat_prompt
-from forerun.serve.bodies.fields import accept, boolean, items, need, one_or_more, read, takes, text
+from forerun.serve.bodies.fields import (
+    Declaration,
+    accept,
+    boolean,
+    items,
+    need,
+    one_or_more,
+    read,
+    takes,
+    text,
+)
 from forerun.serve.bodies.messages import messages, plain_text
 from forerun.serve.bodies.prepare import known_tokens
 from forerun.serve.bodies.schema import MAX_PROMPTS, template_options, token_ids
@@ -58,7 +68,7 @@ def _ids(value: Any, where: str) -> TokenLists:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizeBody:
+class TokenizeBody(Declaration):
     """POST /tokenize: texts or a conversation. parse_special: as in CompletionBody.
 
     content, add_special, with_pieces  llama.cpp's: a text, whether to put the begin-of-text token
@@ -83,7 +93,7 @@ class TokenizeBody:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DetokenizeBody:
+class DetokenizeBody(Declaration):
     """POST /detokenize."""
 
     model: str | None = accept(text(256, 1))

@@ -1,6 +1,6 @@
 """Bodies check themselves: what is read, what is refused, and how the culprit is named."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
+    Declaration,
     accept,
     boolean,
+    declared,
     integer,
     items,
     need,
@@ -28,19 +30,18 @@ from forerun.serve.bodies.wire import dump_json, parse_json
 from forerun.serve.dialects.anthropic.schema import AnthropicMessage
 from forerun.serve.dialects.ollama.schema import OllamaMessage
 from forerun.serve.dialects.ollama.schema import _format as ollama_format
-from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.responses.schema import InputMessage
-from forerun.serve.http.errors import ApiError
+from forerun.serve.http.errors import ApiError, error_body
 from forerun.serve.openapi import BODIES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inner:
+class Inner(Declaration):
     on: bool = accept(boolean, False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outer:
+class Outer(Declaration):
     name: str = need(text(5))
     count: int = accept(integer(1, 9), 3)
     inner: Inner | None = accept(part(Inner))
@@ -175,7 +176,7 @@ JSON = st.recursive(
     max_leaves=12,
 )
 KINDS = (*BODIES.values(), AnthropicMessage, InputMessage, OllamaMessage)
-NAMES = sorted({item.name for kind in KINDS for item in fields(kind)} | {"suffix", "x"})
+NAMES = sorted({name for kind in KINDS for name in declared(kind)} | {"suffix", "x"})
 
 
 @settings(max_examples=75)

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
+from forerun.serve.bodies.fields import declared
 from forerun.serve.bodies.schema import ChatBody, CompletionBody
 from forerun.serve.dialects.anthropic.schema import MessagesBody
 from forerun.serve.dialects.ollama.schema import OllamaChatBody
@@ -209,7 +210,7 @@ def test_null_says_nothing_in_every_field(client, path):
     body, least = LEAST[path]
     wanted = answered(client, path)
     given = {*least, *GREEDY.get(path, {"temperature": 0})}
-    names = [one.name for one in fields(body) if one.name not in given]
+    names = [name for name in declared(body) if name not in given]
     for name in names:
         assert answered(client, path, **{name: None}) == wanted, name
     assert answered(client, path, **dict.fromkeys(names)) == wanted
@@ -221,9 +222,9 @@ def test_defaults_say_nothing_either(client, path):
     wanted = answered(client, path)
     given = {*least, *GREEDY.get(path, {"temperature": 0})}
     plain = {
-        one.name: one.default
-        for one in fields(body)
-        if one.name not in given
+        name: one.default
+        for name, one in declared(body).items()
+        if name not in given
         and one.default is not MISSING
         and isinstance(one.default, bool | int | float | str)
     }

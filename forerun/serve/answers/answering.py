@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from forerun.serve.answers.contract import Dialect, ParsedRequest, Ready
@@ -193,3 +194,13 @@ def _observe(session: GenerationSession, served: Served) -> None:
     tokens = session.tally.output_tokens / (len(generation.requests) * generation.n)
     if events.first is not None and events.last is not None and tokens > 1:
         served.meter.per_token((events.last - events.first) / (tokens - 1))
+
+
+def answering(path: str, dialect: type[Dialect]) -> Route:
+    """Return the POST route of a dialect, whose docstring describes it in /openapi.json."""
+
+    async def endpoint(request: Request) -> Response:
+        return await generated(request, dialect())
+
+    endpoint.__doc__ = dialect.__doc__
+    return Route(path, endpoint, methods=["POST"])

@@ -1,4 +1,4 @@
-"""The interface between a family of clients and the core: five functions; nothing else knows its
+"""The interface between a family of clients and the core: four functions; nothing else knows its
 format.
 """
 
@@ -90,8 +90,3 @@ class Dialect(ABC):
     @abstractmethod
     def end(self, error: ApiError | None) -> bytes:
         """Encode the last bytes of a stream: after all news, or where an error ended it."""
-
-    @staticmethod
-    @abstractmethod
-    def error(error: ApiError) -> Any:
-        """Return the JSON of an answer that is an error, in the dialect's words."""

@@ -10,7 +10,6 @@ from forerun.constrain.grammar.calls import Calling, Rules, tool_rules, without
 from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
 from forerun.serve.bodies.closing import closed_grammar, closed_rules
-from forerun.serve.bodies.fields import ignored_in
 from forerun.serve.bodies.messages import left_out
 from forerun.serve.bodies.output_parser import OutputParser
 from forerun.serve.bodies.schema import NEVER, ChatBody, SampledBody
@@ -280,7 +279,7 @@ def budget_name(body: ChatBody, template: str) -> dict[str, Any]:
 
 def ignored_fields(body: SampledBody, loaded: Frontend) -> tuple[str, ...]:
     """Name the fields of a request that were sent and change nothing with this model."""
-    found = ignored_in(body)
+    found = tuple(body.ignored)
     if isinstance(body, ChatBody):
         found += left_out(body.messages)
     if isinstance(body, ChatBody) and _effort(body) is not None:

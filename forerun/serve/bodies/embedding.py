@@ -11,7 +11,16 @@ import numpy as np
 from forerun.build.engine import Frontend
 from forerun.engine.request import Delta, Request, Speculation, Stopping
 from forerun.errors import RequestError
-from forerun.serve.bodies.fields import accept, boolean, ignore, integer, need, only, text
+from forerun.serve.bodies.fields import (
+    Declaration,
+    Unused,
+    accept,
+    boolean,
+    integer,
+    need,
+    only,
+    text,
+)
 from forerun.serve.bodies.messages import MAX_TEXT
 from forerun.serve.bodies.prepare import Generation, check_length, known_tokens, too_long
 from forerun.serve.bodies.schema import MAX_TOKENS, Prompt, cache_salt, prompts, truncation
@@ -28,7 +37,7 @@ AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingBody:
+class EmbeddingBody(Declaration):
     """POST /v1/embeddings. dimensions: the first numbers alone, again of length 1, for models that
     were trained for it. normalize: false leaves the length as it is (vLLM).
     """
@@ -43,10 +52,10 @@ class EmbeddingBody:
     cache_salt: str | None = accept(cache_salt)
     request_id: str | None = accept(text(256, 1))
     user: str = accept(text(MAX_TEXT), "")
-    priority: int = ignore(integer(-(2**63), 2**63 - 1), 0)
 
     renamed: ClassVar[dict[str, str]] = {"rid": "request_id", "extra_key": "cache_salt"}
     refused: ClassVar[dict[str, str]] = {"messages": "put the text into input"}
+    unused: ClassVar[dict[str, Unused]] = {"priority": Unused(integer(-(2**63), 2**63 - 1), 0)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 A body is declared once:
 
-    class Body:
+    class Body(Declaration):
         temperature: float = accept(number(0, 2), 1.0)
 
 `read(Body, value)` returns a Body or raises RequestError naming the field. An unknown field is
@@ -14,8 +14,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from forerun.errors import RequestError
@@ -32,7 +33,36 @@ accepts.
 Schema = dict[str, Any]
 """A JSON schema. It may let pass what a reader refuses, but never forbid what it takes."""
 
-Body = TypeVar("Body")
+
+class Unused(NamedTuple):
+    """A field that is checked and then ignored, because it cannot change an answer here. The answer
+    names it where a client sent another value than `default`.
+    """
+
+    reader: Reader
+    default: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """A body, or an object within one. `read` makes it.
+
+    renamed  other servers' names of fields, each with ours
+    refused  fields that are not supported, each with the reason
+    unused   fields that change nothing
+    blank    what fields are that cannot be read in an earlier turn of a conversation
+    ignored  the unused fields that it was given, with their values, as `unused` has them in order
+    """
+
+    renamed: ClassVar[dict[str, str]] = {}
+    refused: ClassVar[dict[str, str]] = {}
+    unused: ClassVar[dict[str, Unused]] = {}
+    blank: ClassVar[dict[str, Any]] = {}
+
+    ignored: dict[str, Any] = field(default_factory=dict)
+
+
+Body = TypeVar("Body", bound=Declaration)
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN = 60
@@ -82,22 +112,21 @@ def schema_of(reader: Reader) -> Schema:
     return reader.schema if isinstance(reader, DescribedReader) else {}
 
 
-def body_schema(kind: type[Any]) -> Schema:
+def body_schema(kind: type[Declaration]) -> Schema:
     """Return the JSON schema that `read` accepts for a body. Absent and null are the same, except
     for required fields.
     """
-    properties, needed = {}, []
-    renamed: dict[str, str] = getattr(kind, "renamed", {})
-    for item in dataclasses.fields(kind):
-        found = schema_of(item.metadata["reader"])
-        if item.default is dataclasses.MISSING:
-            needed.append(item.name)
-        if found and (item.default is not dataclasses.MISSING or item.name in renamed.values()):
+    properties, needed, renamed = {}, [], kind.renamed
+    for name, item in declared(kind).items():
+        found = schema_of(item.reader)
+        if item.needed:
+            needed.append(name)
+        if found and (not item.needed or name in renamed.values()):
             found = {"anyOf": [found, {"type": "null"}]}
-        if item.metadata.get("ignored"):
+        if item.unused:
             found = {**found, "description": "Ignored: it has no effect here."}
-        properties[item.name] = found
-    for name, why in getattr(kind, "refused", {}).items():
+        properties[name] = found
+    for name, why in kind.refused.items():
         properties[name] = {"enum": [None, *_UNSET], "description": f"Not supported: {why}."}
     for name, own in renamed.items():
         properties[name] = {**properties[own], "description": f"Another name for {own}."}
@@ -111,15 +140,11 @@ def body_schema(kind: type[Any]) -> Schema:
         schema["description"] = " ".join(kind.__doc__.split())
     single = [name for name in needed if name not in renamed.values()]
     either = [
-        {"anyOf": [_given(each) for each in (name, *_other_names(name, renamed))]}
+        {"anyOf": [_given(name), *(_given(other) for other in renamed if renamed[other] == name)]}
         for name in needed
         if name not in single
     ]
     return schema | ({"required": single} if single else {}) | ({"allOf": either} if either else {})
-
-
-def _other_names(name: str, renamed: dict[str, str]) -> list[str]:
-    return [other for other, own in renamed.items() if own == name]
 
 
 def _given(name: str) -> Schema:
@@ -132,97 +157,90 @@ def accept(reader: Reader, default: Any = None) -> Any:
     return dataclasses.field(default=default, metadata={"reader": reader})
 
 
-def ignore(reader: Reader, default: Any = None) -> Any:
-    """Declare a field that is checked and then ignored, because it cannot change an answer here.
-    The answer names those that were sent: see `ignored_in`.
-    """
-    return dataclasses.field(default=default, metadata={"reader": reader, "ignored": True})
-
-
-def ignored_in(body: Any) -> tuple[str, ...]:
-    """Name the ignored fields that a body was given, in the order of its declaration."""
-    declared = _declared(type(body)).items()
-    return tuple(
-        name
-        for name, item in declared
-        if item.metadata.get("ignored") and getattr(body, name) != item.default
-    )
-
-
 def need(reader: Reader) -> Any:
     """Declare a field of a body that may not be absent or null."""
     return dataclasses.field(metadata={"reader": reader})
 
 
-_FIELDS: dict[type[Any], dict[str, dataclasses.Field[Any]]] = {}
-"""Of each declaration that was read, by their names."""
+class _Declared(NamedTuple):
+    """A field of a declaration. unused: it changes nothing, and so is no attribute."""
+
+    reader: Reader
+    default: Any
+    unused: bool = False
+
+    @property
+    def needed(self) -> bool:
+        """Whether it may not be absent."""
+        return self.default is dataclasses.MISSING
 
 
-def _declared(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """Return the fields of a declaration by their names."""
-    if kind not in _FIELDS:
-        _FIELDS[kind] = {item.name: item for item in dataclasses.fields(kind)}
-    return _FIELDS[kind]
+_DECLARED: dict[type[Declaration], dict[str, _Declared]] = {}
+
+
+def declared(kind: type[Declaration]) -> dict[str, _Declared]:
+    """Return what a declaration says of each field, by name."""
+    if kind not in _DECLARED:
+        unused = {name: _Declared(*one, unused=True) for name, one in kind.unused.items()}
+        own = (item for item in dataclasses.fields(kind) if "reader" in item.metadata)
+        used = {item.name: _Declared(item.metadata["reader"], item.default) for item in own}
+        _DECLARED[kind] = unused | used
+    return _DECLARED[kind]
 
 
 def read(kind: type[Body], value: Any, where: str = "") -> Body:
-    """Read a `kind` from a JSON object. `where` is the object's own place, for messages.
-
-    `kind.refused`, if there is one, maps fields that are not supported to the reason;
-    `kind.renamed` maps other servers' names to ours. What is null is as if it were left out, under
-    whatever name.
+    """Read a `kind` from a JSON object. `where` is the object's own place, for messages. What is
+    null is as if it were left out, under whatever name.
     """
     if not isinstance(value, dict):
         name = where or "the body"
         raise RequestError(f"{name} must be a JSON object, not {shown(value)}.", where or None)
-    known = _declared(kind)
-    refused: dict[str, str] = getattr(kind, "refused", {})
-    renamed: dict[str, str] = getattr(kind, "renamed", {})
+    known, refused = declared(kind), kind.refused
     given: dict[str, Any] = {}
     for key, content in value.items():
-        own, place = renamed.get(key, key), f"{where}.{key}" if where else key
+        own, place = kind.renamed.get(key, key), f"{where}.{key}" if where else key
         if content is None or (own in refused and content in _UNSET):
             continue  # Clients send null for what they leave open.
         if own in refused:
             raise RequestError(f"{place} is not supported: {refused[own]}.", place)
         if own not in known:
             raise _unknown(key, place, known)
-        found = known[own].metadata["reader"](content, place)
+        found = known[own].reader(content, place)
         if given.get(own, found) != found:
             raise RequestError(f"{place} and another name for {own} disagree.", place)
         given[own] = found
+    ignored = {}
     for name, item in known.items():
-        if name not in given and item.default is dataclasses.MISSING:
+        if name not in given and item.needed:
             place = f"{where}.{name}" if where else name
             raise RequestError(f"{place} is missing.", place)
-    return kind(**given)
+        if item.unused and name in given:
+            found = given.pop(name)
+            if found != item.default:
+                ignored[name] = found
+    return kind(**given, ignored=ignored)
 
 
-def mend_object(kind: type[Any]) -> Mend:
-    """Mend an object for `read`: fields that it would refuse are left out. `kind.blank`, if there
-    is one, maps names of fields to the value of those that are absent or unreadable.
-    """
-    refused: dict[str, str] = getattr(kind, "refused", {})
-    renamed: dict[str, str] = getattr(kind, "renamed", {})
-    blank: dict[str, Any] = getattr(kind, "blank", {})
+def mend_object(kind: type[Declaration]) -> Mend:
+    """Mend an object for `read`: fields that it would refuse are left out."""
 
     def mend(value: Any, where: str, left: list[str]) -> Any:
-        known = _declared(kind)
+        known = declared(kind)
         found: dict[str, Any] = {}
         for key, content in mapping(value, where).items():
-            own, place = renamed.get(key, key), f"{where}.{key}"
-            if content is None or (own in refused and content in _UNSET):
+            own, place = kind.renamed.get(key, key), f"{where}.{key}"
+            if content is None or (own in kind.refused and content in _UNSET):
                 continue
             if own not in known or own in found:
                 left.append(f"{where}.{quote(key[:_SHOWN], safe='', errors='replace')}")
                 continue
             try:
-                found[own] = mender(known[own].metadata["reader"])(content, place, left)
+                found[own] = mender(known[own].reader)(content, place, left)
             except RequestError:
-                if known[own].default is dataclasses.MISSING and own not in blank:
+                if known[own].needed and own not in kind.blank:
                     raise
                 left.append(place)
-        return {**blank, **found}
+        return {**kind.blank, **found}
 
     return mend
 
@@ -381,7 +399,7 @@ def only(*allowed: Any, why: str) -> DescribedReader:
     return reader
 
 
-def part(kind: type[Any]) -> DescribedReader:
+def part(kind: type[Declaration]) -> DescribedReader:
     """Make a reader of an object that is itself a declared body; it raises RequestError as
     `read`.
     """
@@ -393,13 +411,15 @@ def part(kind: type[Any]) -> DescribedReader:
     return reader
 
 
-def tagged(kinds: Mapping[str, type[Any]], refused: Mapping[str, str] = NOTHING) -> DescribedReader:
+def tagged(
+    kinds: Mapping[str, type[Declaration]], refused: Mapping[str, str] = NOTHING
+) -> DescribedReader:
     """Return a reader of an object whose `type` selects a declared body.
 
     refused  known types that are not supported, and why
     """
 
-    def found(value: Any, where: str) -> type[Any]:
+    def found(value: Any, where: str) -> type[Declaration]:
         kind, place = mapping(value, where).get("type"), f"{where}.type"
         if isinstance(kind, str) and kind in refused:
             raise RequestError(f"{place}: {shown(kind)} is not supported: {refused[kind]}.", place)
@@ -418,7 +438,7 @@ def tagged(kinds: Mapping[str, type[Any]], refused: Mapping[str, str] = NOTHING)
     return reader
 
 
-def _of_type(kind: type[Any], name: str) -> Schema:
+def _of_type(kind: type[Declaration], name: str) -> Schema:
     found = body_schema(kind)
     needed = sorted({*found.get("required", ()), "type"})
     properties = {**found["properties"], "type": {"const": name}}

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
+    Declaration,
     DescribedReader,
     Mend,
+    Unused,
     accept,
     body_schema,
-    ignore,
     items,
     mapping,
     mend_object,
@@ -35,10 +36,10 @@ plain_text = text(MAX_TEXT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TextPart:
+class _TextPart(Declaration):
     type: str = need(text(64))
     text: str = need(plain_text)
-    cache_control: dict[str, Any] | None = ignore(mapping)
+    unused: ClassVar[dict[str, Unused]] = {"cache_control": Unused(mapping)}
 
 
 _MEDIA = "image_url image input_audio audio audio_url video video_url file input_file".split()  # noqa: SIM905
@@ -70,7 +71,7 @@ def content(value: Any, where: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(Declaration):
     """One turn of a conversation. What clients copy from earlier answers may be null or empty."""
 
     role: str = need(text(64))
@@ -80,11 +81,6 @@ class Message:
     tool_call_id: str | None = accept(text(256))
     reasoning_content: str | None = accept(plain_text)
     reasoning: str | None = accept(plain_text)
-    cache_control: dict[str, Any] | None = ignore(mapping)
-    reasoning_details: Any = ignore(whatever)
-    thinking_blocks: Any = ignore(whatever)
-    provider_specific_fields: Any = ignore(whatever)
-    parsed: Any = ignore(whatever)
     annotations: list[Any] | None = accept(only([], why=NO_MEDIA))
 
     refused: ClassVar[dict[str, str]] = {
@@ -93,16 +89,14 @@ class Message:
         "function_call": USE_TOOLS,
     }
     blank: ClassVar[dict[str, Any]] = {"content": ""}
+    unused: ClassVar[dict[str, Unused]] = {
+        "cache_control": Unused(mapping),
+        "reasoning_details": Unused(whatever),
+        "thinking_blocks": Unused(whatever),
+        "provider_specific_fields": Unused(whatever),
+        "parsed": Unused(whatever),
+    }
 
-
-IGNORED = (
-    "cache_control",
-    "reasoning_details",
-    "thinking_blocks",
-    "provider_specific_fields",
-    "parsed",
-)
-"""Fields of messages that change nothing: marks of caches, and what others leave in answers."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -135,7 +129,7 @@ def ignored_in_messages(body: dict[str, Any]) -> tuple[str, ...]:
     contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
     parts = [part for content in contents for part in content if isinstance(part, dict)]
     given = {name for one in (*messages, *parts) for name in one if one[name] is not None}
-    return tuple(f"messages.{name}" for name in IGNORED if name in given)
+    return tuple(f"messages.{name}" for name in Message.unused if name in given)
 
 
 def is_assistant(message: dict[str, Any]) -> bool:

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
+    Declaration,
     DescribedReader,
+    Unused,
     accept,
     body_schema,
     boolean,
-    ignore,
     integer,
     items,
     mapping,
@@ -37,8 +38,9 @@ from forerun.serve.bodies.messages import (
     messages,
     plain_text,
 )
+from forerun.serve.bodies.structure import ConstrainedBody
 from forerun.serve.bodies.tools import Tool, ToolChoice, tool_choice, tools
-from forerun.serve.bodies.unused import UnusedFields
+from forerun.serve.bodies.unused import UNUSED
 
 MAX_TOKENS = 2**31 - 1
 UNLIMITED = -1
@@ -62,7 +64,7 @@ NEVER = -1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamOptions:
+class StreamOptions(Declaration):
     """`stream_options`. include_usage: a last chunk with token counts; continuous_usage_stats:
     counts in every chunk (vLLM).
     """
@@ -73,7 +75,7 @@ class StreamOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeOptions:
+class SpeculativeOptions(Declaration):
     """`speculative`: control and statistics of speculation, Forerun's own field.
 
     max_nodes and max_depth bound the draft tokens of a step and the longest path of them, within
@@ -92,7 +94,7 @@ class SpeculativeOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prediction:
+class _Prediction(Declaration):
     type: str = accept(only("content", why="it is the only kind of prediction"), "content")
     content: str = need(content)
 
@@ -178,7 +180,7 @@ mistake.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scaled:
+class _Scaled(Declaration):
     """An entry of llama.cpp's `lora`."""
 
     id: int = need(integer(0, MAX_TOKENS))
@@ -199,7 +201,7 @@ def _one_adapter(value: Any, where: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledBody(UnusedFields):
+class SampledBody(ConstrainedBody):
     """The common part of /v1/chat/completions and /v1/completions. Missing sampling parameters get
     the model's recommended values. id_prefix: the beginning of the answer's id.
 
@@ -241,7 +243,6 @@ class SampledBody(UnusedFields):
     speculative: SpeculativeOptions = accept(part(SpeculativeOptions), SpeculativeOptions())
     user: str = accept(text(MAX_TEXT), "")
     truncate_prompt_tokens: int | None = accept(truncation)
-    priority: int = ignore(integer(-(2**63), 2**63 - 1), 0)
     return_token_ids: bool = accept(boolean, False)
     return_tokens_as_token_ids: bool = accept(boolean, False)
     prompt_logprobs: int | None = accept(integer(0, MAX_TOKENS))
@@ -270,6 +271,10 @@ class SampledBody(UnusedFields):
         "speculative_accept_threshold_single": "use speculative.accept_threshold_single",
         "speculative_accept_threshold_acc": "use speculative.accept_threshold_acc",
     }
+    unused: ClassVar[dict[str, Unused]] = {
+        **UNUSED,
+        "priority": Unused(integer(-(2**63), 2**63 - 1), 0),
+    }
 
 
 @takes({"type": "object", "maxProperties": 64})
@@ -286,14 +291,16 @@ thinking_budget = integer(NO_BUDGET, MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningOptions:
+class ReasoningOptions(Declaration):
     """`reasoning`, as OpenRouter's clients write it."""
 
     effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
     max_tokens: int | None = accept(thinking_budget)
     enabled: bool | None = accept(boolean)
-    exclude: bool | None = ignore(boolean)
-    summary: str | None = ignore(text(64))
+    unused: ClassVar[dict[str, Unused]] = {
+        "exclude": Unused(boolean),
+        "summary": Unused(text(64)),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +321,6 @@ class ChatBody(SampledBody):
     reasoning_format: str | None = accept(
         only(*FORMATS, why="reasoning is separate from the content, or not")
     )
-    best_of: int | None = ignore(only(1, why="all choices are returned; use n"))
     add_generation_prompt: bool | None = accept(boolean)
     continue_final_message: bool = accept(boolean, False)
     reasoning_effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
@@ -323,8 +329,6 @@ class ChatBody(SampledBody):
     thinking_budget_message: str | None = accept(text(MAX_STOP_TEXT))
     chat_template_kwargs: dict[str, Any] | None = accept(template_options)
     modalities: list[str] | None = accept(only(["text"], why=NO_MEDIA))
-    verbosity: str | None = ignore(only("low", "medium", "high", why="it is one of these"))
-    cache_control: dict[str, Any] | None = ignore(mapping)
     tools: tuple[Tool, ...] = accept(tools, ())
     tool_choice: ToolChoice | None = accept(tool_choice)
     parallel_tool_calls: bool = accept(boolean, True)
@@ -350,6 +354,12 @@ class ChatBody(SampledBody):
         "functions": USE_TOOLS,
         "moderation": NO_MODERATION,
         "web_search_options": "the server fetches nothing",
+    }
+    unused: ClassVar[dict[str, Unused]] = {
+        **SampledBody.unused,
+        "best_of": Unused(only(1, why="all choices are returned; use n")),
+        "verbosity": Unused(only("low", "medium", "high", why="it is one of these")),
+        "cache_control": Unused(mapping),
     }
 
     @property
@@ -422,8 +432,6 @@ class CompletionBody(SampledBody):
     echo: bool = accept(boolean, False)
     logprobs: int | None = accept(integer(0, MAX_TOKENS))
     best_of: int | None = accept(integer(1, MAX_TOKENS))
-    separate_reasoning: bool | None = ignore(boolean)
-    reasoning: Any = ignore(whatever)
     add_special_tokens: bool = accept(boolean, True)
     parse_special: bool = accept(boolean, True)
 
@@ -431,4 +439,9 @@ class CompletionBody(SampledBody):
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
         "suffix": "text is only continued, not filled in",
+    }
+    unused: ClassVar[dict[str, Unused]] = {
+        **SampledBody.unused,
+        "separate_reasoning": Unused(boolean),
+        "reasoning": Unused(whatever),
     }

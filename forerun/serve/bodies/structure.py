@@ -7,7 +7,7 @@ SGLang     json_schema, regex, ebnf
 llama.cpp  grammar, json_schema, and "schema" in a response_format of type json_object
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from forerun.constrain.grammar import Grammar
@@ -17,9 +17,11 @@ from forerun.constrain.schema.checks import check_members, check_regexes
 from forerun.errors import RequestError
 from forerun.serve.bodies.closing import closed_grammar, closed_rules
 from forerun.serve.bodies.fields import (
+    Declaration,
     Reader,
     accept,
     boolean,
+    declared,
     items,
     mapping,
     need,
@@ -164,7 +166,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StructuredOutputs:
+class _StructuredOutputs(Declaration):
     json: Rules | None = accept(json_rules)
     regex: Rules | None = accept(regex_rules)
     choice: Rules | None = accept(choice_rules)
@@ -182,12 +184,12 @@ class _StructuredOutputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Text:
+class _Text(Declaration):
     type: str = need(_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _JsonObject:
+class _JsonObject(Declaration):
     type: str = need(_text)
     schema: Rules | None = accept(json_rules)
 
@@ -217,7 +219,7 @@ class _NamedSchema:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wrapper:
+class _Wrapper(Declaration):
     schema: Any = need(_parsed)
     name: str | None = accept(text(64, 1))
     description: str | None = accept(_text)
@@ -225,7 +227,7 @@ class _Wrapper:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _JsonSchema:
+class _JsonSchema(Declaration):
     type: str = need(_text)
     json_schema: _NamedSchema = need(_named_schema)
 
@@ -236,14 +238,14 @@ def _tag(value: Any, where: str) -> Tag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TagBody:
+class _TagBody(Declaration):
     begin: str = need(text(1024, 1))
     schema: Rules = need(json_rules)
     end: str = need(text(1024))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StructuralTag:
+class _StructuralTag(Declaration):
     type: str = accept(only("structural_tag", why="it is a fixed value"), "structural_tag")
     structures: tuple[Tag, ...] = need(items(_tag, MAX_PARTS, 1))
     triggers: tuple[str, ...] = need(items(text(1024, 1), MAX_PARTS, 1))
@@ -262,7 +264,7 @@ def _or_nothing(reader: Reader) -> Reader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConstrainedBody:
+class ConstrainedBody(Declaration):
     """The part of a request that constrains its answer; at most one of these fields. An empty text
     is none: clients send it for what their users left open.
     """
@@ -284,4 +286,4 @@ class ConstrainedBody:
         return one_of(self, _CONSTRAINTS)
 
 
-_CONSTRAINTS = tuple(item.name for item in fields(ConstrainedBody))
+_CONSTRAINTS = tuple(declared(ConstrainedBody))

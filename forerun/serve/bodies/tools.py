@@ -10,6 +10,7 @@ from forerun.constrain.grammar.calls import Signature
 from forerun.errors import RequestError
 from forerun.serve.bodies.closing import closed_grammar
 from forerun.serve.bodies.fields import (
+    Declaration,
     accept,
     boolean,
     items,
@@ -136,7 +137,7 @@ _FUNCTIONS = only("function", why="tools are functions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolFunction:
+class ToolFunction(Declaration):
     """What all dialects but Anthropic's say of a function."""
 
     name: str = need(function_name)
@@ -146,18 +147,18 @@ class ToolFunction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tool:
+class _Tool(Declaration):
     type: str = need(_FUNCTIONS)
     function: ToolFunction = need(part(ToolFunction))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Named:
+class _Named(Declaration):
     name: str = need(function_name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
+class _Choice(Declaration):
     type: str = need(_FUNCTIONS)
     function: _Named = need(part(_Named))
 
@@ -212,7 +213,7 @@ def argument_object(value: Any, where: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Called:
+class _Called(Declaration):
     """A function that was called. OpenAI's `parse` leaves its arguments in it a second time."""
 
     name: str = need(function_name)
@@ -223,7 +224,7 @@ class _Called:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _Call(Declaration):
     """A call of an earlier answer. Streams leave an index in it."""
 
     id: str | None = accept(_text)

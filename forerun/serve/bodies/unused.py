@@ -1,12 +1,11 @@
 """Fields of other servers' bodies that change nothing here."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
+    Unused,
     boolean,
-    ignore,
     integer,
     mapping,
     number,
@@ -16,7 +15,6 @@ from forerun.serve.bodies.fields import (
     text,
     whatever,
 )
-from forerun.serve.bodies.structure import ConstrainedBody
 
 _MOST = 2**31 - 1
 TIERS = ("auto", "default", "flex", "priority", "scale", "standard", "standard_only", "batch")
@@ -45,63 +43,62 @@ def _backend(value: Any, where: str) -> str:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnusedFields(ConstrainedBody):
-    """Fields of other servers that have no effect here: they request what happens anyway, or what
-    this server does not have. Values that would change the text are refused.
-    """
-
-    prompt_cache_retention: Any = ignore(whatever)
-    prompt_cache_options: Any = ignore(whatever)
-    cache_prompt: bool | None = ignore(boolean)
-    id_slot: int | None = ignore(integer(-1, _MOST))
-    samplers: Any = ignore(whatever)
-    mirostat: float | None = ignore(only(0, 0.0, why=_OFF))
-    mirostat_tau: float | None = ignore(number(-_MOST, _MOST))
-    mirostat_eta: float | None = ignore(number(-_MOST, _MOST))
-    typical_p: float | None = ignore(only(1, 1.0, why=_OFF))
-    tfs_z: float | None = ignore(only(1, 1.0, why=_OFF))
-    top_n_sigma: float | None = ignore(only(-1, -1.0, 0, 0.0, why=_OFF))
-    xtc_probability: float | None = ignore(only(0, 0.0, why=_OFF))
-    xtc_threshold: float | None = ignore(number(0.0, 1.0))
-    dynatemp_range: float | None = ignore(only(0, 0.0, why=_OFF))
-    dynatemp_exponent: float | None = ignore(number(-_MOST, _MOST))
-    dry_multiplier: float | None = ignore(only(0, 0.0, why=_OFF))
-    dry_base: float | None = ignore(number(-_MOST, _MOST))
-    dry_allowed_length: int | None = ignore(integer(-1, _MOST))
-    dry_penalty_last_n: int | None = ignore(integer(-1, _MOST))
-    dry_sequence_breakers: Any = ignore(whatever)
-    repeat_last_n: int | None = ignore(
+UNUSED: dict[str, Unused] = {
+    "prompt_cache_retention": Unused(whatever),
+    "prompt_cache_options": Unused(whatever),
+    "cache_prompt": Unused(boolean),
+    "id_slot": Unused(integer(-1, _MOST)),
+    "samplers": Unused(whatever),
+    "mirostat": Unused(only(0, 0.0, why=_OFF)),
+    "mirostat_tau": Unused(number(-_MOST, _MOST)),
+    "mirostat_eta": Unused(number(-_MOST, _MOST)),
+    "typical_p": Unused(only(1, 1.0, why=_OFF)),
+    "tfs_z": Unused(only(1, 1.0, why=_OFF)),
+    "top_n_sigma": Unused(only(-1, -1.0, 0, 0.0, why=_OFF)),
+    "xtc_probability": Unused(only(0, 0.0, why=_OFF)),
+    "xtc_threshold": Unused(number(0.0, 1.0)),
+    "dynatemp_range": Unused(only(0, 0.0, why=_OFF)),
+    "dynatemp_exponent": Unused(number(-_MOST, _MOST)),
+    "dry_multiplier": Unused(only(0, 0.0, why=_OFF)),
+    "dry_base": Unused(number(-_MOST, _MOST)),
+    "dry_allowed_length": Unused(integer(-1, _MOST)),
+    "dry_penalty_last_n": Unused(integer(-1, _MOST)),
+    "dry_sequence_breakers": Unused(whatever),
+    "repeat_last_n": Unused(
         only(64, -1, why="penalties count the whole text; use repetition_penalty alone")
-    )
-    min_keep: int | None = ignore(integer(0, _MOST))
-    n_keep: int | None = ignore(integer(-1, _MOST))
-    t_max_predict_ms: int | None = ignore(only(0, -1, why="answers end by max_tokens"))
-    return_progress: bool | None = ignore(only(False, why="prompts are not reported in parts"))
-    detokenize: bool | None = ignore(only(True, why="answers are text"))
-    spaces_between_special_tokens: bool | None = ignore(boolean)
-    ttl: Any = ignore(whatever)
-    keep_alive: Any = ignore(whatever)
-    provider: Any = ignore(whatever)
-    include_reasoning: bool | None = ignore(boolean)
-    stream_reasoning: bool | None = ignore(boolean)
-    think: Any = ignore(whatever)
-    guided_decoding_backend: str | None = ignore(_backend)
-    kv_transfer_params: Any = ignore(only({}, why="caches stay where they are"))
-    vllm_xargs: Any = ignore(only({}, why="the engine has no further arguments"))
-    mm_processor_kwargs: Any = ignore(only({}, why="this server reads and writes text only"))
-    length_penalty: float | None = ignore(only(1, 1.0, why="sequences are sampled, not searched"))
-    n_indent: int | None = ignore(only(0, why="lines may be indented as the model likes"))
-    n_discard: int | None = ignore(integer(0, _MOST))
-    penalize_nl: bool | None = ignore(only(False, why="line breaks are tokens like others"))
-    backend_sampling: bool | None = ignore(boolean)
-    post_sampling_probs: bool | None = ignore(only(False, why="log-probabilities are the model's"))
-    response_fields: Any = ignore(only([], why="answers are whole"))
-    parse_tool_calls: bool | None = ignore(only(True, why="calls of offered tools are always read"))
-    thinking_forced_open: bool | None = ignore(boolean)
-    chat_format: Any = ignore(whatever)
-    return_hidden_states: bool | None = ignore(only(False, why="ask for logprobs"))
-    data_parallel_rank: int | None = ignore(integer(0, _MOST))
-    service_tier: str | None = ignore(only(*TIERS, why="it is one of these"))
-    store: bool = ignore(boolean, False)
-    metadata: dict[str, Any] | None = ignore(mapping)
+    ),
+    "min_keep": Unused(integer(0, _MOST)),
+    "n_keep": Unused(integer(-1, _MOST)),
+    "t_max_predict_ms": Unused(only(0, -1, why="answers end by max_tokens")),
+    "return_progress": Unused(only(False, why="prompts are not reported in parts")),
+    "detokenize": Unused(only(True, why="answers are text")),
+    "spaces_between_special_tokens": Unused(boolean),
+    "ttl": Unused(whatever),
+    "keep_alive": Unused(whatever),
+    "provider": Unused(whatever),
+    "include_reasoning": Unused(boolean),
+    "stream_reasoning": Unused(boolean),
+    "think": Unused(whatever),
+    "guided_decoding_backend": Unused(_backend),
+    "kv_transfer_params": Unused(only({}, why="caches stay where they are")),
+    "vllm_xargs": Unused(only({}, why="the engine has no further arguments")),
+    "mm_processor_kwargs": Unused(only({}, why="this server reads and writes text only")),
+    "length_penalty": Unused(only(1, 1.0, why="sequences are sampled, not searched")),
+    "n_indent": Unused(only(0, why="lines may be indented as the model likes")),
+    "n_discard": Unused(integer(0, _MOST)),
+    "penalize_nl": Unused(only(False, why="line breaks are tokens like others")),
+    "backend_sampling": Unused(boolean),
+    "post_sampling_probs": Unused(only(False, why="log-probabilities are the model's")),
+    "response_fields": Unused(only([], why="answers are whole")),
+    "parse_tool_calls": Unused(only(True, why="calls of offered tools are always read")),
+    "thinking_forced_open": Unused(boolean),
+    "chat_format": Unused(whatever),
+    "return_hidden_states": Unused(only(False, why="ask for logprobs")),
+    "data_parallel_rank": Unused(integer(0, _MOST)),
+    "service_tier": Unused(only(*TIERS, why="it is one of these")),
+    "store": Unused(boolean, False),
+    "metadata": Unused(mapping),
+}
+"""Fields of other servers that have no effect here: they request what happens anyway, or what this
+server does not have. Values that would change the text are refused.
+"""

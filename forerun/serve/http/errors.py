@@ -1,8 +1,9 @@
-"""Answers that are errors: a status and a sentence, never a stack trace. Dialects word them."""
+"""Answers that are errors: a status and a sentence, never a stack trace."""
 
 from collections.abc import Iterable, Mapping
 from math import ceil
 from time import monotonic
+from typing import Any
 
 from forerun.errors import (
     BusyError,
@@ -39,6 +40,16 @@ class ApiError(Exception):
         self.code = code
         self.param = None if param is None else _cut(param, LONGEST_PARAM)
         self.headers = dict(headers or {})
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the JSON of an error: `{"error": {message, type, param, code}}`, its type by the
+    status; OpenAI's clients and most others expect it so.
+    """
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if error.status == 429 else kind
+    found = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return {"error": found}
 
 
 class ClientGoneError(Exception):

@@ -3,9 +3,18 @@ and an editor. Other models are offered functions of the same names and argument
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from forerun.serve.bodies.fields import accept, boolean, ignore, integer, mapping, need, read
+from forerun.serve.bodies.fields import (
+    Declaration,
+    Unused,
+    accept,
+    boolean,
+    integer,
+    mapping,
+    need,
+    read,
+)
 from forerun.serve.bodies.messages import plain_text
 from forerun.serve.bodies.tools import Tool, function_name, plain_tool
 
@@ -42,15 +51,17 @@ _KNOWN = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ClientTool:
+class _ClientTool(Declaration):
     type: str = need(plain_text)
     name: str = need(function_name)
-    max_characters: int | None = ignore(integer(1, 2**31 - 1))
     strict: bool = accept(boolean, False)
-    cache_control: dict[str, Any] | None = ignore(mapping)
-    defer_loading: bool = ignore(boolean, False)
-    allowed_callers: Any = ignore(lambda value, where: value)
-    input_examples: Any = ignore(lambda value, where: value)
+    unused: ClassVar[dict[str, Unused]] = {
+        "max_characters": Unused(integer(1, 2**31 - 1)),
+        "cache_control": Unused(mapping),
+        "defer_loading": Unused(boolean, False),
+        "allowed_callers": Unused(lambda value, where: value),
+        "input_examples": Unused(lambda value, where: value),
+    }
 
 
 def known_tool(value: Any, where: str) -> Tool | None:

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
-from forerun.serve.bodies.fields import ignored_in
 from forerun.serve.bodies.messages import goes_on, left_out
 from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.bodies.tools import ToolChoice, different
@@ -70,11 +69,11 @@ def chat_body(body: CountBody) -> ChatBody:
 
 def ignored(body: CountBody) -> tuple[str, ...]:
     """Name the fields of the request, those within it by their path, that change nothing."""
-    found = list(ignored_in(body))
+    found = list(body.ignored)
     if body.thinking is not None:
-        found += [f"thinking.{name}" for name in ignored_in(body.thinking)]
+        found += [f"thinking.{name}" for name in body.thinking.ignored]
     inner = {name for message in body.messages for block in message.content
-             for name in ignored_in(block)}  # fmt: skip
+             for name in block.ignored}  # fmt: skip
     return (*found, *(f"messages.{name}" for name in sorted(inner)), *left_out(body.messages))
 
 

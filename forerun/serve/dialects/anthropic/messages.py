@@ -22,7 +22,9 @@ from forerun.serve.http.errors import ApiError
 
 
 class MessagesDialect(Dialect):
-    """Events of content blocks between message_start and message_stop."""
+    """POST /v1/messages: the next message, whole or as a stream, in Anthropic's words. 400 names a
+    field that cannot be taken.
+    """
 
     ping = event({"type": "ping"}, "ping")
     _reader: ChoiceReader
@@ -94,11 +96,6 @@ class MessagesDialect(Dialect):
         if error is None:
             return event({"type": "message_stop"}, "message_stop")
         return event(error_body(error), "error")
-
-    @staticmethod
-    def error(error: ApiError) -> dict[str, Any]:
-        """Implement Dialect.error by `error_body`."""
-        return error_body(error)
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {

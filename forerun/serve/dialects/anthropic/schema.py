@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
+    Declaration,
+    Unused,
     accept,
     body_schema,
     boolean,
-    ignore,
     integer,
     items,
     mapping,
@@ -48,53 +49,55 @@ _OURS = "no model here can read it; leave it out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
+class Text(Declaration):
     """A block of text."""
 
     type: str = need(plain_text)
     text: str = need(plain_text)
-    cache_control: dict[str, Any] | None = ignore(mapping)
     citations: list[Any] | None = accept(only([], why="texts have no sources here"))
+    unused: ClassVar[dict[str, Unused]] = {"cache_control": Unused(mapping)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thinking:
+class Thinking(Declaration):
     """An earlier thought of the model; the signature is ignored."""
 
     type: str = need(plain_text)
     thinking: str = need(plain_text)
     signature: str = accept(plain_text, "")
-    cache_control: dict[str, Any] | None = ignore(mapping)
+    unused: ClassVar[dict[str, Unused]] = {"cache_control": Unused(mapping)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolUse:
+class ToolUse(Declaration):
     """A call of an earlier answer."""
 
     type: str = need(plain_text)
     id: str = need(text(256))
     name: str = need(function_name)
     input: dict[str, Any] = need(argument_object)
-    cache_control: dict[str, Any] | None = ignore(mapping)
-    caller: dict[str, Any] | None = ignore(mapping)
 
     blank: ClassVar[dict[str, Any]] = {"input": {}}
+    unused: ClassVar[dict[str, Unused]] = {
+        "cache_control": Unused(mapping),
+        "caller": Unused(mapping),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TextSource:
+class _TextSource(Declaration):
     type: str = need(plain_text)
     data: str = need(plain_text)
     media_type: str | None = accept(only("text/plain", why=NO_MEDIA))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Citations:
+class _Citations(Declaration):
     enabled: bool = accept(only(False, why="texts have no sources here"), False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class Document(Declaration):
     """A block of plain text with a title."""
 
     type: str = need(plain_text)
@@ -104,7 +107,7 @@ class Document:
     title: str | None = accept(plain_text)
     context: str | None = accept(plain_text)
     citations: _Citations | None = accept(part(_Citations))
-    cache_control: dict[str, Any] | None = ignore(mapping)
+    unused: ClassVar[dict[str, Unused]] = {"cache_control": Unused(mapping)}
 
     @property
     def text(self) -> str:
@@ -130,14 +133,16 @@ def joined_text(value: Any, where: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolResult:
+class ToolResult(Declaration):
     """The result of a call."""
 
     type: str = need(plain_text)
     tool_use_id: str = need(text(256))
     content: str = accept(joined_text, "")
-    is_error: bool = ignore(boolean, False)
-    cache_control: dict[str, Any] | None = ignore(mapping)
+    unused: ClassVar[dict[str, Unused]] = {
+        "is_error": Unused(boolean, False),
+        "cache_control": Unused(mapping),
+    }
 
 
 Block = Text | Document | Thinking | ToolUse | ToolResult
@@ -160,7 +165,7 @@ _ROLES = only("user", "assistant", "system", why="roles are user, assistant and 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnthropicMessage:
+class AnthropicMessage(Declaration):
     """One turn of a conversation."""
 
     role: str = need(_ROLES)
@@ -211,17 +216,19 @@ def _message(value: Any, where: str) -> AnthropicMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Function:
+class _Function(Declaration):
     name: str = need(function_name)
     type: str | None = accept(only("custom", why=OWN_TOOLS))
     description: str | None = accept(plain_text)
     input_schema: dict[str, Any] = need(mapping)
     strict: bool = accept(boolean, False)
-    cache_control: dict[str, Any] | None = ignore(mapping)
-    eager_input_streaming: bool | None = ignore(boolean)
-    defer_loading: bool = ignore(boolean, False)
     input_examples: list[Any] | None = accept(only([], why="put examples into the description"))
     allowed_callers: list[Any] | None = accept(only(["direct"], why="only the model calls"))
+    unused: ClassVar[dict[str, Unused]] = {
+        "cache_control": Unused(mapping),
+        "eager_input_streaming": Unused(boolean),
+        "defer_loading": Unused(boolean, False),
+    }
 
 
 _SEARCH = "tool_search_tool_"
@@ -257,7 +264,7 @@ def _tool(value: Any, where: str) -> Tool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnthropicToolChoice:
+class AnthropicToolChoice(Declaration):
     """auto, any, none, or tool with a name."""
 
     type: str = need(only("auto", "any", "none", "tool", why="it is one of these"))
@@ -266,7 +273,7 @@ class AnthropicToolChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThinkingConfig:
+class ThinkingConfig(Declaration):
     """Whether to think, and in how many tokens at most."""
 
     type: str = need(only("enabled", "adaptive", "between_tools", "disabled", why="these exist"))
@@ -275,13 +282,13 @@ class ThinkingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Format:
+class _Format(Declaration):
     type: str = need(only("json_schema", why="the format is a JSON schema"))
     schema: Rules = need(json_rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputConfig:
+class OutputConfig(Declaration):
     """The effort of thinking, and the schema of the answer."""
 
     effort: str | None = accept(only("low", "medium", "high", "xhigh", "max", why="these exist"))
@@ -289,7 +296,7 @@ class OutputConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountBody:
+class CountBody(Declaration):
     """POST /v1/messages/count_tokens: what is counted."""
 
     model: str | None = accept(text(256, 1))
@@ -302,16 +309,18 @@ class CountBody:
     thinking: ThinkingConfig | None = accept(part(ThinkingConfig))
     output_config: OutputConfig | None = accept(part(OutputConfig))
     output_format: _Format | None = accept(part(_Format))
-    cache_control: dict[str, Any] | None = ignore(mapping)
-    context_management: dict[str, Any] | None = ignore(mapping)
     speed: str | None = accept(only("standard", why="there is one speed"))
-    user_profile_id: str | None = ignore(plain_text)
-    workspace_id: str | None = ignore(plain_text)
 
     refused: ClassVar[dict[str, str]] = {
         "mcp_servers": OWN_TOOLS,
         "container": OWN_TOOLS,
         "thread": "conversations are not kept here; send all messages",
+    }
+    unused: ClassVar[dict[str, Unused]] = {
+        "cache_control": Unused(mapping),
+        "context_management": Unused(mapping),
+        "user_profile_id": Unused(plain_text),
+        "workspace_id": Unused(plain_text),
     }
 
 
@@ -328,7 +337,10 @@ class MessagesBody(CountBody):
     min_p: float | None = accept(number(0.0, 1.0))
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
-    service_tier: str | None = ignore(only(*TIERS, why="it is one of these"))
-    metadata: dict[str, Any] | None = ignore(mapping)
-    inference_geo: str | None = ignore(plain_text)
-    diagnostics: dict[str, Any] | None = ignore(mapping)
+    unused: ClassVar[dict[str, Unused]] = {
+        **CountBody.unused,
+        "service_tier": Unused(only(*TIERS, why="it is one of these")),
+        "metadata": Unused(mapping),
+        "inference_geo": Unused(plain_text),
+        "diagnostics": Unused(mapping),
+    }

@@ -12,16 +12,15 @@ from forerun.interface.plan import TokenLogprobs
 from forerun.serve.answers.contract import Dialect, News, ParsedRequest
 from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
-from forerun.serve.bodies.fields import ignored_in, read
+from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.prepare import Cut, Generation, completion_generation, within
 from forerun.serve.bodies.schema import CompletionBody, Prompt
 from forerun.serve.bodies.wire import event
 from forerun.serve.dialects.llama.infill import infill_prompt, marks_of
 from forerun.serve.dialects.llama.limits import LineLimits
 from forerun.serve.dialects.llama.schema import InfillBody, NativeBody, Parts
-from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.openai.render import LEAST_LOGPROB, text_of, timings, visible
-from forerun.serve.http.errors import ApiError
+from forerun.serve.http.errors import ApiError, error_body
 from forerun.text.tokenizer import Tokenizer
 
 NO_SLOT = -1
@@ -49,7 +48,9 @@ class Written:
 
 
 class CompletionsDialect(Dialect):
-    """POST /completion. A stream's last event has all fields of the whole answer, without text."""
+    """POST /completion: text in llama.cpp's words, whole or as a stream. 400 names a field that
+    cannot be taken.
+    """
 
     _kind: ClassVar[type[NativeBody]] = NativeBody
     _body: NativeBody
@@ -72,7 +73,7 @@ class CompletionsDialect(Dialect):
         made = completion_generation(self._plain(body), loaded, service.settings)
         made = within(made, loaded.context)
         self._generation = replace(made, cut=_cut(body, len(made.requests) * made.n))
-        return ParsedRequest(self._generation, self._served, ignored_in(body))
+        return ParsedRequest(self._generation, self._served, tuple(body.ignored))
 
     def _plain(self, body: NativeBody) -> CompletionBody:
         """Put the request in the server's own words. Raises RequestError, ApiError."""
@@ -105,11 +106,6 @@ class CompletionsDialect(Dialect):
     def end(self, error: ApiError | None) -> bytes:
         """Implement Dialect.end: nothing, or an error event."""
         return b"" if error is None else event(error_body(error))
-
-    @staticmethod
-    def error(error: ApiError) -> dict[str, Any]:
-        """Implement Dialect.error by `error_body`."""
-        return error_body(error)
 
     def _piece(self, index: int, delta: Delta, tally: Tally) -> dict[str, Any]:
         written = self._written[index]
@@ -220,7 +216,7 @@ class CompletionsDialect(Dialect):
 
 
 class InfillDialect(CompletionsDialect):
-    """POST /infill."""
+    """POST /infill: what stands between two texts. 400 where the model has no marks for that."""
 
     _kind = InfillBody
 

@@ -8,7 +8,7 @@ from forerun.serve.answers.contract import News
 from forerun.serve.answers.service import Served, Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.embedding import MAX_INPUTS, EmbeddingBody, EmbeddingRequest
-from forerun.serve.bodies.fields import accept, ignored_in, need, only, read, text
+from forerun.serve.bodies.fields import Declaration, accept, need, only, read, text
 from forerun.serve.bodies.schema import Prompt, prompts
 from forerun.serve.dialects.openai.embeddings import EmbeddingDialect, OpenAIEmbeddings
 
@@ -16,7 +16,7 @@ _NORMS = only(-1, 2, why="vectors have the length 1 (2), or stay as they are (-1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaEmbeddingBody:
+class LlamaEmbeddingBody(Declaration):
     """POST /embedding. embd_normalize: 2, of length 1; -1, as they are."""
 
     content: tuple[Prompt, ...] = need(prompts(MAX_INPUTS))
@@ -37,7 +37,7 @@ class EmbeddingsBody(EmbeddingBody):
 
 
 class LlamaEmbeddings(EmbeddingDialect):
-    """A list with one entry per input, each with a list of one vector."""
+    """POST /embedding: a list with the vector of each input. 501 says why this model makes none."""
 
     def _read(
         self, value: Any, service: Service
@@ -45,7 +45,7 @@ class LlamaEmbeddings(EmbeddingDialect):
         body = read(LlamaEmbeddingBody, value)
         served = service.named(body.model)
         asked = EmbeddingRequest(body.content, "content", normalize=body.embd_normalize == 2)
-        return asked, served, ignored_in(body)
+        return asked, served, tuple(body.ignored)
 
     def whole(self, choices: News, tally: Tally) -> list[dict[str, Any]]:
         """As Dialect.whole."""
@@ -54,7 +54,7 @@ class LlamaEmbeddings(EmbeddingDialect):
 
 
 class EitherEmbeddings(OpenAIEmbeddings):
-    """POST /embeddings, whose clients are known by the field that has their inputs."""
+    """POST /embeddings: as /embedding for `content`, as /v1/embeddings for `input`."""
 
     def __init__(self) -> None:
         super().__init__()

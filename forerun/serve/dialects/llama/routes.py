@@ -7,7 +7,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from forerun.build.engine import Frontend
-from forerun.serve.answers.answering import Json, generated, received, rendered, service_of
+from forerun.serve.answers.answering import (
+    Json,
+    answering,
+    received,
+    rendered,
+    service_of,
+)
 from forerun.serve.answers.service import Served, Service
 from forerun.serve.bodies.dialogue import dialogue, template_of
 from forerun.serve.bodies.fields import read
@@ -16,28 +22,6 @@ from forerun.serve.dialects.llama.completion import CompletionsDialect, InfillDi
 from forerun.serve.dialects.llama.embeddings import EitherEmbeddings, LlamaEmbeddings
 from forerun.serve.dialects.llama.schema import TemplateBody
 from forerun.version import __version__
-
-
-async def completion(request: Request) -> Response:
-    """POST /completion: text in llama.cpp's words, whole or as a stream. 400 names a field that
-    cannot be taken.
-    """
-    return await generated(request, CompletionsDialect())
-
-
-async def infill(request: Request) -> Response:
-    """POST /infill: what stands between two texts. 400 where the model has no marks for that."""
-    return await generated(request, InfillDialect())
-
-
-async def embedding(request: Request) -> Response:
-    """POST /embedding: a list with the vector of each input. 501 says why this model makes none."""
-    return await generated(request, LlamaEmbeddings())
-
-
-async def embeddings(request: Request) -> Response:
-    """POST /embeddings: as /embedding for `content`, as /v1/embeddings for `input`."""
-    return await generated(request, EitherEmbeddings())
 
 
 async def adapters(request: Request) -> Response:
@@ -101,11 +85,11 @@ async def input_tokens(request: Request) -> Response:
 
 
 LLAMA_ROUTES = [
-    Route("/completion", completion, methods=["POST"]),
-    Route("/completions", completion, name="completions", methods=["POST"]),
-    Route("/infill", infill, methods=["POST"]),
-    Route("/embedding", embedding, methods=["POST"]),
-    Route("/embeddings", embeddings, name="embeddings_without_v1", methods=["POST"]),
+    answering("/completion", CompletionsDialect),
+    answering("/completions", CompletionsDialect),
+    answering("/infill", InfillDialect),
+    answering("/embedding", LlamaEmbeddings),
+    answering("/embeddings", EitherEmbeddings),
     Route("/lora-adapters", adapters),
     Route("/props", props),
     Route("/slots", slots),

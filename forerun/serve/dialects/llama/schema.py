@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
+    Declaration,
+    Unused,
     accept,
     boolean,
-    ignore,
     integer,
     items,
     need,
@@ -40,7 +41,7 @@ RANDOM_SEEDS = (None, -1, 2**32 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateBody:
+class TemplateBody(Declaration):
     """POST /apply-template."""
 
     model: str | None = accept(text(256, 1))
@@ -55,7 +56,7 @@ Parts = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PromptObject:
+class _PromptObject(Declaration):
     prompt_string: str = need(plain_text)
     multimodal_data: list[Any] | None = accept(only([], why=NO_MEDIA))
 
@@ -109,9 +110,6 @@ class NativeBody(SampledBody):
     response_fields: tuple[str, ...] = accept(items(text(256, 1), MAX_FIELDS), ())
     n_indent: int = accept(integer(0, MAX_TOKENS), 0)
     t_max_predict_ms: int = accept(integer(-1, MAX_TOKENS), 0)
-    t_max_prompt_ms: int | None = ignore(integer(-1, MAX_TOKENS))
-    n_cache_reuse: int | None = ignore(integer(0, MAX_TOKENS))
-    sse_ping_interval: float | None = ignore(number(-1, 1e9))
 
     renamed: ClassVar[dict[str, str]] = {
         **SampledBody.renamed,
@@ -122,26 +120,27 @@ class NativeBody(SampledBody):
     refused: ClassVar[dict[str, str]] = {
         name: why for name, why in SampledBody.refused.items() if name != "return_tokens"
     }
+    unused: ClassVar[dict[str, Unused]] = {
+        **SampledBody.unused,
+        "t_max_prompt_ms": Unused(integer(-1, MAX_TOKENS)),
+        "n_cache_reuse": Unused(integer(0, MAX_TOKENS)),
+        "sse_ping_interval": Unused(number(-1, 1e9)),
+    }
 
     def plain(self, prompts: tuple[Prompt, ...]) -> CompletionBody:
         """Put the request in the server's own words, with its prompts as texts or ids."""
         shared = {item.name: getattr(self, item.name) for item in fields(SampledBody)}
-        own = {item.name: item.default for item in fields(SampledBody) if item.name in _OWN}
         drawn = secrets.randbits(31) if self.seed in RANDOM_SEEDS else self.seed
         return CompletionBody(
-            **{**shared, **own, "seed": drawn},
+            **{**shared, "seed": drawn},
             prompt=prompts,
             max_tokens=max(self.max_tokens, UNLIMITED),
             logprobs=self.n_probs or None,
         )
 
 
-_OWN = ("response_fields", "n_indent", "t_max_predict_ms")
-"""Fields that mean something on llama.cpp's routes alone."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Extra:
+class _Extra(Declaration):
     text: str = need(plain_text)
     filename: str = accept(plain_text, "tmp")
 

@@ -14,7 +14,7 @@ from forerun.serve.answers.contract import Dialect, News, ParsedRequest, Ready
 from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import ignored_fields
-from forerun.serve.bodies.fields import ignored_in, read
+from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.messages import goes_on, left_out
 from forerun.serve.bodies.output_parser import ParsedDelta
 from forerun.serve.bodies.prepare import Generation, chat_generation, completion_generation, within
@@ -53,9 +53,9 @@ class OllamaDialect(Dialect):
         self._body = body
         idle = body.options.without_effect(value.get("options") or {})
         inner = tuple(f"options.{name}" for name in idle)
-        self._ignored = (*ignored_in(body), *inner)
+        self._ignored = (*body.ignored, *inner)
         if self._empty(body):
-            reason = "unload" if body.keep_alive in (0, "0") else "load"
+            reason = "unload" if body.ignored.get("keep_alive") in (0, "0") else "load"
             return Ready(
                 {**self._line(ParsedDelta(), []), "done": True, "done_reason": reason},
                 self._ignored,
@@ -106,11 +106,6 @@ class OllamaDialect(Dialect):
         """Implement Dialect.end: nothing, or a line with the error."""
         return b"" if error is None else line(error_body(error))
 
-    @staticmethod
-    def error(error: ApiError) -> dict[str, str]:
-        """Implement Dialect.error by `error_body`."""
-        return error_body(error)
-
     def _line(
         self, parsed: ParsedDelta, calls: list[dict[str, Any]], logprobs: Sequence[Any] = ()
     ) -> dict[str, Any]:
@@ -144,7 +139,9 @@ class OllamaDialect(Dialect):
 
 
 class OllamaChat(OllamaDialect):
-    """POST /api/chat."""
+    """POST /api/chat: the next message of a conversation. 400 names a field that cannot be
+    taken.
+    """
 
     def _read(self, value: Any) -> OllamaChatBody:
         return read(OllamaChatBody, value)
@@ -174,7 +171,7 @@ class OllamaChat(OllamaDialect):
 
 
 class OllamaGenerate(OllamaChat):
-    """POST /api/generate: a conversation of one prompt, or a plain text."""
+    """POST /api/generate: text after a prompt. 400 names a field that cannot be taken."""
 
     def _read(self, value: Any) -> OllamaGenerateBody:  # type: ignore[override]
         body = read(OllamaGenerateBody, value)

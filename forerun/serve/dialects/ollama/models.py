@@ -4,30 +4,30 @@ import hashlib
 import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from forerun.serve.answers.service import LATEST, Served
-from forerun.serve.bodies.fields import accept, boolean, ignore, text
+from forerun.serve.bodies.fields import Declaration, Unused, accept, boolean, text
 from forerun.text.reasoning import Marks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShowBody:
+class ShowBody(Declaration):
     """POST /api/show. `name` is what older clients say for `model`."""
 
     model: str | None = accept(text(256, 1))
     name: str | None = accept(text(256, 1))
-    verbose: bool = ignore(boolean, False)
+    unused: ClassVar[dict[str, Unused]] = {"verbose": Unused(boolean, False)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PullBody:
+class PullBody(Declaration):
     """POST /api/pull. `name` is what older clients say for `model`."""
 
     model: str | None = accept(text(256, 1))
     name: str | None = accept(text(256, 1))
     stream: bool = accept(boolean, True)
-    insecure: bool = ignore(boolean, False)
+    unused: ClassVar[dict[str, Unused]] = {"insecure": Unused(boolean, False)}
 
 
 def listed(served: Served) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from forerun.errors import RequestError
-from forerun.serve.answers.answering import Json, generated, received, service_of
+from forerun.serve.answers.answering import Json, answering, received, service_of
 from forerun.serve.answers.service import spellings
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.wire import line
@@ -18,28 +18,6 @@ from forerun.version import __version__
 KEPT_MODELS = "This server has the model that it was started with; models are not added or removed."
 KEPT = ("push", "create", "copy", "delete", "blobs/{digest}")
 """Routes that change the models of a server: this one serves the model that it was started with."""
-
-
-async def chat(request: Request) -> Response:
-    """POST /api/chat: the next message of a conversation. 400 names a field that cannot be
-    taken.
-    """
-    return await generated(request, OllamaChat())
-
-
-async def generate(request: Request) -> Response:
-    """POST /api/generate: text after a prompt. 400 names a field that cannot be taken."""
-    return await generated(request, OllamaGenerate())
-
-
-async def embed(request: Request) -> Response:
-    """POST /api/embed: a vector per input. 501 says why this model makes none."""
-    return await generated(request, OllamaEmbed())
-
-
-async def embeddings(request: Request) -> Response:
-    """POST /api/embeddings: the vector of one prompt. 501 as /api/embed."""
-    return await generated(request, OllamaOldEmbed())
 
 
 async def tags(request: Request) -> Response:
@@ -90,10 +68,10 @@ async def kept(request: Request) -> Response:
 
 
 OLLAMA_ROUTES = [
-    Route("/api/chat", chat, methods=["POST"]),
-    Route("/api/generate", generate, methods=["POST"]),
-    Route("/api/embed", embed, methods=["POST"]),
-    Route("/api/embeddings", embeddings, methods=["POST"]),
+    answering("/api/chat", OllamaChat),
+    answering("/api/generate", OllamaGenerate),
+    answering("/api/embed", OllamaEmbed),
+    answering("/api/embeddings", OllamaOldEmbed),
     Route("/api/tags", tags),
     Route("/api/ps", ps),
     Route("/api/show", show, methods=["POST"]),

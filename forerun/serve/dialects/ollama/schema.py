@@ -2,18 +2,19 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import quote
 
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
+    Declaration,
+    Unused,
     accept,
     body_schema,
     boolean,
-    ignore,
-    ignored_in,
+    declared,
     integer,
     items,
     mapping,
@@ -58,7 +59,7 @@ _NUMBER = number(-1e9, 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(Declaration):
     """`options`: sampling, and what concerns the machine, which is for the server to choose. Some
     have no effect here (`without_effect`).
     """
@@ -74,40 +75,41 @@ class Options:
     presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
     stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
     repeat_last_n: int | None = accept(_ANY)
-    typical_p: float | None = ignore(_NUMBER)
-    tfs_z: float | None = ignore(_NUMBER)
-    mirostat: int | None = ignore(_ANY)
-    mirostat_tau: float | None = ignore(_NUMBER)
-    mirostat_eta: float | None = ignore(_NUMBER)
-    penalize_newline: bool | None = ignore(boolean)
-    num_ctx: int | None = ignore(_ANY)
-    num_keep: int | None = ignore(_ANY)
-    num_batch: int | None = ignore(_ANY)
-    num_gpu: int | None = ignore(_ANY)
-    num_gqa: int | None = ignore(_ANY)
-    main_gpu: int | None = ignore(_ANY)
-    num_thread: int | None = ignore(_ANY)
-    numa: bool | None = ignore(boolean)
-    low_vram: bool | None = ignore(boolean)
-    f16_kv: bool | None = ignore(boolean)
-    use_mmap: bool | None = ignore(boolean)
-    use_mlock: bool | None = ignore(boolean)
-    logits_all: bool | None = ignore(boolean)
-    vocab_only: bool | None = ignore(boolean)
-    embedding_only: bool | None = ignore(boolean)
-    rope_frequency_base: float | None = ignore(_NUMBER)
-    rope_frequency_scale: float | None = ignore(_NUMBER)
+    unused: ClassVar[dict[str, Unused]] = {
+        "typical_p": Unused(_NUMBER),
+        "tfs_z": Unused(_NUMBER),
+        "mirostat": Unused(_ANY),
+        "mirostat_tau": Unused(_NUMBER),
+        "mirostat_eta": Unused(_NUMBER),
+        "penalize_newline": Unused(boolean),
+        "num_ctx": Unused(_ANY),
+        "num_keep": Unused(_ANY),
+        "num_batch": Unused(_ANY),
+        "num_gpu": Unused(_ANY),
+        "num_gqa": Unused(_ANY),
+        "main_gpu": Unused(_ANY),
+        "num_thread": Unused(_ANY),
+        "numa": Unused(boolean),
+        "low_vram": Unused(boolean),
+        "f16_kv": Unused(boolean),
+        "use_mmap": Unused(boolean),
+        "use_mlock": Unused(boolean),
+        "logits_all": Unused(boolean),
+        "vocab_only": Unused(boolean),
+        "embedding_only": Unused(boolean),
+        "rope_frequency_base": Unused(_NUMBER),
+        "rope_frequency_scale": Unused(_NUMBER),
+    }
 
     def without_effect(self, given: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of `given`, what it was read from, that change nothing here; unknown
         ones quoted as in a URL.
         """
         window = () if self.repeat_last_n in (None, 0, -1) else ("repeat_last_n",)
-        unknown = sorted(quote(name, safe="", errors="replace") for name in given.keys() - _OPTIONS)
-        return (*ignored_in(self), *window, *unknown)
-
-
-_OPTIONS = {item.name for item in fields(Options)}
+        unknown = sorted(
+            quote(name, safe="", errors="replace") for name in given.keys() - declared(Options)
+        )
+        return (*self.ignored, *window, *unknown)
 
 
 @takes({**body_schema(Options), "additionalProperties": True})
@@ -115,7 +117,9 @@ def _options(value: Any, where: str) -> Options:
     """Read `options`, of which unknown names are skipped, as Ollama does. Raises RequestError for a
     value of a known one that is wrong.
     """
-    known = {name: item for name, item in mapping(value, where).items() if name in _OPTIONS}
+    known = {
+        name: item for name, item in mapping(value, where).items() if name in declared(Options)
+    }
     return read(Options, known, where)
 
 
@@ -150,7 +154,7 @@ def alive(value: Any, where: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OllamaBody:
+class OllamaBody(Declaration):
     """The common part of both routes. speculative is Forerun's own field."""
 
     model: str | None = accept(text(256, 1))
@@ -160,31 +164,33 @@ class OllamaBody:
     think: str | None = accept(_think)
     logprobs: bool = accept(boolean, False)
     top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
-    keep_alive: Any = ignore(alive)
     speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
-    truncate: bool | None = ignore(boolean)
-    shift: bool | None = ignore(boolean)
+    unused: ClassVar[dict[str, Unused]] = {
+        "keep_alive": Unused(alive),
+        "truncate": Unused(boolean),
+        "shift": Unused(boolean),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Called:
+class _Called(Declaration):
     name: str = need(function_name)
     arguments: dict[str, Any] = need(argument_object)
     index: int | None = accept(integer(0, MAX_TOKENS))
-    description: str | None = ignore(plain_text)
 
     blank: ClassVar[dict[str, Any]] = {"arguments": {}}
+    unused: ClassVar[dict[str, Unused]] = {"description": Unused(plain_text)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _Call(Declaration):
     function: _Called = need(part(_Called))
     id: str | None = accept(text(256))
     type: str | None = accept(only("function", why="tools are functions"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OllamaMessage:
+class OllamaMessage(Declaration):
     """One turn of a conversation."""
 
     role: str = need(only("system", "user", "assistant", "tool", why="these roles exist"))
@@ -221,7 +227,7 @@ def _plain_call(call: _Call) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tool:
+class _Tool(Declaration):
     type: str | None = accept(only("function", why="tools are functions"))
     function: ToolFunction = need(part(ToolFunction))
 

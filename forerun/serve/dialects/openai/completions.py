@@ -13,7 +13,6 @@ from forerun.serve.bodies.messages import ignored_in_messages
 from forerun.serve.bodies.prepare import Generation, chat_generation, completion_generation
 from forerun.serve.bodies.schema import ChatBody, CompletionBody, SampledBody, StreamOptions
 from forerun.serve.bodies.wire import event
-from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.openai.render import (
     ChatFormat,
     CompletionFormat,
@@ -26,7 +25,7 @@ from forerun.serve.dialects.openai.render import (
     timings,
     usage,
 )
-from forerun.serve.http.errors import ApiError
+from forerun.serve.http.errors import ApiError, error_body
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Ints
 
@@ -144,14 +143,11 @@ class OpenAIDialect(Dialect):
         """Implement Dialect.end: [DONE], after an event with the error if there is one."""
         return DONE if error is None else event(error_body(error)) + DONE
 
-    @staticmethod
-    def error(error: ApiError) -> dict[str, Any]:
-        """Implement Dialect.error by `error_body`."""
-        return error_body(error)
-
 
 class ChatDialect(OpenAIDialect):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions: the next message, whole or as a stream. 400 names a field that
+    cannot be taken.
+    """
 
     whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
@@ -172,7 +168,9 @@ class ChatDialect(OpenAIDialect):
 
 
 class CompletionDialect(OpenAIDialect):
-    """POST /v1/completions."""
+    """POST /v1/completions: text after a prompt, whole or as a stream. 400 names a field that
+    cannot be taken.
+    """
 
     whole_kind = chunk_kind = "text_completion"
 

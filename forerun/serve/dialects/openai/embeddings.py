@@ -8,8 +8,7 @@ from forerun.serve.answers.contract import Dialect, News, ParsedRequest, Ready
 from forerun.serve.answers.service import Served, Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.embedding import EmbeddingBody, EmbeddingRequest, embedding_generation
-from forerun.serve.bodies.fields import ignored_in, read
-from forerun.serve.dialects.openai.errors import error_body
+from forerun.serve.bodies.fields import read
 from forerun.serve.http.errors import ApiError
 from forerun.types import Floats
 
@@ -55,17 +54,14 @@ class EmbeddingDialect(Dialect):
         """Return nothing, as `events`."""
         return b""
 
-    @staticmethod
-    def error(error: ApiError) -> dict[str, Any]:
-        """As Dialect.error: `error_body`."""
-        return error_body(error)
-
     def _vectors(self, choices: News) -> list[Floats]:
         return self._asked.vectors(delta for _, delta in choices)
 
 
 class OpenAIEmbeddings(EmbeddingDialect):
-    """POST /v1/embeddings."""
+    """POST /v1/embeddings: a vector per input. 400 names a field that cannot be taken, 501 says why
+    this model makes none.
+    """
 
     _body: EmbeddingBody
 
@@ -74,7 +70,7 @@ class OpenAIEmbeddings(EmbeddingDialect):
     ) -> tuple[EmbeddingRequest, Served, tuple[str, ...]]:
         body = self._body = read(EmbeddingBody, value)
         served = service.named(body.model)
-        return EmbeddingRequest.of(body, served.loaded.context), served, ignored_in(body)
+        return EmbeddingRequest.of(body, served.loaded.context), served, tuple(body.ignored)
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
         """As Dialect.whole: OpenAI's list of embeddings, with the usage."""

@@ -5,7 +5,6 @@ from dataclasses import fields
 from typing import Any
 
 from forerun.errors import RequestError
-from forerun.serve.bodies.fields import ignored_in
 from forerun.serve.bodies.messages import left_out
 from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.bodies.tools import different
@@ -94,16 +93,16 @@ def ignored(body: ResponsesBody, value: dict[str, Any]) -> tuple[str, ...]:
 
     value  the request as it was sent
     """
-    found = list(ignored_in(body))
+    found = list(body.ignored)
     if body.tools:
         found += unheld(each_tool(value["tools"]))
         found += sorted({f"tools.{tool['type']}" for tool in value["tools"] if is_hosted(tool)})
     for name in ("text", "reasoning"):
         inner = getattr(body, name)
         if inner is not None:
-            found += [f"{name}.{field}" for field in ignored_in(inner)]
+            found += [f"{name}.{field}" for field in inner.ignored]
     found += [f"include.{name}" for name in body.include if name != LOGPROBS]
-    inside = {name for item in body.input for name in ignored_in(item)}
+    inside = {name for item in body.input for name in item.ignored}
     return (*found, *(f"input.{name}" for name in sorted(inside)), *left_out(body.input))
 
 
@@ -136,6 +135,7 @@ def _add(message: dict[str, Any], item: Item, names: Names) -> None:
 def input_item(item: Item, id: str) -> dict[str, Any]:
     """Return the JSON of an item as it was read, for /v1/responses/{id}/input_items."""
     given = {field.name: getattr(item, field.name) for field in fields(item)}
+    given |= given.pop("ignored")
     plain = {name: value for name, value in given.items() if value is not None}
     if isinstance(item, InputMessage):
         kind = "output_text" if item.role == "assistant" else "input_text"

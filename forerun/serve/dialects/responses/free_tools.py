@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 from forerun.constrain.grammar import Grammar
 from forerun.serve.bodies.fields import (
+    Declaration,
+    Unused,
     accept,
     boolean,
-    ignore,
     items,
     mapping,
     need,
@@ -44,31 +45,31 @@ _SHELL_TAKES: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Text:
+class _Text(Declaration):
     type: str = need(plain_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Grammar:
+class _Grammar(Declaration):
     type: str = need(plain_text)
     syntax: str = need(only("lark", "regex", why="grammars are in one of these"))
     definition: str = need(plain_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Custom:
+class _Custom(Declaration):
     type: str = need(plain_text)
     name: str = need(function_name)
     description: str | None = accept(plain_text)
     format: _Text | _Grammar | None = accept(tagged({"text": _Text, "grammar": _Grammar}))
-    defer_loading: bool = ignore(boolean, False)
     allowed_callers: list[Any] | None = accept(only(["direct"], why=NO_CALLERS))
 
     refused: ClassVar[dict[str, str]] = NOT_ASYNC
+    unused: ClassVar[dict[str, Unused]] = {"defer_loading": Unused(boolean, False)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shell:
+class _Shell(Declaration):
     type: str = need(plain_text)
 
 
@@ -145,7 +146,7 @@ def shell_action(arguments: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CustomCall:
+class CustomCall(Declaration):
     """A call of a custom tool in an earlier answer."""
 
     type: str = need(plain_text)
@@ -165,7 +166,7 @@ class CustomCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Action:
+class _Action(Declaration):
     type: str = need(only("exec", why="a shell runs commands"))
     command: tuple[str, ...] = need(items(plain_text, 4096))
     env: dict[str, Any] | None = accept(mapping)
@@ -181,7 +182,7 @@ def _action(value: Any, where: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShellCall:
+class ShellCall(Declaration):
     """A call of the shell in an earlier answer."""
 
     type: str = need(plain_text)

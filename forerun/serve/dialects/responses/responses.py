@@ -15,7 +15,6 @@ from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.prepare import Generation, chat_generation
 from forerun.serve.bodies.wire import event
 from forerun.serve.dialects.conversation import ChoiceReader
-from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.openai.render import (
     logprob_entries,
     reasoning_tokens,
@@ -110,11 +109,6 @@ class ResponsesDialect(Dialect):
         details = {"code": code, "message": str(error)}
         failed = {**self._base, "status": "failed", "error": details, "output": self._output.items}
         return self._worded({"type": "response.failed", "response": failed})
-
-    @staticmethod
-    def error(error: ApiError) -> dict[str, Any]:
-        """Implement Dialect.error by `error_body`."""
-        return error_body(error)
 
     def _push(self, news: News) -> list[Event]:
         events: list[Event] = []

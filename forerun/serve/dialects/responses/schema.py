@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
+    Declaration,
+    Unused,
     accept,
     body_schema,
     boolean,
-    ignore,
     integer,
     items,
     mapping,
@@ -64,14 +65,16 @@ _NOT_HERE = {"caller": NO_CALLERS, **NOT_ASYNC}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextPart:
+class TextPart(Declaration):
     """A part of a message."""
 
     type: str = need(plain_text)
     text: str = need(plain_text)
     annotations: list[Any] | None = accept(only([], why="texts have no sources here"))
-    logprobs: list[Any] | None = ignore(lambda value, where: value)
-    prompt_cache_breakpoint: dict[str, Any] | None = ignore(mapping)
+    unused: ClassVar[dict[str, Unused]] = {
+        "logprobs": Unused(lambda value, where: value),
+        "prompt_cache_breakpoint": Unused(mapping),
+    }
 
 
 _MEDIA = dict.fromkeys(("input_image", "input_file", "input_audio"), NO_MEDIA)
@@ -94,7 +97,7 @@ def joined_text(value: Any, where: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputMessage:
+class InputMessage(Declaration):
     """A message of the conversation."""
 
     type: str = accept(plain_text, "message")
@@ -102,13 +105,13 @@ class InputMessage:
     content: str = need(joined_text)
     id: str | None = accept(text(256))
     status: str | None = accept(_STATUS)
-    phase: str | None = ignore(text(64))
 
     blank: ClassVar[dict[str, Any]] = {"content": ""}
+    unused: ClassVar[dict[str, Unused]] = {"phase": Unused(text(64))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(Declaration):
     """A call of an earlier answer."""
 
     type: str = need(plain_text)
@@ -124,23 +127,23 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallOutput:
+class CallOutput(Declaration):
     """The result of a call."""
 
     type: str = need(plain_text)
     call_id: str = need(text(256))
     output: str = need(joined_text)
-    namespace: str | None = ignore(text(256))
     id: str | None = accept(text(256))
     name: str | None = accept(text(256))
     status: str | None = accept(_STATUS)
 
     refused: ClassVar[dict[str, str]] = _NOT_HERE
     blank: ClassVar[dict[str, Any]] = {"output": ""}
+    unused: ClassVar[dict[str, Unused]] = {"namespace": Unused(text(256))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reasoning:
+class Reasoning(Declaration):
     """An earlier thought of the model, or its summary if there is nothing else."""
 
     type: str = need(plain_text)
@@ -148,11 +151,11 @@ class Reasoning:
     content: str = accept(joined_text, "")
     id: str | None = accept(text(256))
     status: str | None = accept(_STATUS)
-    encrypted_content: str | None = ignore(plain_text)
+    unused: ClassVar[dict[str, Unused]] = {"encrypted_content": Unused(plain_text)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShellOutput:
+class ShellOutput(Declaration):
     """The output of a command."""
 
     type: str = need(plain_text)
@@ -221,11 +224,13 @@ def _input(value: Any, where: str) -> tuple[Item, ...]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Function(ToolFunction):
     type: str = need(only("function", why=OWN_TOOLS))
-    output_schema: dict[str, Any] | None = ignore(mapping)
-    defer_loading: bool = ignore(boolean, False)
     allowed_callers: list[Any] | None = accept(only(["direct"], why=NO_CALLERS))
 
     refused: ClassVar[dict[str, str]] = NOT_ASYNC
+    unused: ClassVar[dict[str, Unused]] = {
+        "output_schema": Unused(mapping),
+        "defer_loading": Unused(boolean, False),
+    }
 
 
 @takes(body_schema(_Function))
@@ -277,7 +282,7 @@ def _tools(value: Any, where: str) -> tuple[Tool, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Namespace:
+class _Namespace(Declaration):
     """Functions that Codex groups under one name, which their calls repeat."""
 
     type: str = need(plain_text)
@@ -300,7 +305,7 @@ def each_tool(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Named:
+class _Named(Declaration):
     type: str = need(
         only("function", "custom", why="tool_choice is none, auto, required or a tool of these")
     )
@@ -320,12 +325,12 @@ def _tool_choice(value: Any, where: str) -> ToolChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Text:
+class _Text(Declaration):
     type: str = need(plain_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Schema:
+class _Schema(Declaration):
     type: str = need(plain_text)
     schema: dict[str, Any] = need(mapping)
     name: str | None = accept(text(64, 1))
@@ -342,27 +347,31 @@ def _format(value: Any, where: str) -> Rules | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextConfig:
+class TextConfig(Declaration):
     """`text`: the format of the answer."""
 
     format: Rules | None = accept(_format)
-    verbosity: str | None = ignore(only("low", "medium", "high", why="it is one of these"))
+    unused: ClassVar[dict[str, Unused]] = {
+        "verbosity": Unused(only("low", "medium", "high", why="it is one of these"))
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningConfig:
+class ReasoningConfig(Declaration):
     """`reasoning`: how much. The thoughts themselves are shown, so there is no summary."""
 
     effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
     max_tokens: int | None = accept(thinking_budget)
-    summary: str | None = ignore(text(64))
-    generate_summary: str | None = ignore(text(64))
-    context: str | None = ignore(text(64))
     mode: str | None = accept(only("standard", why="there is one mode"))
+    unused: ClassVar[dict[str, Unused]] = {
+        "summary": Unused(text(64)),
+        "generate_summary": Unused(text(64)),
+        "context": Unused(text(64)),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StreamOptions:
+class _StreamOptions(Declaration):
     include_obfuscation: bool = accept(only(False, why="events are not padded"), False)
 
 
@@ -384,7 +393,7 @@ _INCLUDED = only(*INCLUDED, why="OpenAI knows no such part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesBody:
+class ResponsesBody(Declaration):
     """POST /v1/responses. top_k, min_p, seed and speculative are Forerun's own fields."""
 
     model: str | None = accept(text(256, 1))
@@ -411,21 +420,24 @@ class ResponsesBody:
     safety_identifier: str | None = accept(plain_text)
     prompt_cache_key: str | None = accept(plain_text)
     cache_salt: str | None = accept(cache_salt)
-    prompt_cache_retention: str | None = ignore(text(64))
-    prompt_cache_options: dict[str, Any] | None = ignore(mapping)
-    context_management: Any = ignore(whatever)
-    max_tool_calls: int | None = ignore(integer(0, MAX_TOKENS))
-    service_tier: str | None = ignore(only(*TIERS, why="it is one of these"))
-    client_metadata: dict[str, Any] | None = ignore(mapping)
-    access_programs: dict[str, Any] | None = ignore(mapping)
-    image: dict[str, Any] | None = ignore(mapping)
     background: bool = accept(only(False, why="ask for a stream"), False)
     truncation: str | None = accept(only("auto", "disabled", why="it is one of these"))
     speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
-    text: TextConfig | None = accept(part(TextConfig))
 
     refused: ClassVar[dict[str, str]] = {
         "conversation": "use previous_response_id",
         "prompt": "prompts are not stored here; send instructions and input",
         "moderation": NO_MODERATION,
     }
+    unused: ClassVar[dict[str, Unused]] = {
+        "prompt_cache_retention": Unused(text(64)),
+        "prompt_cache_options": Unused(mapping),
+        "context_management": Unused(whatever),
+        "max_tool_calls": Unused(integer(0, MAX_TOKENS)),
+        "service_tier": Unused(only(*TIERS, why="it is one of these")),
+        "client_metadata": Unused(mapping),
+        "access_programs": Unused(mapping),
+        "image": Unused(mapping),
+    }
+    # Last, because it hides the reader of this name.
+    text: TextConfig | None = accept(part(TextConfig))

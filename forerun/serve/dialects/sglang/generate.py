@@ -11,10 +11,9 @@ from forerun.interface.plan import TokenLogprobs
 from forerun.serve.answers.contract import Dialect, News, ParsedRequest
 from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
-from forerun.serve.bodies.fields import ignored_in, read
+from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.prepare import Generation
 from forerun.serve.bodies.wire import event
-from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.openai.render import LEAST_LOGPROB, token_text
 from forerun.serve.dialects.sglang.schema import GenerateBody
 from forerun.serve.dialects.sglang.text_requests import (
@@ -24,7 +23,7 @@ from forerun.serve.dialects.sglang.text_requests import (
     together,
     unused_reports,
 )
-from forerun.serve.http.errors import ApiError
+from forerun.serve.http.errors import ApiError, error_body
 
 DONE = b"data: [DONE]\n\n"
 
@@ -65,7 +64,9 @@ class Answer:
 
 
 class GenerateDialect(Dialect):
-    """Every event says the whole text so far, as SGLang's do."""
+    """POST /generate: text in SGLang's words, whole or as a stream. 400 names a field that cannot
+    be taken.
+    """
 
     _body: GenerateBody
     _texts: tuple[TextRequest, ...]
@@ -86,9 +87,9 @@ class GenerateDialect(Dialect):
         if prompts is None or (body.text is not None and body.input_ids is not None):
             raise RequestError("Give either text or input_ids.", "text")
         self._texts = text_requests(body, prompts)
-        names = {name for one in self._texts for name in ignored_in(one.params)}
+        names = {name for one in self._texts for name in one.params.ignored}
         inner = sorted(f"sampling_params.{name}" for name in names)
-        ignored = (*ignored_in(body), *inner, *unused_reports(body, self._texts))
+        ignored = (*body.ignored, *inner, *unused_reports(body, self._texts))
         found = [
             generation_of(one, body, self._served.loaded, service.settings) for one in self._texts
         ]
@@ -115,11 +116,6 @@ class GenerateDialect(Dialect):
     def end(self, error: ApiError | None) -> bytes:
         """Implement Dialect.end: [DONE], after an event with the error if there is one."""
         return DONE if error is None else event(error_body(error)) + DONE
-
-    @staticmethod
-    def error(error: ApiError) -> dict[str, Any]:
-        """Implement Dialect.error by `error_body`."""
-        return error_body(error)
 
     def _output(self, index: int, tally: Tally) -> dict[str, Any]:
         answer, generation = self._answers[index], self._generation

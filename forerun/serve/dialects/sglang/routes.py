@@ -8,10 +8,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from forerun.engine.stats import Stats
-from forerun.serve.answers.answering import Json, generated, received, service_of
+from forerun.serve.answers.answering import Json, answering, received, service_of
 from forerun.serve.answers.service import Served
 from forerun.serve.answers.session import GenerationSession
-from forerun.serve.bodies.fields import accept, boolean, ignore, read, text, whatever
+from forerun.serve.bodies.fields import Declaration, Unused, accept, boolean, read, text, whatever
 from forerun.serve.bodies.prepare import completion_generation
 from forerun.serve.bodies.schema import CompletionBody
 from forerun.serve.bodies.wire import check_same_site
@@ -21,21 +21,14 @@ from forerun.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AbortBody:
+class AbortBody(Declaration):
     """POST /abort_request: one request by what its client called it or by its id, or all."""
 
     rid: str | None = accept(text(2**16))
     abort_all: bool = accept(boolean, False)
-    abort_reason: str | None = ignore(whatever)
 
     renamed: ClassVar[dict[str, str]] = {"request_id": "rid"}
-
-
-async def generate(request: Request) -> Response:
-    """POST /generate: text in SGLang's words, whole or as a stream. 400 names a field that cannot
-    be taken.
-    """
-    return await generated(request, GenerateDialect())
+    unused: ClassVar[dict[str, Unused]] = {"abort_reason": Unused(whatever)}
 
 
 async def model_info(request: Request) -> Response:
@@ -142,7 +135,7 @@ async def get_load(request: Request) -> Response:
 
 
 SGLANG_ROUTES = [
-    Route("/generate", generate, methods=["POST"]),
+    answering("/generate", GenerateDialect),
     Route("/get_model_info", model_info, name="get_model_info"),
     Route("/model_info", model_info),
     Route("/server_info", server_info),

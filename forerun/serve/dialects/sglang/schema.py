@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
+    Declaration,
     DescribedReader,
     Reader,
+    Unused,
     accept,
     boolean,
-    ignore,
     integer,
     items,
     mapping,
@@ -47,7 +48,7 @@ _NO_SESSIONS = "requests stand alone; prefixes are cached automatically"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Declaration):
     """`sampling_params`."""
 
     max_new_tokens: int = accept(integer(0, MAX_TOKENS), 128)
@@ -67,7 +68,6 @@ class SamplingParams:
     ignore_eos: bool = accept(boolean, False)
     no_stop_trim: bool = accept(boolean, False)
     skip_special_tokens: bool = accept(boolean, True)
-    stream_interval: int | None = ignore(integer(1, MAX_TOKENS))
     spaces_between_special_tokens: bool = accept(only(True, why="text is left as it is"), True)
     json_schema: Rules | None = accept(json_rules)
     regex: Rules | None = accept(regex_rules)
@@ -78,6 +78,7 @@ class SamplingParams:
         "stop_regex": "use stop",
         "custom_params": "the server runs no code from requests",
     }
+    unused: ClassVar[dict[str, Unused]] = {"stream_interval": Unused(integer(1, MAX_TOKENS))}
 
     @property
     def rules(self) -> Rules | None:
@@ -159,7 +160,7 @@ def _reported_ids(value: Any, where: str) -> PerText:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateBody:
+class GenerateBody(Declaration):
     """POST /generate. speculative is Forerun's own field. Fields that are lists where they need not
     be hold a value for each text.
     """
@@ -178,11 +179,7 @@ class GenerateBody:
     lora_path: PerText = accept(each(_adapter), _same(""))
     return_hidden_states: bool = accept(only(False, why="ask for logprobs"), False)
     speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
-    log_metrics: bool = ignore(boolean, True)
-    bootstrap_room: int | None = ignore(integer(0, 2**63 - 1))
-    priority: int | None = ignore(integer(-(2**63), 2**63 - 1))
     extra_key: str | None = accept(cache_salt)
-    custom_labels: dict[str, Any] | None = ignore(mapping)
 
     def adapter(self) -> str:
         """Return the adapter that all texts name; "" = none. Raises RequestError for several."""
@@ -200,4 +197,10 @@ class GenerateBody:
         "modalities": NO_MEDIA,
         "session_params": _NO_SESSIONS,
         "custom_logit_processor": "the server runs no code from requests",
+    }
+    unused: ClassVar[dict[str, Unused]] = {
+        "log_metrics": Unused(boolean, True),
+        "bootstrap_room": Unused(integer(0, 2**63 - 1)),
+        "priority": Unused(integer(-(2**63), 2**63 - 1)),
+        "custom_labels": Unused(mapping),
     }
