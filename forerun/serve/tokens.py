@@ -15,19 +15,19 @@ from forerun.errors import RequestError
 from forerun.serve.answers.answering import Json, received, rendered, service_of
 from forerun.serve.bodies.dialogue import chat_prompt
 from forerun.serve.bodies.fields import (
-    Declaration,
+    RequestBody,
     accept,
     boolean,
     items,
     need,
     one_or_more,
+    plain_text,
     read,
     takes,
-    text,
 )
-from forerun.serve.bodies.messages import messages, plain_text
+from forerun.serve.bodies.messages import messages
 from forerun.serve.bodies.prepare import known_tokens
-from forerun.serve.bodies.schema import MAX_PROMPTS, template_options, token_ids
+from forerun.serve.bodies.schema import MAX_PROMPTS, PerText, per_list, template_options, token_ids
 from forerun.serve.bodies.tools import Tool, tools
 from forerun.serve.bodies.wire import dump_json
 from forerun.serve.dialects.openai.render import token_text
@@ -46,36 +46,23 @@ def _texts(value: Any, where: str) -> str | tuple[str, ...]:
     return found if isinstance(value, list) else found[0]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLists:
-    """Token ids. several: they came as a list of lists, and so do the texts."""
-
-    lists: tuple[tuple[int, ...], ...]
-    several: bool
+_one_list, _empty = per_list(token_ids), items(token_ids, 0)
 
 
-_EMPTY = {"type": "array", "maxItems": 0}
-
-
-@takes({"anyOf": [_EMPTY, token_ids.schema, items(token_ids, MAX_PROMPTS).schema]})
-def _ids(value: Any, where: str) -> TokenLists:
-    """Read token ids, or a list of lists of them."""
-    if value == []:
-        return TokenLists(((),), False)
-    if isinstance(value, list) and isinstance(value[0], list):
-        return TokenLists(items(token_ids, MAX_PROMPTS)(value, where), True)
-    return TokenLists((token_ids(value, where),), False)
+@takes({"anyOf": [_empty.schema, _one_list.schema]})
+def _ids(value: Any, where: str) -> PerText:
+    """Read token ids, maybe none, or a list of lists of them."""
+    return PerText(((),)) if value == [] else _one_list(value, where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizeBody(Declaration):
+class TokenizeBody(RequestBody):
     """POST /tokenize: texts or a conversation. parse_special: as in CompletionBody.
 
     content, add_special, with_pieces  llama.cpp's: a text, whether to put the begin-of-text token
     before it (default: no), and whether to return tokens with their texts
     """
 
-    model: str | None = accept(text(256, 1))
     prompt: str | tuple[str, ...] | None = accept(_texts)
     content: str | tuple[str, ...] | None = accept(_texts)
     messages: tuple[dict[str, Any], ...] | None = accept(messages)
@@ -93,11 +80,10 @@ class TokenizeBody(Declaration):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DetokenizeBody(Declaration):
+class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
-    model: str | None = accept(text(256, 1))
-    tokens: TokenLists = need(_ids)
+    tokens: PerText = need(_ids)
     skip_special_tokens: bool = accept(boolean, False)
 
 
@@ -223,5 +209,5 @@ def _text(body: DetokenizeBody, loaded: Frontend) -> str | list[str]:
 
     found = body.tokens
     if found.several:
-        return [one(ids, f"tokens[{at}]") for at, ids in enumerate(found.lists)]
-    return one(found.lists[0], "tokens")
+        return [one(ids, f"tokens[{at}]") for at, ids in enumerate(found.values)]
+    return one(found.values[0], "tokens")

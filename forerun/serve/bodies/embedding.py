@@ -12,7 +12,8 @@ from forerun.build.engine import Frontend
 from forerun.engine.request import Delta, Request, Speculation, Stopping
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
-    Declaration,
+    MAX_TEXT,
+    RequestBody,
     Unused,
     accept,
     boolean,
@@ -21,7 +22,6 @@ from forerun.serve.bodies.fields import (
     only,
     text,
 )
-from forerun.serve.bodies.messages import MAX_TEXT
 from forerun.serve.bodies.prepare import Generation, check_length, known_tokens, too_long
 from forerun.serve.bodies.schema import MAX_TOKENS, Prompt, cache_salt, prompts, truncation
 from forerun.serve.http.errors import ApiError
@@ -37,13 +37,12 @@ AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingBody(Declaration):
+class EmbeddingBody(RequestBody):
     """POST /v1/embeddings. dimensions: the first numbers alone, again of length 1, for models that
     were trained for it. normalize: false leaves the length as it is (vLLM).
     """
 
     input: tuple[Prompt, ...] = need(prompts(MAX_INPUTS))
-    model: str | None = accept(text(256, 1))
     encoding_format: str = accept(only("float", "base64", why="these are the formats"), "float")
     dimensions: int | None = accept(integer(1, MAX_TOKENS))
     normalize: bool = accept(boolean, True)

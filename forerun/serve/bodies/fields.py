@@ -334,6 +334,25 @@ def text(longest: int, shortest: int = 0) -> DescribedReader:
     return reader
 
 
+MAX_TEXT = 2**31 - 1
+"""Texts are bounded by the size of the body."""
+
+plain_text = text(MAX_TEXT)
+
+
+def listed(value: Any, where: str, longest: float = math.inf, shortest: int = 0) -> list[Any]:
+    """Return `value`, a list of `shortest` to `longest` entries. Raises RequestError that names
+    `where` for anything else.
+    """
+    if not isinstance(value, list):
+        raise RequestError(f"{where} must be a list, not {shown(value)}.", where)
+    if not shortest <= len(value) <= longest:
+        raise RequestError(
+            f"{where} has {len(value)} entries, but must have {shortest} to {longest}.", where
+        )
+    return value
+
+
 def items(each: Reader, longest: int, shortest: int = 0) -> DescribedReader:
     """Make a reader of lists with `shortest` to `longest` entries, each read by `each`, which gives
     a tuple; it raises RequestError for anything else.
@@ -341,10 +360,8 @@ def items(each: Reader, longest: int, shortest: int = 0) -> DescribedReader:
     bounds = {"minItems": shortest, "maxItems": longest}
 
     def mend(value: Any, where: str, left: list[str]) -> Any:
-        if not isinstance(value, list):
-            raise RequestError(f"{where} must be a list, not {shown(value)}.", where)
         found = []
-        for index, item in enumerate(value):
+        for index, item in enumerate(listed(value, where)):
             place = f"{where}[{index}]"
             try:
                 found.append(mender(each)(item, place, left))
@@ -354,13 +371,8 @@ def items(each: Reader, longest: int, shortest: int = 0) -> DescribedReader:
 
     @takes({"type": "array", "items": schema_of(each), **bounds}, mend)
     def reader(value: Any, where: str) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise RequestError(f"{where} must be a list, not {shown(value)}.", where)
-        if not shortest <= len(value) <= longest:
-            raise RequestError(
-                f"{where} has {len(value)} entries, but must have {shortest} to {longest}.", where
-            )
-        return tuple(each(item, f"{where}[{index}]") for index, item in enumerate(value))
+        entries = enumerate(listed(value, where, longest, shortest))
+        return tuple(each(item, f"{where}[{index}]") for index, item in entries)
 
     return reader
 
@@ -409,6 +421,20 @@ def part(kind: type[Declaration]) -> DescribedReader:
         return read(kind, value, where)
 
     return reader
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestBody(Declaration):
+    """A body that may name the model. It has no slots, so that it may be one base of several."""
+
+    model: str | None = accept(text(256, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Typed(Declaration):
+    """An object whose `type` says what else it has, if anything."""
+
+    type: str = need(plain_text)
 
 
 def tagged(

@@ -9,14 +9,17 @@ from forerun.serve.bodies.fields import (
     Declaration,
     DescribedReader,
     Mend,
+    Typed,
     Unused,
     accept,
     body_schema,
     items,
+    listed,
     mapping,
     mend_object,
     need,
     only,
+    plain_text,
     read,
     shown,
     tagged,
@@ -26,27 +29,18 @@ from forerun.serve.bodies.fields import (
 )
 from forerun.serve.bodies.tools import calls
 
-MAX_TEXT = 2**31 - 1
-"""Texts are bounded by the size of the body."""
 MAX_MESSAGES = 4096
 NO_MEDIA = "this server reads and writes text only"
 USE_TOOLS = "use tools and tool_choice"
 
-plain_text = text(MAX_TEXT)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TextPart(Declaration):
-    type: str = need(text(64))
+class _TextPart(Typed):
     text: str = need(plain_text)
     unused: ClassVar[dict[str, Unused]] = {"cache_control": Unused(mapping)}
 
 
 _MEDIA = "image_url image input_audio audio audio_url video video_url file input_file".split()  # noqa: SIM905
-_part = tagged({"text": _TextPart}, dict.fromkeys(_MEDIA, NO_MEDIA))
-
-
-_parts = items(_part, MAX_MESSAGES)
 
 
 def of_parts(parts: DescribedReader) -> Mend:
@@ -60,14 +54,22 @@ def of_parts(parts: DescribedReader) -> Mend:
     return mend
 
 
-@takes({"anyOf": [plain_text.schema, _parts.schema]}, of_parts(_parts))
-def content(value: Any, where: str) -> str:
-    """Read a message's text: a string, or parts, which are joined by line breaks. Raises
-    RequestError, naming `where`, for anything else.
+def joined(part: DescribedReader) -> DescribedReader:
+    """Make a reader of a text: a string, or parts, each with a `text`, that are joined by line
+    breaks. It raises RequestError, naming `where`, for anything else.
     """
-    if isinstance(value, list):
-        return "\n".join(part.text for part in _parts(value, where))
-    return str(plain_text(value, where))
+    parts = items(part, MAX_MESSAGES)
+
+    @takes({"anyOf": [plain_text.schema, parts.schema]}, of_parts(parts))
+    def reader(value: Any, where: str) -> str:
+        if isinstance(value, list):
+            return "\n".join(part.text for part in parts(value, where))
+        return str(plain_text(value, where))
+
+    return reader
+
+
+content = joined(tagged({"text": _TextPart}, dict.fromkeys(_MEDIA, NO_MEDIA)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,17 +187,10 @@ def history(
 
     @takes({"type": "array", "items": each.schema, **bounds})
     def reader(value: Any, where: str) -> MessageHistory:
-        if not isinstance(value, list):
-            raise RequestError(f"{where} must be a list, not {shown(value)}.", where)
-        if not shortest <= len(value) <= longest:
-            raise RequestError(
-                f"{where} has {len(value)} entries, but must have {shortest} to {longest}.", where
-            )
-        past = [
-            index for index, one in enumerate(value) if isinstance(one, dict) and assistant(one)
-        ]
+        sent = listed(value, where, longest, shortest)
+        past = [index for index, one in enumerate(sent) if isinstance(one, dict) and assistant(one)]
         found, left, last = [], list[str](), max(past, default=-1)
-        for index, one in enumerate(value):
+        for index, one in enumerate(sent):
             place, earlier = f"{where}[{index}]", index <= last
             try:
                 found.append(each(one, place))

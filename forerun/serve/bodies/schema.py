@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
+    MAX_TEXT,
     Declaration,
     DescribedReader,
+    RequestBody,
     Unused,
     accept,
     body_schema,
@@ -24,20 +26,14 @@ from forerun.serve.bodies.fields import (
     one_or_more,
     only,
     part,
+    plain_text,
     read,
     shown,
     takes,
     text,
     whatever,
 )
-from forerun.serve.bodies.messages import (
-    MAX_TEXT,
-    NO_MEDIA,
-    USE_TOOLS,
-    content,
-    messages,
-    plain_text,
-)
+from forerun.serve.bodies.messages import NO_MEDIA, USE_TOOLS, content, messages
 from forerun.serve.bodies.structure import ConstrainedBody
 from forerun.serve.bodies.tools import Tool, ToolChoice, tool_choice, tools
 from forerun.serve.bodies.unused import UNUSED
@@ -173,6 +169,39 @@ def untraced(value: Any, where: str) -> SpeculativeOptions:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Declaration):
+    """How tokens are chosen, in the words of all dialects. Where nothing is said, the model's
+    recommended values count. It has no slots, so that a body may have another base beside it.
+    """
+
+    temperature: float | None = accept(number(0.0, 2.0))
+    top_p: float | None = accept(number(0.0, 1.0))
+    top_k: int | None = accept(integer(-1, MAX_TOKENS))
+    min_p: float | None = accept(number(0.0, 1.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Penalized(Sampling):
+    """What most dialects say beyond that."""
+
+    frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
+    presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
+    stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSampling(Penalized):
+    """What vLLM and SGLang say beyond that."""
+
+    n: int = accept(integer(1, MAX_TOKENS), 1)
+    repetition_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
+    logit_bias: tuple[tuple[int, float], ...] = accept(token_biases, ())
+    stop_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS), ())
+    ignore_eos: bool = accept(boolean, False)
+    skip_special_tokens: bool = accept(boolean, True)
+
+
 cache_salt = text(1024, 1)
 """Read `cache_salt` of vLLM, `extra_key` of SGLang. Not empty: "" is probably a client's
 mistake.
@@ -201,7 +230,7 @@ def _one_adapter(value: Any, where: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledBody(ConstrainedBody):
+class SampledBody(ConstrainedBody, TokenSampling, RequestBody):
     """The common part of /v1/chat/completions and /v1/completions. Missing sampling parameters get
     the model's recommended values. id_prefix: the beginning of the answer's id.
 
@@ -219,27 +248,13 @@ class SampledBody(ConstrainedBody):
 
     id_prefix: ClassVar[str] = ""
 
-    model: str | None = accept(text(256, 1))
     lora_path: str = accept(text(256), "")
     lora: tuple[int, ...] = accept(_one_adapter, ())
     stream: bool = accept(boolean, False)
     stream_options: StreamOptions | None = accept(part(StreamOptions))
     min_tokens: int = accept(integer(0, MAX_TOKENS), 0)
-    n: int = accept(integer(1, MAX_TOKENS), 1)
-    temperature: float | None = accept(number(0.0, 2.0))
-    top_p: float | None = accept(number(0.0, 1.0))
-    top_k: int | None = accept(integer(-1, MAX_TOKENS))
-    min_p: float | None = accept(number(0.0, 1.0))
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
-    frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
-    presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
-    repetition_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
-    logit_bias: tuple[tuple[int, float], ...] = accept(token_biases, ())
-    stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
-    stop_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS), ())
-    ignore_eos: bool = accept(boolean, False)
     include_stop_str_in_output: bool = accept(boolean, False)
-    skip_special_tokens: bool = accept(boolean, True)
     speculative: SpeculativeOptions = accept(part(SpeculativeOptions), SpeculativeOptions())
     user: str = accept(text(MAX_TEXT), "")
     truncate_prompt_tokens: int | None = accept(truncation)
@@ -395,6 +410,40 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
             place = f"{where}[{index}]"
             raise RequestError(f"{place} must be a token id, not {shown(token)}.", place)
     return tuple(value)
+
+
+@dataclass(frozen=True, slots=True)
+class PerText:
+    """A field for the texts of a request. several: there is a value for each."""
+
+    values: tuple[Any, ...]
+    several: bool = False
+
+    def of(self, count: int, where: str) -> tuple[Any, ...]:
+        """Return a value for each of `count` texts. Raises RequestError if there are not as
+        many.
+        """
+        if not self.several:
+            return self.values * count
+        if len(self.values) != count:
+            message = f"{where} has {len(self.values)} entries for {count} texts."
+            raise RequestError(message, where)
+        return self.values
+
+
+def per_list(each: DescribedReader) -> DescribedReader:
+    """Make a reader of a list that `each` takes, or a list of such lists, one for each text: a
+    PerText.
+    """
+    several = items(each, MAX_PROMPTS, 1)
+
+    @takes({"anyOf": [each.schema, several.schema]})
+    def reader(value: Any, where: str) -> PerText:
+        if isinstance(value, list) and value and isinstance(value[0], list):
+            return PerText(several(value, where), True)
+        return PerText((each(value, where),))
+
+    return reader
 
 
 def prompts(most: int) -> DescribedReader:

@@ -19,16 +19,17 @@ from forerun.serve.bodies.closing import closed_grammar, closed_rules
 from forerun.serve.bodies.fields import (
     Declaration,
     Reader,
+    Typed,
     accept,
     boolean,
     declared,
     items,
-    mapping,
     need,
     only,
+    plain_text,
     read,
     schema_of,
-    shown,
+    tagged,
     takes,
     text,
 )
@@ -36,8 +37,6 @@ from forerun.text.json_text import JsonFault, read_json
 
 MAX_PARTS = 1 << 16
 """Choices, tags or triggers; their size in bytes is bounded by the grammar's."""
-
-_text = text(2**31 - 1)
 
 
 @takes({"type": ["object", "string", "boolean"]})
@@ -65,15 +64,15 @@ def regex_rules(value: Any, where: str) -> Rules:
     """Read a regular expression for the whole text. Raises RequestError, naming `where`, for no
     string or a bad one.
     """
-    return Rules(Grammar.regex(_text(value, where), where))
+    return Rules(Grammar.regex(plain_text(value, where), where))
 
 
-@takes(items(_text, MAX_PARTS, 1).schema)
+@takes(items(plain_text, MAX_PARTS, 1).schema)
 def choice_rules(value: Any, where: str) -> Rules:
     """Read a list of texts, of which the answer is one. Raises RequestError, naming `where`, for
     anything else.
     """
-    return Rules(Grammar.choice(items(_text, MAX_PARTS, 1)(value, where), where))
+    return Rules(Grammar.choice(items(plain_text, MAX_PARTS, 1)(value, where), where))
 
 
 @takes({"type": "string"})
@@ -81,7 +80,7 @@ def grammar_rules(value: Any, where: str) -> Rules:
     """Read a grammar in GBNF or Lark for the whole text. Raises RequestError, naming `where`, for
     no string or a bad one.
     """
-    return Rules(Grammar.grammar(_text(value, where), where))
+    return Rules(Grammar.grammar(plain_text(value, where), where))
 
 
 @takes({"type": ["object", "string"]})
@@ -96,18 +95,7 @@ def response_rules(value: Any, where: str) -> Rules | None:
     """Read OpenAI's response_format, whose type decides its other fields; None: any text. Raises
     RequestError naming the field.
     """
-    kinds: dict[str, type[Any]] = {
-        "text": _Text,
-        "json_object": _JsonObject,
-        "json_schema": _JsonSchema,
-        "structural_tag": _StructuralTag,
-    }
-    kind = mapping(value, where).get("type")
-    if not isinstance(kind, str) or kind not in kinds:
-        place = f"{where}.type"
-        known = ", ".join(kinds)
-        raise RequestError(f"{place} must be one of {known}, not {shown(kind)}.", place)
-    given = read(kinds[kind], value, where)
+    given = _response_format(value, where)
     if isinstance(given, _JsonSchema):
         return given.json_schema.rules
     if isinstance(given, _StructuralTag):
@@ -184,13 +172,7 @@ class _StructuredOutputs(Declaration):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Text(Declaration):
-    type: str = need(_text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _JsonObject(Declaration):
-    type: str = need(_text)
+class _JsonObject(Typed):
     schema: Rules | None = accept(json_rules)
 
 
@@ -222,13 +204,12 @@ class _NamedSchema:
 class _Wrapper(Declaration):
     schema: Any = need(_parsed)
     name: str | None = accept(text(64, 1))
-    description: str | None = accept(_text)
+    description: str | None = accept(plain_text)
     strict: bool = accept(boolean, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _JsonSchema(Declaration):
-    type: str = need(_text)
+class _JsonSchema(Typed):
     json_schema: _NamedSchema = need(_named_schema)
 
 
@@ -251,6 +232,16 @@ class _StructuralTag(Declaration):
     triggers: tuple[str, ...] = need(items(text(1024, 1), MAX_PARTS, 1))
 
     refused: ClassVar[dict[str, str]] = {"format": "send structures and triggers"}
+
+
+_response_format = tagged(
+    {
+        "text": Typed,
+        "json_object": _JsonObject,
+        "json_schema": _JsonSchema,
+        "structural_tag": _StructuralTag,
+    }
+)
 
 
 def _or_nothing(reader: Reader) -> Reader:

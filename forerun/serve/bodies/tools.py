@@ -19,17 +19,16 @@ from forerun.serve.bodies.fields import (
     need,
     only,
     part,
+    plain_text,
     read,
     shown,
     takes,
-    text,
 )
 from forerun.text.escape import check_json
 from forerun.text.json_text import JsonFault, read_first, read_json
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
-_text = text(2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ class ToolFunction(Declaration):
     """What all dialects but Anthropic's say of a function."""
 
     name: str = need(function_name)
-    description: str | None = accept(_text)
+    description: str | None = accept(plain_text)
     parameters: dict[str, Any] | None = accept(mapping)
     strict: bool = accept(boolean, False)
 
@@ -188,12 +187,12 @@ def _mend_text(value: Any, where: str, left: list[str]) -> str:
         return json.dumps(_first_object(value, where, left), ensure_ascii=False)
 
 
-@takes(_text.schema, _mend_text)
+@takes(plain_text.schema, _mend_text)
 def argument_text(value: Any, where: str) -> str:
     """Read arguments of a call as JSON text; none may be empty. Raises RequestError, naming
     `where`, for anything else.
     """
-    written = str(_text(value, where))
+    written = str(plain_text(value, where))
     if written.strip():
         try:
             found = read_json(written, repeated=True)
@@ -227,7 +226,7 @@ class _Called(Declaration):
 class _Call(Declaration):
     """A call of an earlier answer. Streams leave an index in it."""
 
-    id: str | None = accept(_text)
+    id: str | None = accept(plain_text)
     type: str = accept(_FUNCTIONS, "function")
     function: _Called = need(part(_Called))
     index: Any = accept(lambda value, where: value)

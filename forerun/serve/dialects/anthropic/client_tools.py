@@ -13,9 +13,9 @@ from forerun.serve.bodies.fields import (
     integer,
     mapping,
     need,
+    plain_text,
     read,
 )
-from forerun.serve.bodies.messages import plain_text
 from forerun.serve.bodies.tools import Tool, function_name, plain_tool
 
 _STRING, _WHOLE = {"type": "string"}, {"type": "integer"}

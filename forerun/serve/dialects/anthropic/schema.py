@@ -7,18 +7,21 @@ from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
     Declaration,
+    RequestBody,
+    Typed,
     Unused,
     accept,
     body_schema,
     boolean,
     integer,
     items,
+    listed,
     mapping,
     mend_object,
     need,
-    number,
     only,
     part,
+    plain_text,
     read,
     tagged,
     takes,
@@ -29,13 +32,14 @@ from forerun.serve.bodies.messages import (
     NO_MEDIA,
     history,
     is_assistant,
+    joined,
     of_parts,
-    plain_text,
 )
 from forerun.serve.bodies.schema import (
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
     MAX_TOKENS,
+    Sampling,
     SpeculativeOptions,
     untraced,
 )
@@ -49,30 +53,27 @@ _OURS = "no model here can read it; leave it out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text(Declaration):
+class Text(Typed):
     """A block of text."""
 
-    type: str = need(plain_text)
     text: str = need(plain_text)
     citations: list[Any] | None = accept(only([], why="texts have no sources here"))
     unused: ClassVar[dict[str, Unused]] = {"cache_control": Unused(mapping)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thinking(Declaration):
+class Thinking(Typed):
     """An earlier thought of the model; the signature is ignored."""
 
-    type: str = need(plain_text)
     thinking: str = need(plain_text)
     signature: str = accept(plain_text, "")
     unused: ClassVar[dict[str, Unused]] = {"cache_control": Unused(mapping)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolUse(Declaration):
+class ToolUse(Typed):
     """A call of an earlier answer."""
 
-    type: str = need(plain_text)
     id: str = need(text(256))
     name: str = need(function_name)
     input: dict[str, Any] = need(argument_object)
@@ -85,8 +86,7 @@ class ToolUse(Declaration):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TextSource(Declaration):
-    type: str = need(plain_text)
+class _TextSource(Typed):
     data: str = need(plain_text)
     media_type: str | None = accept(only("text/plain", why=NO_MEDIA))
 
@@ -97,10 +97,9 @@ class _Citations(Declaration):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document(Declaration):
+class Document(Typed):
     """A block of plain text with a title."""
 
-    type: str = need(plain_text)
     source: _TextSource = need(
         tagged({"text": _TextSource}, dict.fromkeys(("base64", "url", "file", "content"), NO_MEDIA))
     )
@@ -118,25 +117,13 @@ class Document(Declaration):
 
 _MEDIA = dict.fromkeys(("image", "search_result"), NO_MEDIA)
 _TEXTS = {"text": Text, "document": Document}
-_text_block = tagged(_TEXTS, _MEDIA)
-_text_blocks = items(_text_block, MAX_MESSAGES)
-
-
-@takes({"anyOf": [plain_text.schema, _text_blocks.schema]}, of_parts(_text_blocks))
-def joined_text(value: Any, where: str) -> str:
-    """Read the text of a field: a string, or blocks of text, joined by line breaks. Raises
-    RequestError, naming `where`, for anything else.
-    """
-    if isinstance(value, list):
-        return "\n".join(block.text for block in _text_blocks(value, where))
-    return str(plain_text(value, where))
+joined_text = joined(tagged(_TEXTS, _MEDIA))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolResult(Declaration):
+class ToolResult(Typed):
     """The result of a call."""
 
-    type: str = need(plain_text)
     tool_use_id: str = need(text(256))
     content: str = accept(joined_text, "")
     unused: ClassVar[dict[str, Unused]] = {
@@ -238,12 +225,9 @@ _SEARCH = "tool_search_tool_"
 @takes({"type": "array", "maxItems": MAX_TOOLS})
 def _tools(value: Any, where: str) -> tuple[Tool, ...]:
     """Read functions. Those that only search for deferred ones are left out."""
-    each = items(_tool, MAX_TOOLS)
-    if not isinstance(value, list):
-        return tuple(each(value, where))
-    kept = [(at, one) for at, one in enumerate(value) if not _finds_others(one)]
+    kept = [(at, one) for at, one in enumerate(listed(value, where)) if not _finds_others(one)]
     found = [_tool(one, f"{where}[{at}]") for at, one in kept]
-    return tuple(items(lambda one, _: one, MAX_TOOLS)(found, where))
+    return tuple(listed(found, where, MAX_TOOLS))
 
 
 def _finds_others(value: Any) -> bool:
@@ -296,10 +280,9 @@ class OutputConfig(Declaration):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountBody(Declaration):
+class CountBody(RequestBody):
     """POST /v1/messages/count_tokens: what is counted."""
 
-    model: str | None = accept(text(256, 1))
     messages: tuple[AnthropicMessage, ...] = need(
         history(_message, MAX_MESSAGES, 1, assistant=is_assistant, fresh=_mend_results)
     )
@@ -325,16 +308,12 @@ class CountBody(Declaration):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, Sampling):
     """POST /v1/messages. seed, min_p and speculative are Forerun's own fields."""
 
     max_tokens: int = need(integer(1, MAX_TOKENS))
     stream: bool = accept(boolean, False)
     stop_sequences: tuple[str, ...] = accept(items(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
-    temperature: float | None = accept(number(0.0, 2.0))
-    top_p: float | None = accept(number(0.0, 1.0))
-    top_k: int | None = accept(integer(-1, MAX_TOKENS))
-    min_p: float | None = accept(number(0.0, 1.0))
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
     unused: ClassVar[dict[str, Unused]] = {

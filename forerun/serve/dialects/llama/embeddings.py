@@ -8,7 +8,7 @@ from forerun.serve.answers.contract import News
 from forerun.serve.answers.service import Served, Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.embedding import MAX_INPUTS, EmbeddingBody, EmbeddingRequest
-from forerun.serve.bodies.fields import Declaration, accept, need, only, read, text
+from forerun.serve.bodies.fields import RequestBody, accept, need, only, read
 from forerun.serve.bodies.schema import Prompt, prompts
 from forerun.serve.dialects.openai.embeddings import EmbeddingDialect, OpenAIEmbeddings
 
@@ -16,11 +16,10 @@ _NORMS = only(-1, 2, why="vectors have the length 1 (2), or stay as they are (-1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaEmbeddingBody(Declaration):
+class LlamaEmbeddingBody(RequestBody):
     """POST /embedding. embd_normalize: 2, of length 1; -1, as they are."""
 
     content: tuple[Prompt, ...] = need(prompts(MAX_INPUTS))
-    model: str | None = accept(text(256, 1))
     encoding_format: str = accept(only("float", why="numbers are JSON here"), "float")
     embd_normalize: int = accept(_NORMS, 2)
 

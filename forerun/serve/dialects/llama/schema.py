@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
     Declaration,
+    RequestBody,
     Unused,
     accept,
     boolean,
@@ -16,12 +17,13 @@ from forerun.serve.bodies.fields import (
     number,
     only,
     part,
+    plain_text,
     read,
     shown,
     takes,
     text,
 )
-from forerun.serve.bodies.messages import NO_MEDIA, messages, plain_text
+from forerun.serve.bodies.messages import NO_MEDIA, messages
 from forerun.serve.bodies.schema import (
     MAX_PROMPTS,
     MAX_TOKENS,
@@ -41,10 +43,9 @@ RANDOM_SEEDS = (None, -1, 2**32 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateBody(Declaration):
+class TemplateBody(RequestBody):
     """POST /apply-template."""
 
-    model: str | None = accept(text(256, 1))
     messages: tuple[dict[str, Any], ...] = need(messages)
     tools: tuple[Tool, ...] = accept(tools, ())
     add_generation_prompt: bool | None = accept(boolean)

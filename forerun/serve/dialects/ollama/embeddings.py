@@ -9,17 +9,16 @@ from forerun.serve.answers.service import Served, Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.embedding import MAX_INPUTS, EmbeddingRequest
 from forerun.serve.bodies.fields import (
-    Declaration,
+    RequestBody,
     Unused,
     accept,
     boolean,
     integer,
     mapping,
     one_or_more,
+    plain_text,
     read,
-    text,
 )
-from forerun.serve.bodies.messages import plain_text
 from forerun.serve.bodies.schema import MAX_TOKENS
 from forerun.serve.dialects.ollama.answers import NANO
 from forerun.serve.dialects.ollama.schema import alive
@@ -27,10 +26,9 @@ from forerun.serve.dialects.openai.embeddings import EmbeddingDialect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbedBody(Declaration):
+class EmbedBody(RequestBody):
     """POST /api/embed. truncate: inputs beyond the context are cut to their beginning."""
 
-    model: str | None = accept(text(256, 1))
     input: tuple[str, ...] = accept(one_or_more(plain_text, MAX_INPUTS), ())
     truncate: bool = accept(boolean, True)
     dimensions: int | None = accept(integer(1, MAX_TOKENS))
@@ -41,10 +39,9 @@ class EmbedBody(Declaration):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OldEmbedBody(Declaration):
+class OldEmbedBody(RequestBody):
     """POST /api/embeddings, which /api/embed replaces."""
 
-    model: str | None = accept(text(256, 1))
     prompt: str = accept(plain_text, "")
     unused: ClassVar[dict[str, Unused]] = {
         "options": Unused(mapping),

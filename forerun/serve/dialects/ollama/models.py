@@ -7,24 +7,22 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from forerun.serve.answers.service import LATEST, Served
-from forerun.serve.bodies.fields import Declaration, Unused, accept, boolean, text
+from forerun.serve.bodies.fields import RequestBody, Unused, accept, boolean, text
 from forerun.text.reasoning import Marks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShowBody(Declaration):
+class ShowBody(RequestBody):
     """POST /api/show. `name` is what older clients say for `model`."""
 
-    model: str | None = accept(text(256, 1))
     name: str | None = accept(text(256, 1))
     unused: ClassVar[dict[str, Unused]] = {"verbose": Unused(boolean, False)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PullBody(Declaration):
+class PullBody(RequestBody):
     """POST /api/pull. `name` is what older clients say for `model`."""
 
-    model: str | None = accept(text(256, 1))
     name: str | None = accept(text(256, 1))
     stream: bool = accept(boolean, True)
     unused: ClassVar[dict[str, Unused]] = {"insecure": Unused(boolean, False)}

@@ -10,6 +10,7 @@ from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
     Declaration,
+    RequestBody,
     Unused,
     accept,
     body_schema,
@@ -21,26 +22,18 @@ from forerun.serve.bodies.fields import (
     mend_object,
     need,
     number,
-    one_or_more,
     only,
     part,
+    plain_text,
     read,
     shown,
     takes,
     text,
 )
-from forerun.serve.bodies.messages import (
-    MAX_MESSAGES,
-    NO_MEDIA,
-    history,
-    is_assistant,
-    of_tools,
-    plain_text,
-)
+from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, history, is_assistant, of_tools
 from forerun.serve.bodies.schema import (
-    MAX_STOP_TEXT,
-    MAX_STOP_TOKENS,
     MAX_TOKENS,
+    Penalized,
     SpeculativeOptions,
     untraced,
 )
@@ -59,21 +52,14 @@ _NUMBER = number(-1e9, 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(Declaration):
+class Options(Penalized):
     """`options`: sampling, and what concerns the machine, which is for the server to choose. Some
     have no effect here (`without_effect`).
     """
 
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     num_predict: int | None = accept(integer(-2, MAX_TOKENS))
-    temperature: float | None = accept(number(0.0, 2.0))
-    top_k: int | None = accept(integer(-1, MAX_TOKENS))
-    top_p: float | None = accept(number(0.0, 1.0))
-    min_p: float | None = accept(number(0.0, 1.0))
     repeat_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
-    frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
-    presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
-    stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
     repeat_last_n: int | None = accept(_ANY)
     unused: ClassVar[dict[str, Unused]] = {
         "typical_p": Unused(_NUMBER),
@@ -154,10 +140,9 @@ def alive(value: Any, where: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OllamaBody(Declaration):
+class OllamaBody(RequestBody):
     """The common part of both routes. speculative is Forerun's own field."""
 
-    model: str | None = accept(text(256, 1))
     stream: bool = accept(boolean, True)
     options: Options = accept(_options, Options())
     format: Rules | None = accept(_format)

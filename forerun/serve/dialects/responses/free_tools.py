@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from forerun.constrain.grammar import Grammar
 from forerun.serve.bodies.fields import (
     Declaration,
+    Typed,
     Unused,
     accept,
     boolean,
@@ -19,11 +20,11 @@ from forerun.serve.bodies.fields import (
     mapping,
     need,
     only,
+    plain_text,
     read,
     tagged,
     takes,
 )
-from forerun.serve.bodies.messages import plain_text
 from forerun.serve.bodies.tools import Tool, function_name, plain_tool
 from forerun.text.tool_bodies import NOTHING, loads_or
 
@@ -45,32 +46,20 @@ _SHELL_TAKES: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Text(Declaration):
-    type: str = need(plain_text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Grammar(Declaration):
-    type: str = need(plain_text)
+class _Grammar(Typed):
     syntax: str = need(only("lark", "regex", why="grammars are in one of these"))
     definition: str = need(plain_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Custom(Declaration):
-    type: str = need(plain_text)
+class _Custom(Typed):
     name: str = need(function_name)
     description: str | None = accept(plain_text)
-    format: _Text | _Grammar | None = accept(tagged({"text": _Text, "grammar": _Grammar}))
+    format: Typed | _Grammar | None = accept(tagged({"text": Typed, "grammar": _Grammar}))
     allowed_callers: list[Any] | None = accept(only(["direct"], why=NO_CALLERS))
 
     refused: ClassVar[dict[str, str]] = NOT_ASYNC
     unused: ClassVar[dict[str, Unused]] = {"defer_loading": Unused(boolean, False)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shell(Declaration):
-    type: str = need(plain_text)
 
 
 def is_free(value: Any) -> bool:
@@ -83,7 +72,7 @@ def free_tool(value: dict[str, Any], where: str) -> Tool:
     grammar does not (`unheld`): it is shown to the model. Raises RequestError.
     """
     if value["type"] == SHELL:
-        read(_Shell, value, where)
+        read(Typed, value, where)
         description = "Runs a command on the user's machine."
         return plain_tool(SHELL, description, _SHELL_TAKES, False, where)
     given = read(_Custom, value, where)
@@ -146,10 +135,9 @@ def shell_action(arguments: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CustomCall(Declaration):
+class CustomCall(Typed):
     """A call of a custom tool in an earlier answer."""
 
-    type: str = need(plain_text)
     call_id: str = need(plain_text)
     name: str = need(function_name)
     input: str = need(plain_text)
@@ -182,10 +170,9 @@ def _action(value: Any, where: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShellCall(Declaration):
+class ShellCall(Typed):
     """A call of the shell in an earlier answer."""
 
-    type: str = need(plain_text)
     action: dict[str, Any] = need(_action)
     call_id: str | None = accept(plain_text)
     id: str | None = accept(plain_text)

@@ -8,18 +8,21 @@ from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
     Declaration,
+    RequestBody,
+    Typed,
     Unused,
     accept,
     body_schema,
     boolean,
     integer,
     items,
+    listed,
     mapping,
     mend_object,
     need,
-    number,
     only,
     part,
+    plain_text,
     read,
     shown,
     tagged,
@@ -27,11 +30,12 @@ from forerun.serve.bodies.fields import (
     text,
     whatever,
 )
-from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, history, of_parts, plain_text
+from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, history, joined
 from forerun.serve.bodies.schema import (
     EFFORTS,
     MAX_TOKENS,
     NO_MODERATION,
+    Sampling,
     SpeculativeOptions,
     cache_salt,
     thinking_budget,
@@ -65,10 +69,9 @@ _NOT_HERE = {"caller": NO_CALLERS, **NOT_ASYNC}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextPart(Declaration):
+class TextPart(Typed):
     """A part of a message."""
 
-    type: str = need(plain_text)
     text: str = need(plain_text)
     annotations: list[Any] | None = accept(only([], why="texts have no sources here"))
     unused: ClassVar[dict[str, Unused]] = {
@@ -79,21 +82,12 @@ class TextPart(Declaration):
 
 _MEDIA = dict.fromkeys(("input_image", "input_file", "input_audio"), NO_MEDIA)
 _KINDS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"))
-_part = tagged(
-    dict.fromkeys(_KINDS, TextPart),
-    {**_MEDIA, "refusal": "the template has no place for it"},
+joined_text = joined(
+    tagged(
+        dict.fromkeys(_KINDS, TextPart),
+        {**_MEDIA, "refusal": "the template has no place for it"},
+    )
 )
-_parts = items(_part, MAX_MESSAGES)
-
-
-@takes({"anyOf": [plain_text.schema, _parts.schema]}, of_parts(_parts))
-def joined_text(value: Any, where: str) -> str:
-    """Read the text of a field: a string, or parts of it, joined by line breaks. Raises
-    RequestError, naming `where`, for anything else.
-    """
-    if isinstance(value, list):
-        return "\n".join(part.text for part in _parts(value, where))
-    return str(plain_text(value, where))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +105,9 @@ class InputMessage(Declaration):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call(Declaration):
+class Call(Typed):
     """A call of an earlier answer."""
 
-    type: str = need(plain_text)
     call_id: str = need(text(256))
     name: str = need(function_name)
     namespace: str | None = accept(text(256))
@@ -127,10 +120,9 @@ class Call(Declaration):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallOutput(Declaration):
+class CallOutput(Typed):
     """The result of a call."""
 
-    type: str = need(plain_text)
     call_id: str = need(text(256))
     output: str = need(joined_text)
     id: str | None = accept(text(256))
@@ -143,10 +135,9 @@ class CallOutput(Declaration):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reasoning(Declaration):
+class Reasoning(Typed):
     """An earlier thought of the model, or its summary if there is nothing else."""
 
-    type: str = need(plain_text)
     summary: str = accept(joined_text, "")
     content: str = accept(joined_text, "")
     id: str | None = accept(text(256))
@@ -155,10 +146,9 @@ class Reasoning(Declaration):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShellOutput(Declaration):
+class ShellOutput(Typed):
     """The output of a command."""
 
-    type: str = need(plain_text)
     output: str = need(joined_text)
     id: str | None = accept(text(256))
     call_id: str | None = accept(text(256))
@@ -278,14 +268,13 @@ def _tools(value: Any, where: str) -> tuple[Tool, ...]:
             break
     names = known_names((space, tool.signature.name) for space, tool in found)
     named = [tool.called(name) for name, (_, tool) in zip(names, found, strict=True)]
-    return tuple(items(lambda one, _: one, MAX_TOOLS)(named, where))
+    return tuple(listed(named, where, MAX_TOOLS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Namespace(Declaration):
+class _Namespace(Typed):
     """Functions that Codex groups under one name, which their calls repeat."""
 
-    type: str = need(plain_text)
     name: str = need(function_name)
     description: str | None = accept(plain_text)
     tools: list[Any] = need(lambda value, where: value)
@@ -325,13 +314,7 @@ def _tool_choice(value: Any, where: str) -> ToolChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Text(Declaration):
-    type: str = need(plain_text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Schema(Declaration):
-    type: str = need(plain_text)
+class _Schema(Typed):
     schema: dict[str, Any] = need(mapping)
     name: str | None = accept(text(64, 1))
     description: str | None = accept(plain_text)
@@ -340,7 +323,7 @@ class _Schema(Declaration):
 
 @takes({"type": "object", "required": ["type"]})
 def _format(value: Any, where: str) -> Rules | None:
-    found = tagged({"text": _Text, "json_object": _Text, "json_schema": _Schema})(value, where)
+    found = tagged({"text": Typed, "json_object": Typed, "json_schema": _Schema})(value, where)
     if isinstance(found, _Schema):
         return named_rules(found.schema, found.strict, f"{where}.schema")
     return json_object_rules(where) if found.type == "json_object" else None
@@ -393,10 +376,9 @@ _INCLUDED = only(*INCLUDED, why="OpenAI knows no such part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesBody(Declaration):
+class ResponsesBody(Sampling, RequestBody):
     """POST /v1/responses. top_k, min_p, seed and speculative are Forerun's own fields."""
 
-    model: str | None = accept(text(256, 1))
     input: tuple[Item, ...] = accept(_input, ())
     instructions: str | None = accept(plain_text)
     previous_response_id: str | None = accept(text(256, 1))
@@ -404,10 +386,6 @@ class ResponsesBody(Declaration):
     stream: bool = accept(boolean, False)
     stream_options: _StreamOptions | None = accept(part(_StreamOptions))
     max_output_tokens: int | None = accept(integer(1, MAX_TOKENS))
-    temperature: float | None = accept(number(0.0, 2.0))
-    top_p: float | None = accept(number(0.0, 1.0))
-    top_k: int | None = accept(integer(-1, MAX_TOKENS))
-    min_p: float | None = accept(number(0.0, 1.0))
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
     include: tuple[str, ...] = accept(items(_INCLUDED, 64), ())

@@ -6,33 +6,33 @@ from typing import Any, ClassVar
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
-    Declaration,
     DescribedReader,
     Reader,
+    RequestBody,
     Unused,
     accept,
     boolean,
     integer,
     items,
     mapping,
-    number,
     one_or_more,
     only,
     part,
+    plain_text,
     schema_of,
     takes,
     text,
 )
-from forerun.serve.bodies.messages import NO_MEDIA, plain_text
+from forerun.serve.bodies.messages import NO_MEDIA
 from forerun.serve.bodies.schema import (
     MAX_PROMPTS,
-    MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
     MAX_TOKENS,
-    Prompt,
+    PerText,
     SpeculativeOptions,
+    TokenSampling,
     cache_salt,
-    token_biases,
+    per_list,
     token_ids,
     untraced,
 )
@@ -48,26 +48,13 @@ _NO_SESSIONS = "requests stand alone; prefixes are cached automatically"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(Declaration):
+class SamplingParams(TokenSampling):
     """`sampling_params`."""
 
     max_new_tokens: int = accept(integer(0, MAX_TOKENS), 128)
     min_new_tokens: int = accept(integer(0, MAX_TOKENS), 0)
-    n: int = accept(integer(1, MAX_TOKENS), 1)
-    temperature: float | None = accept(number(0.0, 2.0))
-    top_p: float | None = accept(number(0.0, 1.0))
-    top_k: int | None = accept(integer(-1, MAX_TOKENS))
-    min_p: float | None = accept(number(0.0, 1.0))
-    frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
-    presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
-    repetition_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
     sampling_seed: int | None = accept(integer(-(2**63), 2**63 - 1))
-    logit_bias: tuple[tuple[int, float], ...] = accept(token_biases, ())
-    stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
-    stop_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS), ())
-    ignore_eos: bool = accept(boolean, False)
     no_stop_trim: bool = accept(boolean, False)
-    skip_special_tokens: bool = accept(boolean, True)
     spaces_between_special_tokens: bool = accept(only(True, why="text is left as it is"), True)
     json_schema: Rules | None = accept(json_rules)
     regex: Rules | None = accept(regex_rules)
@@ -87,27 +74,16 @@ class SamplingParams(Declaration):
         return one_of(self, kinds, "sampling_params.")
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """The prompts. several: they came as a list, and the answer is one, too."""
-
-    prompts: tuple[Prompt, ...]
-    several: bool
+_some_texts = one_or_more(plain_text, MAX_PROMPTS)
 
 
-@takes(one_or_more(plain_text, MAX_PROMPTS).schema)
-def _texts(value: Any, where: str) -> Prompts:
-    found = one_or_more(plain_text, MAX_PROMPTS)(value, where)
+@takes(_some_texts.schema)
+def _texts(value: Any, where: str) -> PerText:
+    """Read `text`: one, or a list, to which the answer is one, too."""
+    found = _some_texts(value, where)
     if not found:
         raise RequestError(f"{where} is an empty list.", where)
-    return Prompts(found, isinstance(value, list))
-
-
-@takes({"anyOf": [token_ids.schema, items(token_ids, MAX_PROMPTS, 1).schema]})
-def _ids(value: Any, where: str) -> Prompts:
-    if isinstance(value, list) and value and isinstance(value[0], list):
-        return Prompts(items(token_ids, MAX_PROMPTS)(value, where), True)
-    return Prompts((token_ids(value, where),), False)
+    return PerText(found, isinstance(value, list))
 
 
 def each(reader: Reader) -> DescribedReader:
@@ -124,50 +100,22 @@ def each(reader: Reader) -> DescribedReader:
     return per_text
 
 
-@dataclass(frozen=True, slots=True)
-class PerText:
-    """A field for the texts of a request. several: there is a value for each."""
-
-    values: tuple[Any, ...]
-    several: bool = False
-
-    def of(self, count: int, where: str) -> tuple[Any, ...]:
-        """Return a value for each of `count` texts. Raises RequestError if there are not as
-        many.
-        """
-        if not self.several:
-            return self.values * count
-        if len(self.values) != count:
-            message = f"{where} has {len(self.values)} entries for {count} texts."
-            raise RequestError(message, where)
-        return self.values
-
-
 def _same(value: Any) -> PerText:
     return PerText((value,))
 
 
 _name, _adapter = text(2**16, 1), text(256)
-_token_ids = items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS)
-
-
-@takes({"type": "array"})
-def _reported_ids(value: Any, where: str) -> PerText:
-    """Read `token_ids_logprob`: token ids, or a list of such lists, one for each text."""
-    if isinstance(value, list) and value and isinstance(value[0], list):
-        return PerText(items(_token_ids, MAX_PROMPTS)(value, where), True)
-    return _same(_token_ids(value, where))
+_reported_ids = per_list(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateBody(Declaration):
+class GenerateBody(RequestBody):
     """POST /generate. speculative is Forerun's own field. Fields that are lists where they need not
     be hold a value for each text.
     """
 
-    model: str | None = accept(text(256, 1))
-    text: Prompts | None = accept(_texts)
-    input_ids: Prompts | None = accept(_ids)
+    text: PerText | None = accept(_texts)
+    input_ids: PerText | None = accept(per_list(token_ids))
     sampling_params: PerText = accept(each(part(SamplingParams)), _same(SamplingParams()))
     stream: bool = accept(boolean, False)
     return_logprob: PerText = accept(each(boolean), _same(False))

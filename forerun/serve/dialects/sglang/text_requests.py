@@ -11,8 +11,8 @@ from forerun.serve.bodies.prepare import (
     Generation,
     completion_generation,
 )
-from forerun.serve.bodies.schema import CompletionBody, Prompt
-from forerun.serve.dialects.sglang.schema import GenerateBody, Prompts, SamplingParams
+from forerun.serve.bodies.schema import CompletionBody, PerText, Prompt
+from forerun.serve.dialects.sglang.schema import GenerateBody, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ _LISTS = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprob
           "token_ids_logprob", "rid")  # fmt: skip
 
 
-def text_requests(body: GenerateBody, prompts: Prompts) -> tuple[TextRequest, ...]:
+def text_requests(body: GenerateBody, prompts: PerText) -> tuple[TextRequest, ...]:
     """Make one for each text. Raises RequestError if lists have other lengths, or texts of one
     request differ in what they cannot differ in.
     """
-    count = len(prompts.prompts)
+    count = len(prompts.values)
     columns = [getattr(body, name).of(count, name) for name in _LISTS]
-    found = tuple(TextRequest(*row) for row in zip(prompts.prompts, *columns, strict=True))
+    found = tuple(TextRequest(*row) for row in zip(prompts.values, *columns, strict=True))
     first = found[0].params
     for place, one in enumerate(found):
         for name, same in (
