@@ -1,9 +1,9 @@
 """Describes an executor to the composition root, which imports none that it does not use."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from forerun.build.memory import CHUNK, Needs
 from forerun.checkpoints.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ class AnyDraft(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind, in a sentence's words, "EAGLE head": a key of ExecutorEntry.draft_models."""
+        """The kind, in a sentence's words, "EAGLE head"."""
         ...
 
     @property
@@ -66,14 +66,9 @@ class AnyDraft(Protocol):
         ...
 
 
-MakeDraftModel = Callable[[Any, Checkpoint, Any], DraftModel]
-"""(the entry's executor, the target's checkpoint, a draft source of the kind) -> its draft model.
-Raises ModelError if the two do not fit, MemoryPlanError."""
-
-
 @dataclass(frozen=True, slots=True)
 class ExecutorEntry:
-    """One executor: how it is chosen, sized and built, and which draft models it offers.
+    """One executor: how it is chosen, sized and built, and its draft models.
 
     Importing an entry imports no executor; calling its functions does.
 
@@ -88,7 +83,8 @@ class ExecutorEntry:
     free_memory   free bytes of its device. Raises ConfigError if it has none
     build         raises what the executor raises, and ConfigError if a requirement is missing;
                   reports progress of reading the weights, except for ranks of --tp-size on torch
-    draft_models  by the kind of draft
+    draft_model   makes that of a draft of any kind, for this executor and the target's checkpoint.
+                  Raises ModelError if the two do not fit, MemoryPlanError
     within        the kinds whose trees steps grow by themselves (Executor.warm_up)
     dtype         the meaning of "auto"; None: bfloat16 on devices of their own, float32 on the CPU
     keeps         whether "auto" is the file's own numbers for quantised matrices (kept.py)
@@ -107,7 +103,7 @@ class ExecutorEntry:
     draft_item: Callable[[EngineConfig], int | None]
     free_memory: Callable[[EngineConfig], int]
     build: Callable[[EngineConfig, Checkpoint, ExecutorLimits, Progress], Executor]
-    draft_models: Mapping[str, MakeDraftModel]
+    draft_model: Callable[[Executor, Checkpoint, AnyDraft], DraftModel]
     within: frozenset[str]
     dtype: str | None = None
     shards: bool = False

@@ -1,6 +1,4 @@
-"""Chooses an executor and builds draft models, from one table of all executors. A new executor
-needs a line here; a new draft model one in its executor's entry.
-"""
+"""Chooses an executor from one table of all. A new one needs a line here."""
 
 import warnings
 from dataclasses import replace
@@ -8,12 +6,10 @@ from importlib.util import find_spec
 
 from forerun.build import with_cpu, with_jax, with_torch
 from forerun.build.device import choose_device
-from forerun.build.executor_entry import AnyDraft, ExecutorEntry
+from forerun.build.executor_entry import ExecutorEntry
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.kept import keeps
-from forerun.errors import ConfigError, ModelError
-from forerun.interface.draft_model import DraftModel
-from forerun.interface.executor import Executor
+from forerun.errors import ConfigError
 from forerun.networks.arch import Architecture
 from forerun.options.config import KV_DTYPES, EngineConfig
 
@@ -81,25 +77,3 @@ def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
             stacklevel=4,
         )
     return last
-
-
-def check_offered(config: EngineConfig, draft: AnyDraft) -> None:
-    """Raise ModelError if the chosen executor has no draft model for this kind of draft."""
-    if draft.kind in EXECUTORS[config.executor].draft_models:
-        return
-    able = [name for name, entry in EXECUTORS.items() if draft.kind in entry.draft_models]
-    raise ModelError(
-        f"the {config.executor} executor has no draft model for this kind of draft "
-        f"({draft.kind}); use --speculative-algorithm NGRAM, or --executor {' or '.join(able)}"
-    )
-
-
-def draft_model(
-    config: EngineConfig, executor: Executor, checkpoint: Checkpoint, draft: AnyDraft
-) -> DraftModel:
-    """Load a draft as a model on the chosen executor. Raises ModelError if the executor runs no
-    drafts of its kind, MemoryPlanError if it does not fit.
-    """
-    check_offered(config, draft)
-    make = EXECUTORS[config.executor].draft_models[draft.kind]
-    return make(executor, checkpoint, draft)

@@ -9,7 +9,7 @@ from forerun.build.draft_file import holds_model, open_draft_file
 from forerun.build.drafting import AUTO, own_layers, with_draft
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
-from forerun.build.registry import EXECUTORS, check_offered, choose_executor
+from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.build.shapes import SHAPES, PlannedCheckpoint, RandomCheckpoint, shape_named
 from forerun.build.token_map import sized
 from forerun.cache_dir import home_path
@@ -112,7 +112,6 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
     draft = _draft(config, model.checkpoint)
     whole = needs
     if draft is not None:
-        check_offered(config, draft)
         draft = sized(config, draft)
         whole = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     if memory is None:

@@ -25,7 +25,7 @@ from forerun.build.drafting import (
 from forerun.build.executor_entry import AnyDraft, Progress
 from forerun.build.kept_costs import kept_or_measured
 from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_titles, plan_memory
-from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
+from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.build.token_map import with_token_map
 from forerun.build.tuned import key_of
 from forerun.checkpoints.adapter import LoraAdapter, read_adapter
@@ -180,7 +180,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     draft, drafts = parts.model, None
     if draft is not None:
         drafts, fault = excused(
-            config, lambda: draft_model(config, executor, model.checkpoint, draft)
+            config, lambda: entry.draft_model(executor, model.checkpoint, draft)
         )
     block = drafts.traits.block_size if drafts is not None else 0
     config = resolved_drafting(config, drafts is not None, fault, block, draft)
@@ -285,7 +285,6 @@ def _drafts(config: EngineConfig, target: Model) -> DraftParts:
     parts = open_drafts(config, target)
     if parts.model is None:
         return parts
-    check_offered(config, parts.model)
     return with_token_map(config, target, parts)
 
 

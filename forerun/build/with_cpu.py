@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import replace
 
-from forerun.build.executor_entry import ExecutorEntry, Progress
+from forerun.build.executor_entry import AnyDraft, ExecutorEntry, Progress
 from forerun.build.memory import Needs, bytes_on_disk, needs_of, window_needs
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafters.ngram import NgramDrafter
@@ -90,39 +90,21 @@ def _build(
     )
 
 
-def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
-    from forerun.executors.cpu import CpuEagleModel, CpuExecutor
+def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: AnyDraft) -> DraftModel:
+    from forerun.executors import cpu
 
-    assert isinstance(executor, CpuExecutor)
-    return CpuEagleModel(executor, checkpoint, draft)
-
-
-def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
-    from forerun.executors.cpu import CpuBlockModel, CpuExecutor
-
-    assert isinstance(executor, CpuExecutor)
-    return CpuBlockModel(executor, checkpoint, draft)
-
-
-def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
-    from forerun.executors.cpu import CpuDecoderModel, CpuExecutor
-
-    assert isinstance(executor, CpuExecutor)
-    return CpuDecoderModel(executor, draft)
-
-
-def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers) -> DraftModel:
-    from forerun.executors.cpu import CpuExecutor, CpuPredictionModel
-
-    assert isinstance(executor, CpuExecutor)
-    return CpuPredictionModel(executor, draft)
-
-
-def _assistant(executor: Executor, checkpoint: Checkpoint, draft: Assistant) -> DraftModel:
-    from forerun.executors.cpu import CpuAssistantModel, CpuExecutor
-
-    assert isinstance(executor, CpuExecutor)
-    return CpuAssistantModel(executor, draft)
+    assert isinstance(executor, cpu.CpuExecutor)
+    match draft:
+        case DraftFile():
+            return cpu.CpuEagleModel(executor, checkpoint, draft)
+        case BlockFile():
+            return cpu.CpuBlockModel(executor, checkpoint, draft)
+        case WholeDraft():
+            return cpu.CpuDecoderModel(executor, draft)
+        case PredictionLayers():
+            return cpu.CpuPredictionModel(executor, draft)
+    assert isinstance(draft, Assistant)
+    return cpu.CpuAssistantModel(executor, draft)
 
 
 def _arithmetic(config: EngineConfig) -> str:
@@ -142,13 +124,7 @@ ENTRY = ExecutorEntry(
     draft_item=lambda config: None,
     free_memory=lambda config: memory_available(),
     build=_build,
-    draft_models={
-        DraftFile.kind: _eagle,
-        BlockFile.kind: _block,
-        WholeDraft.kind: _whole,
-        PredictionLayers.kind: _layers,
-        Assistant.kind: _assistant,
-    },
+    draft_model=_draft_model,
     within=frozenset(),
     dtype="file",
     arithmetic=_arithmetic,

@@ -5,7 +5,7 @@ it is used.
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
-from forerun.build.executor_entry import ExecutorEntry, Progress
+from forerun.build.executor_entry import AnyDraft, ExecutorEntry, Progress
 from forerun.build.memory import ITEM_BYTES, dense_needs
 from forerun.cache_dir import cache_dir
 from forerun.checkpoints.checkpoint import Checkpoint
@@ -86,39 +86,21 @@ def _free_memory(config: EngineConfig) -> int:
     return free_bytes(config.device, config.tp_size)
 
 
-def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
-    from forerun.executors.jax import JaxEagleModel, JaxExecutor
+def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: AnyDraft) -> DraftModel:
+    from forerun.executors import jax
 
-    assert isinstance(executor, JaxExecutor)
-    return JaxEagleModel(executor, checkpoint, draft)
-
-
-def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
-    from forerun.executors.jax import JaxBlockModel, JaxExecutor
-
-    assert isinstance(executor, JaxExecutor)
-    return JaxBlockModel(executor, checkpoint, draft)
-
-
-def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
-    from forerun.executors.jax import JaxDecoderModel, JaxExecutor
-
-    assert isinstance(executor, JaxExecutor)
-    return JaxDecoderModel(executor, draft)
-
-
-def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers) -> DraftModel:
-    from forerun.executors.jax import JaxExecutor, JaxPredictionModel
-
-    assert isinstance(executor, JaxExecutor)
-    return JaxPredictionModel(executor, draft)
-
-
-def _assistant(executor: Executor, checkpoint: Checkpoint, draft: Assistant) -> DraftModel:
-    from forerun.executors.jax import JaxAssistantModel, JaxExecutor
-
-    assert isinstance(executor, JaxExecutor)
-    return JaxAssistantModel(executor, draft)
+    assert isinstance(executor, jax.JaxExecutor)
+    match draft:
+        case DraftFile():
+            return jax.JaxEagleModel(executor, checkpoint, draft)
+        case BlockFile():
+            return jax.JaxBlockModel(executor, checkpoint, draft)
+        case WholeDraft():
+            return jax.JaxDecoderModel(executor, draft)
+        case PredictionLayers():
+            return jax.JaxPredictionModel(executor, draft)
+    assert isinstance(draft, Assistant)
+    return jax.JaxAssistantModel(executor, draft)
 
 
 ENTRY = ExecutorEntry(
@@ -130,13 +112,7 @@ ENTRY = ExecutorEntry(
     draft_item=lambda config: ITEM_BYTES[config.dtype],
     free_memory=_free_memory,
     build=_build,
-    draft_models={
-        DraftFile.kind: _eagle,
-        BlockFile.kind: _block,
-        WholeDraft.kind: _whole,
-        PredictionLayers.kind: _layers,
-        Assistant.kind: _assistant,
-    },
+    draft_model=_draft_model,
     within=frozenset(
         {
             *(DraftFile.kind, BlockFile.kind, WholeDraft.kind),

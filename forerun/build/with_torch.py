@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from forerun.build.executor_entry import ExecutorEntry, Progress
+from forerun.build.executor_entry import AnyDraft, ExecutorEntry, Progress
 from forerun.build.memory import (
     CHUNK,
     Needs,
@@ -231,14 +231,6 @@ def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits
     return _captured(config, kind(checkpoint, limits, options, first, _threads(config)))
 
 
-def _joined(executor: Any, model: Any) -> DraftModel:
-    """Attach a draft model to its executor, whose steps draft with it if they can, and return
-    it.
-    """
-    executor.draft_with(model)
-    return cast(DraftModel, model)
-
-
 def _arithmetic(config: EngineConfig) -> str:
     """Return all that may change the order of additions: torch promises no equal bits on different
     processors.
@@ -252,48 +244,30 @@ def _arithmetic(config: EngineConfig) -> str:
     return f"{torch.__version__} {where} {cpu} {how} {config.disable_cuda_graph}"
 
 
-def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
-    from forerun.executors.torch import TorchEagleModel, TorchExecutor
+def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: AnyDraft) -> DraftModel:
+    """Load a draft model and attach it to the executor, whose steps draft with it if they can."""
+    from forerun.executors import torch
 
-    assert isinstance(executor, TorchExecutor)
-    model = TorchEagleModel(executor.draft_target, checkpoint, draft)
-    return _joined(executor, model)
-
-
-def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
-    from forerun.executors.torch import TorchBlockModel, TorchExecutor
-
-    assert isinstance(executor, TorchExecutor)
-    model = TorchBlockModel(executor.draft_target, checkpoint, draft)
-    return _joined(executor, model)
-
-
-def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
-    from forerun.executors.torch import TorchDecoderModel, TorchExecutor
-
-    assert isinstance(executor, TorchExecutor)
-    model = TorchDecoderModel(executor.draft_target, draft)
-    return _joined(executor, model)
-
-
-def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers) -> DraftModel:
-    from forerun.executors.torch import TorchExecutor, TorchPredictionModel
-
-    assert isinstance(executor, TorchExecutor)
-    model = TorchPredictionModel(executor.draft_target, draft)
-    return _joined(executor, model)
-
-
-def _assistant(executor: Executor, checkpoint: Checkpoint, draft: Assistant) -> DraftModel:
-    from forerun.executors.torch import TorchAssistantModel, TorchExecutor
-
-    assert isinstance(executor, TorchExecutor)
-    if executor.rounds is not None or executor.group is not None:
-        raise ModelError(
-            "an assistant drafts outside of captured rounds and of --tp-size; use "
-            "--disable-cuda-graph on one device, or --speculative-algorithm NGRAM"
-        )
-    return TorchAssistantModel(executor, draft)
+    assert isinstance(executor, torch.TorchExecutor)
+    if isinstance(draft, Assistant):
+        if executor.rounds is not None or executor.group is not None:
+            raise ModelError(
+                "an assistant drafts outside of captured rounds and of --tp-size; use "
+                "--disable-cuda-graph on one device, or --speculative-algorithm NGRAM"
+            )
+        return torch.TorchAssistantModel(executor, draft)
+    model: Any
+    match draft:
+        case DraftFile():
+            model = torch.TorchEagleModel(executor.draft_target, checkpoint, draft)
+        case BlockFile():
+            model = torch.TorchBlockModel(executor.draft_target, checkpoint, draft)
+        case WholeDraft():
+            model = torch.TorchDecoderModel(executor.draft_target, draft)
+        case PredictionLayers():
+            model = torch.TorchPredictionModel(executor.draft_target, draft)
+    executor.draft_with(model)
+    return cast(DraftModel, model)
 
 
 ENTRY = ExecutorEntry(
@@ -305,13 +279,7 @@ ENTRY = ExecutorEntry(
     draft_item=item_bytes,
     free_memory=_free_memory,
     build=_build,
-    draft_models={
-        DraftFile.kind: _eagle,
-        BlockFile.kind: _block,
-        WholeDraft.kind: _whole,
-        PredictionLayers.kind: _layers,
-        Assistant.kind: _assistant,
-    },
+    draft_model=_draft_model,
     within=frozenset({DraftFile.kind, BlockFile.kind, PredictionLayers.kind, WholeDraft.kind}),
     shards=True,
     keeps=True,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from forerun.text.reasoning import overlap
 from forerun.text.tagged_calls import DeclaredTypes
-from forerun.text.tool_bodies import NOTHING, CallPiece, Openings, Tools, loads_or, merged
+from forerun.text.tool_bodies import NOTHING, Body, Openings, Tools, loads_or
 
 QUOTE, CALL = '<|"|>', "call:"
 _NAME = re.compile(r"\s*+call:([\w.:-]{1,256})\s*+\{")
@@ -17,7 +17,7 @@ _LONGEST_HEAD = 300
 _CLOSES = {"{": "}", "[": "]"}
 
 
-class GemmaCalls:
+class GemmaCalls(Body):
     """Reads calls and returns their arguments as JSON.
 
     tools   whose arguments' names are read whatever signs are in them
@@ -25,38 +25,36 @@ class GemmaCalls:
     """
 
     def __init__(self, tools: Tools, closer: str) -> None:
-        self.count = 0
-        self._closer, self._declared = closer, DeclaredTypes(tools)
+        super().__init__(closer)
+        self._declared = DeclaredTypes(tools)
         self._arguments: _Arguments | None = None
         self._ended = False
 
-    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """Read the next piece of text (see Body.push): the name once it is known, then arguments as
-        they come. Ends behind the closer, or where there can be no call.
+    def _read(self, text: str) -> tuple[str, bool]:
+        """Read the name once it is known, then arguments as they come. Ends behind the closer, or
+        where there can be no call.
         """
-        calls: list[CallPiece] = []
         if self._arguments is None and not self._ended:
             name = _NAME.match(text)
             if name is None:
                 head = text.lstrip()
                 begun = len(head) < _LONGEST_HEAD and _BEGUN.fullmatch(head)
-                return (), text, CALL.startswith(head) or begun is not None
-            calls.append(CallPiece(self.count, name[1]))
-            self.count += 1
+                return text, CALL.startswith(head) or begun is not None
+            self._begin(name[1])
             self._arguments = _Arguments(self._declared.names(name[1]))
             text = "{" + text[name.end() :]
         if self._arguments is not None:
             written, text = self._arguments.push(text)
             if written:
-                calls.append(CallPiece(self.count - 1, None, written))
+                self._argue(written)
             if not self._arguments.ended:
-                return merged(calls), text, True
+                return text, True
             self._arguments, self._ended = None, True
         behind = text.lstrip()
         if self._closer.startswith(behind) and behind != self._closer:
-            return merged(calls), text, True
+            return text, True
         self._ended = False
-        return merged(calls), behind.removeprefix(self._closer), False
+        return behind.removeprefix(self._closer), False
 
 
 class _Arguments:

@@ -12,10 +12,9 @@ channel as well. Everything else is content.
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from forerun.text.reasoning import Marks, overlap
-from forerun.text.tool_bodies import CallPiece
+from forerun.text.tool_bodies import CallPiece, ParsedDelta, merged
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
@@ -46,15 +45,6 @@ def begun_message(prompt_tail: str) -> str | None:
     return mark + rest if mark else None
 
 
-@dataclass(frozen=True, slots=True)
-class MessagePiece:
-    """News of an answer."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple[CallPiece, ...] = ()
-
-
 class HarmonyReader:
     """Reads the text of one answer, however it is cut, into reasoning, content and calls.
 
@@ -82,30 +72,30 @@ class HarmonyReader:
         """Whether at least one call has begun."""
         return self._calls > 0
 
-    def push(self, text: str) -> MessagePiece:
+    def push(self, text: str) -> ParsedDelta:
         """Return what the next piece of text makes certain; a possible part of a mark is held
         back.
         """
         self._held += text
-        pieces: list[MessagePiece] = []
+        pieces: list[ParsedDelta] = []
         while self._header() if self._kind is None else self._text(pieces):
             pass
         return _joined(pieces)
 
-    def finish(self, cut: bool = False) -> MessagePiece:
+    def finish(self, cut: bool = False) -> ParsedDelta:
         """Return what was held back, at the end of the text. If the model wrote nothing but
         thoughts, they are its answer as well; cut: the text was cut off.
         """
-        pieces: list[MessagePiece] = []
+        pieces: list[ParsedDelta] = []
         if self._kind is not None:
             self._say(self._held, pieces)
             self._close(pieces)
         elif not _is_header(self._held) and self._held.strip():
-            pieces.append(MessagePiece(content=self._held))
+            pieces.append(ParsedDelta(content=self._held))
             self._answered = True
         self._held = ""
         if not (cut or self._answered or self.called):
-            pieces.append(MessagePiece(content="".join(self._thoughts)))
+            pieces.append(ParsedDelta(content="".join(self._thoughts)))
         return _joined(pieces)
 
     def _header(self) -> bool:
@@ -131,7 +121,7 @@ class HarmonyReader:
         else:
             self._kind = "thought" if channel and channel[1] == "analysis" else "content"
 
-    def _text(self, pieces: list[MessagePiece]) -> bool:
+    def _text(self, pieces: list[ParsedDelta]) -> bool:
         """Move a message's text out; False if more text is needed."""
         end = _END.search(self._held)
         if end is None:
@@ -147,17 +137,17 @@ class HarmonyReader:
         self._held = self._held[end.start() if end[0] == START else end.end() :]
         return True
 
-    def _say(self, text: str, pieces: list[MessagePiece]) -> None:
+    def _say(self, text: str, pieces: list[ParsedDelta]) -> None:
         kind = str(self._kind)
         if kind.startswith("call ") and self._fresh:
-            pieces.append(MessagePiece(calls=(CallPiece(self._calls, kind.removeprefix("call ")),)))
+            pieces.append(ParsedDelta(calls=(CallPiece(self._calls, kind.removeprefix("call ")),)))
             self._calls += 1
             self._argued = self._fresh = False
         if not text:
             return
         if kind.startswith("call "):
             self._argued = True
-            pieces.append(MessagePiece(calls=(CallPiece(self._calls - 1, None, text),)))
+            pieces.append(ParsedDelta(calls=(CallPiece(self._calls - 1, None, text),)))
             return
         thought = kind == "thought" and self._apart
         before = self._thoughts if thought else self._answered
@@ -165,16 +155,16 @@ class HarmonyReader:
         self._fresh = False
         if thought:
             self._thoughts.append(gap + text)
-            pieces.append(MessagePiece(reasoning=gap + text))
+            pieces.append(ParsedDelta(reasoning=gap + text))
         else:
             self._answered = True
-            pieces.append(MessagePiece(content=gap + text))
+            pieces.append(ParsedDelta(content=gap + text))
 
-    def _close(self, pieces: list[MessagePiece]) -> None:
+    def _close(self, pieces: list[ParsedDelta]) -> None:
         """End a message: a call without arguments has none."""
         if not self._argued:
             self._argued = True
-            pieces.append(MessagePiece(calls=(CallPiece(self._calls - 1, None, "{}"),)))
+            pieces.append(ParsedDelta(calls=(CallPiece(self._calls - 1, None, "{}"),)))
 
 
 def _is_header(text: str) -> bool:
@@ -185,13 +175,7 @@ def _is_header(text: str) -> bool:
     return any(begun.startswith(mark) or mark.startswith(begun) for mark in _BEGINS)
 
 
-def _joined(pieces: list[MessagePiece]) -> MessagePiece:
-    calls: list[CallPiece] = []
-    for piece in (call for one in pieces for call in one.calls):
-        last = calls[-1] if calls else None
-        if last is not None and last.name is None is piece.name and last.index == piece.index:
-            calls[-1] = CallPiece(last.index, None, last.arguments + piece.arguments)
-        else:
-            calls.append(piece)
+def _joined(pieces: list[ParsedDelta]) -> ParsedDelta:
     reasoning = "".join(one.reasoning for one in pieces)
-    return MessagePiece(reasoning, "".join(one.content for one in pieces), tuple(calls))
+    content = "".join(one.content for one in pieces)
+    return ParsedDelta(reasoning, content, merged(call for one in pieces for call in one.calls))

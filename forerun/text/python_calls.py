@@ -6,14 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from forerun.text.tagged_calls import DeclaredTypes, member
-from forerun.text.tool_bodies import NOTHING, CallPiece, JsonCalls, Openings, Tools, merged
+from forerun.text.tagged_calls import KeyedCalls
+from forerun.text.tool_bodies import NOTHING, JsonCalls, Openings, Tools
 
 _MOST_LEVELS = 64
 """Of lists and objects within each other; a deeper value is text."""
 
 
-class PythonCalls:
+class PythonCalls(KeyedCalls):
     """A list of calls, or one alone: name(key=value, key=value), with Python's literals or JSON's.
 
     What begins with a brace is read as JSON calls: LFM2 writes these if its prompt says so.
@@ -24,72 +24,61 @@ class PythonCalls:
     """
 
     def __init__(self, tools: Tools, closer: str) -> None:
-        self.count = 0
-        self._closer, self._declared = closer, DeclaredTypes(tools)
+        super().__init__(tools, closer)
         self._json: JsonCalls | None = None
-        self._name: str | None = None
         self._key: str | None = None
         self._names = _Names(())
         self._value = _Value(self._names)
-        self._pairs = 0
 
-    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """Read the next piece of text (see Body.push): a call's name once its bracket opens, then
-        its arguments as JSON once they are whole. Ends behind the closer, or where nothing of this
-        kind can follow.
+    def _read(self, text: str) -> tuple[str, bool]:
+        """Read a call's name once its bracket opens, then its arguments. Ends behind the closer, or
+        where nothing of this kind can follow.
         """
         if self._json is not None:
-            return self._as_json(text)
-        calls: list[CallPiece] = []
+            return self._as_json(self._json, text)
         while True:
             if self._key is not None:
                 end = self._value.end(text)
                 if end is None:
-                    return merged(calls), text, True
-                calls.append(self._argument(text[:end]))
-                text = text[end:]
+                    return text, True
+                self._argument(self._key, text[:end])
+                self._key, text = None, text[end:]
             elif self._name is not None:
                 begun = text.lstrip(_BETWEEN)
                 if begun.startswith(")"):
-                    calls.append(CallPiece(self.count - 1, None, "}" if self._pairs else "{}"))
-                    self._name, text = None, begun[1:]
+                    self._end()
+                    text = begun[1:]
                 elif named := self._names.key(begun):
                     self._key, text = named[0], begun[named[1] :]
                     self._value = _Value(self._names)
                 else:
-                    return merged(calls), text, self._names.begun(begun)
+                    return text, self._names.begun(begun)
             else:
                 begun = text.lstrip(" \t\r\n,;[]")
                 if begun.startswith(self._closer):
-                    return merged(calls), begun[len(self._closer) :], False
+                    return begun[len(self._closer) :], False
                 if begun.startswith("{"):
-                    self._json = JsonCalls(self._closer)
-                    self._json.count = self.count
-                    found, rest, goes_on = self._as_json(begun)
-                    return (*merged(calls), *found), rest, goes_on
+                    return self._as_json(JsonCalls(self._closer), begun)
                 opened = _CALL.match(begun)
                 if opened is None:
                     waits = self._closer.startswith(begun) or _NAME.fullmatch(begun) is not None
-                    return merged(calls), begun if self.count else text, waits
-                self._name, self._pairs, text = opened[1], 0, begun[opened.end() :]
-                self._names = _Names(self._declared.names(self._name))
-                calls.append(CallPiece(self.count, self._name))
-                self.count += 1
+                    return begun if self.count else text, waits
+                self._begin(opened[1])
+                self._names = _Names(self._declared.names(opened[1]))
+                text = begun[opened.end() :]
 
-    def _as_json(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        assert self._json is not None
-        calls, rest, goes_on = self._json.push(text)
-        self.count = self._json.count
-        self._json = self._json if goes_on else None
-        return calls, rest, goes_on
+    def _as_json(self, calls: JsonCalls, text: str) -> tuple[str, bool]:
+        calls.count = self.count
+        news, rest, goes_on = calls.push(text)
+        self._news += news
+        self.count = calls.count
+        self._json = calls if goes_on else None
+        return rest, goes_on
 
-    def _argument(self, text: str) -> CallPiece:
-        """Return a whole argument as a member of a JSON object."""
-        key, self._key = self._key or "", None
-        value = json_of_literal(text.strip(), self._declared.type_of(self._name or "", key))
-        piece = CallPiece(self.count - 1, None, member(self._pairs, key, value))
-        self._pairs += 1
-        return piece
+    def _argument(self, key: str, text: str) -> None:
+        """Take a whole argument."""
+        declared = self._declared.type_of(self._name or "", key)
+        self._member(key, json_of_literal(text.strip(), declared))
 
 
 class _Names:

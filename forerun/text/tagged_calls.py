@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.text.tool_bodies import NOTHING, CallPiece, Openings, Tools, loads_or, merged
+from forerun.text.tool_bodies import NOTHING, Body, Openings, Tools, loads_or
 
 _TYPES: dict[type, tuple[str, ...]] = {
     str: ("string",),
@@ -54,39 +54,53 @@ class DeclaredTypes:
         return text.strip()
 
 
-class GlmCalls:
-    """A name, then pairs of key and value in tags; strings stand there without quotes."""
+class KeyedCalls(Body):
+    """Arguments that come key by key, each a member of a JSON object once it is whole.
+
+    tools  that declare types of arguments
+    """
 
     def __init__(self, tools: Tools, closer: str) -> None:
-        self.count = 0
-        self._closer, self._declared = closer, DeclaredTypes(tools)
+        super().__init__(closer)
+        self._declared = DeclaredTypes(tools)
         self._name: str | None = None
         self._pairs = 0
 
-    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """Read the next piece of text (see Body.push): pairs of key and value become JSON once they
-        are whole, strings by the tools' declared types.
-        """
-        calls: list[CallPiece] = []
+    def _begin(self, name: str) -> None:
+        self._name, self._pairs = name, 0
+        super()._begin(name)
+
+    def _member(self, key: str, value: str) -> None:
+        """Add an argument, its value in JSON."""
+        self._argue(f"{', ' if self._pairs else '{'}{json.dumps(key)}: {value}")
+        self._pairs += 1
+
+    def _end(self) -> None:
+        """End the call's arguments."""
+        self._argue("}" if self._pairs else "{}")
+        self._name = None
+
+
+class GlmCalls(KeyedCalls):
+    """A name, then pairs of key and value in tags; strings stand there without quotes."""
+
+    def _read(self, text: str) -> tuple[str, bool]:
+        """Read pairs of key and value; strings are known by the tools' declared types."""
         if self._name is None:
             end = _NAME_END.search(text)
             if end is None:
-                return (), text, True
-            self._name, text = text[: end.start()].strip(), text[end.start() :]
-            calls.append(CallPiece(self.count, self._name))
-            self.count += 1
+                return text, True
+            self._begin(text[: end.start()].strip())
+            text = text[end.start() :]
         at = 0
         while text.find("</arg_value>", at) >= 0 and (pair := _PAIR.match(text, at)):
-            argument = self._declared.json_of(self._name, pair[1], pair[2])
-            calls.append(CallPiece(self.count - 1, None, member(self._pairs, pair[1], argument)))
-            self._pairs += 1
+            self._member(pair[1], self._declared.json_of(self._name or "", pair[1], pair[2]))
             at = pair.end()
         text = text[at:]
         if text.lstrip().startswith(self._closer):
-            calls.append(CallPiece(self.count - 1, None, "}" if self._pairs else "{}"))
-            self._name, self._pairs = None, 0
-            return merged(calls), text.lstrip()[len(self._closer) :], False
-        return merged(calls), text, True
+            self._end()
+            return text.lstrip()[len(self._closer) :], False
+        return text, True
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +154,7 @@ DSML_TAGS = FunctionTags(
 )
 
 
-class FunctionCalls:
+class FunctionCalls(KeyedCalls):
     """Functions in tags, and in these parameters.
 
     A value ends at the first closing tag behind which another parameter or the function's end
@@ -150,78 +164,64 @@ class FunctionCalls:
     """
 
     def __init__(self, tools: Tools, closer: str, tags: FunctionTags) -> None:
-        self.count = 0
-        self._closer, self._declared = closer, DeclaredTypes(tools)
+        super().__init__(tools, closer)
         self._tags, self._opens, self._begins = tags, tags.opens, tags.begins
         self._function_mark = tags.function.partition("{}")[0]
         self._behind = tags.parameter.partition("{}")[0], tags.function_end
-        self._name: str | None = None
-        self._pairs = 0
         # By how a declared parameter begins: its key, and whether it is said to be a string.
         self._declared_as: dict[str, tuple[str, bool]] = {}
         self._heads = Openings(())
         # Place in a parameter that is not whole before which it does not end.
-        self._read = 0
+        self._open_until = 0
 
-    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """Read the next piece of text (see Body.push): a function's name once it is known, then its
-        parameters as JSON once they are whole. Ends behind the closer, or where nothing of this
-        kind can follow.
+    def _read(self, text: str) -> tuple[str, bool]:
+        """Read a function's name once it is known, then its parameters. Ends behind the closer, or
+        where nothing of this kind can follow.
         """
-        calls: list[CallPiece] = []
         while True:
             begun = text.lstrip()
             if self._name is None:
                 if begun.startswith(self._closer):
-                    return merged(calls), begun[len(self._closer) :], False
+                    return begun[len(self._closer) :], False
                 opened = self._opens.match(begun)
                 if opened is None:
                     waits = _may_become(begun, (self._function_mark, self._closer))
-                    return merged(calls), text, waits
-                self._name, self._pairs = opened[1].strip(), 0
-                self._declared_as = self._declared_heads(self._name)
+                    return text, waits
+                self._begin(opened[1].strip())
+                self._declared_as = self._declared_heads(opened[1].strip())
                 self._heads = Openings(self._declared_as)
-                calls.append(CallPiece(self.count, self._name))
-                self.count += 1
                 text = begun[opened.end() :]
             elif begun.startswith((self._tags.function_end, self._closer)):
-                calls.append(self._end())
+                self._end()
                 text = begun.removeprefix(self._tags.function_end)
             elif (found := self._parameter(begun)) is None:
                 waits = _may_become(begun, (*self._behind, self._closer))
                 if not waits:  # What was begun is a call.
-                    calls.append(self._end())
-                return merged(calls), text, waits
+                    self._end()
+                return text, waits
             else:
-                argument, text = found
-                calls.append(CallPiece(self.count - 1, None, argument))
-                self._pairs += 1
+                text = found
 
-    def _end(self) -> CallPiece:
-        """End the function's arguments."""
-        self._name = None
-        return CallPiece(self.count - 1, None, "}" if self._pairs else "{}")
-
-    def _parameter(self, text: str) -> tuple[str, str] | None:
-        """Return a parameter as a member of a JSON object, and the rest; None: it is not whole."""
+    def _parameter(self, text: str) -> str | None:
+        """Take a parameter and return the rest; None: it is not whole."""
         head, closing = self._head(text), self._tags.parameter_end
         if head is None:
             return None
         key, is_string, begin = head
         marks = (*self._behind, self._closer)
-        end = text.find(closing, max(begin, self._read))
+        end = text.find(closing, max(begin, self._open_until))
         while end >= 0:
             behind = end + len(closing)
             following = _SPACE.match(text, behind).end()  # type: ignore[union-attr]
             if text.startswith(marks, following):
-                self._read = 0
-                argument = self._argument(key, is_string, text[begin:end])
-                return member(self._pairs, key, argument), text[behind:]
-            self._read = end
+                self._open_until = 0
+                self._member(key, self._argument(key, is_string, text[begin:end]))
+                return text[behind:]
+            self._open_until = end
             if _may_become(text[following : following + max(map(len, marks))], marks):
                 return None
             end = text.find(closing, behind)
-        self._read = max(self._read, len(text) - len(closing) + 1)
+        self._open_until = max(self._open_until, len(text) - len(closing) + 1)
         return None
 
     def _declared_heads(self, function: str) -> dict[str, tuple[str, bool]]:
@@ -253,11 +253,6 @@ class FunctionCalls:
         if is_string:
             return json.dumps(value, ensure_ascii=False)
         return self._declared.json_of(self._name or "", key, value)
-
-
-def member(place: int, key: str, value: str) -> str:
-    """Return a member of a JSON object with what precedes it; place: members before it."""
-    return f"{', ' if place else '{'}{json.dumps(key)}: {value}"
 
 
 _NAME_END = re.compile(r"\n|<arg_key>|</tool_call>")

@@ -2,11 +2,12 @@
 
 import json
 import re
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from forerun.text.reasoning import overlap
 
@@ -23,47 +24,74 @@ class CallPiece:
     arguments: str = ""
 
 
-class Body(Protocol):
-    """Reads what stands between opener and closer."""
+@dataclass(frozen=True, slots=True)
+class ParsedDelta:
+    """The parsed content of a piece of text."""
 
-    @property
-    def count(self) -> int:
-        """Calls begun so far."""
-        ...
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallPiece, ...] = ()
+
+    def __add__(self, rest: "ParsedDelta") -> "ParsedDelta":
+        """Return the content of both pieces, this one first."""
+        calls = self.calls + rest.calls
+        return ParsedDelta(self.reasoning + rest.reasoning, self.content + rest.content, calls)
+
+
+class Body(ABC):
+    """Reads what stands between opener and closer. count = calls begun so far."""
+
+    def __init__(self, closer: str) -> None:
+        self.count = 0
+        self._closer = closer
+        self._news: list[CallPiece] = []
 
     def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
         """Read the next piece of text: pieces of calls that are certain, text that is left over,
         and whether the body goes on. The caller hands text that is left over in again, before the
         next.
         """
-        ...
+        rest, goes_on = self._read(text)
+        news, self._news = merged(self._news), []
+        return news, rest, goes_on
+
+    @abstractmethod
+    def _read(self, text: str) -> tuple[str, bool]:
+        """Read the next piece of text as `push`; `_begin` and `_argue` say what is certain."""
+
+    def _begin(self, name: str) -> None:
+        """Begin a call."""
+        self._news.append(CallPiece(self.count, name))
+        self.count += 1
+
+    def _argue(self, text: str) -> None:
+        """Add to the arguments of the last call."""
+        self._news.append(CallPiece(self.count - 1, None, text))
 
 
-class JsonCalls:
+class JsonCalls(Body):
     """Objects with a name and arguments, whatever stands between them."""
 
     def __init__(self, closer: str) -> None:
-        self.count = 0
-        self._closer = closer
+        super().__init__(closer)
         self._call: _JsonCall | None = None
         self._between = ""
 
-    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """Read the next piece of text (see Body.push): a call's name once it is known, then its
-        arguments as they come. Ends behind the closer; without one it goes on.
+    def _read(self, text: str) -> tuple[str, bool]:
+        """Read a call's name once it is known, then its arguments as they come. Ends behind the
+        closer; without one it goes on.
         """
-        calls: list[CallPiece] = []
         for place, character in enumerate(text, 1):
             if self._call is not None:
                 self._call.feed(character)
-                calls += self._news(self._call)
+                self._take(self._call)
                 self._call = None if self._call.ended else self._call
             elif character == "{":
                 self._call, self._between = _JsonCall(), ""
                 self._call.feed(character)
             elif self._closed(character):
-                return merged(calls), text[place:], False
-        return merged(calls), "", True
+                return text[place:], False
+        return "", True
 
     @property
     def inside(self) -> bool:
@@ -77,18 +105,16 @@ class JsonCalls:
         self._between = (self._between + character)[-len(self._closer) :]
         return self._between == self._closer
 
-    def _news(self, call: "_JsonCall") -> list[CallPiece]:
+    def _take(self, call: "_JsonCall") -> None:
+        """Hand on what is new of a call."""
         if call.name is None:
-            return []
-        news: list[CallPiece] = []
+            return
         if not call.returned:
             call.returned = True
-            news.append(CallPiece(self.count, call.name))
-            self.count += 1
+            self._begin(call.name)
         if call.arguments:
-            news.append(CallPiece(self.count - 1, None, call.arguments))
+            self._argue(call.arguments)
             call.arguments = ""
-        return news
 
 
 class BareCalls:
@@ -99,11 +125,6 @@ class BareCalls:
 
     def __init__(self, objects: JsonCalls) -> None:
         self._objects = objects
-
-    @property
-    def count(self) -> int:
-        """Calls begun so far."""
-        return self._objects.count
 
     def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
         """Read the next piece of text (see Body.push)."""
@@ -207,33 +228,29 @@ class _JsonCall:
         self._word.clear()
 
 
-class DividedCall:
+class DividedCall(Body):
     """A name and its arguments, a JSON object. Some models write an id between them."""
 
     def __init__(self) -> None:
-        self.count = 0
+        super().__init__("")
         self._depth = 0
         self._quoted = self._escaped = False
 
-    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """Read the next piece of text (see Body.push). Ends with the brace that closes the
-        arguments, or where there can be no call.
-        """
-        calls: list[CallPiece] = []
+    def _read(self, text: str) -> tuple[str, bool]:
+        """Read up to the brace that closes the arguments, or to where there can be no call."""
         if not self._depth:
             name = _DIVIDED.match(text)
             if name is None:
-                return (), text, "{" not in text
-            calls.append(CallPiece(self.count, name[1]))
-            self.count += 1
+                return text, "{" not in text
+            self._begin(name[1])
             text = text[name.end() :]
         for place, character in enumerate(text, 1):
             self._feed(character)
             if not self._depth:
-                calls.append(CallPiece(self.count - 1, None, text[:place]))
-                return calls, text[place:], False
-        calls.append(CallPiece(self.count - 1, None, text))
-        return calls, "", True
+                self._argue(text[:place])
+                return text[place:], False
+        self._argue(text)
+        return "", True
 
     def _feed(self, character: str) -> None:
         """Take in one more character of the arguments."""
@@ -245,46 +262,40 @@ class DividedCall:
             self._depth += (character in "{[") - (character in "}]")
 
 
-class MarkedCalls:
+class MarkedCalls(Body):
     """Calls between marks of their own; of each a name with a number, a mark, and its arguments.
 
     marks  that begin a call, stand before its arguments, and end it
     """
 
     def __init__(self, marks: tuple[str, str, str], closer: str) -> None:
-        self.count = 0
-        self._begin, self._divider, self._end = marks
-        self._closer = closer
+        super().__init__(closer)
+        self._opener, self._divider, self._end = marks
         self._inside = False
 
-    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """Read the next piece of text (see Body.push). Ends behind the closer, or where there can
-        be no call.
-        """
-        calls: list[CallPiece] = []
+    def _read(self, text: str) -> tuple[str, bool]:
+        """Read up to behind the closer, or to where there can be no call."""
         while True:
             if self._inside:
                 arguments, mark, rest = text.partition(self._end)
                 held = "" if mark else text[len(text) - overlap(text, self._end) :]
                 arguments = arguments.removesuffix(held) if held else arguments
                 if arguments:
-                    calls.append(CallPiece(self.count - 1, None, arguments))
+                    self._argue(arguments)
                 if not mark:
-                    return merged(calls), held, True
+                    return held, True
                 self._inside, text = False, rest
                 continue
             begun = text.lstrip()
             if begun.startswith(self._closer):
-                return merged(calls), begun[len(self._closer) :], False
+                return begun[len(self._closer) :], False
             header, mark, rest = begun.partition(self._divider)
-            if not header.startswith(self._begin):
-                waits = any(one.startswith(begun) for one in (self._begin, self._closer))
-                return merged(calls), text, waits
+            if not header.startswith(self._opener):
+                return text, any(one.startswith(begun) for one in (self._opener, self._closer))
             if not mark:
-                return merged(calls), text, len(header) < _LONGEST_HEADER
-            name = header.removeprefix(self._begin).strip().removeprefix("functions.")
-            calls.append(CallPiece(self.count, name.rpartition(":")[0] or name))
-            self.count += 1
+                return text, len(header) < _LONGEST_HEADER
+            name = header.removeprefix(self._opener).strip().removeprefix("functions.")
+            self._begin(name.rpartition(":")[0] or name)
             self._inside, text = True, rest
 
 
@@ -319,7 +330,7 @@ _BETWEEN_BARE = frozenset("{} \t\r\n`,;")
 NOTHING = object()
 
 
-def merged(calls: list[CallPiece]) -> tuple[CallPiece, ...]:
+def merged(calls: Iterable[CallPiece]) -> tuple[CallPiece, ...]:
     """Merge neighbouring pieces of one call's arguments."""
     merged: list[CallPiece] = []
     for (index, name), pieces in groupby(calls, lambda piece: (piece.index, piece.name)):

@@ -49,16 +49,9 @@ from forerun.text.tool_bodies import (
     DividedCall,
     JsonCalls,
     MarkedCalls,
+    ParsedDelta,
     Tools,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """The parsed content of a piece of text."""
-
-    content: str = ""
-    calls: tuple[CallPiece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +194,7 @@ class ToolReader:
         self._body: Body = objects
         self._bare = BareCalls(objects)
         self._heads = BareHeads(tools) if format.alone else None
-        self._reading: Body = objects
+        self._reading: Body | BareCalls = objects
         if format is GLM:
             self._body = GlmCalls(tools, format.closer)
         elif format.tags is not None:
@@ -226,7 +219,7 @@ class ToolReader:
         """Whether at least one call has begun."""
         return self._body.count > 0
 
-    def push(self, text: str) -> Parsed:
+    def push(self, text: str) -> ParsedDelta:
         """Return the content and calls that the next piece of an answer makes certain; a possible
         part of a mark is held back.
         """
@@ -242,21 +235,21 @@ class ToolReader:
             if self._inside == before:
                 break
         self._spoke = self._spoke or bool(content)
-        return Parsed(content, tuple(calls))
+        return ParsedDelta(content=content, calls=tuple(calls))
 
-    def finish(self, cut: bool = False) -> Parsed:
+    def finish(self, cut: bool = False) -> ParsedDelta:
         """Return the content that was held back, once no text will follow. cut: the answer ended
         for want of room, so the beginning of a call is no content.
         """
         held, self._held = self._held, ""
         opener = self._format.opener
         if cut and opener and (self._inside or (held and opener.startswith(held.strip()))):
-            return Parsed()
+            return ParsedDelta()
         if self._inside:
-            return Parsed(self._no_call() + (held if not self._read else ""))
-        return Parsed(held.rstrip() if self.called else held)
+            return ParsedDelta(content=self._no_call() + (held if not self._read else ""))
+        return ParsedDelta(content=held.rstrip() if self.called else held)
 
-    def _enter(self, body: Body, opener: str, rest: str) -> None:
+    def _enter(self, body: Body | BareCalls, opener: str, rest: str) -> None:
         self._inside, self._read, self._unread = True, False, [opener]
         self._reading, self._held = body, rest
 

@@ -1,19 +1,15 @@
 """--executor jax: what it takes to choose it, what it refuses, and a whole engine on it."""
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
 from forerun.build import device, with_jax
 from forerun.build.device import DeviceChoice
-from forerun.build.registry import EXECUTORS, choose_executor, draft_model
+from forerun.build.registry import choose_executor
 from forerun.build.target import open_target
 from forerun.build.tuned import Setting
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.constrain.grammar import Grammar
-from forerun.drafts.eagle_folder import DraftFile
-from forerun.errors import ConfigError, ModelError
+from forerun.errors import ConfigError
 from forerun.measure.prove import Trial, prove
 from forerun.measure.sweep import OFF, Sweep, halving
 from forerun.measure.workload import Prompt
@@ -137,10 +133,3 @@ def test_tuning_compares_settings(target):
     cells = halving(target, Sweep(prompts, (setting,), batches=(1,), tokens=8))
     assert {cell.setting for cell in cells} == {OFF, setting}
     assert all(cell.speed > 0 for cell in cells)
-
-
-def test_a_kind_of_draft_that_is_not_offered_is_refused_in_words(monkeypatch):
-    head = DraftFile(Path(), None, None, (), {})
-    monkeypatch.setitem(EXECUTORS, "jax", replace(EXECUTORS["jax"], draft_models={}))
-    with pytest.raises(ModelError, match=r"jax executor has no .*\(EAGLE head\).*cpu or torch"):
-        draft_model(EngineConfig(executor="jax"), None, None, head)

@@ -1,23 +1,13 @@
 """Splits one choice's text into reasoning, content and tool calls."""
 
 import secrets
-from dataclasses import dataclass
 from typing import Any
 
 from forerun.engine.request import Finish
-from forerun.text.harmony import HarmonyReader, MessagePiece
+from forerun.text.harmony import HarmonyReader
 from forerun.text.reasoning import ReasoningReader
-from forerun.text.tool_bodies import NOTHING, CallPiece, loads_or
-from forerun.text.tools import Parsed, ToolReader
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedDelta:
-    """The parsed content of a piece of text."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple[CallPiece, ...] = ()
+from forerun.text.tool_bodies import NOTHING, CallPiece, ParsedDelta, loads_or
+from forerun.text.tools import ToolReader
 
 
 class OutputParser:
@@ -67,9 +57,7 @@ class OutputParser:
         if self._channels is None:
             return None
         news = self._channels.push(text)
-        rest = self._channels.finish(cut) if last else MessagePiece()
-        calls = news.calls + rest.calls
-        return ParsedDelta(news.reasoning + rest.reasoning, news.content + rest.content, calls)
+        return news + self._channels.finish(cut) if last else news
 
     def _marked(self, text: str, last: bool, cut: bool) -> ParsedDelta:
         thought, answer = self._reasoning.push(text) if self._reasoning else ("", text)
@@ -78,9 +66,8 @@ class OutputParser:
             thought, answer = thought + rest[0], answer + rest[1]
         if self._tools is None:
             return ParsedDelta(thought, answer)
-        called = self._tools.push(answer)
-        tail = self._tools.finish(cut) if last else Parsed()
-        return ParsedDelta(thought, called.content + tail.content, called.calls + tail.calls)
+        news = ParsedDelta(thought) + self._tools.push(answer)
+        return news + self._tools.finish(cut) if last else news
 
 
 def whole_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:

@@ -170,7 +170,7 @@ def untraced(value: Any, where: str) -> SpeculativeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling(Declaration):
+class SamplingFields(Declaration):
     """How tokens are chosen, in the words of all dialects. Where nothing is said, the model's
     recommended values count. It has no slots, so that a body may have another base beside it.
     """
@@ -182,7 +182,7 @@ class Sampling(Declaration):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Penalized(Sampling):
+class PenaltyFields(SamplingFields):
     """What most dialects say beyond that."""
 
     frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
@@ -191,7 +191,7 @@ class Penalized(Sampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenSampling(Penalized):
+class TokenFields(PenaltyFields):
     """What vLLM and SGLang say beyond that."""
 
     n: int = accept(integer(1, MAX_TOKENS), 1)
@@ -230,7 +230,7 @@ def _one_adapter(value: Any, where: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledBody(ConstrainedBody, TokenSampling, RequestBody):
+class SampledBody(ConstrainedBody, TokenFields, RequestBody):
     """The common part of /v1/chat/completions and /v1/completions. Missing sampling parameters get
     the model's recommended values. id_prefix: the beginning of the answer's id.
 

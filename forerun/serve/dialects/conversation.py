@@ -1,8 +1,9 @@
 """The common part of conversation dialects: one choice, whose text is parsed as it arrives."""
 
 from forerun.engine.request import Delta, Finish
-from forerun.serve.bodies.output_parser import OutputParser, ParsedDelta
+from forerun.serve.bodies.output_parser import OutputParser
 from forerun.serve.bodies.prepare import Generation
+from forerun.text.tool_bodies import ParsedDelta
 
 
 class ChoiceReader:

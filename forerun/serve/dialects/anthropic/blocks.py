@@ -3,8 +3,7 @@
 import secrets
 from typing import Any
 
-from forerun.serve.bodies.output_parser import ParsedDelta
-from forerun.text.tool_bodies import NOTHING, loads_or
+from forerun.text.tool_bodies import NOTHING, ParsedDelta, loads_or
 
 Event = dict[str, Any]
 

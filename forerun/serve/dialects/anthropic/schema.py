@@ -39,7 +39,7 @@ from forerun.serve.bodies.schema import (
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
     MAX_TOKENS,
-    Sampling,
+    SamplingFields,
     SpeculativeOptions,
     untraced,
 )
@@ -308,7 +308,7 @@ class CountBody(RequestBody):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessagesBody(CountBody, Sampling):
+class MessagesBody(CountBody, SamplingFields):
     """POST /v1/messages. seed, min_p and speculative are Forerun's own fields."""
 
     max_tokens: int = need(integer(1, MAX_TOKENS))

@@ -16,7 +16,6 @@ from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import ignored_fields
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.messages import goes_on, left_out
-from forerun.serve.bodies.output_parser import ParsedDelta
 from forerun.serve.bodies.prepare import Generation, chat_generation, completion_generation, within
 from forerun.serve.bodies.schema import UNLIMITED, ChatBody, CompletionBody
 from forerun.serve.bodies.wire import line
@@ -25,7 +24,7 @@ from forerun.serve.dialects.ollama.errors import error_body
 from forerun.serve.dialects.ollama.schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from forerun.serve.dialects.openai.render import logprob_entries, speculation_metrics
 from forerun.serve.http.errors import ApiError
-from forerun.text.tool_bodies import NOTHING, CallPiece, loads_or
+from forerun.text.tool_bodies import NOTHING, CallPiece, ParsedDelta, loads_or
 
 NANO = 1e9
 

@@ -33,7 +33,7 @@ from forerun.serve.bodies.fields import (
 from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, history, is_assistant, of_tools
 from forerun.serve.bodies.schema import (
     MAX_TOKENS,
-    Penalized,
+    PenaltyFields,
     SpeculativeOptions,
     untraced,
 )
@@ -52,7 +52,7 @@ _NUMBER = number(-1e9, 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(Penalized):
+class Options(PenaltyFields):
     """`options`: sampling, and what concerns the machine, which is for the server to choose. Some
     have no effect here (`without_effect`).
     """

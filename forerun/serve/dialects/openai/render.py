@@ -8,15 +8,11 @@ from typing import Any, Protocol
 from forerun.constrain.grammar import ThinkingBudget
 from forerun.engine.request import Delta, Finish, SpeculationStats
 from forerun.interface.plan import TokenLogprobs
-from forerun.serve.bodies.output_parser import (
-    OutputParser,
-    ParsedDelta,
-    streamed_calls,
-    whole_calls,
-)
+from forerun.serve.bodies.output_parser import OutputParser, streamed_calls, whole_calls
 from forerun.serve.bodies.thinking import BudgetWatch
 from forerun.serve.observe import trace
 from forerun.text.tokenizer import Tokenizer
+from forerun.text.tool_bodies import ParsedDelta
 
 LEAST_LOGPROB = -9999.0
 """The JSON value for minus infinity."""

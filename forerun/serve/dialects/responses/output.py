@@ -4,7 +4,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from forerun.serve.bodies.output_parser import ParsedDelta
 from forerun.serve.bodies.tools import argument_text
 from forerun.serve.dialects.responses.free_tools import (
     SHELL,
@@ -14,6 +13,7 @@ from forerun.serve.dialects.responses.free_tools import (
     shell_action,
 )
 from forerun.serve.dialects.responses.offers import Offer
+from forerun.text.tool_bodies import ParsedDelta
 
 Event = dict[str, Any]
 Logprobs = list[dict[str, Any]]

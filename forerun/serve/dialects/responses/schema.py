@@ -35,7 +35,7 @@ from forerun.serve.bodies.schema import (
     EFFORTS,
     MAX_TOKENS,
     NO_MODERATION,
-    Sampling,
+    SamplingFields,
     SpeculativeOptions,
     cache_salt,
     thinking_budget,
@@ -376,7 +376,7 @@ _INCLUDED = only(*INCLUDED, why="OpenAI knows no such part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesBody(Sampling, RequestBody):
+class ResponsesBody(SamplingFields, RequestBody):
     """POST /v1/responses. top_k, min_p, seed and speculative are Forerun's own fields."""
 
     input: tuple[Item, ...] = accept(_input, ())

@@ -30,7 +30,7 @@ from forerun.serve.bodies.schema import (
     MAX_TOKENS,
     PerText,
     SpeculativeOptions,
-    TokenSampling,
+    TokenFields,
     cache_salt,
     per_list,
     token_ids,
@@ -48,7 +48,7 @@ _NO_SESSIONS = "requests stand alone; prefixes are cached automatically"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(TokenSampling):
+class SamplingParams(TokenFields):
     """`sampling_params`."""
 
     max_new_tokens: int = accept(integer(0, MAX_TOKENS), 128)
