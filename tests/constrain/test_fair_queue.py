@@ -2,7 +2,7 @@
 
 import threading
 
-from forerun.constrain.isolation.fair_queue import FORGET, FairQueue, LeastWorkedFirst
+from forerun.constrain.isolation.fair_queue import FORGET, FairQueue, LeastFirst
 
 
 class Office:
@@ -16,10 +16,16 @@ class Office:
         self._ends: dict[str, threading.Event] = {}
         self._threads: dict[str, threading.Thread] = {}
 
+    @property
+    def present(self) -> int:
+        """How many wait or have the turn."""
+        turns = self.queue._turns
+        return len(turns._waiting) + (turns._free == 0)
+
     def come(self, name: str, client: str, cost: float) -> None:
         came, end = threading.Event(), threading.Event()
         self._came[name], self._ends[name] = came, end
-        before = len(self.queue._waiting) + self.queue._busy
+        before = self.present
 
         def work():
             with self.queue.place(client, cost):
@@ -29,7 +35,7 @@ class Office:
 
         self._threads[name] = threading.Thread(target=work, daemon=True)
         self._threads[name].start()
-        while len(self.queue._waiting) + self.queue._busy == before:
+        while self.present == before:
             self._threads[name].join(0.001)
         if not before:
             assert came.wait(60)
@@ -90,7 +96,7 @@ def test_what_was_used_is_forgotten():
 
 def test_who_has_worked_least_has_the_next_turn():
     """Two turns at a time; whoever is in them keeps them until they end."""
-    queue, order, ends, threads = LeastWorkedFirst(2), [], {}, []
+    queue, order, ends, threads = LeastFirst(2), [], {}, []
 
     def come(name, worked):
         ends[name] = threading.Event()

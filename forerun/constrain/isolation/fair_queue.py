@@ -10,6 +10,39 @@ FORGET = 30.0
 """Seconds after which half of what a client has used is forgotten."""
 
 
+class LeastFirst:
+    """Admits so many at a time. Next is the one with the least rank. Ranked by what they have
+    worked, an answer of seconds delays answers of milliseconds by at most one of them.
+
+    count  how many have a turn at one time
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[float, int]] = []
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def place(self, rank: float) -> Iterator[None]:
+        """Wait until one of the places is free and this caller is next, then hold it, as a context
+        manager.
+        """
+        with self._changed:
+            place = rank, next(self._numbers)
+            self._waiting.append(place)
+            self._changed.wait_for(lambda: self._free > 0 and min(self._waiting) == place)
+            self._waiting.remove(place)
+            self._free -= 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
+
+
 class FairQueue:
     """Admits one at a time. Next is the one with the smallest sum of arrival time, expected cost,
     and its client's recent use, all in seconds: small work passes large work, a client with little
@@ -20,10 +53,8 @@ class FairQueue:
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._changed = threading.Condition()
-        self._waiting: list[tuple[float, int]] = []
-        self._busy = False
-        self._numbers = itertools.count()
+        self._turns = LeastFirst(1)
+        self._lock = threading.Lock()
         # What each client has used, and until when that is reckoned.
         self._used: dict[str, tuple[float, float]] = {}
 
@@ -36,22 +67,17 @@ class FairQueue:
 
         The seconds it was held are added to the client's use.
         """
-        with self._changed:
-            place = self._clock() + cost + self._of(client), next(self._numbers)
-            self._waiting.append(place)
-            self._changed.wait_for(lambda: not self._busy and min(self._waiting) == place)
-            self._waiting.remove(place)
-            self._busy = True
-        begun = self._clock()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._busy = False
-                now = self._clock()
-                self._used[client] = self._of(client) + now - begun, now
-                self._forget(now)
-                self._changed.notify_all()
+        with self._lock:
+            rank = self._clock() + cost + self._of(client)
+        with self._turns.place(rank):
+            begun = self._clock()
+            try:
+                yield
+            finally:
+                with self._lock:
+                    now = self._clock()
+                    self._used[client] = self._of(client) + now - begun, now
+                    self._forget(now)
 
     def _of(self, client: str) -> float:
         """Return a client's remaining use, which decays."""
@@ -66,38 +92,3 @@ class FairQueue:
                 for client, (used, when) in self._used.items()
                 if now - when < 10 * FORGET
             }
-
-
-class LeastWorkedFirst:
-    """Admits so many at a time. Next is the one that has worked least: an answer of seconds delays
-    answers of milliseconds by at most one of them.
-
-    count  how many have a turn at one time
-    """
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._changed = threading.Condition()
-        self._waiting: list[tuple[float, int]] = []
-        self._numbers = itertools.count()
-
-    @contextmanager
-    def place(self, worked: float) -> Iterator[None]:
-        """Wait until one of the places is free and this caller is next, then hold it, as a context
-        manager.
-
-        worked  seconds worked in all turns so far; the smallest comes first
-        """
-        with self._changed:
-            place = worked, next(self._numbers)
-            self._waiting.append(place)
-            self._changed.wait_for(lambda: self._free > 0 and min(self._waiting) == place)
-            self._waiting.remove(place)
-            self._free -= 1
-            self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += 1
-                self._changed.notify_all()

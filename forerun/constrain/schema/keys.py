@@ -21,17 +21,11 @@ def with_plain_keys(root: Schema) -> None:
     """
     definitions = root.get("$defs", {})
     merged: set[int] = set()
-    todo = [root]
-    seen: set[int] = set()
-    while todo:
-        schema = todo.pop()
-        if not isinstance(schema, dict) or id(schema) in seen:
-            continue
-        seen.add(id(schema))
+    every = _all(root)
+    for schema in every:
         if _merges(schema):
             _mark(schema, definitions, merged)
-        todo += [inner for _, inner in children(schema, "")]
-    for schema in _all(root):
+    for schema in every:
         if id(schema) not in merged:
             _plain(schema)
 

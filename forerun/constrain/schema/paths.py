@@ -7,30 +7,18 @@ from typing import Any
 from forerun.constrain.schema.patterns import portable
 from forerun.errors import RequestError
 
-_IN_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
-_IN_MAP = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-    "dependencies",
+IN_LIST = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+"""Keywords that hold a list of schemas."""
+BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords that hold schemas by name."""
+SINGLE = frozenset(
+    "items additionalItems additionalProperties contains if then else not "  # noqa: SIM905
+    "propertyNames unevaluatedItems unevaluatedProperties".split()
 )
+"""Keywords that hold a schema."""
+_IN_MAP = BY_NAME | {"dependentSchemas", "dependencies"}
 _LONGEST = 100
 """Characters of a name in a path: every schema below it has a copy of them."""
-_SINGLE = (
-    "items",
-    "additionalItems",
-    "additionalProperties",
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "propertyNames",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-)
 
 
 def schemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -50,13 +38,13 @@ def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     """
     for key, value in schema.items():
         here = f"{path}.{key}" if path else key
-        if key in _IN_LIST or (key == "items" and isinstance(value, list)):
+        if key in IN_LIST or (key == "items" and isinstance(value, list)):
             for index, inner in enumerate(value if isinstance(value, list) else []):
                 yield f"{here}[{index}]", inner
         elif key in _IN_MAP and isinstance(value, dict):
             for name, inner in value.items():
                 yield f"{here}.{name[:_LONGEST]}", inner
-        elif key in _SINGLE:
+        elif key in SINGLE:
             yield here, value
 
 

@@ -1,7 +1,7 @@
 """Regular expressions as JavaScript reads them, written for an engine that reads some otherwise."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 
 from forerun.errors import RequestError
@@ -49,10 +49,7 @@ def portable(pattern: str, field: str) -> str:
     out: list[str] = []
     lengths = _Lengths()
     stray: int | None = None
-    index = 0
-    while index < len(pattern):
-        end = unit_end(pattern, index, field)
-        unit = pattern[index:end]
+    for index, unit in _units(pattern, field):
         if unit == ")" and not lengths.opened:
             raise regex_error(pattern, index, "')' closes nothing", field)
         lengths.add(unit, index)
@@ -67,7 +64,6 @@ def portable(pattern: str, field: str) -> str:
         if unit in ("}", "]") and stray is None and lengths.opened:
             stray = index
         out.append(portable_class(unit) if unit[0] == "[" else ASCII_CLASSES.get(unit, unit))
-        index = end
     if lengths.opened and stray is not None and stray > lengths.opened[-1]:
         raise regex_error(pattern, stray, f"{pattern[stray]!r} where ')' was expected", field)
     if lengths.opened:
@@ -79,16 +75,21 @@ def assertion(pattern: str, field: str) -> RequestError | None:
     """Return an error that points at the first part of a portable pattern that matches a place and
     no character: a word boundary, or the beginning or end of the text within it. None without one.
     """
-    index = 0
-    while index < len(pattern):
-        end = unit_end(pattern, index, field)
-        unit = pattern[index:end]
+    for index, unit in _units(pattern, field):
         inside = unit in ("^", "$") and 0 < index < len(pattern) - 1
         if unit in (r"\b", r"\B", r"\<", r"\>") or inside:
             fault = f"'{unit}' stands for a place between characters, which is not supported"
             return regex_error(pattern, index, fault, field)
-        index = end
     return None
+
+
+def _units(pattern: str, field: str) -> Iterator[tuple[int, str]]:
+    """Yield the units of a pattern, each with its place. Raises RequestError as `unit_end`."""
+    index = 0
+    while index < len(pattern):
+        end = unit_end(pattern, index, field)
+        yield index, pattern[index:end]
+        index = end
 
 
 def unit_end(pattern: str, start: int, field: str) -> int:
@@ -137,11 +138,8 @@ def matching(pattern: str, names: Sequence[str], most: int = MAX_STEPS) -> list[
     """
     try:
         tries = _Tries()
-        index = 0
-        while index < len(pattern):
-            end = unit_end(pattern, index, "pattern")
-            tries.add(pattern[index:end])
-            index = end
+        for _, unit in _units(pattern, "pattern"):
+            tries.add(unit)
         if sum(len(name) + 1 for name in names) * len(pattern) > most:
             return None
         if sum((len(name) + 1) * tries.for_length(len(name)) for name in names) > most:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from forerun.constrain.schema.logic import TYPES
-from forerun.constrain.schema.paths import schemas
+from forerun.constrain.schema.paths import BY_NAME, IN_LIST, SINGLE, schemas
 
 Schema = dict[str, Any]
 Report = Callable[[str, str, str], None]
@@ -17,13 +17,7 @@ _COUNTS = frozenset(
 )
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _TEXTS = frozenset({"pattern", "format"})
-_SEVERAL = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _NEEDS = frozenset({"dependentRequired", "dependentSchemas", "dependencies"})
-_SINGLE = frozenset(
-    "items additionalItems additionalProperties contains if then else not "  # noqa: SIM905
-    "propertyNames unevaluatedItems unevaluatedProperties".split()
-)
 
 
 def check_types(root: Schema) -> None:
@@ -82,14 +76,14 @@ def _value(name: str, value: Any, report: Report, path: str) -> tuple[Any, str]:
 
 def _schemas(name: str, value: Any, report: Report, path: str) -> tuple[Any, str]:
     """Return the same for keywords with schemas inside."""
-    if name in _SINGLE and not (name == "items" and isinstance(value, list)):
+    if name in SINGLE and not (name == "items" and isinstance(value, list)):
         return well_formed(value, report, path), "" if _schema(value) else "a schema"
-    if name in _SEVERAL or name == "items":
+    if name in IN_LIST or name == "items":
         some = value != [] or name not in ("anyOf", "oneOf")
         if not isinstance(value, list) or not all(map(_schema, value)) or not some:
             return None, "a list of schemas" if some else "a list of at least one schema"
         return [well_formed(one, report, f"{path}[{i}]") for i, one in enumerate(value)], ""
-    if name in _BY_NAME or name in _NEEDS:
+    if name in BY_NAME or name in _NEEDS:
         if not isinstance(value, dict):
             return None, "an object of schemas"
         out = {}
