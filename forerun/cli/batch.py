@@ -20,7 +20,7 @@ from typing import IO, Any
 import httpx
 
 from forerun.build.engine import Loaded
-from forerun.cli.console import bars, emit_json, load_shown, say
+from forerun.cli.console import bars, emit, load_shown, say
 from forerun.errors import ConfigError, reason_of
 from forerun.options.config import AskConfig, EngineConfig, ServeSettings
 from forerun.options.flags import configured
@@ -71,12 +71,8 @@ def main(arguments: argparse.Namespace) -> int:
             failed += asyncio.run(_answer_all(loaded, waiting, file, progress))
     count = len(requests) + len(refused)
     facts = {"requests": count, "answered": count - failed, "failed": failed}
-    if arguments.json:
-        emit_json(facts | {"out": arguments.out})
-    else:
-        say(
-            f"{count} answers in {arguments.out}" + (f", {failed} of them errors" if failed else "")
-        )
+    done = f"{count} answers in {arguments.out}" + (f", {failed} of them errors" if failed else "")
+    emit(arguments, facts | {"out": arguments.out}, lambda: say(done))
     return 1 if failed else 0
 
 

@@ -147,18 +147,17 @@ def _refuse_engine_flags(arguments: argparse.Namespace) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> LoadSweep:
-    path = Path(arguments.prompts) if arguments.prompts else None
     if arguments.repeats < 1 or (arguments.requests is not None and arguments.requests < 1):
         raise ConfigError("repeats and requests must be 1 or more.")
     if arguments.range_ratio < 1.0 and not (arguments.input_len or arguments.output_len):
         raise ConfigError("--range-ratio needs --input-len or --output-len.")
-    if path and arguments.input_len:
+    if arguments.prompts and arguments.input_len:
         raise ConfigError("--input-len makes prompts of its own; leave --prompts out.")
     kind = arguments.speculative or ("both" if arguments.launch else "as-is")
     # Requests that come at a rate wait for nothing.
     alone = (arguments.requests or RATED,) if arguments.rate < inf else LEVELS
     return LoadSweep(
-        prompts=tuple(read_prompts(path)),
+        prompts=tuple(read_prompts(arguments.prompts)),
         levels=arguments.concurrency or alone,
         sides=SIDES[kind],
         repeats=arguments.repeats,

@@ -11,7 +11,7 @@ from rich.table import Table
 from forerun.build.target import Target
 from forerun.build.tuned import save
 from forerun.cli.argument_types import refuse_load
-from forerun.cli.console import bars, emit_json, open_shown, out, say
+from forerun.cli.console import bars, emit, open_shown, out, say
 from forerun.errors import ConfigError
 from forerun.machine import stamp
 from forerun.measure.files import check_folder, write
@@ -58,10 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         target.close()
     facts = {"model": target.name, "machine": stamp(), "time": strftime("%Y-%m-%d %H:%M:%S")}
     result = facts | {"interrupted": interrupted, "cells": as_dict(cells)}
-    if arguments.json:
-        emit_json(result)
-    else:
-        out.print(table(cells, target.name))
+    emit(arguments, result, lambda: out.print(table(cells, target.name)))
     if arguments.out:
         draw = partial(draw_frontier, cells=cells, title=target.name)
         say(f"wrote {write(Path(arguments.out), 'grid', result, draw)[0]}")
@@ -87,9 +84,8 @@ def _sweep(target: Target, arguments: argparse.Namespace, ask: AskConfig) -> Swe
     settings, refused = combinations(config, arguments.grid_steps, topks, arguments.grid_tokens)
     for sentence in refused:
         say(f"left out: {sentence}")
-    path = Path(arguments.prompts) if arguments.prompts else None
     return Sweep(
-        prompts=tuple(read_prompts(path)),
+        prompts=tuple(read_prompts(arguments.prompts)),
         settings=tuple(settings),
         batches=arguments.concurrency or LEVELS,
         tokens=ask.max_tokens,

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import fields, replace
 from typing import Any
 
@@ -35,9 +36,8 @@ def main(arguments: argparse.Namespace) -> int:
     """
     ask, config = configured_both(AskConfig, EngineConfig, arguments)
     only_adapter(config)  # Several are refused before anything is loaded.
-    loaded = load_shown(config)
     output = Wrapped.for_terminal()
-    try:
+    with closing(load_shown(config)) as loaded:
         if loaded.chat is None:
             raise ModelError(
                 f"{loaded.name} has no chat template; it continues text: forerun run --raw"
@@ -51,8 +51,6 @@ def main(arguments: argparse.Namespace) -> int:
             _turn(talk, text.strip())
         if arguments.json:
             emit_json({"turns": talk.turns, **talk.stats()})
-    finally:
-        loaded.close()
     return 0
 
 

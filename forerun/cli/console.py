@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Lock, Thread, Timer
@@ -44,6 +45,16 @@ def emit_json(value: Any) -> None:
     text.
     """
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def emit(arguments: Namespace, facts: Any, show: Callable[[], object]) -> None:
+    """Print the result of a command: `facts` as `emit_json` with --json, else what `show`
+    prints.
+    """
+    if arguments.json:
+        emit_json(facts)
+    else:
+        show()
 
 
 @contextmanager

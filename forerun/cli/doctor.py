@@ -13,7 +13,7 @@ from rich.table import Table
 
 from forerun.build.memory import human
 from forerun.cache_dir import cache_dir
-from forerun.cli.console import emit_json, out
+from forerun.cli.console import emit, out
 from forerun.cli.models import listed
 from forerun.executors import cpu
 from forerun.machine import memory_available, stamp
@@ -35,10 +35,7 @@ COMPILERS = ("c++", "g++", "clang++")
 def main(arguments: argparse.Namespace) -> int:
     """Run `forerun doctor`: 0, or 1 where no executor but the toy works."""
     facts = examine(with_torch=not arguments.no_torch)
-    if arguments.json:
-        emit_json(facts)
-    else:
-        _show(facts)
+    emit(arguments, facts, lambda: _show(facts))
     return 0 if facts["native_core"]["works"] or facts["torch"]["installed"] else 1
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from forerun.build.target import Target
-from forerun.cli.console import bars, emit_json, numbered, open_shown, out, say
+from forerun.cli.console import bars, emit, numbered, open_shown, out, say
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError
 from forerun.hub.catalog import open_model
@@ -75,11 +75,9 @@ def main(arguments: argparse.Namespace) -> int:
     finally:
         target.close()
     promised = _promised(target.config.speculative_draft_model_path)
-    if arguments.json:
-        facts = [asdict(finding) for finding in findings]
-        emit_json({"findings": facts, "simulated_length": promised, "machine": stamp()})
-    else:
-        _show(findings, promised)
+    found = [asdict(finding) for finding in findings]
+    facts = {"findings": found, "simulated_length": promised, "machine": stamp()}
+    emit(arguments, facts, lambda: _show(findings, promised))
     if interrupted:
         raise KeyboardInterrupt
     return 0

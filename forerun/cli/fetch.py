@@ -3,7 +3,7 @@
 import argparse
 
 from forerun.build.memory import human
-from forerun.cli.console import bars, emit_json, say
+from forerun.cli.console import bars, emit, say
 from forerun.hub.catalog import open_model
 
 
@@ -22,8 +22,6 @@ def main(arguments: argparse.Namespace) -> int:
         "parameters": model.architecture.parameters,
         "context": model.architecture.context,
     }
-    if arguments.json:
-        emit_json(facts)
-    else:
-        say(f"{model.name} is ready: {human(size)} in {model.path}")
+    done = f"{model.name} is ready: {human(size)} in {model.path}"
+    emit(arguments, facts, lambda: say(done))
     return 0

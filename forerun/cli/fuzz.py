@@ -2,11 +2,12 @@
 
 import argparse
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
-from forerun.cli.console import bars, emit_json, say
+from forerun.cli.console import bars, emit, emit_json, say
 from forerun.measure.fuzz import Fuzzer, Report, replay
 from forerun.measure.fuzz_case import write
 from forerun.measure.workload import read_prompts
@@ -20,25 +21,18 @@ MINUTES = 2.0
 def fuzz(arguments: argparse.Namespace) -> int:
     """Search for an answer that depends on its batch. Returns 1 if one is found, else 0."""
     config = exact(configured(EngineConfig, arguments))
-    path = Path(arguments.prompts) if arguments.prompts else None
-    fuzzer = Fuzzer(config, tuple(read_prompts(path)), arguments.seed)
+    fuzzer = Fuzzer(config, tuple(read_prompts(arguments.prompts)), arguments.seed)
     enough, total = _limit(arguments)
-    try:
-        with bars() as progress:
+    with closing(fuzzer), bars() as progress:
 
-            def told(report: Report) -> bool:
-                progress("cases", report.cases, total)
-                return enough(report)
+        def told(report: Report) -> bool:
+            progress("cases", report.cases, total)
+            return enough(report)
 
-            report = fuzzer.run(told)
-    finally:
-        fuzzer.close()
+        report = fuzzer.run(told)
     if report.failure is not None:
         write(report.failure, config, Path(arguments.reproduction))
-    if arguments.json:
-        emit_json(asdict(report))
-    else:
-        _show(report, arguments.reproduction)
+    emit(arguments, asdict(report), lambda: _show(report, arguments.reproduction))
     return 0 if report.failure is None and report.accepted else 1
 
 

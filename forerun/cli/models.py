@@ -8,7 +8,7 @@ from typing import Any
 from forerun.build.memory import human
 from forerun.cache_dir import cache_dir
 from forerun.cli import fetch
-from forerun.cli.console import bars, emit_json, say
+from forerun.cli.console import bars, emit, emit_json, say
 from forerun.errors import ConfigError, ModelError
 from forerun.hub import huggingface
 from forerun.hub.catalog import BUILT_IN, open_model, shipped_draft
@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
         return fetch.main(arguments)
     if action == "rm":
         freed = remove(name)
-        emit_json({"freed": freed}) if arguments.json else say(f"{name}: {human(freed)} freed")
+        emit(arguments, {"freed": freed}, lambda: say(f"{name}: {human(freed)} freed"))
         return 0
     if action == "show" and arguments.tokenizer:
         return _write_tokenizer(name, Path(arguments.tokenizer))

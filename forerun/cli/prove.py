@@ -1,12 +1,12 @@
 """`forerun prove`: speculation changes no token. Shown, not claimed."""
 
 import argparse
+from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 from forerun.cli import fuzz
 from forerun.cli.argument_types import refuse_beside
-from forerun.cli.console import bars, emit_json, numbered, open_shown, out, say
+from forerun.cli.console import bars, emit, numbered, open_shown, out, say
 from forerun.cli.constraint import grammar_of
 from forerun.machine import stamp
 from forerun.measure.prove import Divergence, Proof, Trial, as_dict, prove
@@ -35,23 +35,19 @@ def main(arguments: argparse.Namespace) -> int:
     target = open_shown(replace(config, max_sequences=max(trial.group, 1)))
     sides = 2 if target.config.speculates else 1
     runs = len(trial.temperatures) * 2 * sides
-    try:
-        with bars() as progress:
-            proof = prove(target, target.config, trial, numbered(progress, runs))
-    finally:
-        target.close()
-    if arguments.json:
-        emit_json(as_dict(proof) | {"model": target.name, "machine": stamp()})
-    else:
-        forced = target.config.policy == "fixed" and target.config.speculates
-        _show(proof, trial, target.name, forced)
+    with closing(target), bars() as progress:
+        proof = prove(target, target.config, trial, numbered(progress, runs))
+    facts = as_dict(proof) | {"model": target.name, "machine": stamp()}
+    forced = target.config.policy == "fixed" and target.config.speculates
+    emit(arguments, facts, lambda: _show(proof, trial, target.name, forced))
     return 0 if proof.holds else 1
 
 
 def _trial(arguments: argparse.Namespace) -> Trial:
     quick = arguments.quick
-    path = Path(arguments.prompts) if arguments.prompts else None
-    prompts = spread(read_prompts(path), arguments.count or (QUICK_PROMPTS if quick else None))
+    prompts = spread(
+        read_prompts(arguments.prompts), arguments.count or (QUICK_PROMPTS if quick else None)
+    )
     return Trial(
         prompts=tuple(prompts),
         tokens=arguments.tokens or (QUICK_TOKENS if quick else 128),

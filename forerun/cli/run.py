@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -9,7 +10,7 @@ from typing import Any
 
 from forerun.build.engine import Loaded, encode_chat
 from forerun.cli import batch, chat
-from forerun.cli.console import emit_json, interactive, load_shown, say
+from forerun.cli.console import emit, interactive, load_shown, say
 from forerun.cli.constraint import grammar_of
 from forerun.client.adapters import only_adapter
 from forerun.client.completion import Completion, acceptance_length, make_request, stream
@@ -67,8 +68,8 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.values["seed"] = None  # As in `chat`: each session has its own.
         return chat.main(arguments)
     text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
-    adapter, loaded = only_adapter(config), load_shown(config)
-    try:
+    adapter = only_adapter(config)
+    with closing(load_shown(config)) as loaded:
         request = make_request(
             _encode(loaded, text, arguments),
             loaded.tokenizer.eos_ids,
@@ -79,12 +80,8 @@ def main(arguments: argparse.Namespace) -> int:
         answer = answered(loaded, request, show=not arguments.json)
         twins = compared(loaded, request) if arguments.compare else []
         report = summary(answer, twins)
-        if arguments.json:
-            emit_json({"text": answer.completion.text, **report, "info": loaded.info})
-        else:
-            say(sentence(report))
-    finally:
-        loaded.close()
+        facts = {"text": answer.completion.text, **report, "info": loaded.info}
+        emit(arguments, facts, lambda: say(sentence(report)))
     return 0 if report.get("same_text", True) else 1
 
 

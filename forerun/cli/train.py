@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from forerun.build.chat_template import template_source
 from forerun.build.engine import load
 from forerun.build.registry import choose_executor
 from forerun.build.token_map import token_map
-from forerun.cli.console import bars, emit_json, err, plain_warnings, say
+from forerun.cli.console import bars, emit, emit_json, err, plain_warnings, say
 from forerun.drafts.ngram_counts import write_ngrams
 from forerun.drafts.token_map import write_token_map
 from forerun.errors import ConfigError, ForerunError, ModelError
@@ -135,14 +135,12 @@ def _template(engine: EngineConfig, model: Model, raw: bool) -> ChatEncoder:
 
 def _told_table(arguments: argparse.Namespace, out: Path, known: float) -> int:
     """Say what came of a run that only counts."""
-    if arguments.json:
-        emit_json({"draft": str(out / "draft"), "table_agreement": known})
-    else:
-        err.print(
-            f"The n-gram table is in {out / 'draft'}: its best draft token is right for "
-            f"{known:.0%} of held-out tokens.",
-            markup=False,
-        )
+    done = (
+        f"The n-gram table is in {out / 'draft'}: its best draft token is right for {known:.0%} of "
+        "held-out tokens."
+    )
+    facts = {"draft": str(out / "draft"), "table_agreement": known}
+    emit(arguments, facts, lambda: err.print(done, markup=False))
     return 0
 
 
@@ -232,8 +230,5 @@ def _author(
 
         yield dense_author(source, config)
         return
-    loaded = load(engine, report)
-    try:
+    with closing(load(engine, report)) as loaded:
         yield ServedAuthor(loaded)
-    finally:
-        loaded.close()

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ from time import strftime
 from rich.table import Table
 
 from forerun.build.tuned import Setting, forget, save
-from forerun.cli.console import bars, emit_json, open_shown, out, say
+from forerun.cli.console import bars, emit, open_shown, out, say
 from forerun.errors import ConfigError, reason_of
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp
@@ -33,24 +34,18 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("there is nothing to tune with speculation off; choose a drafter.")
     if arguments.out:
         _check_picture(Path(arguments.out))
-    path = Path(arguments.prompts) if arguments.prompts else None
-    prompts, batches = tuple(read_prompts(path)), arguments.batches
-    target = open_shown(replace(config, max_sequences=max(batches), policy="adaptive"))
-    try:
+    prompts, batches = tuple(read_prompts(arguments.prompts)), arguments.batches
+    config = replace(config, max_sequences=max(batches), policy="adaptive")
+    with closing(open_shown(config)) as target:
         if not target.config.speculates:
             raise ConfigError("there is nothing to tune: the draft cannot be used.")
         sweep = Sweep(prompts, usual(target.config), batches, arguments.tokens)
         with bars() as progress:
             cells = halving(target, sweep, progress)
-    finally:
-        target.close()
     fastest, found = verdict(cells)
     facts = {"best": fastest and asdict(fastest), "cells": as_dict(cells), "model": target.name}
     facts |= {"machine": stamp(), "time": strftime("%Y-%m-%d %H:%M:%S")}
-    if arguments.json:
-        emit_json(facts)
-    else:
-        out.print(table(cells, fastest, target.name))
+    emit(arguments, facts, lambda: out.print(table(cells, fastest, target.name)))
     different = sum(cell.answers - cell.identical for cell in cells)
     if different:
         say(f"{different} answers differed from plain decoding: run `forerun prove` before serving")

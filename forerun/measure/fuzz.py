@@ -12,6 +12,7 @@ it still fails, and can be written to a file that `forerun prove --replay FILE` 
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -370,8 +371,6 @@ def replay(path: Path) -> str | None:
             f"{path} names grammars that this version does not have: "
             f"{', '.join(sorted(map(str, unknown)))}. Record the case again."
         )
-    fuzzer = Fuzzer(config, (Prompt("replay", "any", ({"role": "user", "content": "a"},)),), 0)
-    try:
+    prompt = Prompt("replay", "any", ({"role": "user", "content": "a"},))
+    with closing(Fuzzer(config, (prompt,), 0)) as fuzzer:
         return fuzzer.check(case)
-    finally:
-        fuzzer.close()

@@ -32,14 +32,14 @@ class Prompt:
         return str(self.messages[-1]["content"])
 
 
-def read_prompts(path: Path | None = None) -> list[Prompt]:
+def read_prompts(path: str | Path | None = None) -> list[Prompt]:
     """Read prompts from a jsonl file: one object per line with `messages`, or with `prompt` (text);
     `id` and `kind` are optional. None reads the built-in ones.
 
     Raises ConfigError, which names file and line, for a file that cannot be read, a bad line, or no
     prompt at all.
     """
-    path = path or BUILT_IN
+    path = Path(path or BUILT_IN)
     try:
         # A line of JSON may hold U+2028, at which splitlines() would tear it.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
