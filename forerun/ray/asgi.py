@@ -97,37 +97,3 @@ def _scope(asked: HttpRequest) -> dict[str, Any]:
         "server": None,
         "state": {},
     }
-
-
-class Lifespan:
-    """Begins an application, and ends it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._in: asyncio.Queue[Message] = asyncio.Queue()
-        self._out: asyncio.Queue[Message] = asyncio.Queue()
-        self._running: asyncio.Task[None] | None = None
-
-    async def begin(self) -> None:
-        """Run the app's start-up, once. Raises RuntimeError if it fails."""
-        if self._running is not None:
-            return
-        scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
-
-        async def run() -> None:
-            await self._app(scope, self._in.get, self._out.put)
-
-        self._running = asyncio.create_task(run())
-        await self._told("startup")
-
-    async def end(self) -> None:
-        """Run the app's shutdown, where start-up was begun, and wait for its end."""
-        if self._running is not None:
-            await self._told("shutdown")
-            await self._running
-
-    async def _told(self, what: str) -> None:
-        await self._in.put({"type": f"lifespan.{what}"})
-        answer = await self._out.get()
-        if answer["type"].endswith("failed"):
-            raise RuntimeError(answer.get("message", f"the application's {what} failed"))

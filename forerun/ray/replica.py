@@ -4,14 +4,16 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from typing import Any
 
 from ray import serve
 
 from forerun.build.engine import Loaded, load
 from forerun.errors import EngineError, ForerunError
 from forerun.options.config import EngineConfig, ServeSettings
-from forerun.ray.asgi import Head, HttpRequest, Lifespan, answered
+from forerun.ray.asgi import Head, HttpRequest, answered
 from forerun.serve.app import create_app
 
 READY_SECONDS = 1800.0
@@ -31,7 +33,8 @@ class Replica:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._loaded = self._within(ready, config)
         self._app = create_app(self._loaded, settings)
-        self._lifespan, self._begun = Lifespan(self._app), asyncio.Lock()
+        self._beginning = asyncio.Lock()
+        self._lifespan: AbstractAsyncContextManager[Any] | None = None
 
     async def forward(self, asked: HttpRequest) -> AsyncIterator[Head | bytes]:
         """Yield the answer to a request: a Head with this replica's name, then its body as it
@@ -95,8 +98,11 @@ class Replica:
         return loaded
 
     async def _begin(self) -> None:
-        async with self._begun:
-            await self._lifespan.begin()
+        """Start the app, once; it runs until this replica's process ends."""
+        async with self._beginning:
+            if self._lifespan is None:
+                self._lifespan = self._app.router.lifespan_context(self._app)
+                await self._lifespan.__aenter__()
 
     def __del__(self) -> None:
         """Stop the model: Ray Serve ends this replica."""

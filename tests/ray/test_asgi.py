@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from forerun.ray.asgi import Head, HttpRequest, Lifespan, answered
+from forerun.ray.asgi import Head, HttpRequest, answered
 
 
 def asked(path, method="GET", body=b"", query=b""):
@@ -94,32 +94,3 @@ def test_what_fails_is_raised():
 
     with pytest.raises(ValueError, match="no"):
         asyncio.run(collected(fails, asked("/")))
-
-
-def test_an_application_is_begun_once_and_ended():
-    told = []
-
-    async def app(scope, receive, send):
-        for what in ("startup", "shutdown"):
-            assert (await receive())["type"] == f"lifespan.{what}"
-            told.append(what)
-            await send({"type": f"lifespan.{what}.complete"})
-
-    async def run():
-        lifespan = Lifespan(app)
-        await lifespan.begin()
-        await lifespan.begin()
-        assert told == ["startup"]
-        await lifespan.end()
-
-    asyncio.run(run())
-    assert told == ["startup", "shutdown"]
-
-
-def test_an_application_that_cannot_begin_says_why():
-    async def app(scope, receive, send):
-        await receive()
-        await send({"type": "lifespan.startup.failed", "message": "no model"})
-
-    with pytest.raises(RuntimeError, match="no model"):
-        asyncio.run(Lifespan(app).begin())
