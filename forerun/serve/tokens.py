@@ -42,7 +42,7 @@ _PART = 1 << 16
 @takes(one_or_more(plain_text, MAX_PROMPTS).schema)
 def _texts(value: Any, where: str) -> str | tuple[str, ...]:
     """Read a text or a list of them."""
-    found: tuple[str, ...] = one_or_more(plain_text, MAX_PROMPTS)(value, where)
+    found = one_or_more(plain_text, MAX_PROMPTS)(value, where)
     return found if isinstance(value, list) else found[0]
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from forerun.errors import RequestError
@@ -63,6 +63,7 @@ class Declaration:
 
 
 Body = TypeVar("Body", bound=Declaration)
+Read = TypeVar("Read")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN = 60
@@ -73,21 +74,25 @@ _UNSET: tuple[Any, ...] = (False, 0, "", [], {})
 """Values that a field may have that is not supported: clients send them as defaults."""
 
 
-class DescribedReader:
+class DescribedReader(Generic[Read]):
     """A reader that says what it takes, and makes of a value what it takes of it (`mend`)."""
 
-    def __init__(self, reader: Reader, schema: Schema, mend: Mend | None = None) -> None:
+    def __init__(
+        self, reader: Callable[[Any, str], Read], schema: Schema, mend: Mend | None = None
+    ) -> None:
         self._reader = reader
         self.schema = schema
         self.mend = mend or _whole(reader)
         self.__doc__ = reader.__doc__
 
-    def __call__(self, value: Any, where: str) -> Any:
+    def __call__(self, value: Any, where: str) -> Read:
         """See Reader."""
         return self._reader(value, where)
 
 
-def takes(schema: Schema, mend: Mend | None = None) -> Callable[[Reader], DescribedReader]:
+def takes(
+    schema: Schema, mend: Mend | None = None
+) -> Callable[[Callable[[Any, str], Read]], DescribedReader[Read]]:
     """Describe a reader by a JSON schema, for /openapi.json. Decorates it. Without `mend` a value
     is taken whole or not at all.
     """
@@ -273,7 +278,7 @@ def boolean(value: Any, where: str) -> bool:
     return value
 
 
-def integer(low: int, high: int) -> DescribedReader:
+def integer(low: int, high: int) -> DescribedReader[int]:
     """Make a reader of whole numbers from `low` to `high`; it raises RequestError for anything
     else.
     """
@@ -290,7 +295,7 @@ def integer(low: int, high: int) -> DescribedReader:
     return reader
 
 
-def number(low: float, high: float, above_low: bool = False) -> DescribedReader:
+def number(low: float, high: float, above_low: bool = False) -> DescribedReader[float]:
     """Make a reader of finite numbers from `low` to `high`; with `above_low`, `low` itself is too
     low.
     """
@@ -308,7 +313,7 @@ def number(low: float, high: float, above_low: bool = False) -> DescribedReader:
     return reader
 
 
-def text(longest: int, shortest: int = 0) -> DescribedReader:
+def text(longest: int, shortest: int = 0) -> DescribedReader[str]:
     """Make a reader of strings of valid Unicode with `shortest` to `longest` characters; it raises
     RequestError for anything else.
     """
@@ -353,7 +358,9 @@ def listed(value: Any, where: str, longest: float = math.inf, shortest: int = 0)
     return value
 
 
-def items(each: Reader, longest: int, shortest: int = 0) -> DescribedReader:
+def items(
+    each: Callable[[Any, str], Read], longest: int, shortest: int = 0
+) -> DescribedReader[tuple[Read, ...]]:
     """Make a reader of lists with `shortest` to `longest` entries, each read by `each`, which gives
     a tuple; it raises RequestError for anything else.
     """
@@ -370,31 +377,32 @@ def items(each: Reader, longest: int, shortest: int = 0) -> DescribedReader:
         return found
 
     @takes({"type": "array", "items": schema_of(each), **bounds}, mend)
-    def reader(value: Any, where: str) -> tuple[Any, ...]:
+    def reader(value: Any, where: str) -> tuple[Read, ...]:
         entries = enumerate(listed(value, where, longest, shortest))
         return tuple(each(item, f"{where}[{index}]") for index, item in entries)
 
     return reader
 
 
-def one_or_more(each: Reader, longest: int) -> DescribedReader:
+def one_or_more(
+    each: Callable[[Any, str], Read], longest: int
+) -> DescribedReader[tuple[Read, ...]]:
     """Make a reader of one string or a list of at most `longest`, each read by `each`, which gives
     a tuple; it raises RequestError for anything else.
     """
     several = items(each, longest)
 
     @takes({"anyOf": [schema_of(each), several.schema]})
-    def reader(value: Any, where: str) -> tuple[Any, ...]:
+    def reader(value: Any, where: str) -> tuple[Read, ...]:
         if not isinstance(value, str | list):
             message = f"{where} must be a string or a list of strings, not {shown(value)}."
             raise RequestError(message, where)
-        found: tuple[Any, ...] = several(value, where) if isinstance(value, list) else ()
-        return found if isinstance(value, list) else (each(value, where),)
+        return several(value, where) if isinstance(value, list) else (each(value, where),)
 
     return reader
 
 
-def only(*allowed: Any, why: str) -> DescribedReader:
+def only(*allowed: Read, why: str) -> DescribedReader[Read]:
     """Make a reader of a field that is accepted only where it is one of `allowed`: what happens
     anyway. Else it raises RequestError that names these and says why.
     """
@@ -402,22 +410,23 @@ def only(*allowed: Any, why: str) -> DescribedReader:
     known = ", ".join(map(json.dumps, several))
 
     @takes({"enum": list(allowed)})
-    def reader(value: Any, where: str) -> Any:
-        if not any(value == one and type(value) is type(one) for one in allowed):
-            message = f"{where}: {shown(value)} is not supported, only {known}: {why}."
-            raise RequestError(message, where)
-        return value
+    def reader(value: Any, where: str) -> Read:
+        for one in allowed:
+            if value == one and type(value) is type(one):
+                return one
+        message = f"{where}: {shown(value)} is not supported, only {known}: {why}."
+        raise RequestError(message, where)
 
     return reader
 
 
-def part(kind: type[Declaration]) -> DescribedReader:
+def part(kind: type[Body]) -> DescribedReader[Body]:
     """Make a reader of an object that is itself a declared body; it raises RequestError as
     `read`.
     """
 
     @takes(body_schema(kind), mend_object(kind))
-    def reader(value: Any, where: str) -> Any:
+    def reader(value: Any, where: str) -> Body:
         return read(kind, value, where)
 
     return reader
@@ -439,7 +448,7 @@ class Typed(Declaration):
 
 def tagged(
     kinds: Mapping[str, type[Declaration]], refused: Mapping[str, str] = NOTHING
-) -> DescribedReader:
+) -> DescribedReader[Any]:
     """Return a reader of an object whose `type` selects a declared body.
 
     refused  known types that are not supported, and why

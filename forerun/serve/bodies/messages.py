@@ -43,7 +43,7 @@ class _TextPart(Typed):
 _MEDIA = "image_url image input_audio audio audio_url video video_url file input_file".split()  # noqa: SIM905
 
 
-def of_parts(parts: DescribedReader) -> Mend:
+def of_parts(parts: DescribedReader[Any]) -> Mend:
     """Return the function that mends a message's text: it leaves out parts of a list that cannot be
     read.
     """
@@ -54,7 +54,7 @@ def of_parts(parts: DescribedReader) -> Mend:
     return mend
 
 
-def joined(part: DescribedReader) -> DescribedReader:
+def joined(part: DescribedReader[Any]) -> DescribedReader[str]:
     """Make a reader of a text: a string, or parts, each with a `text`, that are joined by line
     breaks. It raises RequestError, naming `where`, for anything else.
     """
@@ -64,7 +64,7 @@ def joined(part: DescribedReader) -> DescribedReader:
     def reader(value: Any, where: str) -> str:
         if isinstance(value, list):
             return "\n".join(part.text for part in parts(value, where))
-        return str(plain_text(value, where))
+        return plain_text(value, where)
 
     return reader
 
@@ -139,7 +139,7 @@ def is_assistant(message: dict[str, Any]) -> bool:
     return message.get("role") == "assistant"
 
 
-def of_tools(reader: DescribedReader) -> Mend:
+def of_tools(reader: DescribedReader[Any]) -> Mend:
     """Return the function that mends new messages: only those from tools."""
 
     def mend(value: Any, where: str, left: list[str]) -> Any:
@@ -169,14 +169,14 @@ def left_out(messages: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def history(
-    each: DescribedReader,
+    each: DescribedReader[Any],
     longest: int,
     shortest: int = 0,
     *,
     assistant: Callable[[dict[str, Any]], bool],
     fresh: Mend = lambda value, where, left: value,
     drops: bool = False,
-) -> DescribedReader:
+) -> DescribedReader[MessageHistory]:
     """Make a reader of a conversation, which gives a MessageHistory. Entries up to the last one of
     the model's (`assistant`) are mended; it raises RequestError for others that `each` refuses.
 

@@ -138,7 +138,7 @@ def truncation(value: Any, where: str) -> int:
     """Read `truncate_prompt_tokens`: how many of a prompt's last tokens stay; -1: as many as
     fit.
     """
-    found: int = integer(-1, MAX_TOKENS)(value, where)
+    found = integer(-1, MAX_TOKENS)(value, where)
     if found == 0:
         raise RequestError(f"{where} must be -1 or at least 1: a prompt has a token.", where)
     return found
@@ -152,8 +152,7 @@ def _answer_length(value: Any, where: str) -> int | None:
     """Read `max_tokens` of a conversation; -1 (llama.cpp) is as if it were left out."""
     if type(value) is int and value == UNLIMITED:
         return None
-    found: int = _length(value, where)
-    return found
+    return _length(value, where)
 
 
 @takes(body_schema(SpeculativeOptions))
@@ -431,7 +430,7 @@ class PerText:
         return self.values
 
 
-def per_list(each: DescribedReader) -> DescribedReader:
+def per_list(each: DescribedReader[tuple[int, ...]]) -> DescribedReader[PerText]:
     """Make a reader of a list that `each` takes, or a list of such lists, one for each text: a
     PerText.
     """
@@ -446,26 +445,25 @@ def per_list(each: DescribedReader) -> DescribedReader:
     return reader
 
 
-def prompts(most: int) -> DescribedReader:
+def prompts(most: int) -> DescribedReader[tuple[Prompt, ...]]:
     """Return a reader of at most `most` prompts: a text, a list of texts, token ids, or a list of
     lists of token ids.
     """
-    several = [items(plain_text, most, 1), items(token_ids, most, 1)]
+    texts, lists = items(plain_text, most, 1), items(token_ids, most, 1)
 
-    @takes({"anyOf": [each.schema for each in (plain_text, token_ids, *several)]})
+    @takes({"anyOf": [each.schema for each in (plain_text, token_ids, texts, lists)]})
     def reader(value: Any, where: str) -> tuple[Prompt, ...]:
         if isinstance(value, str):
-            return (str(plain_text(value, where)),)
+            return (plain_text(value, where),)
         if not isinstance(value, list) or not value:
             raise RequestError(
                 f"{where} must be a text, a list of texts, a list of token ids or a list of such "
                 f"lists, not {shown(value)}.",
                 where,
             )
-        if isinstance(value[0], str | list):
-            found: tuple[Prompt, ...] = several[isinstance(value[0], list)](value, where)
-            return found
-        return (token_ids(value, where),)
+        if isinstance(value[0], str):
+            return texts(value, where)
+        return lists(value, where) if isinstance(value[0], list) else (token_ids(value, where),)
 
     return reader
 

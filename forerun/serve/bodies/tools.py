@@ -182,7 +182,7 @@ def _first_object(value: Any, where: str, left: list[str]) -> dict[str, Any]:
 
 def _mend_text(value: Any, where: str, left: list[str]) -> str:
     try:
-        return str(argument_text(value, where))
+        return argument_text(value, where)
     except RequestError:
         return json.dumps(_first_object(value, where, left), ensure_ascii=False)
 
@@ -192,7 +192,7 @@ def argument_text(value: Any, where: str) -> str:
     """Read arguments of a call as JSON text; none may be empty. Raises RequestError, naming
     `where`, for anything else.
     """
-    written = str(plain_text(value, where))
+    written = plain_text(value, where)
     if written.strip():
         try:
             found = read_json(written, repeated=True)

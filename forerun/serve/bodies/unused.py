@@ -35,7 +35,7 @@ def _backend(value: Any, where: str) -> str:
     """Read `guided_decoding_backend` of older vLLM: name:option,option. All backends keep to the
     same constraint. Raises RequestError for an option that changes texts.
     """
-    found: str = text(256)(value, where)
+    found = text(256)(value, where)
     for option in filter(None, found.partition(":")[2].split(",")):
         why = _OF_BACKENDS.get(option, "leave it out")
         if why is not None:

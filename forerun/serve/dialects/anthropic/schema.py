@@ -143,9 +143,8 @@ _blocks = items(_block, MAX_MESSAGES)
 @takes({"anyOf": [plain_text.schema, _blocks.schema]}, of_parts(_blocks))
 def _content(value: Any, where: str) -> tuple[Block, ...]:
     if isinstance(value, str):
-        return (Text(type="text", text=str(plain_text(value, where))),)
-    found: tuple[Block, ...] = _blocks(value, where)
-    return found
+        return (Text(type="text", text=plain_text(value, where)),)
+    return _blocks(value, where)
 
 
 _ROLES = only("user", "assistant", "system", why="roles are user, assistant and system")

@@ -65,7 +65,7 @@ class _PromptObject(Declaration):
 def _one_prompt(value: Any, where: str) -> Parts:
     """Read a text, token ids, or a list of both."""
     if isinstance(value, str):
-        return (str(plain_text(value, where)),)
+        return (plain_text(value, where),)
     if isinstance(value, dict):
         return (read(_PromptObject, value, where).prompt_string,)
     if not isinstance(value, list):
@@ -77,7 +77,7 @@ def _one_prompt(value: Any, where: str) -> Parts:
 
 def _text_or_id(value: Any, where: str) -> str | int:
     if isinstance(value, str):
-        return str(plain_text(value, where))
+        return plain_text(value, where)
     if type(value) is not int or not 0 <= value <= MAX_TOKENS:
         raise RequestError(f"{where} must be a text or a token id, not {shown(value)}.", where)
     return value
@@ -88,7 +88,7 @@ def _prompts(value: Any, where: str) -> tuple[Parts, ...]:
     """Read `prompt`: one prompt, or several: lists and objects in a list, or texts alone."""
     kinds = {type(one) for one in value} if isinstance(value, list) else set()
     if kinds and (kinds == {str} or kinds & {list, dict}):
-        return tuple(items(_one_prompt, MAX_PROMPTS)(value, where))
+        return items(_one_prompt, MAX_PROMPTS)(value, where)
     return (_one_prompt(value, where),)
 
 
@@ -148,7 +148,7 @@ class _Extra(Declaration):
 
 @takes(plain_text.schema)
 def _one_text(value: Any, where: str) -> tuple[Parts, ...]:
-    return ((str(plain_text(value, where)),),)
+    return ((plain_text(value, where),),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,7 @@ def _think(value: Any, where: str) -> str:
     """Return how much to think, as reasoning_effort."""
     if isinstance(value, bool):
         return "medium" if value else "none"
-    return str(_LEVELS(value, where))
+    return _LEVELS(value, where)
 
 
 _seconds, _duration = number(-1e12, 1e12), text(32, 1)

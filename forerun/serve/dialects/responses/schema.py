@@ -183,9 +183,7 @@ def _mend(value: Any, where: str, left: list[str]) -> Any:
 
 @takes({"anyOf": [body_schema(InputMessage), _item.schema]}, _mend)
 def _one(value: Any, where: str) -> Item:
-    plain = _untyped(value)
-    found: Item = read(InputMessage, value, where) if plain else _item(value, where)
-    return found
+    return read(InputMessage, value, where) if _untyped(value) else _item(value, where)
 
 
 def _is_assistants(item: dict[str, Any]) -> bool:
@@ -206,9 +204,8 @@ _items = history(_one, MAX_MESSAGES, assistant=_is_assistants, fresh=_mend_outpu
 def _input(value: Any, where: str) -> tuple[Item, ...]:
     """Read `input`: a text of the user's, or items."""
     if isinstance(value, str):
-        return (InputMessage(role="user", content=str(plain_text(value, where))),)
-    found: tuple[Item, ...] = _items(value, where)
-    return found
+        return (InputMessage(role="user", content=plain_text(value, where)),)
+    return _items(value, where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

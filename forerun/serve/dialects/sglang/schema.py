@@ -86,7 +86,7 @@ def _texts(value: Any, where: str) -> PerText:
     return PerText(found, isinstance(value, list))
 
 
-def each(reader: Reader) -> DescribedReader:
+def each(reader: Reader) -> DescribedReader[PerText]:
     """Make a reader of a value for all texts of a request, or a list with one for each, as
     PerText.
     """
