@@ -39,7 +39,9 @@ class Frontend:
     """The part of a loaded model that a server needs beside its engine, which may run in another
     process: to make requests of clients' bodies, and answers of the results.
 
-    Fields as in Loaded and Target.
+    context   longest sequence in tokens, prompt and output together
+    info      facts for /server_info and `doctor`, as JSON values
+    sampling  the model's defaults for requests (see Target)
     """
 
     tokenizer: Tokenizer
@@ -52,41 +54,15 @@ class Frontend:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Frontend):
     """A model with its engine: `serve`, `run` and `LLM` are built on it.
 
-    context  longest sequence in tokens, prompt and output together
-    info     facts for /server_info and `doctor`, as JSON values
     text_table  n-gram table of ordinary text; None if it is not used
     """
 
     engine: Engine
-    tokenizer: Tokenizer
-    chat: ChatTemplate | None
-    name: str
-    context: int
-    config: EngineConfig
-    info: dict[str, Any]
     target: Target
     text_table: TextTable | None = None
-
-    @property
-    def sampling(self) -> Mapping[str, float]:
-        """The model's defaults for requests (see Target)."""
-        return self.target.sampling
-
-    @property
-    def frontend(self) -> Frontend:
-        """The part that a server needs beside the engine; it may be sent to another process."""
-        return Frontend(
-            self.tokenizer,
-            self.chat,
-            self.name,
-            self.context,
-            self.config,
-            self.info,
-            self.sampling,
-        )
 
     def close(self) -> None:
         """Stop the engine, then release the target. Waits for the engine's thread; idempotent."""
@@ -167,6 +143,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
             "kv_store": store,
             "drafting": drafting if table is None else f"{drafting}; {table.sentence}",
         },
+        sampling=target.sampling,
         target=target,
         text_table=table,
     )

@@ -95,7 +95,7 @@ class Service(InFlight):
         """Begin to load, on the running event loop; returns at once. What fails is in `failure`."""
         loop = asyncio.get_running_loop()
         if isinstance(self._source, Loaded):
-            self._arrived(self._source.frontend, LocalEngine(self._source))
+            self._arrived(self._source, LocalEngine(self._source))
             return
         if isinstance(self._source, EngineCommand):
             self._tasks.append(begun(self._launch(self._source), "loading"))
@@ -243,7 +243,7 @@ class Service(InFlight):
         self._fail(engine.loss)
 
     def _loaded(self, loaded: Loaded) -> None:
-        self._arrived(loaded.frontend, LocalEngine(loaded))
+        self._arrived(loaded, LocalEngine(loaded))
 
     def _fail(self, error: Exception) -> None:
         self.failure = error
