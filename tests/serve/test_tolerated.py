@@ -47,6 +47,29 @@ def test_caches_marked_in_messages(client):
     assert answer.headers[HEADER] == "messages.cache_control" and text(answer) == text(ask(client))
 
 
+WITHIN = [
+    ("/v1/chat/completions", {"reasoning": {"exclude": True, "effort": "low"}}, "reasoning.exclude"),
+    ("/v1/messages", {"system": [{"type": "text", "text": "a", "cache_control": {}}]},
+     "system.cache_control"),
+    ("/v1/messages", {"tools": [{"name": "f", "input_schema": {}, "cache_control": {}}]},
+     "tools.cache_control"),
+    ("/v1/responses", {"tools": [{"type": "function", "name": "f", "output_schema": {}}]},
+     "tools.output_schema"),
+    ("/v1/responses", {"input": [{"role": "user", "content": [
+        {"type": "input_text", "text": "a", "prompt_cache_breakpoint": {}}]}]},
+     "input.prompt_cache_breakpoint"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "named"), WITHIN)
+def test_what_changes_nothing_within_objects_is_named(client, path, body, named):
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    least = {"input": "Hi"} if path == "/v1/responses" else {"messages": CHAT["messages"]}
+    answer = client.post(path, json={**least, limit: 2, **body})
+    assert answer.status_code == 200, answer.text
+    assert named in answer.headers[HEADER].split(", ")
+
+
 def test_the_document_names_every_ignored_field():
     document = (ROOT / "docs" / "use" / "requests.md").read_text()
     names = {*ChatBody.unused, *CompletionBody.unused}

@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -51,7 +52,8 @@ class Declaration:
     refused  fields that are not supported, each with the reason
     unused   fields that change nothing
     blank    what fields are that cannot be read in an earlier turn of a conversation
-    ignored  the unused fields that it was given, with their values, as `unused` has them in order
+    ignored  the unused fields that it was given, with their values, as `unused` has them in order;
+             of a body behind them those of objects within it, by their paths
     """
 
     renamed: ClassVar[dict[str, str]] = {}
@@ -65,6 +67,10 @@ class Declaration:
 Body = TypeVar("Body", bound=Declaration)
 Read = TypeVar("Read")
 
+_INNER: ContextVar[list[str]] = ContextVar("_INNER")
+"""Paths of unused fields in objects within the body that is being read."""
+_NO_NAME = re.compile(r"(\.content)?\[\d+\]")
+"""What a path of an unused field does without: places in lists, and that these are contents."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN = 60
 UNKNOWN_FIELD = "There is no field"
@@ -201,6 +207,8 @@ def read(kind: type[Body], value: Any, where: str = "") -> Body:
         name = where or "the body"
         raise RequestError(f"{name} must be a JSON object, not {shown(value)}.", where or None)
     known, refused = declared(kind), kind.refused
+    inner = _INNER.get([]) if where else []
+    _INNER.set(inner)
     given: dict[str, Any] = {}
     for key, content in value.items():
         own, place = kind.renamed.get(key, key), f"{where}.{key}" if where else key
@@ -214,7 +222,7 @@ def read(kind: type[Body], value: Any, where: str = "") -> Body:
         if given.get(own, found) != found:
             raise RequestError(f"{place} and another name for {own} disagree.", place)
         given[own] = found
-    ignored = {}
+    ignored: dict[str, Any] = {}
     for name, item in known.items():
         if name not in given and item.needed:
             place = f"{where}.{name}" if where else name
@@ -223,6 +231,10 @@ def read(kind: type[Body], value: Any, where: str = "") -> Body:
             found = given.pop(name)
             if found != item.default:
                 ignored[name] = found
+    if where:
+        inner += (_NO_NAME.sub("", f"{where}.{name}") for name in ignored)
+    else:
+        ignored |= dict.fromkeys(sorted({*inner}))
     return kind(**given, ignored=ignored)
 
 

@@ -123,17 +123,6 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     return {"role": role, "content": message.content, **given}
 
 
-def ignored_in_messages(body: dict[str, Any]) -> tuple[str, ...]:
-    """Name the fields that a checked body has in messages or in parts of them and that change
-    nothing.
-    """
-    messages = [one for one in body.get("messages") or [] if isinstance(one, dict)]
-    contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
-    parts = [part for content in contents for part in content if isinstance(part, dict)]
-    given = {name for one in (*messages, *parts) for name in one if one[name] is not None}
-    return tuple(f"messages.{name}" for name in Message.unused if name in given)
-
-
 def is_assistant(message: dict[str, Any]) -> bool:
     """Return whether a message as it was sent is what the model said."""
     return message.get("role") == "assistant"

@@ -69,12 +69,7 @@ def chat_body(body: CountBody) -> ChatBody:
 
 def ignored(body: CountBody) -> tuple[str, ...]:
     """Name the fields of the request, those within it by their path, that change nothing."""
-    found = list(body.ignored)
-    if body.thinking is not None:
-        found += [f"thinking.{name}" for name in body.thinking.ignored]
-    inner = {name for message in body.messages for block in message.content
-             for name in block.ignored}  # fmt: skip
-    return (*found, *(f"messages.{name}" for name in sorted(inner)), *left_out(body.messages))
+    return *body.ignored, *left_out(body.messages)
 
 
 def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:

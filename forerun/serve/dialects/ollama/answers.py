@@ -51,8 +51,7 @@ class OllamaDialect(Dialect):
         self._served = service.named(body.model)
         self._body = body
         idle = body.options.without_effect(value.get("options") or {})
-        inner = tuple(f"options.{name}" for name in idle)
-        self._ignored = (*body.ignored, *inner)
+        self._ignored = (*body.ignored, *idle)
         if self._empty(body):
             reason = "unload" if body.ignored.get("keep_alive") in (0, "0") else "load"
             return Ready(

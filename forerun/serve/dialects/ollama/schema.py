@@ -54,7 +54,7 @@ _NUMBER = number(-1e9, 1e9)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(PenaltyFields):
     """`options`: sampling, and what concerns the machine, which is for the server to choose. Some
-    have no effect here (`without_effect`).
+    have no effect here (`unused`, `without_effect`).
     """
 
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
@@ -88,14 +88,14 @@ class Options(PenaltyFields):
     }
 
     def without_effect(self, given: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of `given`, what it was read from, that change nothing here; unknown
-        ones quoted as in a URL.
+        """Return the paths of what in `given`, from which it was read, changes nothing beside the
+        unused fields; unknown names quoted as in a URL.
         """
         window = () if self.repeat_last_n in (None, 0, -1) else ("repeat_last_n",)
         unknown = sorted(
             quote(name, safe="", errors="replace") for name in given.keys() - declared(Options)
         )
-        return (*self.ignored, *window, *unknown)
+        return tuple(f"options.{name}" for name in (*window, *unknown))
 
 
 @takes({**body_schema(Options), "additionalProperties": True})

@@ -9,7 +9,6 @@ from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import ignored_fields
 from forerun.serve.bodies.fields import read
-from forerun.serve.bodies.messages import ignored_in_messages
 from forerun.serve.bodies.prepare import Generation, chat_generation, completion_generation
 from forerun.serve.bodies.schema import ChatBody, CompletionBody, SampledBody, StreamOptions
 from forerun.serve.bodies.wire import event
@@ -56,7 +55,7 @@ class OpenAIDialect(Dialect):
         """
         body, generation = self._parsed(value, service)
         self._prompt_top = body.prompt_logprobs
-        ignored = *ignored_fields(body, self._served.loaded), *ignored_in_messages(value)
+        ignored = ignored_fields(body, self._served.loaded)
         self._options = body.stream_options or StreamOptions()
         self._stats, self._timed = body.speculative.stats, body.timings_per_token
         self._predicts = body.prediction is not None

@@ -97,13 +97,8 @@ def ignored(body: ResponsesBody, value: dict[str, Any]) -> tuple[str, ...]:
     if body.tools:
         found += unheld(each_tool(value["tools"]))
         found += sorted({f"tools.{tool['type']}" for tool in value["tools"] if is_hosted(tool)})
-    for name in ("text", "reasoning"):
-        inner = getattr(body, name)
-        if inner is not None:
-            found += [f"{name}.{field}" for field in inner.ignored]
     found += [f"include.{name}" for name in body.include if name != LOGPROBS]
-    inside = {name for item in body.input for name in item.ignored}
-    return (*found, *(f"input.{name}" for name in sorted(inside)), *left_out(body.input))
+    return *found, *left_out(body.input)
 
 
 def _begins_turn(message: dict[str, Any], item: Item) -> bool:

@@ -87,9 +87,7 @@ class GenerateDialect(Dialect):
         if prompts is None or (body.text is not None and body.input_ids is not None):
             raise RequestError("Give either text or input_ids.", "text")
         self._texts = text_requests(body, prompts)
-        names = {name for one in self._texts for name in one.params.ignored}
-        inner = sorted(f"sampling_params.{name}" for name in names)
-        ignored = (*body.ignored, *inner, *unused_reports(body, self._texts))
+        ignored = (*body.ignored, *unused_reports(body, self._texts))
         found = [
             generation_of(one, body, self._served.loaded, service.settings) for one in self._texts
         ]
