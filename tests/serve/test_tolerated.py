@@ -48,7 +48,7 @@ def test_caches_marked_in_messages(client):
 
 
 WITHIN = [
-    ("/v1/chat/completions", {"reasoning": {"exclude": True, "effort": "low"}}, "reasoning.exclude"),
+    ("/v1/chat/completions", {"reasoning": {"exclude": True}}, "reasoning.exclude"),
     ("/v1/messages", {"system": [{"type": "text", "text": "a", "cache_control": {}}]},
      "system.cache_control"),
     ("/v1/messages", {"tools": [{"name": "f", "input_schema": {}, "cache_control": {}}]},

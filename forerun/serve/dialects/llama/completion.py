@@ -1,11 +1,12 @@
 """POST /completion and /infill: llama.cpp's answer, in one piece or as it is written."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any, ClassVar
 
+from forerun.client.completion import Completion
 from forerun.engine.request import Delta, Finish, Request, choice_seed
 from forerun.errors import RequestError
 from forerun.interface.plan import TokenLogprobs
@@ -27,26 +28,6 @@ NO_SLOT = -1
 """Sequences have no places that a client could choose: any is as good."""
 
 
-@dataclass(slots=True)
-class Written:
-    """One text as far as it has come.
-
-    lined  it has a line break
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    cached: int = 0
-    lined: bool = False
-    last: Delta | None = None
-
-    def add(self, news: Delta) -> None:
-        """Take in one delta of the choice: counts, and the last as it is."""
-        self.tokens += news.tokens
-        self.cached += news.cached_tokens
-        self.lined = self.lined or "\n" in news.text
-        self.last = news
-
-
 class CompletionsDialect(Dialect):
     """POST /completion: text in llama.cpp's words, whole or as a stream. 400 names a field that
     cannot be taken.
@@ -58,7 +39,7 @@ class CompletionsDialect(Dialect):
 
     def __init__(self) -> None:
         super().__init__()
-        self._written: dict[int, Written] = {}
+        self._written: dict[int, Completion] = {}
 
     def parse(self, value: Any, service: Service) -> ParsedRequest:
         """Implement Dialect.parse for the body of /completion. Raises RequestError naming the
@@ -86,7 +67,7 @@ class CompletionsDialect(Dialect):
         """
         found = []
         for index, delta in news:
-            self._written.setdefault(index, Written()).add(delta)
+            self._written.setdefault(index, Completion()).add(delta)
             if delta.text or delta.finish is None:
                 found.append(self._piece(index, delta, tally))
             if delta.finish is not None:
@@ -97,7 +78,7 @@ class CompletionsDialect(Dialect):
         """Implement Dialect.whole: an object, or a list of them where there are several choices."""
         found = []
         for index, delta in choices:
-            self._written.setdefault(index, Written()).add(delta)
+            self._written.setdefault(index, Completion()).add(delta)
             tokens = [*delta.tokens] if self._body.return_tokens else []
             probabilities = self._probabilities(delta)
             found.append(self._end(index, delta.text, tokens, tally, probabilities))
@@ -146,11 +127,11 @@ class CompletionsDialect(Dialect):
             "tokens_evaluated": len(request.prompt),
             "generation_settings": self._settings(index),
             "prompt": loaded.tokenizer.decode(request.prompt.tolist(), skip_special=False),
-            "has_new_line": written.lined,
+            "has_new_line": "\n" in written.text,
             "truncated": kind == "limit" and held >= loaded.context,
             "stop_type": kind,
             "stopping_word": word,
-            "tokens_cached": written.cached,
+            "tokens_cached": written.cached_tokens,
             "timings": self._timings(index, tally),
             **(probabilities or {}),
         }
@@ -170,13 +151,12 @@ class CompletionsDialect(Dialect):
         first = tally.first or now
         found = timings(
             self._prompt_tokens(index),
-            written.cached,
+            written.cached_tokens,
             first - tally.began,
             len(written.tokens),
             now - first,
         )
-        stats = written.last.stats if written.last is not None else None
-        if stats is not None and stats.draft_tokens:
+        if (stats := written.stats) is not None and stats.draft_tokens:
             found |= {"draft_n": stats.draft_tokens, "draft_n_accepted": stats.accepted}
         return found
 
@@ -252,15 +232,14 @@ def _cut(body: NativeBody, texts: int) -> Callable[[], Cut] | None:
     return partial(LineLimits, body.n_indent, seconds)
 
 
-def _stop(written: Written) -> tuple[str, str]:
+def _stop(written: Completion) -> tuple[str, str]:
     """Say why a text ended, and the word that ended it: "" where none did."""
-    last = written.last
-    if last is None or last.finish is None:
+    if written.finish is None:
         return "none", ""
-    if last.finish == Finish.LENGTH:
+    if written.finish == Finish.LENGTH:
         return "limit", ""
-    if isinstance(last.stop_reason, str):
-        return "word", last.stop_reason
+    if isinstance(written.stop_reason, str):
+        return "word", written.stop_reason
     return "eos", ""
 
 

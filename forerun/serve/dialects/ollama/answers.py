@@ -1,7 +1,6 @@
 """POST /api/chat and /api/generate: lines of JSON, the last with counts and durations."""
 
 import secrets
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,8 +28,10 @@ from forerun.text.tool_bodies import NOTHING, CallPiece, ParsedDelta, loads_or
 NANO = 1e9
 
 
-class OllamaDialect(Dialect):
-    """The common part of both routes."""
+class OllamaChat(Dialect):
+    """POST /api/chat: the next message of a conversation. 400 names a field that cannot be
+    taken.
+    """
 
     media_type = b"application/x-ndjson"
     ping = b""
@@ -62,21 +63,35 @@ class OllamaDialect(Dialect):
         self._reader = ChoiceReader(self._generation)
         return ParsedRequest(self._generation, self._served, self._ignored)
 
-    @abstractmethod
     def _read(self, value: Any) -> OllamaBody:
         """Return the checked body."""
+        return read(OllamaChatBody, value)
 
-    @abstractmethod
     def _empty(self, body: OllamaBody) -> bool:
         """Return whether the request is empty, which only checks that the model is loaded."""
+        assert isinstance(body, OllamaChatBody)
+        return not body.messages
 
-    @abstractmethod
     def _prepare(self, body: OllamaBody, service: Service) -> Generation:
         """Return the generation for the engine."""
+        assert isinstance(body, OllamaChatBody)
+        chat = conversation(body, body.messages)
+        self._ignored += left_out(body.messages)
+        return self._chat(replace(chat, tools=body.tools), service)
 
-    @abstractmethod
+    def _chat(self, chat: ChatBody, service: Service) -> Generation:
+        ignored_names = ignored_fields(chat, self._served.loaded)
+        self._ignored += tuple("think" for name in ignored_names if name == "reasoning_effort")
+        return chat_generation(chat, self._served.loaded, service.settings)
+
     def _text_fields(self, parsed: ParsedDelta, calls: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the part of a line that holds the text."""
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning:
+            message["thinking"] = parsed.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
         """Implement Dialect.events: a line of JSON per delta that says something; with `last` one
@@ -136,42 +151,10 @@ class OllamaDialect(Dialect):
         return found
 
 
-class OllamaChat(OllamaDialect):
-    """POST /api/chat: the next message of a conversation. 400 names a field that cannot be
-    taken.
-    """
-
-    def _read(self, value: Any) -> OllamaChatBody:
-        return read(OllamaChatBody, value)
-
-    def _empty(self, body: OllamaBody) -> bool:
-        assert isinstance(body, OllamaChatBody)
-        return not body.messages
-
-    def _prepare(self, body: OllamaBody, service: Service) -> Generation:
-        assert isinstance(body, OllamaChatBody)
-        chat = conversation(body, body.messages)
-        self._ignored += left_out(body.messages)
-        return self._chat(replace(chat, tools=body.tools), service)
-
-    def _chat(self, chat: ChatBody, service: Service) -> Generation:
-        ignored_names = ignored_fields(chat, self._served.loaded)
-        self._ignored += tuple("think" for name in ignored_names if name == "reasoning_effort")
-        return chat_generation(chat, self._served.loaded, service.settings)
-
-    def _text_fields(self, parsed: ParsedDelta, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning:
-            message["thinking"] = parsed.reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return {"message": message}
-
-
 class OllamaGenerate(OllamaChat):
     """POST /api/generate: text after a prompt. 400 names a field that cannot be taken."""
 
-    def _read(self, value: Any) -> OllamaGenerateBody:  # type: ignore[override]
+    def _read(self, value: Any) -> OllamaGenerateBody:
         body = read(OllamaGenerateBody, value)
         if body.raw and body.system is not None:
             message = "system needs raw to be false: a raw prompt is all there is."

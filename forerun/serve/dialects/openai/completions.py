@@ -16,7 +16,6 @@ from forerun.serve.dialects.openai.render import (
     ChatFormat,
     CompletionFormat,
     Echo,
-    ResponseFormat,
     Shown,
     predicted,
     prompt_entries,
@@ -39,7 +38,7 @@ class OpenAIDialect(Dialect):
 
     whole_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
-    _format: ResponseFormat
+    _format: ChatFormat | CompletionFormat
     _options: StreamOptions
     _stats: bool
     _predicts: bool

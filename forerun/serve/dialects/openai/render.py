@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from forerun.constrain.grammar import ThinkingBudget
 from forerun.engine.request import Delta, Finish, SpeculationStats
@@ -18,25 +18,6 @@ LEAST_LOGPROB = -9999.0
 """The JSON value for minus infinity."""
 
 Choice = dict[str, Any]
-
-
-class ResponseFormat(Protocol):
-    """The format of one route's choices. Belongs to one request: it may count along a stream."""
-
-    def choice(self, index: int, news: Delta) -> Choice:
-        """Return the JSON of a finished choice, of which `news` is everything; index: its number in
-        the answer.
-        """
-        ...
-
-    def chunks(self, index: int, news: Delta) -> list[Choice]:
-        """Return the chunks of a choice for `news`, possibly none."""
-        ...
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning of all choices so far."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +37,7 @@ class Shown:
 
 
 class ChatFormat:
-    """/v1/chat/completions.
+    """The choices of /v1/chat/completions. Belongs to one request: it counts along a stream.
 
     unseen  stop tokens that leave no text: they get no log-probabilities either
     parser  makes the reader of one choice's text; None if all of it is content
@@ -80,8 +61,8 @@ class ChatFormat:
         self._speeches: dict[int, OutputParser | None] = {}
 
     def choice(self, index: int, news: Delta) -> Choice:
-        """Implement ResponseFormat.choice: a message with reasoning, content and calls, and why it
-        ended.
+        """Return the JSON of a finished choice, of which `news` is everything: a message with
+        reasoning, content and calls, and why it ended. index: its number in the answer.
         """
         parsed = self._parse(index, news)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
@@ -103,8 +84,8 @@ class ChatFormat:
         return choice | _token_ids(news, self._shown.ids)
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
-        """Return the role first, the finish reason last; between them reasoning, content and
-        calls.
+        """Return the chunks of a choice for `news`, possibly none: the role first, the finish
+        reason last; between them reasoning, content and calls.
         """
         found: list[Choice] = []
         if index not in self._speeches:
@@ -199,7 +180,7 @@ class Offsets:
 
 
 class CompletionFormat:
-    """/v1/completions.
+    """The choices of /v1/completions; it belongs to one request, as ChatFormat.
 
     unseen  as in ChatFormat
     silent  tokens whose text is skipped

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from forerun.constrain.grammar.calls import Rules
-from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
     Declaration,
     RequestBody,
@@ -24,7 +23,6 @@ from forerun.serve.bodies.fields import (
     part,
     plain_text,
     read,
-    shown,
     tagged,
     takes,
     text,
@@ -50,6 +48,7 @@ from forerun.serve.bodies.tools import (
     argument_text,
     function_name,
     plain_tool,
+    tool_choice,
 )
 from forerun.serve.bodies.unused import TIERS
 from forerun.serve.dialects.responses.free_tools import (
@@ -304,10 +303,7 @@ def _tool_choice(value: Any, where: str) -> ToolChoice:
         return ToolChoice("named", SHELL)
     if isinstance(value, dict):
         return ToolChoice("named", read(_Named, value, where).name)
-    if value not in ("none", "auto", "required"):
-        message = f"{where} must be none, auto, required or a function, not {shown(value)}."
-        raise RequestError(message, where)
-    return ToolChoice(value)
+    return tool_choice(value, where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,9 +314,12 @@ class _Schema(Typed):
     strict: bool = accept(boolean, False)
 
 
+_formats = tagged({"text": Typed, "json_object": Typed, "json_schema": _Schema})
+
+
 @takes({"type": "object", "required": ["type"]})
 def _format(value: Any, where: str) -> Rules | None:
-    found = tagged({"text": Typed, "json_object": Typed, "json_schema": _Schema})(value, where)
+    found = _formats(value, where)
     if isinstance(found, _Schema):
         return named_rules(found.schema, found.strict, f"{where}.schema")
     return json_object_rules(where) if found.type == "json_object" else None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from forerun.client.completion import Completion
 from forerun.engine.request import Delta, Finish
 from forerun.errors import RequestError
 from forerun.interface.plan import TokenLogprobs
@@ -29,28 +30,19 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(slots=True)
-class Answer:
+class Answer(Completion):
     """One text as far as it has come.
 
     worded  its log-probabilities as the answer has them, by field
     """
 
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    cached: int = 0
-    last: Delta | None = None
     worded: dict[str, list[Any]] = field(default_factory=dict)
 
-    def add(self, news: Delta) -> None:
-        """Take in one delta of the choice: texts, tokens and log-probabilities add up."""
-        self.text += news.text
-        self.tokens += news.tokens
-        self.logprobs += news.logprobs
-        self.prompt_logprobs += news.prompt_logprobs
-        self.cached += news.cached_tokens
-        self.last = news
+    def add(self, delta: Delta) -> None:
+        """Implement Completion.add, with log-probabilities of the prompt."""
+        Completion.add(self, delta)
+        self.prompt_logprobs += delta.prompt_logprobs
 
     def field(
         self, name: str, entries: list[TokenLogprobs], word: Callable[[TokenLogprobs], Any]
@@ -125,13 +117,12 @@ class GenerateDialect(Dialect):
             "finish_reason": _finish(answer),
             "prompt_tokens": len(request.prompt),
             "completion_tokens": len(answer.tokens),
-            "cached_tokens": answer.cached,
+            "cached_tokens": answer.cached_tokens,
             "e2e_latency": monotonic() - tally.began,
         }
         if text.logprobs:
             meta |= self._logprobs(answer, int(request.prompt[0]), text)
-        stats = answer.last.stats if answer.last is not None else None
-        if stats is not None and stats.steps:
+        if (stats := answer.stats) is not None and stats.steps:
             meta["spec_verify_ct"] = stats.steps
             meta["spec_accept_length"] = 1 + stats.accepted / stats.steps
         if lossy := tally.generation.lossy:
@@ -176,10 +167,9 @@ class GenerateDialect(Dialect):
 
 def _finish(answer: Answer) -> dict[str, Any] | None:
     """Say why the text ended; null while it grows."""
-    last = answer.last
-    if last is None or last.finish is None:
+    if answer.finish is None:
         return None
-    if last.finish == Finish.LENGTH:
+    if answer.finish == Finish.LENGTH:
         return {"type": "length", "length": len(answer.tokens)}
-    matched = last.stop_reason if last.stop_reason is not None else answer.tokens[-1]
+    matched = answer.stop_reason if answer.stop_reason is not None else answer.tokens[-1]
     return {"type": "stop", "matched": matched}
