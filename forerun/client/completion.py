@@ -63,9 +63,15 @@ class Completion:
     cached_tokens: int = 0
 
     def add(self, delta: Delta) -> None:
-        """Append one delta of this choice. Raises EngineError if it says that the engine ended
-        the request with an error.
+        """Append one delta of this choice, as `take`. Raises EngineError if it says that the engine
+        ended the request with an error.
         """
+        self.take(delta)
+        if delta.finish == Finish.ERROR:
+            raise EngineError(delta.error or "the engine ended the request with an error")
+
+    def take(self, delta: Delta) -> None:
+        """Append one delta of this choice, whatever ended it."""
         self.text += delta.text
         self.tokens.extend(delta.tokens)
         self.logprobs.extend(delta.logprobs)
@@ -76,8 +82,6 @@ class Completion:
                 delta.stop_reason,
                 delta.stats,
             )
-        if delta.finish == Finish.ERROR:
-            raise EngineError(delta.error or "the engine ended the request with an error")
 
 
 _names = itertools.count()

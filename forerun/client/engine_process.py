@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import weakref
-from asyncio import StreamReader, StreamWriter
+from asyncio import Future, StreamReader, StreamWriter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -269,12 +269,12 @@ class EngineProcess:
             case messages.Refused(request, problem):
                 self._sinks.drop(request, _ours(problem.error()))
             case messages.Compiled(call):
-                self._answer(call, lambda future: future.set_result(message))
+                _settle(self._calls.get(call), lambda future: future.set_result(message))
             case messages.Description(call):  # Also one that no caller waits for any more.
                 self.last_stats, self._about = message.stats, message.about
-                self._answer(call, lambda future: future.set_result(message))
+                _settle(self._calls.get(call), lambda future: future.set_result(message))
             case messages.Failed(call, problem):
-                self._answer(call, lambda future: future.set_exception(problem.error()))
+                _settle(self._calls.get(call), lambda future: future.set_exception(problem.error()))
             case messages.Lost(problem):
                 loss = RankError(str(problem.error()))
                 self._sinks.fail(loss)  # Requests whose end the engine could not report.
@@ -282,18 +282,9 @@ class EngineProcess:
             case messages.Loading():
                 self._loading(message.sentence())
             case messages.Ready():
-                self._loaded(lambda ready: ready.set_result(message))
+                _settle(self._ready, lambda ready: ready.set_result(message))
             case messages.NotLoaded(problem):
-                self._loaded(lambda ready: ready.set_exception(problem.error()))
-
-    def _answer(self, call: int, settle: Callable[["asyncio.Future[Any]"], None]) -> None:
-        future = self._calls.get(call)
-        if future is not None and not future.done():
-            settle(future)
-
-    def _loaded(self, settle: Callable[["asyncio.Future[messages.Ready]"], None]) -> None:
-        if not self._ready.done():
-            settle(self._ready)
+                _settle(self._ready, lambda ready: ready.set_exception(problem.error()))
 
     def _lose(self, code: int, stopped: int) -> None:
         """End all waiting: the process has ended."""
@@ -303,10 +294,8 @@ class EngineProcess:
             how = f"was stopped by {signal.Signals(stopped).name}, while others share its model"
         loss = EngineLostError(f"The engine's process {how}; see the server's log.")
         self._sinks.fail(loss)
-        self._loaded(lambda ready: ready.set_exception(loss))
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(loss)
+        for future in (self._ready, *self._calls.values()):
+            _settle(future, lambda future: future.set_exception(loss))
         self._lost_by(loss)
 
     def _lost_by(self, loss: EngineError) -> None:
@@ -314,6 +303,12 @@ class EngineProcess:
         if not self._closing and self.loss is None:
             self.loss = loss
             self.lost.set()
+
+
+def _settle(future: Future[Any] | None, settle: Callable[[Future[Any]], None]) -> None:
+    """Settle what is waited for, unless no caller waits any more."""
+    if future is not None and not future.done():
+        settle(future)
 
 
 def _ours(error: ForerunError | ImportError) -> ForerunError:

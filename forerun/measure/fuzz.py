@@ -314,13 +314,7 @@ def _drive(engine: Engine, requests: list[Request], case: Case) -> list[list[Com
     place = {request.id: number for number, request in enumerate(requests)}
 
     def sink(delta: Delta) -> None:
-        one = heard[place[delta.request]][delta.index]
-        one.text += delta.text
-        one.tokens.extend(delta.tokens)
-        one.logprobs.extend(delta.logprobs)
-        one.cached_tokens += delta.cached_tokens
-        if delta.finish is not None:
-            one.finish, one.stop_reason, one.stats = delta.finish, delta.stop_reason, delta.stats
+        heard[place[delta.request]][delta.index].take(delta)
 
     waiting = sorted(range(len(requests)), key=lambda number: case.requests[number].arrives)
     aborting = {n: asked.aborts for n, asked in enumerate(case.requests) if asked.aborts}
