@@ -15,7 +15,6 @@ from forerun.errors import RequestError
 from forerun.serve.answers.answering import Json, received, rendered, service_of
 from forerun.serve.bodies.dialogue import chat_prompt
 from forerun.serve.bodies.fields import (
-    RequestBody,
     accept,
     boolean,
     items,
@@ -27,7 +26,14 @@ from forerun.serve.bodies.fields import (
 )
 from forerun.serve.bodies.messages import messages
 from forerun.serve.bodies.prepare import known_tokens
-from forerun.serve.bodies.schema import MAX_PROMPTS, PerText, per_list, template_options, token_ids
+from forerun.serve.bodies.schema import (
+    MAX_PROMPTS,
+    PerText,
+    RequestBody,
+    per_list,
+    template_options,
+    token_ids,
+)
 from forerun.serve.bodies.tools import Tool, tools
 from forerun.serve.bodies.wire import dump_json
 from forerun.serve.dialects.openai.render import token_text

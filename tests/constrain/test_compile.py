@@ -492,7 +492,7 @@ def test_thirty_schemas_of_1900_properties_hold_nobody_up():
             made.compile(grammar, client)
 
     def waiting(behind):
-        while len(queue._turns._waiting) < behind:
+        while len(queue._places._waiting) < behind:
             threading.Event().wait(0.001)
 
     asked = [(grammar, "greedy") for grammar in many]

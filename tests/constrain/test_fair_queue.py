@@ -19,8 +19,8 @@ class Office:
     @property
     def present(self) -> int:
         """How many wait or have the turn."""
-        turns = self.queue._turns
-        return len(turns._waiting) + (turns._free == 0)
+        places = self.queue._places
+        return len(places._waiting) + (places._free == 0)
 
     def come(self, name: str, client: str, cost: float) -> None:
         came, end = threading.Event(), threading.Event()

@@ -53,7 +53,7 @@ class FairQueue:
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._turns = LeastFirst(1)
+        self._places = LeastFirst(1)
         self._lock = threading.Lock()
         # What each client has used, and until when that is reckoned.
         self._used: dict[str, tuple[float, float]] = {}
@@ -69,7 +69,7 @@ class FairQueue:
         """
         with self._lock:
             rank = self._clock() + cost + self._of(client)
-        with self._turns.place(rank):
+        with self._places.place(rank):
             begun = self._clock()
             try:
                 yield

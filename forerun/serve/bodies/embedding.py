@@ -11,19 +11,16 @@ import numpy as np
 from forerun.build.engine import Frontend
 from forerun.engine.request import Delta, Request, Speculation, Stopping
 from forerun.errors import RequestError
-from forerun.serve.bodies.fields import (
-    MAX_TEXT,
-    RequestBody,
-    Unused,
-    accept,
-    boolean,
-    integer,
-    need,
-    only,
-    text,
-)
+from forerun.serve.bodies.fields import MAX_TEXT, Unused, accept, boolean, integer, need, only, text
 from forerun.serve.bodies.prepare import Generation, check_length, known_tokens, too_long
-from forerun.serve.bodies.schema import MAX_TOKENS, Prompt, cache_salt, prompts, truncation
+from forerun.serve.bodies.schema import (
+    MAX_TOKENS,
+    Prompt,
+    RequestBody,
+    cache_salt,
+    prompts,
+    truncation,
+)
 from forerun.serve.http.errors import ApiError
 from forerun.speculative.sampling import Sampling
 from forerun.types import Floats, Ints, RequestId

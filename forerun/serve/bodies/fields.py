@@ -75,7 +75,6 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN = 60
 UNKNOWN_FIELD = "There is no field"
 """Begins the message about a field whose name is the client's own."""
-NOTHING: Mapping[str, str] = {}
 _UNSET: tuple[Any, ...] = (False, 0, "", [], {})
 """Values that a field may have that is not supported: clients send them as defaults."""
 
@@ -273,7 +272,7 @@ def shown(value: Any) -> str:
         return f"the string {text}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**_SHOWN:
         return f"a number of {value.bit_length()} bits"
-    return {True: "true", False: "false", None: "null"}[value] if _constant(value) else str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 @takes({})
@@ -444,13 +443,6 @@ def part(kind: type[Body]) -> DescribedReader[Body]:
     return reader
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestBody(Declaration):
-    """A body that may name the model. It has no slots, so that it may be one base of several."""
-
-    model: str | None = accept(text(256, 1))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed(Declaration):
     """An object whose `type` says what else it has, if anything."""
@@ -459,7 +451,7 @@ class Typed(Declaration):
 
 
 def tagged(
-    kinds: Mapping[str, type[Declaration]], refused: Mapping[str, str] = NOTHING
+    kinds: Mapping[str, type[Declaration]], refused: Mapping[str, str] = Declaration.refused
 ) -> DescribedReader[Any]:
     """Return a reader of an object whose `type` selects a declared body.
 
@@ -498,10 +490,6 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{where} must be a JSON object, not {shown(value)}.", where)
     return value
-
-
-def _constant(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
 
 
 def _unknown(key: str, place: str, known: Iterable[str]) -> RequestError:

@@ -13,7 +13,6 @@ from forerun.serve.bodies.fields import (
     MAX_TEXT,
     Declaration,
     DescribedReader,
-    RequestBody,
     Unused,
     accept,
     body_schema,
@@ -169,9 +168,16 @@ def untraced(value: Any, where: str) -> SpeculativeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestBody(Declaration):
+    """A body that may name the model; without slots, so that it may be one base of several."""
+
+    model: str | None = accept(text(256, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingFields(Declaration):
     """How tokens are chosen, in the words of all dialects. Where nothing is said, the model's
-    recommended values count. It has no slots, so that a body may have another base beside it.
+    recommended values count.
     """
 
     temperature: float | None = accept(number(0.0, 2.0))

@@ -7,7 +7,6 @@ from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
     Declaration,
-    RequestBody,
     Typed,
     Unused,
     accept,
@@ -39,6 +38,7 @@ from forerun.serve.bodies.schema import (
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
     MAX_TOKENS,
+    RequestBody,
     SamplingFields,
     SpeculativeOptions,
     untraced,

@@ -8,8 +8,8 @@ from forerun.serve.answers.contract import News
 from forerun.serve.answers.service import Served, Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.embedding import MAX_INPUTS, EmbeddingBody, EmbeddingRequest
-from forerun.serve.bodies.fields import RequestBody, accept, need, only, read
-from forerun.serve.bodies.schema import Prompt, prompts
+from forerun.serve.bodies.fields import accept, need, only, read
+from forerun.serve.bodies.schema import Prompt, RequestBody, prompts
 from forerun.serve.dialects.openai.embeddings import EmbeddingDialect, OpenAIEmbeddings
 
 _NORMS = only(-1, 2, why="vectors have the length 1 (2), or stay as they are (-1)")

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
     Declaration,
-    RequestBody,
     Unused,
     accept,
     boolean,
@@ -30,6 +29,7 @@ from forerun.serve.bodies.schema import (
     UNLIMITED,
     CompletionBody,
     Prompt,
+    RequestBody,
     SampledBody,
     template_options,
 )

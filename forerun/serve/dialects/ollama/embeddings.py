@@ -9,7 +9,6 @@ from forerun.serve.answers.service import Served, Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.embedding import MAX_INPUTS, EmbeddingRequest
 from forerun.serve.bodies.fields import (
-    RequestBody,
     Unused,
     accept,
     boolean,
@@ -19,7 +18,7 @@ from forerun.serve.bodies.fields import (
     plain_text,
     read,
 )
-from forerun.serve.bodies.schema import MAX_TOKENS
+from forerun.serve.bodies.schema import MAX_TOKENS, RequestBody
 from forerun.serve.dialects.ollama.answers import NANO
 from forerun.serve.dialects.ollama.schema import alive
 from forerun.serve.dialects.openai.embeddings import EmbeddingDialect

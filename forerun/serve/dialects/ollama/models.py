@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from forerun.serve.answers.service import LATEST, Served
-from forerun.serve.bodies.fields import RequestBody, Unused, accept, boolean, text
+from forerun.serve.bodies.fields import Unused, accept, boolean, text
+from forerun.serve.bodies.schema import RequestBody
 from forerun.text.reasoning import Marks
 
 

@@ -10,7 +10,6 @@ from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
     Declaration,
-    RequestBody,
     Unused,
     accept,
     body_schema,
@@ -34,6 +33,7 @@ from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, history, is_as
 from forerun.serve.bodies.schema import (
     MAX_TOKENS,
     PenaltyFields,
+    RequestBody,
     SpeculativeOptions,
     untraced,
 )

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from forerun.constrain.grammar.calls import Rules
 from forerun.serve.bodies.fields import (
     Declaration,
-    RequestBody,
     Typed,
     Unused,
     accept,
@@ -33,6 +32,7 @@ from forerun.serve.bodies.schema import (
     EFFORTS,
     MAX_TOKENS,
     NO_MODERATION,
+    RequestBody,
     SamplingFields,
     SpeculativeOptions,
     cache_salt,

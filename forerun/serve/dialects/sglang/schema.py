@@ -8,7 +8,6 @@ from forerun.errors import RequestError
 from forerun.serve.bodies.fields import (
     DescribedReader,
     Reader,
-    RequestBody,
     Unused,
     accept,
     boolean,
@@ -29,6 +28,7 @@ from forerun.serve.bodies.schema import (
     MAX_STOP_TOKENS,
     MAX_TOKENS,
     PerText,
+    RequestBody,
     SpeculativeOptions,
     TokenFields,
     cache_salt,
