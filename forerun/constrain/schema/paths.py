@@ -37,7 +37,7 @@ def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     which begins with `path`.
     """
     for key, value in schema.items():
-        here = f"{path}.{key}" if path else key
+        here = below(path, key)
         if key in IN_LIST or (key == "items" and isinstance(value, list)):
             for index, inner in enumerate(value if isinstance(value, list) else []):
                 yield f"{here}[{index}]", inner
@@ -61,7 +61,7 @@ def locate(source: str, message: str) -> str | None:
     compiler's message quotes; None if there is none.
     """
     path = _located(json.loads(source), message)
-    return None if path is None else _path(path[0], path[2])
+    return None if path is None else below(path[0], path[2])
 
 
 def without(schema: Any, message: str) -> str | None:
@@ -73,10 +73,11 @@ def without(schema: Any, message: str) -> str | None:
         return None
     path, inner, key = found
     del inner[key]
-    return _path(path, key)
+    return below(path, key)
 
 
-def _path(path: str, key: str) -> str:
+def below(path: str, key: str) -> str:
+    """Return the path of what a schema has under a key; "" is the path of the whole."""
     return f"{path}.{key}" if path else key
 
 
@@ -88,7 +89,7 @@ def _located(schema: Any, message: str) -> tuple[str, dict[str, Any], str] | Non
         patterns = inner.get("patternProperties") or {}
         for name in reversed(patterns):
             if f"/{name}/" in message if apart else _is_named(name, read):
-                return _path(path, "patternProperties"), patterns, name
+                return below(path, "patternProperties"), patterns, name
     for path, inner in nodes if read else ():
         if _is_named(inner.get("pattern"), read):
             return path, inner, "pattern"

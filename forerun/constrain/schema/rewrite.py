@@ -23,6 +23,7 @@ from forerun.constrain.schema.numbers import (
 )
 from forerun.constrain.schema.objects import counted, dependencies, depending, named
 from forerun.constrain.schema.origins import Origins, Rewritten, UnenforcedKeyword
+from forerun.constrain.schema.paths import below
 from forerun.constrain.schema.references import References, SchemaPlace
 from forerun.constrain.schema.shapes import check_types, well_formed
 from forerun.constrain.schema.strings import (
@@ -96,7 +97,7 @@ class Rewriter:
 
     def fault(self, path: str, keyword: str, why: str) -> None:
         """Note that `keyword` of the schema at `path` is left out, and why; each only once."""
-        keyword_fault = UnenforcedKeyword(f"{path}.{keyword}" if path else keyword, why)
+        keyword_fault = UnenforcedKeyword(below(path, keyword), why)
         if keyword_fault not in self.faults:
             self.faults.append(keyword_fault)
 
@@ -176,25 +177,30 @@ class Rewriter:
             self._depth = depth
         return {"$ref": f"#/$defs/{name}"}
 
+    def under(self, raw: dict[str, Any], path: str, key: str) -> Any:
+        """Return the rewritten schema that `raw`, the schema at `path`, has under `key`."""
+        return self.schema(raw[key], below(path, key))
+
+    def each(self, raw: dict[str, Any], path: str, key: str) -> list[Any]:
+        """Return the rewritten schemas of the list that `raw` has under `key`."""
+        where = below(path, key)
+        return [self.schema(one, f"{where}[{i}]") for i, one in enumerate(raw[key])]
+
     def _inner(self, raw: dict[str, Any], path: str, out: dict[str, Any]) -> None:
         """Rewrite the schemas below this one."""
-        begin = f"{path}." if path else ""
         if isinstance(raw.get("properties"), dict):
             inner = raw["properties"].items()
             out["properties"] = {
-                name: self.schema(one, f"{begin}properties.{name}") for name, one in inner
+                name: self.schema(one, below(path, f"properties.{name}")) for name, one in inner
             }
         for key in ("anyOf", "allOf", "prefixItems", "items"):
             if isinstance(raw.get(key), list):
-                parts = [self.schema(one, f"{begin}{key}[{i}]") for i, one in enumerate(raw[key])]
-                out["prefixItems" if key == "items" else key] = parts
+                out["prefixItems" if key == "items" else key] = self.each(raw, path, key)
         further = "additionalItems" if isinstance(raw.get("items"), list) else "items"
         if further in raw and not isinstance(raw[further], list):
-            out["items"] = self.schema(raw[further], begin + further)
+            out["items"] = self.under(raw, path, further)
         if "additionalProperties" in raw:
-            out["additionalProperties"] = self.schema(
-                raw["additionalProperties"], f"{begin}additionalProperties"
-            )
+            out["additionalProperties"] = self.under(raw, path, "additionalProperties")
 
 
 Rule = Callable[[Rewriter, dict[str, Any], str, dict[str, Any]], Any]
@@ -272,7 +278,7 @@ def _patterns(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str,
     given = raw.get("patternProperties")
     if not isinstance(given, dict):
         return out
-    here = f"{path}.patternProperties" if path else "patternProperties"
+    here = below(path, "patternProperties")
     patterns: dict[str, Any] = {}
     for pattern, inner in given.items():
         try:
@@ -286,11 +292,10 @@ def _patterns(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str,
 
 
 def _arrays(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
-    begin = f"{path}." if path else ""
     if rewriter.brief and "contains" in raw:
         rewriter.fault(path, "contains", TOO_NARROW)
         raw = {name: raw[name] for name in raw if name != "contains"}
-    contains = rewriter.schema(raw["contains"], f"{begin}contains") if "contains" in raw else None
+    contains = rewriter.under(raw, path, "contains") if "contains" in raw else None
     out, faults = arrays(out, raw, contains, rewriter.resolve)
     for name in faults:
         rewriter.fault(path, name, "not supported here")
@@ -298,12 +303,11 @@ def _arrays(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, A
 
 
 def _keys(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
-    begin = f"{path}." if path else ""
     if "unevaluatedProperties" in raw and raw["unevaluatedProperties"] not in (True, {}):
         if any(name in raw for name in _APPLICATORS):
             rewriter.fault(path, "unevaluatedProperties", "not supported beside other schemas")
         elif "additionalProperties" not in out:
-            further = rewriter.schema(raw["unevaluatedProperties"], f"{begin}unevaluatedProperties")
+            further = rewriter.under(raw, path, "unevaluatedProperties")
             out["additionalProperties"] = further
     if "propertyNames" in raw:
         result = named(out, rewriter.resolve(raw["propertyNames"]))
@@ -315,7 +319,7 @@ def _keys(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any
         schemas = raw.get("dependentSchemas")
         keyword = "dependentSchemas" if name in (schemas or ()) else "dependencies"
         for needs in all_needs:
-            known = rewriter.schema(needs, f"{begin}{keyword}.{name}")
+            known = rewriter.schema(needs, below(path, f"{keyword}.{name}"))
             always = out.get("required") or [] if out.get("type") == "object" else []
             out = also(out, depending(name, known, always))
     return out
@@ -351,10 +355,8 @@ def _condition(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str
     if rewriter.brief:
         rewriter.fault(path, "if", TOO_LARGE)
         return out
-    begin = f"{path}." if path else ""
     then, otherwise = (
-        rewriter.schema(raw[name], begin + name) if name in raw else True
-        for name in ("then", "else")
+        rewriter.under(raw, path, name) if name in raw else True for name in ("then", "else")
     )
     result = conditional(rewriter.resolve(raw["if"]), then, otherwise, raw, rewriter.resolve)
     if result is None:
@@ -366,8 +368,7 @@ def _condition(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str
 def _choice(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
     if not isinstance(raw.get("oneOf"), list):
         return out
-    begin = f"{path}." if path else ""
-    branches = [rewriter.schema(one, f"{begin}oneOf[{i}]") for i, one in enumerate(raw["oneOf"])]
+    branches = rewriter.each(raw, path, "oneOf")
     choice = exclusive_choice(raw, branches, rewriter.resolve)
     if choice is None:
         rewriter.fault(path, "oneOf", "its branches do not exclude each other")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from forerun.constrain.schema.logic import TYPES
-from forerun.constrain.schema.paths import BY_NAME, IN_LIST, SINGLE, schemas
+from forerun.constrain.schema.paths import BY_NAME, IN_LIST, SINGLE, below, schemas
 
 Schema = dict[str, Any]
 Report = Callable[[str, str, str], None]
@@ -28,7 +28,7 @@ def check_types(root: Schema) -> None:
         named = schema.get("type", [])
         for name in named if isinstance(named, list) else [named]:
             if name not in TYPES and name != ANY:
-                where = f"{path}.type" if path else "type"
+                where = below(path, "type")
                 raise ValueError(f"{where} is {name!r}; JSON has {', '.join(TYPES)}")
 
 
@@ -44,7 +44,7 @@ def well_formed(schema: Any, report: Report, path: str = "") -> Any:
     for name, value in schema.items():
         if name == "type" and (value == ANY or (isinstance(value, list) and ANY in value)):
             continue
-        here = f"{path}.{name}" if path else name
+        here = below(path, name)
         found, wanted = _value(name, value, report, here)
         if wanted:
             report(path, name, f"it must be {wanted}")

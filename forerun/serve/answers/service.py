@@ -202,22 +202,18 @@ class Service(InFlight):
         text = partial(open_text, command.config)
         here = is_here(command.config.model)
         loading_text = asyncio.create_task(asyncio.to_thread(text)) if here else None
+        engine: EngineProcess | None = None
         try:
             engine, ready = await EngineProcess.open(command, self._at)
+            tokenizer, chat = await (loading_text or asyncio.to_thread(text))
         except BaseException as error:
-            if loading_text is not None:
+            if engine is not None:
+                await engine.close()
+            elif loading_text is not None:
                 loading_text.add_done_callback(_discard)
             if not isinstance(error, Exception):
                 raise
             log.debug("loading failed", exc_info=True)
-            self._fail(error)
-            return
-        try:
-            tokenizer, chat = await (loading_text or asyncio.to_thread(text))
-        except BaseException as error:
-            await engine.close()
-            if not isinstance(error, Exception):
-                raise
             self._fail(error)
             return
         facts = (ready.name, ready.context, ready.config, ready.info, ready.sampling)
