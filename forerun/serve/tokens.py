@@ -24,19 +24,16 @@ from forerun.serve.bodies.fields import (
     read,
     takes,
 )
-from forerun.serve.bodies.messages import messages
 from forerun.serve.bodies.prepare import known_tokens
 from forerun.serve.bodies.schema import (
     MAX_PROMPTS,
-    PerText,
+    ConversationFields,
     RequestBody,
-    per_list,
-    template_options,
     token_ids,
 )
-from forerun.serve.bodies.tools import Tool, tools
 from forerun.serve.bodies.wire import dump_json
 from forerun.serve.dialects.openai.render import token_text
+from forerun.serve.dialects.sglang.schema import PerText, per_list
 from forerun.text.reasoning import Marks
 from forerun.text.tokenizer import as_numbers
 from forerun.types import Ints
@@ -62,7 +59,7 @@ def _ids(value: Any, where: str) -> PerText:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizeBody(RequestBody):
+class TokenizeBody(RequestBody, ConversationFields):
     """POST /tokenize: texts or a conversation. parse_special: as in CompletionBody.
 
     content, add_special, with_pieces  llama.cpp's: a text, whether to put the begin-of-text token
@@ -71,15 +68,10 @@ class TokenizeBody(RequestBody):
 
     prompt: str | tuple[str, ...] | None = accept(_texts)
     content: str | tuple[str, ...] | None = accept(_texts)
-    messages: tuple[dict[str, Any], ...] | None = accept(messages)
-    tools: tuple[Tool, ...] = accept(tools, ())
     add_special_tokens: bool = accept(boolean, True)
     add_special: bool = accept(boolean, False)
     with_pieces: bool = accept(boolean, False)
     parse_special: bool = accept(boolean, True)
-    add_generation_prompt: bool | None = accept(boolean)
-    continue_final_message: bool = accept(boolean, False)
-    chat_template_kwargs: dict[str, Any] | None = accept(template_options)
     return_token_strs: bool = accept(boolean, False)
 
     renamed: ClassVar[dict[str, str]] = {"text": "prompt"}

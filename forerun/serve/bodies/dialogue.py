@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from forerun.build.engine import Frontend
 from forerun.constrain.grammar import Grammar
@@ -12,7 +12,7 @@ from forerun.options.config import ServeSettings
 from forerun.serve.bodies.closing import closed_grammar, closed_rules
 from forerun.serve.bodies.messages import left_out
 from forerun.serve.bodies.output_parser import OutputParser
-from forerun.serve.bodies.schema import NEVER, ChatBody, SampledBody
+from forerun.serve.bodies.schema import NEVER, ChatBody, ConversationFields, SampledBody
 from forerun.serve.bodies.thinking import (
     after_analysis,
     after_reasoning,
@@ -185,32 +185,8 @@ def _allowed_tokens(ids: Sequence[int], vocab: int) -> Rules:
     return Rules(Grammar.grammar(source, "allowed_token_ids"))
 
 
-class Conversational(Protocol):
-    """A body with a conversation that a template renders."""
-
-    @property
-    def messages(self) -> tuple[dict[str, Any], ...] | None:
-        """Messages as templates take them; None if the request has none."""
-        ...
-
-    @property
-    def add_generation_prompt(self) -> bool | None:
-        """Whether the prompt ends where the answer begins; None = unless a message goes on."""
-        ...
-
-    @property
-    def continue_final_message(self) -> bool:
-        """Whether the answer goes on with the last message."""
-        ...
-
-    @property
-    def chat_template_kwargs(self) -> dict[str, Any] | None:
-        """Names that the template may read, with their values; None: no more than usual."""
-        ...
-
-
 def chat_prompt(
-    body: Conversational,
+    body: ConversationFields,
     loaded: Frontend,
     offered: tuple[Tool, ...] = (),
     marks: Marks | None = None,
@@ -236,7 +212,7 @@ def chat_prompt(
     )
 
 
-def _opens(body: Conversational) -> bool:
+def _opens(body: ConversationFields) -> bool:
     """Return whether the prompt ends where an answer begins. Raises RequestError if it would have
     to end in two ways.
     """

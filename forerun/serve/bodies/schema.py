@@ -305,6 +305,23 @@ def template_options(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
+@dataclass(frozen=True, kw_only=True)
+class TemplateFields(Declaration):
+    """What a chat template is given beside messages."""
+
+    tools: tuple[Tool, ...] = accept(tools, ())
+    add_generation_prompt: bool | None = accept(boolean)
+    chat_template_kwargs: dict[str, Any] | None = accept(template_options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationFields(TemplateFields):
+    """A conversation that a template renders, if the request has one."""
+
+    messages: tuple[dict[str, Any], ...] | None = accept(messages)
+    continue_final_message: bool = accept(boolean, False)
+
+
 NO_BUDGET = -1
 """As a thinking budget: the thought may go on as long as the answer."""
 thinking_budget = integer(NO_BUDGET, MAX_TOKENS)
@@ -324,7 +341,7 @@ class ReasoningOptions(Declaration):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatBody(SampledBody):
+class ChatBody(SampledBody, ConversationFields):
     """POST /v1/chat/completions, and what other dialects make of their conversations."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
@@ -341,15 +358,11 @@ class ChatBody(SampledBody):
     reasoning_format: str | None = accept(
         only(*FORMATS, why="reasoning is separate from the content, or not")
     )
-    add_generation_prompt: bool | None = accept(boolean)
-    continue_final_message: bool = accept(boolean, False)
     reasoning_effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
     reasoning: ReasoningOptions | None = accept(part(ReasoningOptions))
     thinking_token_budget: int | None = accept(thinking_budget)
     thinking_budget_message: str | None = accept(text(MAX_STOP_TEXT))
-    chat_template_kwargs: dict[str, Any] | None = accept(template_options)
     modalities: list[str] | None = accept(only(["text"], why=NO_MEDIA))
-    tools: tuple[Tool, ...] = accept(tools, ())
     tool_choice: ToolChoice | None = accept(tool_choice)
     parallel_tool_calls: bool = accept(boolean, True)
     safety_identifier: str = accept(text(MAX_TEXT), "")
@@ -415,40 +428,6 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
             place = f"{where}[{index}]"
             raise RequestError(f"{place} must be a token id, not {shown(token)}.", place)
     return tuple(value)
-
-
-@dataclass(frozen=True, slots=True)
-class PerText:
-    """A field for the texts of a request. several: there is a value for each."""
-
-    values: tuple[Any, ...]
-    several: bool = False
-
-    def of(self, count: int, where: str) -> tuple[Any, ...]:
-        """Return a value for each of `count` texts. Raises RequestError if there are not as
-        many.
-        """
-        if not self.several:
-            return self.values * count
-        if len(self.values) != count:
-            message = f"{where} has {len(self.values)} entries for {count} texts."
-            raise RequestError(message, where)
-        return self.values
-
-
-def per_list(each: DescribedReader[tuple[int, ...]]) -> DescribedReader[PerText]:
-    """Make a reader of a list that `each` takes, or a list of such lists, one for each text: a
-    PerText.
-    """
-    several = items(each, MAX_PROMPTS, 1)
-
-    @takes({"anyOf": [each.schema, several.schema]})
-    def reader(value: Any, where: str) -> PerText:
-        if isinstance(value, list) and value and isinstance(value[0], list):
-            return PerText(several(value, where), True)
-        return PerText((each(value, where),))
-
-    return reader
 
 
 def prompts(most: int) -> DescribedReader[tuple[Prompt, ...]]:

@@ -31,9 +31,8 @@ from forerun.serve.bodies.schema import (
     Prompt,
     RequestBody,
     SampledBody,
-    template_options,
+    TemplateFields,
 )
-from forerun.serve.bodies.tools import Tool, tools
 
 MAX_FIELDS = 256
 """Names in response_fields, and chunks of input_extra."""
@@ -43,13 +42,10 @@ RANDOM_SEEDS = (None, -1, 2**32 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateBody(RequestBody):
+class TemplateBody(RequestBody, TemplateFields):
     """POST /apply-template."""
 
     messages: tuple[dict[str, Any], ...] = need(messages)
-    tools: tuple[Tool, ...] = accept(tools, ())
-    add_generation_prompt: bool | None = accept(boolean)
-    chat_template_kwargs: dict[str, Any] | None = accept(template_options)
 
 
 Parts = tuple[str | int, ...]

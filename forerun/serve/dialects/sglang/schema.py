@@ -27,12 +27,10 @@ from forerun.serve.bodies.schema import (
     MAX_PROMPTS,
     MAX_STOP_TOKENS,
     MAX_TOKENS,
-    PerText,
     RequestBody,
     SpeculativeOptions,
     TokenFields,
     cache_salt,
-    per_list,
     token_ids,
     untraced,
 )
@@ -72,6 +70,40 @@ class SamplingParams(TokenFields):
         """The one constraint. Raises RequestError naming two where there are more."""
         kinds = ("json_schema", "regex", "ebnf", "structural_tag")
         return one_of(self, kinds, "sampling_params.")
+
+
+@dataclass(frozen=True, slots=True)
+class PerText:
+    """A field for the texts of a request. several: there is a value for each."""
+
+    values: tuple[Any, ...]
+    several: bool = False
+
+    def of(self, count: int, where: str) -> tuple[Any, ...]:
+        """Return a value for each of `count` texts. Raises RequestError if there are not as
+        many.
+        """
+        if not self.several:
+            return self.values * count
+        if len(self.values) != count:
+            message = f"{where} has {len(self.values)} entries for {count} texts."
+            raise RequestError(message, where)
+        return self.values
+
+
+def per_list(each: DescribedReader[tuple[int, ...]]) -> DescribedReader[PerText]:
+    """Make a reader of a list that `each` takes, or a list of such lists, one for each text: a
+    PerText.
+    """
+    several = items(each, MAX_PROMPTS, 1)
+
+    @takes({"anyOf": [each.schema, several.schema]})
+    def reader(value: Any, where: str) -> PerText:
+        if isinstance(value, list) and value and isinstance(value[0], list):
+            return PerText(several(value, where), True)
+        return PerText((each(value, where),))
+
+    return reader
 
 
 _some_texts = one_or_more(plain_text, MAX_PROMPTS)

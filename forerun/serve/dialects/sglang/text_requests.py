@@ -11,8 +11,8 @@ from forerun.serve.bodies.prepare import (
     Generation,
     completion_generation,
 )
-from forerun.serve.bodies.schema import CompletionBody, PerText, Prompt
-from forerun.serve.dialects.sglang.schema import GenerateBody, SamplingParams
+from forerun.serve.bodies.schema import CompletionBody, Prompt
+from forerun.serve.dialects.sglang.schema import GenerateBody, PerText, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
