@@ -93,7 +93,8 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="answer again, five times without speculation and with it: compare speed and text",
+        help="answer again, five times without speculation and with it: compare speed and text; "
+        "finished answers are not remembered meanwhile",
     )
     _grammar_flags(parser)
     flags_of(AskConfig, parser, "answer")

@@ -67,6 +67,8 @@ def main(arguments: argparse.Namespace) -> int:
         if not any(one.option.fields == ("seed",) for one in arguments.given):
             arguments.values["seed"] = None  # As in `chat`: each session has its own.
         return chat.main(arguments)
+    if arguments.compare:  # The answer itself, counted, would draft the next ones.
+        config = replace(config, speculative_ngram_capacity=0)
     text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
     adapter = only_adapter(config)
     with closing(load_shown(config)) as loaded:

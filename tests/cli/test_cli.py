@@ -104,6 +104,15 @@ def test_run_as_json_compared_with_plain(capsys):
     assert report["plain_tokens_per_second"] == median(plain)
 
 
+def test_a_comparison_does_not_draft_from_its_own_answers(capsys):
+    """Counted, the answer itself drafted its repetitions: 3.8 times plain decoding instead of 1.2."""
+    assert main(["run", "Hello", *TOY, "--max-tokens", "20", "--compare", "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)["info"]
+    assert info["config"]["speculative_ngram_capacity"] == 0
+    assert main(["run", "Hello", *TOY, "--max-tokens", "20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["info"]["config"]["speculative_ngram_capacity"] > 0
+
+
 def test_the_last_line_tells_pairs_apart_from_medians():
     report = {
         "tokens": 60,
