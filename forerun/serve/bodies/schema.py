@@ -470,7 +470,7 @@ class CompletionBody(SampledBody):
     renamed: ClassVar[dict[str, str]] = {**SampledBody.renamed, "n_probs": "logprobs"}
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
-        "suffix": "text is only continued, not filled in",
+        "suffix": "text is only continued here; POST /infill fills in",
     }
     unused: ClassVar[dict[str, Unused]] = {
         **SampledBody.unused,

@@ -252,7 +252,7 @@ class OllamaGenerateBody(OllamaBody):
     raw: bool = accept(boolean, False)
     images: list[Any] | None = accept(only([], why=NO_MEDIA))
     context: list[Any] | None = accept(_no_context)
-    suffix: str | None = accept(only("", why="text is only continued, not filled in"))
+    suffix: str | None = accept(only("", why="text is only continued here; POST /infill fills in"))
     template: str | None = accept(only("", why="the template is the model's own"))
 
     refused: ClassVar[dict[str, str]] = dict.fromkeys(("width", "height", "steps"), NO_MEDIA)
