@@ -105,7 +105,7 @@ def test_run_as_json_compared_with_plain(capsys):
 
 
 def test_a_comparison_does_not_draft_from_its_own_answers(capsys):
-    """Counted, the answer itself drafted its repetitions: 3.8 times plain decoding instead of 1.2."""
+    """Counted, an answer drafted its own repetitions: 3.8 times plain decoding instead of 1.2."""
     assert main(["run", "Hello", *TOY, "--max-tokens", "20", "--compare", "--json"]) == 0
     info = json.loads(capsys.readouterr().out)["info"]
     assert info["config"]["speculative_ngram_capacity"] == 0
