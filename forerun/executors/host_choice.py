@@ -3,12 +3,12 @@
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 from math import isnan
 
 import numpy as np
 
-from forerun.interface.plan import Plan, Reports, TokenLogprobs
+from forerun.interface.plan import Plan, Reports, Round, TokenLogprobs
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.accept import FEW, NOTHING, Path, accept_row, choose_among, choose_left
 from forerun.speculative.sampling import (
@@ -21,28 +21,13 @@ from forerun.speculative.sampling import (
 )
 from forerun.speculative.thresholds import children, relaxed
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import Bools, Floats, Ints
+from forerun.types import Floats, Ints
 
 Logits = Callable[[int], Floats]
 """Flat node -> float32[V]; called for nodes in `HostSampler.scored` only."""
 
 ReportsOf = Callable[[int, list[tuple[int, int]]], Reports]
 """(alternatives of each, pairs of a flat node and the token that follows it) -> reports."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """The decisions of a step.
-
-    choice  int32[M] the target's choice at every node of an accepted path, from the root to the
-            last accepted draft token; NOTHING elsewhere
-    finite, logprobs, prompt_logprobs   as in Outcome
-    """
-
-    choice: Ints
-    finite: Bools
-    logprobs: tuple[Reports, ...] = ()
-    prompt_logprobs: tuple[Reports, ...] = ()
 
 
 def history_of(slot_init: SlotInit) -> History:
@@ -87,24 +72,24 @@ def path_of(
 
 
 def complete(
-    plan: Plan,
-    trees: TreeBatch,
+    round: Round,
     rows: list[tuple[int, SlotInit]],
+    choice: Ints,
+    finite: list[bool],
     logits: Logits,
     masks: NodeMasks | None,
-    reports: ReportsOf,
-    choices: Choices,
-) -> Choices:
-    """Decide the given rows of a step that have no choice at their root, and make their reports.
+    reports: ReportsOf | None,
+) -> list[tuple[Reports, ...]]:
+    """Decide the given rows of a round that have no choice at their root, and make their reports.
 
     rows     numbers of rows, with their slots' sequences
+    choice, finite  as of HostSampler.finish and Outcome; completed in place
     logits   of flat nodes
-    reports  makes the reports
-    choices  those made so far; their arrays are completed in place
+    reports  makes the reports; None: the logits do
 
-    Returns these arrays with the reports.
+    Returns Outcome.logprobs and Outcome.prompt_logprobs.
     """
-    choice, finite = choices.choice, choices.finite
+    plan, trees, reports = round.plan, round.trees, reports or partial(reports_of, logits)
     logprobs: list[Reports] = [()] * plan.rows
     prompt_logprobs: list[Reports] = [()] * plan.rows
     for row, slot in rows:
@@ -124,13 +109,13 @@ def complete(
             chosen = [node for node in nodes if choice[node] >= 0]
             pairs = list(zip(chosen, choice[chosen].tolist(), strict=True))
             logprobs[row] = reports(slot.sampling.logprobs, pairs)
-        finite[row] = choice[root] >= 0
-    return Choices(choice, finite, tuple(logprobs), tuple(prompt_logprobs))
+        finite[row] = bool(choice[root] >= 0)
+    return [tuple(logprobs), tuple(prompt_logprobs)]
 
 
 def put_path(choice: Ints, root: int, path: Path) -> None:
-    """Write the path of a row whose root is flat node `root` into choice int32[M], as in
-    Choices.
+    """Write the path of a row whose root is flat node `root` into choice int32[M], as of
+    HostSampler.finish.
     """
     for node, token in zip((root, *path.nodes), path.tokens, strict=False):
         choice[node] = token
@@ -172,3 +157,17 @@ def report(logits: Floats, token: int, top: int) -> TokenLogprobs:
         logprob=float(logits[token]) - normaliser,
         top=tuple((int(other), float(logits[other]) - normaliser) for other in best),
     )
+
+
+def report_in(line: Ints, token: int, top: int) -> TokenLogprobs:
+    """Return the report that a device made for `token`, with the `top` most probable tokens,
+    without excluded ones (-inf).
+
+    line  int32[1 + 2*k]: bits of the token's log-probability in float32, the ids of the k most
+          probable tokens, best first, and bits of theirs
+    """
+    kept = (len(line) - 1) // 2
+    values = line.view(np.float32).tolist()
+    best = zip(line[1 : 1 + kept].tolist(), values[1 + kept :], strict=True)
+    pairs = tuple(pair for pair in best if pair[1] > -np.inf)
+    return TokenLogprobs(token=token, logprob=values[0], top=pairs[:top])

@@ -3,23 +3,16 @@
 host_choice.py decides the rows that the executor has not decided itself.
 """
 
-from functools import partial
 from itertools import zip_longest
 
 import numpy as np
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import CUT_OFFS, Choosing
-from forerun.executors.host_choice import (
-    Choices,
-    Logits,
-    ReportsOf,
-    complete,
-    reports_of,
-)
+from forerun.executors.host_choice import Logits, ReportsOf, complete
 from forerun.interface.features import StepFeatures
 from forerun.interface.next_draft import NextDrafts
-from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import NodeMasks, TreeBatch
@@ -96,41 +89,6 @@ class HostSampler:
                 nodes.extend(range(roots[row], starts[row + 1]))
         return np.array(nodes, np.int32)
 
-    def accept(
-        self,
-        plan: Plan,
-        trees: TreeBatch,
-        logits: Logits,
-        masks: NodeMasks | None,
-        choice: Ints | None = None,
-        reports: ReportsOf | None = None,
-    ) -> Choices:
-        """Decide every row. Changes nothing here.
-
-        choice   int32[M] as in Choices, for rows that the executor decided as the specification
-                 would; NOTHING in all others. Completed in place.
-        reports  the executor's own way to log-probabilities, which needs no logits here
-
-        A row whose root has NaN or +inf among its logits, or a grammar mask that allows nothing,
-        emits nothing and has `finite` False; other rows are unaffected. At a draft token the same
-        faults end the path before it. Stop tokens do not end a path; the engine cuts there.
-        """
-        if choice is None:
-            choice = np.full(len(trees.tokens), NOTHING, np.int32)
-        # Lists: a call of NumPy takes ten times as long right after a forward pass.
-        chosen, samples, slots = choice.tolist(), plan.samples.tolist(), plan.slots.tolist()
-        finite, pending = [True] * plan.rows, list[tuple[int, SlotInit]]()
-        for row, root in enumerate(trees.roots.tolist()):
-            finite[row] = not samples[row] or chosen[root] >= 0
-            if not finite[row] or slots[row] in self._reports:
-                pending.append((row, self.of_row(plan, row)))
-        if not pending:
-            nothing = ((),) * plan.rows
-            return Choices(choice, np.array(finite, np.bool_), nothing, nothing)
-        choices = Choices(choice, np.array(finite, np.bool_))
-        reports = reports or partial(reports_of, logits)
-        return complete(plan, trees, pending, logits, masks, reports, choices)
-
     def finish(
         self,
         round: Round,
@@ -141,17 +99,42 @@ class HostSampler:
         features: StepFeatures | None = None,
         drafts: NextDrafts | None = None,
     ) -> Outcome:
-        """Decide every row as `accept` does and return the outcome of the round, whose plan and
-        trees are complete.
+        """Decide every row and return the outcome of the round, whose plan and trees are complete.
 
-        choice int32[M] as in `accept`; features, drafts as in Outcome
+        choice   int32[M] the target's choice at every node of an accepted path, from the root to
+                 the last accepted draft token, for rows that the executor decided as the
+                 specification would; NOTHING elsewhere. Completed in place
+        reports  the executor's own way to log-probabilities, which needs no logits here
+        features, drafts   as in Outcome
 
-        Raises EngineError if the known tokens of a row that samples do not end where its text does.
+        A row whose root has NaN or +inf among its logits, or a grammar mask that allows nothing,
+        emits nothing and has `finite` False; other rows are unaffected. At a draft token the same
+        faults end the path before it. Stop tokens do not end a path; the engine cuts there.
+
+        Raises EngineError, and decides nothing, if the known tokens of a row that samples do not
+        end where its text does.
         """
         plan, trees = round.plan, round.trees
-        self._check_ends(plan, trees)
-        choices = self.accept(plan, trees, logits, masks, choice, reports)
-        emitted, accepted = _paths(trees, choices.choice)
+        if choice is None:
+            choice = np.full(len(trees.tokens), NOTHING, np.int32)
+        # Lists: a call of NumPy takes ten times as long right after a forward pass.
+        chosen, finite, left = choice.tolist(), [True] * plan.rows, list[tuple[int, SlotInit]]()
+        arrays = plan.slots, plan.samples, plan.kv_len, trees.known, trees.roots
+        rows = zip(*(array.tolist() for array in arrays), strict=True)
+        for row, (slot, samples, kv_len, known, root) in enumerate(rows):
+            slot_init = self._open[slot] or self.of_row(plan, row)
+            if samples and kv_len + known != slot_init.text.total:
+                raise EngineError(
+                    f"row {row} samples after {kv_len + known} tokens, but slot {slot} holds "
+                    f"{slot_init.text.total}"
+                )
+            finite[row] = not samples or chosen[root] >= 0
+            if not finite[row] or slot in self._reports:
+                left.append((row, slot_init))
+        logprobs: list[tuple[Reports, ...]] = [((),) * plan.rows] * 2
+        if left:
+            logprobs = complete(round, left, choice, finite, logits, masks, reports)
+        emitted, accepted = _paths(trees, choice)
         counts = list(map(len, emitted))
         padded = zip(*zip_longest(*emitted, fillvalue=NOTHING), strict=True)
         tokens = list(padded) if min(counts) < max(counts) else emitted
@@ -159,28 +142,14 @@ class HostSampler:
             n_tokens=np.array(counts, np.int32),
             tokens=np.array(tokens, np.int32),
             n_draft_tokens=trees.n_draft_tokens,
-            finite=choices.finite,
-            logprobs=choices.logprobs,
-            prompt_logprobs=choices.prompt_logprobs,
+            finite=np.array(finite, np.bool_),
+            logprobs=logprobs[0],
+            prompt_logprobs=logprobs[1],
             accepted=accepted,
             drafts=drafts,
             features=features,
         )
         return round.outcome
-
-    def _check_ends(self, plan: Plan, trees: TreeBatch) -> None:
-        """Raise EngineError if the known tokens of a row that samples do not end where its text
-        does.
-        """
-        arrays = plan.slots, plan.samples, plan.kv_len, trees.known
-        rows = zip(*(array.tolist() for array in arrays), strict=True)
-        for row, (slot, samples, kv_len, known) in enumerate(rows):
-            slot_init = self._open[slot] or self.of_row(plan, row)
-            if samples and kv_len + known != slot_init.text.total:
-                raise EngineError(
-                    f"row {row} samples after {kv_len + known} tokens, but slot {slot} holds "
-                    f"{slot_init.text.total}"
-                )
 
     def of_row(self, plan: Plan, row: int) -> SlotInit:
         """Return the sequence in plan row `row`'s slot. Raises EngineError if the slot is not

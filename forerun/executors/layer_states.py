@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.errors import EngineError
+from forerun.executors.draft_model import DraftNodes
 from forerun.interface.draft_model import DraftExtension, DraftLevel
 from forerun.interface.executor import ExecutorLimits
 from forerun.types import AnyArray, Ints
@@ -40,7 +41,7 @@ class LayerStates:
         self.slots, self.pages = limits.max_nodes, limits.max_nodes + limits.slots
         self.rows = self.pages + limits.pages + 1
         self._page_size = limits.page_size
-        self._depth = np.zeros(limits.max_nodes, np.int32)
+        self._nodes = DraftNodes(limits.max_nodes)
 
     def before(self, extension: DraftExtension) -> Ints:
         """Return int32[n]: the table row of the entry before each token of an extension; behind a
@@ -82,10 +83,9 @@ class LayerStates:
         """Return the depth of a level's tokens, 1 for children of roots, and store it for the
         levels below. Raises EngineError if they are not all equally deep.
         """
-        above = np.where(level.parents < 0, 0, self._depth[level.parents])
+        above = self._nodes.add(level)
         if np.any(above != above[0]):
             raise EngineError("a draft step was refused: tokens of one level differ in depth")
-        self._depth[level.first : level.first + len(above)] = above + 1
         return int(above[0]) + 1
 
 

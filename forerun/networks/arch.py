@@ -135,6 +135,11 @@ class Architecture:
     logit_scale: float = 1.0
     borrows: bool = False
 
+    @property
+    def head_tensor(self) -> str:
+        """The name of the output head's matrix [V,H]."""
+        return "model.embed_tokens.weight" if self.tied_head else "lm_head.weight"
+
     def __post_init__(self) -> None:
         """Raise ModelError for numbers that no model can have."""
         ArchitectureSizes(**{name: getattr(self, name) for name in _MOST})

@@ -70,14 +70,13 @@ class Sampling:
         """Whether nothing but the temperature and cut-offs (min_p, top_k, top_p) shape the
         distribution.
         """
-        return not (
-            self.repetition_penalty != 1.0
-            or self.frequency_penalty
-            or self.presence_penalty
-            or self.logit_bias
-            or self.min_tokens
-            or self.lossy
-        )
+        return not (self.penalised or self.logit_bias or self.min_tokens or self.lossy)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether what a token is worth depends on the tokens before it."""
+        counted = self.frequency_penalty or self.presence_penalty
+        return bool(counted) or self.repetition_penalty != 1.0
 
     @property
     def log_min_p(self) -> np.float32:

@@ -151,6 +151,29 @@ class NodeMasks:
     bits: Words
 
 
+def unpadded(tokens: Ints, parents: Ints, counts: Ints) -> tuple[TreeBatch, Ints]:
+    """Return the trees of rows of N nodes, tokens int32[B,N], of which the first counts int32[B]
+    exist; and int32[M], the place of each flat node: row * N + its number in the row.
+
+    parents  int32[B,N] within the row, below 0 for its root, the one known node
+    """
+    rows, nodes = tokens.shape
+    if nodes == 1:
+        return batch(tokens), np.arange(rows, dtype=np.int32)
+    row, node = np.nonzero(np.arange(nodes) < counts[:, None])
+    start = np.append(0, np.cumsum(counts)).astype(np.int32)
+    above = parents[row, node]
+    above = np.where(above < 0, -1, above + start[row]).astype(np.int32)
+    depth = np.zeros(len(row), np.int32)
+    for _ in range(int(counts.max()) - 1):  # A level each, at least.
+        deeper = np.where(above < 0, 0, depth[above] + 1).astype(np.int32)
+        if (deeper == depth).all():
+            break
+        depth = deeper
+    trees = TreeBatch(tokens[row, node], above, start, np.ones(rows, np.int32), depth)
+    return trees, (row * nodes + node).astype(np.int32)
+
+
 def batch(known: Sequence[Ints] | Ints, drafts: Sequence[Draft] = ()) -> TreeBatch:
     """Attach B drafts to the ends of B known chains int32[.], or int32[B,1], and flatten them, row
     after row. An empty `drafts` means no draft tokens.

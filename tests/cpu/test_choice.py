@@ -159,7 +159,7 @@ def test_whole_paths(executor, checkpoint, random):
         completed = one.accept(choice.copy(), masks)
         assert same(completed, alone)
         # An echo that is not finite fails a row that the core decided.
-        assert np.all((choice == -1) | (choice == completed.choice) | (completed.choice == -1))
+        assert np.all((choice == -1) | (choice == completed[0]) | (completed[0] == -1))
         plain = one.sampler.choosing.on_device[one.plan.slots]
         plain &= one.plan.samples
         if masks is not None:
@@ -182,7 +182,7 @@ def test_many_rows_are_shared_by_threads(executor, checkpoint, random):
         one = case(rows, logits)
         choice = one.native(made)
         assert np.all(choice[one.trees.roots] >= 0)
-        assert np.array_equal(choice, one.accept().choice)
+        assert np.array_equal(choice, one.accept()[0])
         assert (choice >= 0).sum() > 100
 
 
@@ -191,11 +191,12 @@ def nodes_of(one: Case):
 
 
 def same(first, second) -> bool:
+    (choice, outcome), (other, again) = first, second
     return (
-        np.array_equal(first.choice, second.choice)
-        and np.array_equal(first.finite, second.finite)
-        and first.logprobs == second.logprobs
-        and first.prompt_logprobs == second.prompt_logprobs
+        np.array_equal(choice, other)
+        and np.array_equal(outcome.finite, again.finite)
+        and outcome.logprobs == again.logprobs
+        and outcome.prompt_logprobs == again.prompt_logprobs
     )
 
 

@@ -692,6 +692,14 @@ def test_bad_blocks_are_refused(cells, executor):
         model.extend(extension, None)
 
 
+@pytest.mark.parametrize("executor", ["torch", pytest.param("cpu", marks=NO_CORE), "jax"])
+@pytest.mark.parametrize("name", ["EAGLE", "DFLASH, both ways"])
+def test_facts_have_the_same_names_on_every_executor(cells, executor, name):
+    facts = cells(executor, name).model().describe()
+    assert {"algorithm", "vocab", "features"} <= facts.keys()
+    assert sum(size for what, size in facts.items() if what.endswith("_bytes")) > 0
+
+
 @pytest.mark.parametrize(("executor", "name"), params(on("cpu", "STANDALONE, first layers")))
 def test_auto_has_n_grams_beside_a_whole_model_on_a_cpu(kinds, executor, name):
     """A folder, not a file: what it holds says what it is. Tokens of both sources are accepted."""

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from forerun.executors.torch import model_runner
-from forerun.executors.torch.group import Processes
+from forerun.executors.torch.group import Group
 from forerun.executors.torch.parallel import rank, rounds
 from tests.parity.tape import Tape
 from tests.twins.kernels import SLOW_TWINS
@@ -23,8 +23,8 @@ def everywhere(x: torch.Tensor) -> list[torch.Tensor]:
     return GROUPS["one"](x)
 
 
-class Recorded(Processes):
-    """Processes whose collectives are recorded, and happen again in every replay."""
+class Recorded(Group):
+    """A Group whose collectives are recorded, and happen again in every replay."""
 
     def __init__(self, *where, **how):
         super().__init__(*where, **how)
@@ -45,7 +45,7 @@ class Eager(Tape):
 
 if __name__ == "__main__":
     model_runner.kernels_for = lambda device: SLOW_TWINS
-    rank.Processes = Recorded
+    rank.Group = Recorded
     tape = Eager()
     rounds.recorder = lambda device: tape
     status = rank.main(sys.argv)

@@ -79,7 +79,7 @@ def recorded(said):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "kernels_for", lambda device: SLOW_TWINS)
         patch.setattr(of_one, "recorder", lambda device: tape)
-        patch.setattr(executor, "Processes", Recorded)
+        patch.setattr(executor, "Group", Recorded)
         patch.setattr(Ranks, "send", counted)
         patch.setattr(executor, "parallel_executor", started)
         yield tape

@@ -203,7 +203,7 @@ class Endless:
 def test_a_group_whose_end_waits_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(group, "END_SECONDS", 0.01)
     gone = threading.Event()
-    ranks = group.Processes.__new__(group.Processes)
+    ranks = group.Group.__new__(group.Group)
     ranks._on_cpu, ranks._group = True, Endless(gone)
     ranks.close()
     ranks.close()

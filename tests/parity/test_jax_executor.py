@@ -14,7 +14,7 @@ import pytest
 
 from forerun.draft_shape import DraftShape
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
-from forerun.executors.host_choice import reports_of
+from forerun.executors.host_choice import report_in, reports_of
 from forerun.executors.jax import JaxExecutor, JaxOptions
 from forerun.executors.jax.network.kv import StateShape
 from forerun.executors.jax.network.sharding import check_shards
@@ -23,7 +23,7 @@ from forerun.executors.jax.program.functions import Key
 from forerun.executors.jax.program.programs import JaxPrograms
 from forerun.executors.jax.program.step import Answers
 from forerun.executors.jax.rounds.batches import Bucket, Buckets, batches, chunks
-from forerun.executors.jax.rounds.reports import TOP, line_size, lines, report
+from forerun.executors.jax.rounds.reports import TOP, line_size, lines
 from forerun.executors.torch import TorchExecutor
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
@@ -379,9 +379,9 @@ def test_lines_are_the_hosts():
         assert found.shape[1] == line_size(vocab)
         for line, row, token in zip(found, logits, tokens.tolist(), strict=True):
             if not np.isfinite(row.max()):
-                assert np.isnan(report(line, token, 0).logprob)
+                assert np.isnan(report_in(line, token, 0).logprob)
                 continue
-            close([report(line, token, 7)], reports_of(lambda _: row, 7, [(0, token)]))  # noqa: B023
+            close([report_in(line, token, 7)], reports_of(lambda _: row, 7, [(0, token)]))  # noqa: B023
 
 
 def test_steps_are_cut_into_few_dispatches():

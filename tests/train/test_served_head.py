@@ -16,7 +16,6 @@ from forerun.draft_shape import DraftShape
 from forerun.drafts.eagle_config import head_for
 from forerun.drafts.eagle_folder import open_draft
 from forerun.executors import cpu
-from forerun.executors.cpu import hidden_state_model
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.hub.catalog import shipped_draft
 from forerun.measure.acceptance import (
@@ -99,7 +98,7 @@ def test_what_breaks_a_draft_is_seen_in_acceptance(small, monkeypatch, tmp_path,
     if mistake in MISTAKES:
         draft = falsified(small, tmp_path / "draft", **MISTAKES[mistake])
     if mistake == "no cache":
-        monkeypatch.setattr(hidden_state_model, "commit", lambda library, model, places: None)
+        monkeypatch.setattr(cpu.CpuEagleModel, "commit", lambda self, model, places: None)
     if mistake == "features of one node":
         monkeypatch.setattr(cpu.CpuEagleModel, "extend", starved)
     histogram, accepted = served(small, draft)

@@ -12,7 +12,7 @@ from forerun.executors.cpu.executor import StepBuffers
 from forerun.executors.device_choice import DeviceNodes
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.torch.accept import NodeNoise, best, greatest
-from forerun.interface.plan import Plan
+from forerun.interface.plan import Plan, Round
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.accept import NOTHING, choose
 from forerun.speculative.sampling import History, Sampling, process
@@ -70,8 +70,11 @@ class Case:
     sampler: HostSampler
 
     def accept(self, choice=None, masks=None):
-        logits = self.logits.__getitem__
-        return self.sampler.accept(self.plan, self.trees, logits, masks, choice)
+        """(choices of all nodes, outcome) by the sampler, which completes `choice`."""
+        if choice is None:
+            choice = np.full(len(self.trees.tokens), NOTHING, np.int32)
+        round, logits = Round(self.plan, self.trees), self.logits.__getitem__
+        return choice, self.sampler.finish(round, logits, masks, choice)
 
     def native(self, executor, masks=None):
         """`choice` of the rows that the core decides, -1 in the others."""

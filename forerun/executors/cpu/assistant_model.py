@@ -2,27 +2,28 @@
 
 import ctypes
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from forerun.drafts.assistant import BEFORE, BEHIND, CENTROIDS, Assistant
-from forerun.errors import MemoryPlanError, ModelError
+from forerun.errors import ModelError
 from forerun.executors.cpu import native
-from forerun.executors.cpu.draft_pass import CpuDraftPass, launch, likeliest
+from forerun.executors.cpu.draft_model import CpuDraftModel, CpuDraftPass, pass_of_extension
 from forerun.executors.cpu.executor import CpuExecutor
-from forerun.executors.cpu.hidden_state_model import CpuHiddenStateModel, pass_of_extension
 from forerun.executors.cpu.limits import check_runs
-from forerun.executors.cpu.places import Place, RopeTable, layer_kind, matrices, vectors
+from forerun.executors.cpu.places import (
+    Place,
+    RopeTable,
+    layer_kind,
+    matrices,
+    sizes_for,
+    vectors,
+)
 from forerun.executors.cpu.weights import Packer, set_layer
 from forerun.executors.cpu.windowed import WindowedCpuExecutor
 from forerun.executors.draft_checks import check_borrows, roots_of
-from forerun.interface.draft_model import (
-    Candidates,
-    DraftExtension,
-    DraftModelTraits,
-    FeatureNeeds,
-)
+from forerun.executors.draft_model import declared_layers
+from forerun.interface.draft_model import Candidates, DraftExtension
 from forerun.interface.features import Features
 from forerun.types import Ints
 
@@ -31,7 +32,7 @@ _BLOCK = 16
 """Rows of a matrix that a product computes together (csrc/quant.h, kBlock)."""
 
 
-class CpuAssistantModel(CpuHiddenStateModel):
+class CpuAssistantModel(CpuDraftModel):
     """DraftModel on the compiled core: it reads the target's keys and values where they are. Float
     weights stay floats beside a target that computes in floats; else they become 8 bits.
 
@@ -40,7 +41,7 @@ class CpuAssistantModel(CpuHiddenStateModel):
 
     def __init__(self, executor: CpuExecutor, draft: Assistant) -> None:
         check_runs(draft.architecture)
-        super().__init__(executor)
+        super().__init__(executor, declared_layers(draft, executor.limits.max_nodes))
         self._draft = draft
         clusters = draft.clusters
         if clusters is not None and clusters.tokens.shape[1] % _BLOCK:
@@ -48,17 +49,9 @@ class CpuAssistantModel(CpuHiddenStateModel):
                 f"{draft.path}: the CPU executor needs clusters of a multiple of {_BLOCK} tokens, "
                 f"not of {clusters.tokens.shape[1]}; use the torch executor"
             )
-        self.traits = DraftModelTraits(
-            name="frozen_kv_mtp",
-            cache=draft.cache,
-            target_ids=draft.target_ids,
-            max_nodes=executor.limits.max_nodes,
-            features=FeatureNeeds("last"),
-        )
         item = executor.model.cache_item
         packer = self._packer("file" if item == 4 else "q8_0")
-        self._weight_bytes = packer.planned_bytes()
-        self._model = self._open(item)
+        self._model = self._open(item, packer.planned_bytes())
         for layer, spec in enumerate(draft.architecture.layer_specs):
             kind = layer_kind(draft.architecture, layer)
             kind.window = 0 if spec.attention.window is None else spec.attention.window + 1
@@ -67,7 +60,7 @@ class CpuAssistantModel(CpuHiddenStateModel):
 
     def _packer(self, dtype: str) -> Packer:
         draft, arch = self._draft, self._draft.architecture
-        head = "model.embed_tokens" if arch.tied_head else "lm_head"
+        head = arch.head_tensor.removesuffix(".weight")
         own = [
             *(place for place in matrices(arch) if place.layer >= 0),
             Place(head, *_HEAD),
@@ -80,42 +73,21 @@ class CpuAssistantModel(CpuHiddenStateModel):
             rows = draft.clusters.tokens.ravel()
         return Packer(self._library, draft, rows, (own, vectors(arch)), dtype)
 
-    def _open(self, item: int) -> int:
+    def _open(self, item: int, weight_bytes: int) -> int:
         draft, limits = self._draft, self._executor.limits
         arch, clusters = draft.architecture, draft.clusters
-        sizes = native.Sizes(
-            layers=arch.layers,
-            hidden=arch.hidden,
-            heads=arch.heads,
-            kv_heads=arch.kv_heads,
-            head_size=arch.head_size,
-            ffn=arch.ffn,
-            vocab=draft.vocab,
-            page_size=limits.page_size,
-            pages=limits.pages,
-            max_nodes=limits.max_nodes,
-            context=limits.context,
-            threads=1,  # It uses the target's.
-            cache_item=item,
-            norm_eps=arch.norm_eps,
-        )
+        sizes = sizes_for(arch, limits, arch.layers, vocab=draft.vocab, cache_item=item)
         kind = native.AssistantKind(limits.slots)
         if clusters is not None:
             kind.clusters, kind.top_k = len(clusters.tokens), clusters.top_k
-        model: int | None = self._library.forerun_open_assistant(
+        model = self._library.forerun_open_assistant(
             self._executor.native_model(),
             ctypes.byref(sizes),
             ctypes.byref(kind),
             ctypes.byref(RopeTable(arch.ropes)),
-            self._weight_bytes,
+            weight_bytes,
         )
-        if model is None:
-            raise MemoryPlanError(
-                f"the assistant ({self._weight_bytes:,} bytes) does not fit: "
-                f"{self._library.forerun_error().decode()}; lower the number of cached tokens"
-            )
-        self._executor.model.adopt(model, draft.target_hidden)
-        return model
+        return self.adopted(model, draft.target_hidden, weight_bytes)
 
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Run each row's root, beside the features of the token before it. Returns Candidates
@@ -134,35 +106,27 @@ class CpuAssistantModel(CpuHiddenStateModel):
             scored=roots.scored,
             features=some,
         )
-        return self._run(work, extension.candidates)
+        return self.run(work, extension.candidates)
 
-    def _run(self, work: CpuDraftPass, candidates: int) -> Candidates:
+    def run(self, work: CpuDraftPass, candidates: int, model: int | None = None) -> Candidates:
+        """Run one pass over nodes behind cached tokens, as CpuDraftModel.run."""
         check_borrows(work.kv_len)
         if isinstance(self._executor, WindowedCpuExecutor):
             rows = zip(work.slots.tolist(), work.pages, work.kv_len.tolist(), strict=True)
             for slot, pages, length in rows:
                 self._executor.windows.read(slot, pages, length)
-        scored, clusters = len(work.scored), self._draft.clusters
-        logits = self._logits_buffer(scored)
+        clusters = self._draft.clusters
         if clusters is None:
-            launch(self._library, self._model, work, logits)
-            return likeliest(logits[:scored], candidates)
-        chosen: Ints = np.empty((scored, clusters.top_k), np.int32)
-        launch(self._library, self._model, replace(work, clusters=chosen), logits)
-        found = likeliest(logits[:scored], candidates)
-        ids = clusters.tokens[chosen].reshape(logits[:scored].shape)
+            return super().run(work, candidates)
+        chosen: Ints = np.empty((len(work.scored), clusters.top_k), np.int32)
+        found = super().run(replace(work, clusters=chosen), candidates)
+        ids = clusters.tokens[chosen].reshape(len(chosen), self.scored_at_once)
         return Candidates(np.take_along_axis(ids, found.ids, -1), found.log_probs)
 
     @property
-    def _scored_at_once(self) -> int:
+    def scored_at_once(self) -> int:
+        """How many draft ids are scored at a node: those of the best clusters, where the head is
+        ordered.
+        """
         clusters = self._draft.clusters
         return self._draft.vocab if clusters is None else clusters.top_k * clusters.tokens.shape[1]
-
-    def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info: algorithm, layers, vocab, weight_bytes."""
-        return {
-            "algorithm": self.traits.name,
-            "layers": self._draft.architecture.layers,
-            "vocab": self.traits.vocab,
-            "weight_bytes": self._weight_bytes,
-        }

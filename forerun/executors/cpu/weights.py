@@ -9,13 +9,15 @@ number to its largest, or Q4_K by ggml's rule of the format (csrc/make_q4_k.cpp)
 
 import ctypes
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 import numpy as np
 
 from forerun.checkpoints.checkpoint import Checkpoint, InFourBits
 from forerun.checkpoints.mapped import release
+from forerun.drafts.block_folder import BlockFile
+from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.few_bits import (
@@ -232,8 +234,7 @@ class Packer:
         if arch.tied_head and self._head_rows is None and self._tensors is None:
             self._library.forerun_tie_head(model)
         for place in self._vectors():
-            values = self._vector(place.name, arch)
-            set_vector(self._library, model, (place.name, place.layer, place.which), values)
+            set_vector(self._library, model, place, self._vector(place.name, arch))
 
     def _set_layers(self, model: int, arch: Architecture) -> None:
         for layer in range(arch.layers):
@@ -277,11 +278,9 @@ class Packer:
             channels = len(rows)
         has_bias = f"{place.name}.bias" in self._names
         bias = self._floats(f"{place.name}.bias") if has_bias else None
-        where = (place.name, place.layer, place.which)
         becomes = self._format_of(place, _kind(self._checkpoint, place.name))
-        set_matrix(
-            self._library, model, where, Stored(kind, rows, (channels, inputs), becomes), bias
-        )
+        stored = Stored(kind, rows, (channels, inputs), becomes)
+        set_matrix(self._library, model, place, stored, bias)
         if packed is not None:
             release(packed.rows)
 
@@ -292,9 +291,9 @@ class Packer:
         kind = kind if kind in _FLOATS else "F32"
         every = absorbed(self._floats(f"{place.name}.weight"), latent)
         for number, matrix in enumerate(every):
-            where = (place.name, place.layer, place.which + number)
+            own = replace(place, which=place.which + number)
             stored = Stored(kind, in_kind(matrix, kind), matrix.shape, becomes)
-            set_matrix(self._library, model, where, stored)
+            set_matrix(self._library, model, own, stored)
 
     def _rows(self, place: Place) -> tuple[str, AnyArray]:
         """Return a name of _KINDS and a matrix's rows stored in that way."""
@@ -335,6 +334,50 @@ class Packer:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTensors:
+    """The tensors of an EAGLE head or a block drafter, and where they belong.
+
+    shapes    of the tensors in its file, by name
+    matrices, vectors  in its file
+    head      int32[Vd] the target's rows that are its output head; None: it has its own, or shares
+              the target's
+    format    of its matrices, a `Format` of csrc/quant.h
+    """
+
+    draft: DraftFile | BlockFile
+    shapes: dict[str, tuple[int, ...]]
+    matrices: list[Place]
+    vectors: list[Place]
+    head: Ints | None
+    format: int
+
+    def planned_bytes(self) -> int:
+        """Return the bytes that they will take in the core, alignment included."""
+        library, hidden = native.load(), self.draft.head.hidden
+        matrices = [self.shapes[f"{place.name}.weight"] for place in self.matrices]
+        matrices += [] if self.head is None else [(len(self.head), hidden)]
+        packed = (library.forerun_packed_bytes(self.format, *shape) for shape in matrices)
+        vectors = (4 * prod(self.shapes[place.name]) + _ALIGN for place in self.vectors)
+        biases = 4 * sum(rows for rows, _ in matrices)
+        return int(sum(packed)) + 4 * _ALIGN * len(matrices) + sum(vectors) + biases
+
+    def load(self, model: int, target: Checkpoint) -> None:
+        """Copy them into a native model, beside a target. Raises ModelError."""
+        library, draft = native.load(), self.draft
+        for place in self.matrices:
+            stored = Stored("F32", draft.tensor(f"{place.name}.weight"), becomes=self.format)
+            bias = f"{place.name}.bias"
+            values = draft.tensor(bias) if bias in self.shapes else None
+            set_matrix(library, model, place, stored, values)
+        for place in self.vectors:
+            set_vector(library, model, place, draft.tensor(place.name).ravel())
+        if self.head is not None:
+            rows = target.tensor(target.architecture.head_tensor)[self.head]
+            stored = Stored("F32", np.ascontiguousarray(rows), becomes=self.format)
+            set_matrix(library, model, Place("lm_head", *_HEAD), stored)
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A matrix to be copied into the core.
 
@@ -358,18 +401,15 @@ def set_layer(library: ctypes.CDLL, model: int, layer: int, kind: native.LayerKi
 def set_matrix(
     library: ctypes.CDLL,
     model: int,
-    place: tuple[str, int, int],
+    place: Place,
     stored: Stored,
     bias: Floats | None = None,
 ) -> None:
-    """Pack one matrix into a native model.
-
-    place  (name without `.weight`, layer, number within it)
-    bias   float32[channels]; None = none
+    """Pack one matrix into a native model. bias: float32[channels]; None = none.
 
     Raises ModelError naming the tensor if its bytes do not fit its shape, or the core refuses.
     """
-    (name, layer, which), rows = place, stored.rows
+    name, rows = place.name, stored.rows
     channels, inputs = stored.shape or rows.shape
     source, block, block_bytes = _KINDS[stored.kind]
     if inputs % block or rows.nbytes != channels * (inputs // block) * block_bytes:
@@ -380,8 +420,8 @@ def set_matrix(
     contiguous = np.ascontiguousarray(rows)
     code = library.forerun_set_matrix(
         model,
-        layer,
-        which,
+        place.layer,
+        place.which,
         source,
         stored.becomes,
         contiguous.ctypes.data,
@@ -392,14 +432,12 @@ def set_matrix(
     _raise_for(library, code, f"{name}.weight")
 
 
-def set_vector(
-    library: ctypes.CDLL, model: int, place: tuple[str, int, int], values: Floats
-) -> None:
+def set_vector(library: ctypes.CDLL, model: int, place: Place, values: Floats) -> None:
     """Copy one vector float32[n] into a native model. Raises ModelError naming the tensor."""
-    name, layer, which = place
-    contiguous = np.ascontiguousarray(values, "<f4")
-    code = library.forerun_set_vector(model, layer, which, contiguous.ctypes.data, len(contiguous))
-    _raise_for(library, code, name)
+    own = np.ascontiguousarray(values, "<f4")
+    where = place.layer, place.which
+    code = library.forerun_set_vector(model, *where, own.ctypes.data, len(own))
+    _raise_for(library, code, place.name)
 
 
 def _raise_for(library: ctypes.CDLL, code: int, name: str) -> None:

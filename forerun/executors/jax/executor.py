@@ -18,7 +18,6 @@ from forerun.executors.jax.memory import check_fits, planned_bytes
 from forerun.executors.jax.network.decoder import JaxDecoder
 from forerun.executors.jax.network.kv import (
     DraftArrays,
-    NetworkSizes,
     StateShape,
     first_without_page,
     page_tables,
@@ -158,11 +157,6 @@ class JaxExecutor(Executor):
         return page_tables(pages, self.tables[1])
 
     @property
-    def place(self) -> tuple[Any, int]:
-        """A device, and how many like it share the model: for `check_fits`."""
-        return self._device, self._options.shards
-
-    @property
     def level_nodes(self) -> int:
         """Draft tokens of one row that a pass of `expand` runs."""
         return self._grown.width or FEW
@@ -172,19 +166,20 @@ class JaxExecutor(Executor):
         """Whether layers that are alike run in a scan, here and in draft models."""
         return self._stack
 
-    def draft_bytes(self, sizes: NetworkSizes) -> dict[str, int]:
-        """Return the bytes that `attach` allocates on all devices: draft_weight and draft_cache."""
-        shape = self._shape.drafting(sizes, self.limits)
-        size = self.dtype.itemsize
-        arrays = size * sum(int(np.prod(part)) for part in shape)
-        return {"draft_weight": sizes.parameters * size, "draft_cache": arrays}
-
-    def attach(self, network: DraftNetwork | BlockNetwork, weights: Params) -> None:
-        """Bind a draft network: allocate its arrays, drop compiled programs; from the next step on
-        the target's features are kept for it, and rounds draft with it, level by level.
+    def attach(
+        self, network: DraftNetwork | BlockNetwork, load: Callable[[], Params]
+    ) -> dict[str, int]:
+        """Bind a draft network: `load` its weights, allocate its arrays, drop compiled programs;
+        from the next step on the target's features are kept for it, and rounds draft with it, level
+        by level. Returns what it takes: draft_weight_bytes and draft_cache_bytes, all devices
+        together. Raises MemoryPlanError, before it loads anything, if that does not fit.
         """
         sizes, sharding = network.sizes, self.decoder.sharding
-        shape = self._shape.drafting(sizes, self.limits)
+        shape, item = self._shape.drafting(sizes, self.limits), self.dtype.itemsize
+        arrays = item * sum(int(np.prod(part)) for part in shape)
+        taken = {"draft_weight": sizes.parameters * item, "draft_cache": arrays}
+        check_fits(taken, self._device, self._options.shards)
+        weights = load()
         cache = sharding.cache if sizes.cut else sharding.whole
         where = sharding.whole, cache, cache, sharding.whole, sharding.whole
         held = DraftArrays(*(
@@ -193,6 +188,7 @@ class JaxExecutor(Executor):
         ))  # fmt: skip
         self._network = network
         self.programs.attach(network, weights, held)
+        return {f"{part}_bytes": count for part, count in taken.items()}
 
     def _within_rounds(self, draft: DraftShape) -> DraftShape:
         """Return the shape without width and depth if rounds cannot grow such trees."""

@@ -207,7 +207,7 @@ class EagerSteps(ModelRunner, Executor):
 
 
 def _paths(round: TorchRound) -> Ints:
-    """Return int32[M] as in host_sampler.Choices: the paths along the device's choices."""
+    """Return int32[M] as of HostSampler.finish: the paths along the device's choices."""
     trees, nodes = round.trees, round.on_device.nodes.tolist()
     choice = np.full(len(trees.tokens), NOTHING, np.int32)
     chosen = dict(zip(nodes, round.choices.tolist(), strict=True))

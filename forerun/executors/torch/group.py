@@ -4,7 +4,7 @@ import mmap
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,36 +22,6 @@ END_SECONDS = 1.0
 
 LOOK = timedelta(seconds=0.25)
 """Between two looks at the others, while a collective on the CPU is waited for."""
-
-
-class Group(Protocol):
-    """The ranks, as one of them sees them. Every rank calls each verb, in the same order and with
-    the same shapes. Raises RuntimeError if a rank is gone.
-    """
-
-    tp: TensorParallel
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' `x`, the same bits on every rank. A row's bits depend on no
-        other row if the device gives that promise elsewhere too: in float32 on the CPU.
-        """
-        ...
-
-    def gathered(self, x: Tensor) -> list[Tensor]:
-        """Return on rank 0 every rank's `x` [...], by rank; elsewhere []. Raises RuntimeError if a
-        rank is gone.
-        """
-        ...
-
-    def everywhere(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's `x` [...], by rank, on every rank. Raises RuntimeError if a rank is
-        gone.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave the group; no verb may be called afterwards. Idempotent."""
-        ...
 
 
 class Waits:
@@ -102,8 +72,10 @@ class Waits:
         return min(now - then for now, then in zip(looks, self._looks, strict=True))
 
 
-class Processes:
-    """Ranks that are processes on one machine: over gloo on the CPU, over NCCL on CUDA devices.
+class Group:
+    """The ranks that share a model, as one of them sees them: processes on one machine, over gloo
+    on the CPU, over NCCL on CUDA devices. Every rank calls each verb, in the same order and with
+    the same shapes; a verb raises RuntimeError if a rank is gone.
 
     store  of torch.distributed, where they meet; every rank constructs its group at about the same
            time
@@ -135,8 +107,9 @@ class Processes:
             self._group = dist.ProcessGroupNCCL(store, tp.rank, tp.size, nccl)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Implement Group.sum. On the CPU in the order of the ranks: gloo's own sum would add in an
-        order that depends on a number's place in the tensor.
+        """Return the sum of all ranks' `x`, the same bits on every rank. In float32 on the CPU a
+        row's bits depend on no other row: the ranks are added in their order, where gloo's own sum
+        adds in one that depends on a number's place in the tensor.
         """
         if not self._on_cpu:
             x = x.contiguous()
@@ -148,7 +121,7 @@ class Processes:
         return first
 
     def gathered(self, x: Tensor) -> list[Tensor]:
-        """Implement Group.gathered. Waits for all ranks."""
+        """Return on rank 0 every rank's `x` [...], by rank; elsewhere []. Waits for all ranks."""
         options = dist.GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(x) for _ in range(self.tp.size)] if self.tp.rank == 0 else []
@@ -156,7 +129,7 @@ class Processes:
         return parts
 
     def everywhere(self, x: Tensor) -> list[Tensor]:
-        """Implement Group.everywhere. Waits for all ranks."""
+        """Return every rank's `x` [...], by rank, on every rank. Waits for all ranks."""
         parts = [torch.empty_like(x) for _ in range(self.tp.size)]
         self._wait(self._group.allgather([parts], [x.contiguous()]))
         return parts
@@ -173,9 +146,9 @@ class Processes:
         self._waits.leave()
 
     def close(self) -> None:
-        """Implement Group.close; on CUDA running collectives are aborted. Gloo may continue after
-        this: now and then it does not learn that the rank it sends to is gone, and waits for it,
-        PATIENCE at most.
+        """Leave the group; no verb may be called afterwards. Idempotent. On CUDA running
+        collectives are aborted. Gloo may continue after this: now and then it does not learn that
+        the rank it sends to is gone, and waits for it, PATIENCE at most.
         """
         held = [self._group]
         self._group = None

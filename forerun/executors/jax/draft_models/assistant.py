@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from forerun.drafts.assistant import BEFORE, BEHIND, CENTROIDS, Assistant
+from forerun.executors.draft_model import declared_layers
 from forerun.executors.jax.draft_models.level_model import JaxLevelModel
 from forerun.executors.jax.drafts.draft_network import Ran
 from forerun.executors.jax.executor import JaxExecutor
@@ -25,7 +26,6 @@ from forerun.executors.jax.network.kv import NetworkSizes
 from forerun.executors.jax.network.layers import product, products, rotation
 from forerun.executors.jax.network.sharding import where_it_divides
 from forerun.executors.jax.network.weights import Params, load_named, load_params
-from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
 
 
 class AssistantNetwork(NamedTuple):
@@ -135,20 +135,12 @@ class JaxAssistantModel(JaxLevelModel):
     """Raises MemoryPlanError if it does not fit."""
 
     def __init__(self, executor: JaxExecutor, draft: Assistant) -> None:
-        traits = DraftModelTraits(
-            name="frozen_kv_mtp",
-            cache=draft.cache,
-            target_ids=draft.target_ids,
-            max_nodes=executor.limits.max_nodes,
-            features=FeatureNeeds("last"),
-        )
         arch, target = draft.architecture, executor.decoder
         own = JaxDecoder(arch, where_it_divides(arch, target.sharding))
         network = AssistantNetwork(draft, own, target)
         super().__init__(
             executor,
             network,
-            traits,
+            declared_layers(draft, executor.limits.max_nodes),
             lambda: load_assistant(network, executor.dtype),
-            {"algorithm": traits.name, "layers": arch.layers},
         )

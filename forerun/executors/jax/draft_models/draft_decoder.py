@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from forerun.drafts.whole_draft import WholeDraft
+from forerun.executors.draft_model import declared_whole
 from forerun.executors.jax.draft_models.level_model import JaxLevelModel
 from forerun.executors.jax.drafts.draft_network import Ran
 from forerun.executors.jax.executor import JaxExecutor
@@ -22,7 +23,6 @@ from forerun.executors.jax.network.decoder import Attend, JaxDecoder
 from forerun.executors.jax.network.kv import NetworkSizes
 from forerun.executors.jax.network.sharding import Sharding, where_it_divides
 from forerun.executors.jax.network.weights import Params, load_params
-from forerun.interface.draft_model import DraftModelTraits
 
 
 class DraftDecoder(NamedTuple):
@@ -100,8 +100,8 @@ def load_decoder(network: DraftDecoder, dtype: Any, stacked: bool) -> Params:
         params[name] = jax.device_put(ids.astype(np.int32), sharding.whole)
     if not about.vocabulary.every(arch.vocab):
         params.pop("head", None)
-        name = "model.embed_tokens.weight" if arch.tied_head else "lm_head.weight"
-        rows = about.checkpoint.tensor(name)[about.vocabulary.own_ids].astype(jnp.dtype(dtype))
+        whole = about.checkpoint.tensor(arch.head_tensor)
+        rows = whole[about.vocabulary.own_ids].astype(jnp.dtype(dtype))
         cut = replace(sharding, cut=sharding.cut and about.vocab % sharding.shards == 0)
         params["rows"] = jax.device_put(rows, cut.weight("head", 2))
     return params
@@ -112,22 +112,10 @@ class JaxDecoderModel(JaxLevelModel):
 
     def __init__(self, executor: JaxExecutor, draft: WholeDraft) -> None:
         check_drafts(draft.checkpoint.architecture)
-        traits = DraftModelTraits(
-            name=draft.algorithm,
-            cache=draft.cache,
-            target_ids=draft.vocabulary.target_ids,
-            max_nodes=executor.limits.max_nodes,
-        )
         network = DraftDecoder.of(draft, executor.decoder.sharding)
         super().__init__(
             executor,
             network,
-            traits,
+            declared_whole(draft, executor.limits.max_nodes),
             lambda: load_decoder(network, executor.dtype, executor.stacked),
-            {
-                "algorithm": draft.algorithm,
-                "model": draft.name,
-                "layers": len(draft.cache),
-                "shared_tokens": draft.vocabulary.shared,
-            },
         )

@@ -18,6 +18,7 @@ from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.eagle_config import DraftHead, expected_draft_tensors
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ModelError
+from forerun.executors.draft_model import declared_head
 from forerun.executors.jax.draft_models.level_model import JaxLevelModel
 from forerun.executors.jax.drafts.draft_network import Ran
 from forerun.executors.jax.executor import JaxExecutor
@@ -26,7 +27,6 @@ from forerun.executors.jax.network.decoder import Attend, JaxDecoder
 from forerun.executors.jax.network.kv import NetworkSizes, sanitised
 from forerun.executors.jax.network.layers import product, rms_norm, rotate, rotation, swiglu
 from forerun.executors.jax.network.weights import Params
-from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
 from forerun.networks.layer_spec import AttentionSpec
 
 
@@ -178,8 +178,7 @@ def load_head(head: JaxEagleHead, checkpoint: Checkpoint, draft: DraftFile, dtyp
             turned = kept.ndim > 1 and short != "lm_head"
             params[short] = put(short, kept.T if turned else kept)
     if not about.trained_head:
-        name = "model.embed_tokens.weight" if head.target.arch.tied_head else "lm_head.weight"
-        rows = checkpoint.tensor(name)[draft.target_ids]
+        rows = checkpoint.tensor(head.target.arch.head_tensor)[draft.target_ids]
         params["lm_head"] = put("lm_head", np.asarray(rows, jnp.dtype(dtype)))
     own = _own_embedding(draft)
     if own is not None:
@@ -229,20 +228,10 @@ class JaxEagleModel(JaxLevelModel):
     """
 
     def __init__(self, executor: JaxExecutor, checkpoint: Checkpoint, draft: DraftFile) -> None:
-        about = draft.head
-        last = about.algorithm == "eagle1"
-        traits = DraftModelTraits(
-            name=about.algorithm,
-            cache=about.cache,
-            target_ids=draft.target_ids,
-            max_nodes=executor.limits.max_nodes,
-            features=FeatureNeeds("last") if last else FeatureNeeds("aux", about.features),
-        )
-        head = JaxEagleHead(about, executor.decoder)
+        head = JaxEagleHead(draft.head, executor.decoder)
         super().__init__(
             executor,
             head,
-            traits,
+            declared_head(draft, executor.limits.max_nodes),
             lambda: load_head(head, checkpoint, draft, executor.dtype),
-            {"algorithm": about.algorithm, "features": list(about.features)},
         )

@@ -5,11 +5,10 @@ rows that the host decided, sequences that catch up, and trees below these.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from forerun.errors import EngineError
 from forerun.executors.draft_checks import (
     check_borrows,
     check_extension,
@@ -17,6 +16,7 @@ from forerun.executors.draft_checks import (
     check_pages,
     roots_of,
 )
+from forerun.executors.draft_model import Declared, DraftModelBase, DraftNodes, with_roots
 from forerun.executors.jax.draft_models.draft_features import streams_of
 from forerun.executors.jax.drafts.draft_network import DraftNetwork
 from forerun.executors.jax.drafts.draft_passes import (
@@ -27,18 +27,14 @@ from forerun.executors.jax.drafts.draft_passes import (
     extend_shapes,
 )
 from forerun.executors.jax.executor import JaxExecutor
-from forerun.executors.jax.memory import check_fits
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.program.functions import Key
 from forerun.executors.jax.rounds.batches import Bucket, chunks, sized
 from forerun.interface.draft_model import (
     CANDIDATES,
-    BlockCandidates,
     Candidates,
-    DraftBlock,
     DraftExtension,
     DraftLevel,
-    DraftModelTraits,
 )
 from forerun.interface.features import Features
 from forerun.types import AnyArray, Ints
@@ -83,46 +79,26 @@ class _Chains(NamedTuple):
         tokens, stream = extension.next_tokens[roots.last], stream[roots.last]
         return cls(roots.kv_len, tokens, roots.start, stream, roots.scored)
 
-    @classmethod
-    def with_roots(cls, extension: DraftExtension) -> "_Chains":
-        """Return the chains for a network that reads tokens alone: the permanent ones, and each
-        row's root.
-        """
-        lengths = np.diff(extension.start)
-        row = np.repeat(np.arange(len(lengths)), lengths)
-        start = (extension.start + np.arange(len(lengths) + 1)).astype(np.int32)
-        tokens = np.zeros(int(start[-1]), np.int32)
-        tokens[np.arange(len(row)) + row] = extension.tokens
-        tokens[start[1:] - 1] = extension.next_tokens[extension.start[1:] - 1]
-        scored = (extension.scored + row[extension.scored] + 1).astype(np.int32)
-        return cls(extension.kv_len, tokens, start, np.zeros_like(tokens), scored)
 
-
-class JaxLevelModel:
+class JaxLevelModel(DraftModelBase):
     """DraftModel on XLA, on the devices and in the dtype of its target.
 
     Raises MemoryPlanError if it does not fit.
 
-    load   called then: params["draft"], on the devices
-    facts  of `describe`, beside bytes and vocabulary
+    load   called once it fits: params["draft"], on the devices
     """
 
     def __init__(
         self,
         executor: JaxExecutor,
         network: DraftNetwork,
-        traits: DraftModelTraits,
+        declared: Declared,
         load: Callable[[], Params],
-        facts: dict[str, Any],
     ) -> None:
-        self.traits, self._facts = traits, facts
-        self._executor, self._limits = executor, executor.limits
-        self._sizes = network.sizes
-        self._bytes = executor.draft_bytes(network.sizes)
-        check_fits(self._bytes, *executor.place)
-        executor.attach(network, load())
-        # Of draft nodes: the node above, -1 = the root.
-        self._above = np.full(self._limits.max_nodes, -1, np.int32)
+        self.traits, self.facts = declared
+        self._executor, self._limits, self._sizes = executor, executor.limits, network.sizes
+        self.facts |= executor.attach(network, load)
+        self._nodes = DraftNodes(self._limits.max_nodes)
 
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Run the n tokens that became permanent through the draft network, and write its pages.
@@ -174,7 +150,8 @@ class JaxLevelModel:
         read.
         """
         if self._sizes.runs_root:
-            return _Chains.with_roots(extension)
+            tokens, start, scored, _ = with_roots(extension)
+            return _Chains(extension.kv_len, tokens, start, np.zeros_like(tokens), scored)
         stream = streams_of(extension, features)
         if not self._sizes.borrows:
             return _Chains.of(extension, stream)
@@ -192,9 +169,8 @@ class JaxLevelModel:
         check_level(level, self._limits)
         if self._sizes.borrows:
             check_borrows(level.kv_len)
-        numbers = level.first + np.arange(count, dtype=np.int32)
-        self._above[numbers] = level.parents
-        paths = [self._path(number) for number in level.parents.tolist()]
+        self._nodes.add(level)
+        paths = [self._nodes.path(number) for number in level.parents.tolist()]
         deepest = max(map(len, paths))
         depth = next((size for size in DEPTHS if size >= deepest), deepest)
         lines = []
@@ -230,16 +206,6 @@ class JaxLevelModel:
                 views["path"][line, at, : len(path)] = path
         return whole
 
-    def block(self, block: DraftBlock) -> BlockCandidates:
-        """Raise EngineError: this network proposes level by level."""
-        raise EngineError("this draft model proposes level by level, not a block")
-
-    def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info: algorithm, features or layers, vocab, and bytes by
-        purpose.
-        """
-        return {**self._facts, "vocab": self.traits.vocab, **self._bytes}
-
     def _candidates(self, nodes: Ints, asked: int, first: int = 0) -> Candidates:
         """Return candidates of nodes of the last pass, whose numbers begin at `first`."""
         vocab = self._sizes.vocab
@@ -250,11 +216,3 @@ class JaxLevelModel:
         kept = min(asked, vocab)
         ids, log_probs = whole[0, :, :kept], whole[1].view(np.float32)[:, :kept]
         return Candidates(np.ascontiguousarray(ids), np.ascontiguousarray(log_probs))
-
-    def _path(self, number: int) -> Ints:
-        """Draft nodes from the first level down to `number`; none for the root."""
-        path = []
-        while number >= 0:
-            path.append(number)
-            number = int(self._above[number])
-        return np.array(path[::-1], np.int32)

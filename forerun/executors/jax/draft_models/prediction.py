@@ -24,6 +24,7 @@ from forerun.drafts.prediction_layers import (
     PredictionLayers,
 )
 from forerun.errors import ModelError
+from forerun.executors.draft_model import declared_layers
 from forerun.executors.jax.draft_models.level_model import JaxLevelModel
 from forerun.executors.jax.drafts.draft_network import Ran
 from forerun.executors.jax.executor import JaxExecutor
@@ -32,7 +33,6 @@ from forerun.executors.jax.network.decoder import Attend, JaxDecoder
 from forerun.executors.jax.network.kv import NetworkSizes
 from forerun.executors.jax.network.layers import product, rms_norm, rotation
 from forerun.executors.jax.network.weights import Params, load_layer, load_named
-from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
 
 
 class PredictionHead(NamedTuple):
@@ -148,18 +148,10 @@ class JaxPredictionModel(JaxLevelModel):
                 "jax executor drafts with one: use --speculative-num-steps 1, which reads the "
                 "first alone, or --executor cpu or torch"
             )
-        traits = DraftModelTraits(
-            name="nextn",
-            cache=draft.cache,
-            target_ids=draft.target_ids,
-            max_nodes=executor.limits.max_nodes,
-            features=FeatureNeeds("last"),
-        )
         head = PredictionHead(draft, executor.decoder)
         super().__init__(
             executor,
             head,
-            traits,
+            declared_layers(draft, executor.limits.max_nodes),
             lambda: load_prediction(head, executor.dtype),
-            {"algorithm": "nextn", "layers": draft.count},
         )

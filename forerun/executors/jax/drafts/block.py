@@ -221,9 +221,8 @@ def load_block(
         elif plain != "d2t":
             params[_OWN.get(plain, plain)] = put(draft.tensor(name), plain == "fc")
     if not about.own_head and about.vocab != about.target_vocab:
-        tied = checkpoint.architecture.tied_head
-        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        params["head"] = put(checkpoint.tensor(name)[draft.target_ids])
+        whole = checkpoint.tensor(checkpoint.architecture.head_tensor)
+        params["head"] = put(whole[draft.target_ids])
     if scores is not None:
         params["pairs"] = load_pairs(scores, dtype, sharding)
     return {**params, "layers": tuple(layers)}

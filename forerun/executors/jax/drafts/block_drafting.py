@@ -19,7 +19,6 @@ from forerun.executors.jax.drafts.block import BlockNetwork
 from forerun.executors.jax.drafts.drafting import (
     NOWHERE,
     AcceptedStep,
-    Noise,
     children,
     log_normaliser,
     ranked,
@@ -29,6 +28,7 @@ from forerun.executors.jax.drafts.pairs import JaxPairs, calibrated
 from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
 from forerun.executors.jax.network.kv import DraftArrays, of_nodes, slots_of
 from forerun.executors.jax.network.weights import Params
+from forerun.executors.jax.rounds.accept import NodeSampling
 from forerun.interface.draft_model import CANDIDATES
 from forerun.speculative.tree import full_size
 
@@ -54,7 +54,7 @@ class JaxBlockDrafting(NamedTuple):
         held = self.enter(params, held, accepted.streams, (table, position, kept))
         _, roots = accepted.end(kept)
         read = self.propose(params, held, roots[:, 0], table, given.kv_len + count)
-        noise = Noise.of_rows(given, count)
+        noise = given.behind(count)
         return held, self._grow(params, (roots, read[:, :levels]), noise, width)
 
     def enter(
@@ -94,7 +94,9 @@ class JaxBlockDrafting(NamedTuple):
 
         return self.network.block(params, roots, position, of_layer)[:, self.network.first :]
 
-    def _grow(self, params: Params, blocks: tuple[Array, Array], noise: Noise, width: int) -> Array:
+    def _grow(
+        self, params: Params, blocks: tuple[Array, Array], noise: NodeSampling, width: int
+    ) -> Array:
         """Return the record of full trees: each level's nodes have the best `width` children, and
         of all those the best `width` squared go on.
 
@@ -121,7 +123,7 @@ class JaxBlockDrafting(NamedTuple):
         return recorded(grown, confident)
 
     def _below(
-        self, params: Params, logits: Array, read: Array, noise: Noise, width: int
+        self, params: Params, logits: Array, read: Array, noise: NodeSampling, width: int
     ) -> Callable[..., "_Found"]:
         """Return what gives a level's nodes their best `width` children: (level, target ids of the
         nodes int32[R,n], their state) -> children, confidence and the children's state.
@@ -132,8 +134,7 @@ class JaxBlockDrafting(NamedTuple):
         weights, about = params["draft"], self.network.about
         if about.algorithm == "dflash":
             # The best of each depth, whatever stands above them.
-            every = Noise(*(jnp.repeat(part, levels, -1) for part in noise))
-            every = every.further(jnp.tile(jnp.arange(levels), rows))
+            every = noise.repeated(levels).further(jnp.tile(jnp.arange(levels), rows))
             found = children(logits, weights["ids"], every, width)
             tokens, values = (part.reshape(rows, levels, 1, width) for part in found)
             return lambda level, *_: ((tokens[:, level], values[:, level]), None, None)
@@ -152,7 +153,7 @@ class JaxBlockDrafting(NamedTuple):
             found = pairs.below(level, tokens, state)
             count, shape = tokens.shape[1], found.values.shape
             ids = jnp.broadcast_to(weights["ids"][pairs.which[:, level, None]], shape)
-            each = Noise(*(jnp.repeat(part, count, -1) for part in noise)).further(level)
+            each = noise.repeated(count).further(level)
             flat = found.values.reshape(-1, shape[2])
             chosen, values = ranked(ids.reshape(flat.shape), flat, each, width)
             chosen, values = (part.reshape(rows, count, width) for part in (chosen, values))

@@ -16,7 +16,7 @@ from forerun.executors.jax.drafts.drafting import log_normaliser
 from forerun.executors.jax.network.kv import State
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.rounds.batches import Bucket
-from forerun.executors.jax.rounds.inputs import Shapes, views_of
+from forerun.executors.packed import Shapes, views_of
 
 
 def enter_shapes(size: Bucket, tables: tuple[int, int]) -> Shapes:
@@ -47,8 +47,7 @@ class BlockPasses(NamedTuple):
 
         whole  int32[total] vector of `enter_shapes(size, tables)`; padding is written nowhere
         """
-        held = state.draft
-        assert held is not None, "a draft network was attached"
+        held = state.drafting
         given = views_of(whole, enter_shapes(size, self.tables))
         position = given["kv_len"][:, None] + jnp.arange(size.nodes)
         where = given["tables"][:, 0], position, given["real"] > 0
@@ -63,8 +62,7 @@ class BlockPasses(NamedTuple):
 
         whole  int32 vector of `block_shapes`. Changes nothing.
         """
-        held, network = state.draft, self.drafting.network
-        assert held is not None, "a draft network was attached"
+        held, network = state.drafting, self.drafting.network
         given = views_of(whole, block_shapes(size.rows, self.tables))
         where = given["root"], given["tables"][:, 0], given["kv_len"]
         read = self.drafting.propose(params, held, *where)

@@ -10,7 +10,6 @@ The first two take the state, donated, and return it.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from forerun.executors.jax.drafts.drafting import NOWHERE, JaxDrafting, committed, log_normaliser
@@ -18,7 +17,7 @@ from forerun.executors.jax.network.attention import Tree
 from forerun.executors.jax.network.kv import DraftArrays, State, after, slots_of
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.rounds.batches import Bucket
-from forerun.executors.jax.rounds.inputs import Shapes, total, views_of
+from forerun.executors.packed import Shapes, views_of, zeros_of
 from forerun.types import AnyArray, Ints
 
 FEW = 8
@@ -66,8 +65,7 @@ def blank(shapes: Shapes) -> tuple[Ints, dict[str, AnyArray]]:
     """Return a zero vector int32[total] of these parts without a node, and views of the parts:
     places to write are NOWHERE, paths -1.
     """
-    whole = np.zeros(total(shapes), np.int32)
-    views = views_of(whole, shapes)
+    whole, views = zeros_of(shapes)
     for name in ("root", "read", "number"):
         if name in views:
             views[name][:] = NOWHERE
@@ -92,7 +90,7 @@ class DraftPrograms(NamedTuple):
 
         whole  int32[total] vector of `extend_shapes(size, tables)`
         """
-        held, given = _held(state), views_of(whole, extend_shapes(size, self.tables))
+        held, given = state.drafting, views_of(whole, extend_shapes(size, self.tables))
         hidden = self.drafting.network.enter(params, held.streams[given["stream"]])
         position = given["kv_len"][:, None] + jnp.arange(size.nodes)
         pages = state.keys, state.values
@@ -122,7 +120,7 @@ class DraftPrograms(NamedTuple):
 
         whole  int32[total] vector of `expand_shapes(size, tables, levels)`
         """
-        held, given = _held(state), views_of(whole, expand_shapes(size, self.tables, levels))
+        held, given = state.drafting, views_of(whole, expand_shapes(size, self.tables, levels))
         below = given["depth"] + self._runs_root
         further = 0 if self.drafting.network.sizes.borrows else below
         position = given["kv_len"][:, None] + further * jnp.ones_like(below)
@@ -158,15 +156,10 @@ class DraftPrograms(NamedTuple):
         """Return int32[2,FEW,k] for rows int32[FEW] of `reads`: draft ids, and bits of float32
         log-probabilities (nats), best first; k = size.nodes. Changes nothing.
         """
-        logits = self.drafting.network.logits(params, _held(state).reads[rows])
+        logits = self.drafting.network.logits(params, state.drafting.reads[rows])
         best, ids = lax.top_k(logits, size.nodes)
         log_probs = best - log_normaliser(logits)[:, None]
         return jnp.stack([ids, lax.bitcast_convert_type(log_probs, jnp.int32)])
-
-
-def _held(state: State) -> DraftArrays:
-    assert state.draft is not None, "a draft network was attached"
-    return state.draft
 
 
 def _read(held: DraftArrays, place: Array, read: Array) -> DraftArrays:

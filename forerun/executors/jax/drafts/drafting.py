@@ -41,6 +41,7 @@ from forerun.executors.jax.network.kv import (
     slots_of,
 )
 from forerun.executors.jax.network.weights import Params
+from forerun.executors.jax.rounds.accept import NodeSampling
 from forerun.executors.jax.rounds.inputs import Inputs
 from forerun.executors.jax.rounds.noise import approximate, words_of
 from forerun.interface.draft_model import CANDIDATES
@@ -174,28 +175,6 @@ class _Extended(NamedTuple):
         )
 
 
-class Noise(NamedTuple):
-    """Sampling parameters of n nodes' children: seeds uint32[2,n], their output positions int32[n],
-    and temperature float32[n].
-    """
-
-    seeds: Array
-    positions: Array
-    temperature: Array
-
-    @classmethod
-    def of_rows(cls, given: Inputs, accepted: Array) -> "Noise":
-        """Return the noise for a child of every row's last permanent token; accepted int32[R]."""
-        seeds, positions, temperature = (
-            part.reshape(*part.shape[:-1], *given.depth.shape)[..., 0] for part in given.sampling
-        )
-        return cls(seeds, positions + accepted, temperature)
-
-    def further(self, levels: Any) -> "Noise":
-        """Return the noise for children so many levels below."""
-        return self._replace(positions=self.positions + levels)
-
-
 class JaxDrafting(NamedTuple):
     """The network's part of a round. nodes: M of a step; slots: of pages."""
 
@@ -288,12 +267,12 @@ class JaxDrafting(NamedTuple):
     ) -> list[tuple[Array, Array, Array]]:
         """Return tokens, parents and values, [R,.] each: of the first level, then of all others."""
         width, levels = shape
-        noise = Noise.of_rows(given, roots.accepted)
+        noise = given.behind(roots.accepted)
         tokens, values = self._children(params, roots.read, noise, width)
         first = tokens, jnp.full_like(tokens, -1), jnp.minimum(values, 0.0)
         if levels == 1:
             return [first]
-        noise = Noise(*(jnp.repeat(part, width, -1) for part in noise))
+        noise = noise.repeated(width)
 
         def level(growing: _Growing, number: Array) -> tuple[_Growing, tuple[Array, ...]]:
             """Run the best nodes of the level above; gives the level below them."""
@@ -346,7 +325,7 @@ class JaxDrafting(NamedTuple):
         return growing._replace(hidden=ran.output, seen=seen, keys=(keys[0], keys[1])), ran
 
     def _children(
-        self, params: Params, read: Array, noise: Noise, width: int
+        self, params: Params, read: Array, noise: NodeSampling, width: int
     ) -> tuple[Array, Array]:
         logits = self.network.logits(params, read)
         return children(logits, params["draft"]["ids"], noise, width)
@@ -366,7 +345,7 @@ def recorded(
     return jnp.concatenate([part.reshape(-1) for part in whole])
 
 
-def children(logits: Array, ids: Array, noise: Noise, width: int) -> tuple[Array, Array]:
+def children(logits: Array, ids: Array, noise: NodeSampling, width: int) -> tuple[Array, Array]:
     """Return the best children of n nodes, best first: target ids int32[n,width] and values
     float32[n,width] in nats, -inf if a logit is NaN.
 
@@ -391,7 +370,7 @@ def children(logits: Array, ids: Array, noise: Noise, width: int) -> tuple[Array
     return tokens, jnp.where(jnp.isnan(values), -jnp.inf, values)
 
 
-def ranked(tokens: Array, values: Array, noise: Noise, width: int) -> tuple[Array, Array]:
+def ranked(tokens: Array, values: Array, noise: NodeSampling, width: int) -> tuple[Array, Array]:
     """Return the best `width` of each node's candidates, as `children`; target ids tokens
     int32[n,K] and log-probabilities values float32[n,K].
     """

@@ -136,6 +136,12 @@ class State(NamedTuple):
     future: Any = None
     recurrent: RecurrentTables | None = None
 
+    @property
+    def drafting(self) -> DraftArrays:
+        """`draft`; a draft network must be attached (AssertionError)."""
+        assert self.draft is not None, "a draft network was attached"
+        return self.draft
+
 
 @dataclass(frozen=True, slots=True)
 class StateShape:

@@ -188,8 +188,7 @@ class Functions:
         moves[1]; moves int32[2,MOVED].
         """
         del params
-        held = state.draft
-        assert held is not None, "a draft network was attached"
+        held = state.drafting
         streams = held.streams.at[moves[1]].set(held.streams[moves[0]])
         return state._replace(draft=held._replace(streams=streams))
 
@@ -224,8 +223,7 @@ class Functions:
         given, passed, choices, kept = decided
         if not key.levels:
             return state, jnp.zeros(0, jnp.int32)
-        held = state.draft
-        assert held is not None, "a draft network was attached"
+        held = state.drafting
         pages = state.keys, state.values
         about = AcceptedStep(given, choices, kept, passed.features, pages)
         drafting, shape = self.drafting, (key.width, key.levels)

@@ -47,9 +47,10 @@ from forerun.executors.jax.program.functions import Functions, Key
 from forerun.executors.jax.program.future_map import FutureMap
 from forerun.executors.jax.program.kept import KeptPrograms, loads
 from forerun.executors.jax.rounds.batches import Bucket, Buckets
-from forerun.executors.jax.rounds.inputs import packed_size, total
+from forerun.executors.jax.rounds.inputs import packed_size
 from forerun.executors.jax.rounds.reports import REPORTED
 from forerun.executors.jax.rounds.shaping import shaping_shapes
+from forerun.executors.packed import total
 from forerun.interface.draft_model import CANDIDATES
 from forerun.interface.executor import ExecutorLimits
 from forerun.types import Floats
@@ -297,14 +298,7 @@ class JaxPrograms:
         """Return int32[n,line_size] of the report program for rows int32[n] of the streams and the
         tokens int32[n] that follow them; n >= 1. Waits.
         """
-        found = []
-        for begin in range(0, len(rows), REPORTED):
-            part = slice(begin, begin + REPORTED)
-            asked = np.zeros((2, REPORTED), np.int32)
-            count = len(rows[part])
-            asked[0, :count], asked[1, :count] = rows[part], tokens[part]
-            found.append(self.ask(Key("report"), asked)[:count])
-        return np.concatenate(found)
+        return np.concatenate(self.parts(Key("report"), np.stack([rows, tokens]), 0, REPORTED))
 
     def logits(self, rows: np.ndarray) -> np.ndarray:
         """Return float32[n,V] logits of rows int32[n] of the streams, n >= 1, on the host."""
@@ -329,16 +323,18 @@ class JaxPrograms:
             moves[0, ..., :count], moves[1, ..., :count] = source[..., part], target[..., part]
             self.run(key, moves)
 
-    def parts(self, key: Key, rows: np.ndarray, axis: int = 1, each: int = FEW) -> list[np.ndarray]:
-        """Return the results of a program that reads `each` rows at a time, for rows int32[n], as a
-        list of arrays on the host; the rows lie along `axis`. [] for no row.
+    def parts(
+        self, key: Key, given: np.ndarray, axis: int = 1, each: int = FEW
+    ) -> list[np.ndarray]:
+        """Return the results of a program that reads `each` of given int32[...,n] at a time, as a
+        list of arrays on the host, in which they lie along `axis`. [] for n = 0.
         """
         found = []
-        for begin in range(0, len(rows), each):
-            part = np.zeros(each, np.int32)
-            count = len(rows[begin : begin + each])
-            part[:count] = rows[begin : begin + each]
-            found.append(self.ask(key, part).take(range(count), axis))
+        for begin in range(0, given.shape[-1], each):
+            part = given[..., begin : begin + each]
+            missing = [(0, 0)] * (part.ndim - 1) + [(0, each - part.shape[-1])]
+            answer = self.ask(key, np.pad(part, missing).astype(np.int32))
+            found.append(answer.take(range(part.shape[-1]), axis))
         return found
 
     def text(self, key: Key) -> str:

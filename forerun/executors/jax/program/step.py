@@ -6,18 +6,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from forerun.executors.host_choice import history_of, reports_of
+from forerun.executors.host_choice import history_of, report_in, reports_of
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.jax.drafts.draft_passes import FEW
 from forerun.executors.jax.program.drafted import Drafted
 from forerun.executors.jax.program.programs import JaxPrograms
 from forerun.executors.jax.rounds.batches import Batch
 from forerun.executors.jax.rounds.inputs import Rows
-from forerun.executors.jax.rounds.reports import TOP, line_size, report, reports_logprobs
+from forerun.executors.jax.rounds.reports import TOP, line_size, reports_logprobs
 from forerun.executors.jax.rounds.shaping import EditsByRow, edits_of
 from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.speculative.sampling import Sampling
-from forerun.speculative.tree import TreeBatch
+from forerun.speculative.tree import unpadded
 from forerun.types import AnyArray, Bools, Floats, Ints
 
 
@@ -83,13 +83,9 @@ def certain(plan: Plan, sampler: HostSampler) -> bool:
 
 
 def _certain(sampling: Sampling) -> bool:
-    penalties = sampling.frequency_penalty or sampling.presence_penalty
     cut = sampling.temperature > 0 and sampling.top_p < 1.0
     reportable = sampling.logprobs is None or reports_logprobs(sampling)
-    return (
-        not (penalties or sampling.repetition_penalty != 1.0 or cut or sampling.lossy)
-        and reportable
-    )
+    return not (sampling.penalised or cut or sampling.lossy) and reportable
 
 
 def complete(round: JaxRound) -> None:
@@ -100,19 +96,9 @@ def complete(round: JaxRound) -> None:
     round.records[0] = record = jax.device_get(round.records[0])
     round.complete_plan()
     tokens, parents, real = record[-3 * batch.size.total :].reshape(3, *batch.size)[:, :rows]
-    row, node = np.nonzero(real)
-    counts = real.sum(1).astype(np.int32)
-    start = np.append(0, np.cumsum(counts)).astype(np.int32)
-    above = parents[row, node]
-    depth = np.zeros(real.shape, np.int32)
-    for place in range(1, batch.size.nodes):
-        depth[:, place] = depth[np.arange(rows), np.maximum(parents[:, place], 0)] + 1
-    flat = np.split(np.arange(len(row), dtype=np.int32), start[1:-1])
-    round.batches[0] = replace(batch, nodes=tuple(flat))
-    round.place = (row * batch.size.nodes + node).astype(np.int32)
-    parents = np.where(above < 0, -1, above + start[row]).astype(np.int32)
-    known = np.ones(rows, np.int32)
-    round.trees = TreeBatch(tokens[row, node], parents, start, known, depth[row, node])
+    round.trees, round.place = unpadded(tokens, parents, real.sum(1))
+    nodes = np.arange(len(round.place), dtype=np.int32)
+    round.batches[0] = replace(batch, nodes=tuple(np.split(nodes, round.trees.start[1:-1])))
 
 
 def left_to_move(
@@ -211,4 +197,4 @@ class Answers:
             nodes, tokens = np.array(pairs, np.int32).T
             found = self._programs.lines(self._round.place[nodes], tokens)
             reported.update(zip(nodes.tolist(), found, strict=True))
-        return tuple(report(reported[node], token, top) for node, token in pairs)
+        return tuple(report_in(reported[node], token, top) for node, token in pairs)

@@ -5,7 +5,7 @@ Noise is made for all tokens in float32, near enough to leave one token almost a
 come within its error, their exact noise decides, token by token. So the choice is the host's.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +32,14 @@ class NodeSampling(NamedTuple):
     seeds: Array
     positions: Array
     temperature: Array
+
+    def further(self, levels: Any) -> "NodeSampling":
+        """Return the parameters of nodes so many levels below."""
+        return self._replace(positions=self.positions + levels)
+
+    def repeated(self, times: int) -> "NodeSampling":
+        """Return the parameters of n nodes so often each, one behind the other."""
+        return NodeSampling(*(jnp.repeat(part, times, -1) for part in self))
 
 
 def choose(logits: Array, sampling: NodeSampling, allowed: Array | None = None) -> Array:

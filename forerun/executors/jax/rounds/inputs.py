@@ -19,13 +19,11 @@ from forerun.executors.device_choice import Choosing
 from forerun.executors.jax.network.attention import ancestors
 from forerun.executors.jax.rounds.accept import NodeSampling, Trees
 from forerun.executors.jax.rounds.batches import Batch, Bucket
+from forerun.executors.packed import Shapes, total, views_of, zeros_of
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.speculative.verify import intervals
 from forerun.types import Bools, Floats, Ints
-
-Shapes = dict[str, tuple[int, ...]]
-"""Shapes of a vector's parts, by name, in their order."""
 
 
 class Bounds(NamedTuple):
@@ -61,21 +59,6 @@ def _shapes(size: Bucket, tables: tuple[int, int]) -> Shapes:
 def packed_size(size: Bucket, tables: tuple[int, int]) -> int:
     """Return the length of the int32 vector of a dispatch, for rows' page tables of this shape."""
     return total(_shapes(size, tables))
-
-
-def total(shapes: Shapes) -> int:
-    """Return the length of a vector that holds parts of these shapes one behind the other."""
-    return sum(int(np.prod(shape)) for shape in shapes.values())
-
-
-def views_of(whole: Any, shapes: Shapes) -> dict[str, Any]:
-    """Return reshaped views of a NumPy or jnp vector, by the names of `shapes`, in their order."""
-    views, begin = {}, 0
-    for name, shape in shapes.items():
-        end = begin + int(np.prod(shape))
-        views[name] = whole[begin:end].reshape(shape)
-        begin = end
-    return views
 
 
 class Rows(NamedTuple):
@@ -147,8 +130,7 @@ def packed_carried(
 def _blank(batch: Batch, tables: Ints) -> tuple[Ints, dict[str, Any]]:
     """Return a vector without rows, for page tables like these, and its views."""
     size, (_, kinds, width) = batch.size, tables.shape
-    whole = np.zeros(packed_size(size, (kinds, width)), np.int32)
-    views = views_of(whole, _shapes(size, (kinds, width)))
+    whole, views = zeros_of(_shapes(size, (kinds, width)))
     views["draft_slot"][:] = views["of_slot"][:] = views["of_copies"][:] = -1
     views["parents"][:] = -1
     # What is no node sees itself alone.
@@ -214,6 +196,15 @@ class Inputs(NamedTuple):
             ),
             bounds=Bounds(*(views[name] for name in _BOUNDS)),
         )
+
+    def behind(self, count: Array) -> NodeSampling:
+        """Return the parameters of a child of the last of count int32[R] permanent nodes of each
+        row.
+        """
+        seeds, positions, temperature = (
+            part.reshape(*part.shape[:-1], *self.depth.shape)[..., 0] for part in self.sampling
+        )
+        return NodeSampling(seeds, positions + count, temperature)
 
 
 def padded_masks(batch: Batch, masks: NodeMasks | None, words: int) -> tuple[Ints, Ints]:

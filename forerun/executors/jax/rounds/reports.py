@@ -6,12 +6,9 @@ Raw ones, before any sampling parameter, in nats, in float32.
 """
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from forerun.interface.plan import TokenLogprobs
 from forerun.speculative.sampling import Sampling
-from forerun.types import AnyArray, Ints
 
 TOP = 20
 """Alternatives of a token that a program can report; the host computes more."""
@@ -65,18 +62,3 @@ def lines(logits: Array, tokens: Array) -> Array:
         jnp.concatenate([own - normaliser, best - normaliser], 1), jnp.int32
     )
     return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], 1)
-
-
-def report(line: Ints, token: int, top: int) -> TokenLogprobs:
-    """Return the report in a line int32[line_size] made for `token`, with the `top` most probable
-    tokens; without excluded ones (-inf).
-    """
-    kept = (len(line) - 1) // 2
-    ids = line[1 : 1 + kept][:top].tolist()
-    values: AnyArray = line.view(np.float32)
-    best = zip(ids, values[1 + kept :][:top].tolist(), strict=True)
-    return TokenLogprobs(
-        token=token,
-        logprob=float(values[0]),
-        top=tuple((other, value) for other, value in best if value > -np.inf),
-    )

@@ -20,8 +20,8 @@ from jax import Array, lax
 
 from forerun.executors.jax.rounds.accept import NodeSampling, Trees, sampled
 from forerun.executors.jax.rounds.batches import Batch
-from forerun.executors.jax.rounds.inputs import Shapes, total, views_of
 from forerun.executors.jax.rounds.reports import MASS_ERROR, mass, reports_logprobs
+from forerun.executors.packed import Shapes, views_of, zeros_of
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.sampling import LEAST_TOP_P, History, Sampling
 from forerun.types import Ints
@@ -54,8 +54,7 @@ def edits_of(sampling: Sampling, history: History) -> Edits:
     penalties' counts, early stop tokens, biases; may be empty.
     """
     found: Edits = {}
-    counted = sampling.frequency_penalty or sampling.presence_penalty
-    if counted or sampling.repetition_penalty != 1.0:
+    if sampling.penalised:
         output = history.tokens[history.prompt_len :]
         for token, count in zip(*np.unique(output, return_counts=True), strict=True):
             found[int(token)] = (int(count), SEEN, 0.0)
@@ -102,9 +101,7 @@ def packed_shaping(batch: Batch, asked: EditsByRow, room: int, vocab: int) -> In
     """Return the int32[total] vector of `shaping_shapes` for a batch; rows that are not in `asked`
     have neutral values. Raises ValueError if there are more than `room` edits.
     """
-    shapes = shaping_shapes(batch.size.rows, room)
-    whole = np.zeros(total(shapes), np.int32)
-    views = views_of(whole, shapes)
+    whole, views = zeros_of(shaping_shapes(batch.size.rows, room))
     views["row"][:] = batch.size.rows
     views["top_k"][:] = vocab
     for name in ("repetition", "top_p"):

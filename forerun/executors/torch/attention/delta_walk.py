@@ -5,7 +5,6 @@ while all tokens of a prompt pass.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import finalize
 
 import numpy as np
@@ -56,25 +55,13 @@ class DeltaWay:
         return DeltaWay(start, known, parents, slots.astype(np.int64), targets)
 
 
-class DeltaWalk(Protocol):
-    """Advances the states float32[rows,Hv,Dk,Dv] of a layer along a step's trees."""
-
-    def advance(self, states: Tensor, way: DeltaWay, tokens: Tokens) -> Tensor:
-        """Return float32[M,Hv,Dv], the nodes' results. Writes the states after known tokens."""
-        ...
-
-    def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
-        """Advance the states of rows int32[n], which all differ, by one token each; tokens: of n
-        nodes. Writes `states`.
-        """
-        ...
-
-
 class PlainDelta:
-    """A node's state is made of its parent's, one after the other."""
+    """Advances states in torch: a node's is made of its parent's, one after the other."""
 
     def advance(self, states: Tensor, way: DeltaWay, tokens: Tokens) -> Tensor:
-        """Implement DeltaWalk.advance."""
+        """Return float32[M,Hv,Dv], the nodes' results along a step's trees. Writes the states
+        float32[rows,Hv,Dk,Dv] after known tokens.
+        """
         found = torch.zeros_like(tokens.values)
 
         def run(here: Tensor, node: int) -> None:
@@ -97,7 +84,9 @@ class PlainDelta:
         return found
 
     def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
-        """Implement DeltaWalk.follow: all rows at once."""
+        """Advance the states of rows int32[n], which all differ, by one token each; tokens: of n
+        nodes. Writes `states`.
+        """
         where = indices(rows, states.device)
         here = states.index_select(0, where)
         advance(here, tokens)
@@ -120,15 +109,13 @@ class NativeDelta:
         finalize(self, self._library.forerun_delta_close, self._handle)
 
     def advance(self, states: Tensor, way: DeltaWay, tokens: Tokens) -> Tensor:
-        """Implement DeltaWalk.advance: float32[M,Hv,Dv], by the compiled core, in the nodes' own
-        order.
-        """
+        """Compute PlainDelta.advance, float32[M,Hv,Dv], in the nodes' own order."""
         found = torch.empty(tokens.values.shape)
         self._run(states, way, tokens, found)
         return found
 
     def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
-        """Implement DeltaWalk.follow: write the rows int32[n] of `states`, by the compiled core."""
+        """Compute PlainDelta.follow: write the rows int32[n] of `states`."""
         count = len(rows)
         ones, none = np.ones(count, np.int32), np.full(count, -1, np.int64)
         start = np.arange(count + 1, dtype=np.int32)
@@ -155,8 +142,11 @@ class NativeDelta:
             *others,
             out.data_ptr() if out is not None else None,
         )
-        if self._library.forerun_delta_run(self._handle, step):
-            raise EngineError(f"the core: {self._library.forerun_error().decode()}")
+        self._library.forerun_delta_run(self._handle, step)
+
+
+DeltaWalk = PlainDelta | NativeDelta
+"""What advances the states of a layer."""
 
 
 def chosen_walk(device: torch.device) -> DeltaWalk:

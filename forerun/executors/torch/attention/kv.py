@@ -19,8 +19,8 @@ overwritten by the next step. Known tokens' are written to pages at once. These 
 sequences' slots of a plan.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -164,14 +164,8 @@ def _finite_values(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return keys + (keys * 0 + values * 0).sum(-1, keepdim=True), values.nan_to_num(0, 0, 0)
 
 
-class Move(Protocol):
-    """PagedCache.move, or what does the same."""
-
-    def __call__(
-        self, cache: "PagedCache", source: Tensor, target: Tensor, kept: Tensor | None, /
-    ) -> None:
-        """Move keys and values of accepted nodes within `cache`."""
-        ...
+Move = Callable[["PagedCache", Tensor, Tensor, Tensor | None], None]
+"""PagedCache.move, or what does the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ Does not use scaled_dot_product_attention, which may choose cuDNN: that builds a
 length while the whole step waits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -81,22 +81,11 @@ class PackedPrompts:
         )
 
 
-class VariableLength(Protocol):
-    """Attention of rows of different lengths."""
-
-    def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        packed: PackedPrompts,
-        spec: AttentionSpec,
-    ) -> Tensor:
-        """Return the context [n,A,E] of queries [n,A,E] over keys and values [S,G,E] of one dtype,
-        each row's nodes at the last of its own keys, each seeing those up to its own position,
-        within the window of `spec`.
-        """
-        ...
+VariableLength = Callable[[Tensor, Tensor, Tensor, PackedPrompts, AttentionSpec], Tensor]
+"""(queries [n,A,E], keys and values [S,G,E] of one dtype, rows, how scores are made) -> the context
+[n,A,E]: each row's nodes stand at the last of its own keys and see those up to their own position,
+within the window.
+"""
 
 
 def flash(

@@ -6,6 +6,7 @@ A node's window is its own input and those of the window - 1 tokens before it: o
 the row of states at which its tree begins. A row's trees never see each other.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,14 +77,10 @@ class KnownNodes:
     targets: Tensor
 
 
-class Ancestors(Protocol):
-    """Finds the windows of nodes."""
-
-    def __call__(self, nodes: StateNodes, width: int) -> Tensor:
-        """Return int32[M,width]: each node's last tokens, its own last: a node's number, or -1 - j
-        for place j of the window of its row of states. Rows have equally many nodes.
-        """
-        ...
+Ancestors = Callable[[StateNodes, int], Tensor]
+"""(nodes, width) -> int32[M,width]: each node's last tokens, its own last: a node's number, or
+-1 - j for place j of the window of its row of states. Rows have equally many nodes.
+"""
 
 
 class Score(Protocol):
@@ -106,50 +103,19 @@ class Score(Protocol):
         ...
 
 
-class Convolve(Protocol):
-    """Runs a short convolution over trees."""
-
-    def __call__(
-        self,
-        mixed: Tensor,
-        kernel: Tensor,
-        bias: Tensor | None,
-        states: StateTables,
-        nodes: StateNodes,
-        past: Tensor,
-    ) -> Tensor:
-        """Return float32[M,C], the sums of nodes' windows of inputs [M,C]; past: from Ancestors."""
-        ...
-
-
-class Advance(Protocol):
-    """Makes paths permanent in several layers at once."""
-
-    def __call__(
-        self,
-        about: GatedDelta,
-        numbers: DeltaNumbers,
-        states: StateTables,
-        nodes: StateNodes,
-        past: Tensor,
-        path: KeptNodes,
-    ) -> None:
-        """Advance the matrices of each row's state along its path, in place, by the same numbers as
-        Score; copy them at an end of a page. Windows are read, and stay.
-        """
-        ...
-
-
-class Shift(Protocol):
-    """Moves windows to the ends of paths, in several layers at once."""
-
-    def __call__(
-        self, mixed: Tensor, states: StateTables, nodes: StateNodes, past: Tensor, path: KeptNodes
-    ) -> None:
-        """Make each row's windows those of its path's last node, in place, of inputs [L,M,C]; copy
-        those at an end of a page.
-        """
-        ...
+Convolve = Callable[[Tensor, Tensor, Tensor | None, StateTables, StateNodes, Tensor], Tensor]
+"""(inputs [M,C], kernel, bias, states, nodes, their windows by Ancestors) -> float32[M,C], the sums
+of the windows.
+"""
+Advance = Callable[[GatedDelta, DeltaNumbers, StateTables, StateNodes, Tensor, KeptNodes], None]
+"""(what the net is, nodes' numbers, states, nodes, their windows by Ancestors, paths): advance the
+matrices of each row's state along its path, in several layers at once, in place, by the same
+numbers as Score; copy them at an end of a page. Windows are read, and stay.
+"""
+Shift = Callable[[Tensor, StateTables, StateNodes, Tensor, KeptNodes], None]
+"""(inputs [L,M,C], states, nodes, their windows by Ancestors, paths): make each row's windows those
+of its path's last node, in several layers at once, in place; copy those at an end of a page.
+"""
 
 
 @dataclass(frozen=True, slots=True)

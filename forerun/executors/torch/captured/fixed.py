@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.executors.packed import Shapes, total, views_of
 from forerun.executors.torch.shaping import RULES
 from forerun.executors.torch.sizes import Size, programs_for, split_of, tile_nodes, tiles_of
 from forerun.speculative.accept import NOTHING
@@ -45,7 +46,7 @@ def _tiles(size: Size, dims: BufferDims) -> int:
     return size.rows * -(-size.nodes // tile_nodes(size.nodes, dims.gqa_group))
 
 
-def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
+def _shapes(size: Size, dims: BufferDims) -> Shapes:
     """Return the shapes of the inputs, all int32, in the order of their addresses.
 
     Of rows, [R]:
@@ -63,7 +64,7 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
     RULES of rows; the grammars' masks [R*N,ceil(V/32)], and each node's mask, -1 = none.
     """
     of_rows = "count", "low", "high", "temperature", "decided", "draft_slot", "copies"
-    asked: dict[str, tuple[int, ...]] = {}
+    asked: Shapes = {}
     if size.shaping:
         asked |= dict.fromkeys(RULES, (size.rows,))
     if size.masked:
@@ -87,7 +88,7 @@ def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
     at most.
     """
     largest = Size(rows, -(-nodes // rows), shaping=1, masked=1)
-    count = sum(int(np.prod(shape)) for shape in _shapes(largest, dims).values())
+    count = total(_shapes(largest, dims))
     # Other sizes have more tiles, and more changes.
     count += 3 * programs_for(nodes, dims.groups)
     return count + 3 * len(dims.sent) * (2 * rows + -(-2 * nodes // dims.page_size))
@@ -108,7 +109,7 @@ class RoundBuffers:
         returned = 3 * size.total + size.rows + 3 * size.rows * size.draft_tokens
         returned += 2 * size.rows * size.candidates
         returned += size.reported + confident
-        self.whole = room[: sum(int(np.prod(shape)) for shape in self._shapes.values())]
+        self.whole = room[: total(self._shapes)]
         start = np.arange(size.rows + 1, dtype=np.int32) * size.nodes
         self.buffers = self.views(self.whole) | {"start": torch.from_numpy(start).to(room.device)}
         self.record = torch.zeros(returned, dtype=torch.int32, device=room.device)
@@ -118,9 +119,7 @@ class RoundBuffers:
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         """Return the parts of inputs int32[.] of this size, by name."""
-        parts = whole.split([int(np.prod(shape)) for shape in self._shapes.values()])
-        named = zip(self._shapes.items(), parts, strict=True)
-        views = {name: part.view(shape) for (name, shape), part in named}
+        views = views_of(whole, self._shapes)
         return views | {"kv_len": views["where"][0], "position": views["where"][1]}
 
     def _blank(self, dims: BufferDims) -> Ints:

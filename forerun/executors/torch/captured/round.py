@@ -11,12 +11,13 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import Choosing, DeviceNodes
+from forerun.executors.host_choice import report_in
 from forerun.executors.torch.attention.geometry import tree_intervals
 from forerun.executors.torch.captured.fixed import SENT, RoundBuffers
 from forerun.executors.torch.sizes import Record, Size, split_of
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Plan, Round, TokenLogprobs
-from forerun.speculative.tree import TreeBatch, batch
+from forerun.speculative.tree import TreeBatch, unpadded
 from forerun.types import AnyArray, Bools, Ints
 
 Reserved = dict[int, int]
@@ -49,10 +50,12 @@ class CapturedRound(Round):
     def read(self) -> None:
         """Wait for the record, and complete plan, trees and place. Once."""
         self.wait()
-        self.record = Record.of(self.size, self.result.numpy().copy())
+        self.record = record = Record.of(self.size, self.result.numpy().copy())
         if self.previous is not None:
             self.complete_plan()
-            self._read_trees()
+            shape, rows = (self.size.rows, self.size.nodes), self.plan.rows
+            tokens, parents = record.tokens.reshape(shape), record.parents.reshape(shape)
+            self.trees, self.place = unpadded(tokens[:rows], parents[:rows], record.count[:rows])
 
     def report(self, node: int, top: int) -> TokenLogprobs | None:
         """Return the log-probabilities of the choice at a flat node; None if the device did not
@@ -62,14 +65,8 @@ class CapturedRound(Round):
         place = int(self.place[node])
         if record.choices[place] < 0 or not 0 <= top <= size.reports or not size.reports:
             return None
-        mine = record.reported.reshape(size.total, -1)[place]
-        own, ids, others = mine[:1], mine[1 : 1 + size.reports], mine[1 + size.reports :]
-        best = zip(ids.tolist(), others.view(np.float32).tolist(), strict=True)
-        return TokenLogprobs(
-            token=int(record.choices[place]),
-            logprob=float(own.view(np.float32)[0]),
-            top=tuple(pair for pair in best if pair[1] > -np.inf)[:top],
-        )
+        line = record.reported.reshape(size.total, -1)[place]
+        return report_in(line, int(record.choices[place]), top)
 
     def drafts(self) -> NextDrafts | None:
         """Return what was drafted for the next step; None without a request."""
@@ -94,27 +91,6 @@ class CapturedRound(Round):
             log_probs=log_probs,
             confident=confident.view(np.float32) if confident.size else None,
         )
-
-    def _read_trees(self) -> None:
-        """Complete trees and place of a round that went on from another."""
-        rows, nodes, record = self.plan.rows, self.size.nodes, self.record
-        if nodes == 1:
-            self.place = np.arange(rows, dtype=np.int32)
-            self.trees = batch(record.tokens[:rows, None])
-            return
-        counts = record.count[:rows]
-        row, node = np.nonzero(np.arange(nodes) < counts[:, None])
-        self.place = place = (row * nodes + node).astype(np.int32)
-        start = np.append(0, np.cumsum(counts)).astype(np.int32)
-        parents = np.where(node > 0, record.parents[place] + start[row], -1).astype(np.int32)
-        depth = np.zeros(len(place), np.int32)
-        for _ in range(int(counts.max()) - 1):  # A level each, at least.
-            deeper = np.where(parents >= 0, depth[parents] + 1, 0)
-            if (deeper == depth).all():
-                break
-            depth = deeper.astype(np.int32)
-        known = np.ones(rows, np.int32)
-        self.trees = TreeBatch(record.tokens[place], parents, start, known, depth)
 
 
 Buffers = dict[str, AnyArray]

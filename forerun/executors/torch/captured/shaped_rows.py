@@ -107,7 +107,7 @@ class ShapedRows:
                 continue
             asked, text = history(row)
             current = self._counted.get(slot) == len(text.tokens)
-            if not current and (slot not in self._counted or _penalised(asked)):
+            if not current and (slot not in self._counted or asked.penalised):
                 rows.append((slot, self._entries(text, asked), self._biases(slot, asked)))
                 self._counted[slot] = len(text.tokens)
         return (lambda: self._write(rows)) if rows else None
@@ -198,12 +198,6 @@ def _kind(sampling: Sampling) -> int:
     if sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1.0):
         return CUT
     return PLAIN if sampling.temperature_only else EDITED
-
-
-def _penalised(sampling: Sampling) -> bool:
-    """Return whether the choices depend on earlier tokens."""
-    counted = sampling.frequency_penalty or sampling.presence_penalty
-    return bool(counted) or sampling.repetition_penalty != 1.0
 
 
 def _rules(sampling: Sampling, vocab: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ The slow twin is `Tensor.copy_` piece by piece, which is what runs on the CPU.
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,30 +21,11 @@ Piece = tuple[Tensor, NDArray[np.uint8], torch.dtype]
 """The target [n,K], its bytes uint8[n,bytes of a row], and their type."""
 
 
-class Lane(Protocol):
-    """A pinned buffer and a stream of the device. One thread at a time."""
-
-    def begin(self) -> None:
-        """Order all copies from now on after all work that the device has received before."""
-        ...
-
-    def buffer(self, size: int) -> Tensor:
-        """Return uint8[size] in pinned memory; waits until everything sent of it before has left
-        it.
-        """
-        ...
-
-    def send(self, out: Tensor, held: Tensor) -> None:
-        """Copy `held`, which lies in the buffer, into `out` of the same shape. Does not wait."""
-        ...
-
-    def end(self) -> None:
-        """Order all device work from now on after all copies sent. Does not wait."""
-        ...
-
-
 class CudaLane:
-    """A Lane of a CUDA device. cuda: the library; tests have one without a device."""
+    """A pinned buffer and a stream of a CUDA device. One thread at a time.
+
+    cuda  the library; tests have one without a device
+    """
 
     cuda: Any = torch.cuda
 
@@ -55,11 +36,13 @@ class CudaLane:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def begin(self) -> None:
-        """Implement Lane.begin: this lane's stream waits for the device's current one."""
+        """Order all copies from now on after all work that the device has received before."""
         self._stream.wait_stream(self.cuda.current_stream(self._device))
 
     def buffer(self, size: int) -> Tensor:
-        """Implement Lane.buffer; allocates anew if a larger one than so far is wanted."""
+        """Return uint8[size] in pinned memory; waits until everything sent of it before has left
+        it.
+        """
         self._sent.synchronize()
         if len(self._buffer) < size:
             self._buffer = self.pinned(size)
@@ -70,8 +53,8 @@ class CudaLane:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def send(self, out: Tensor, held: Tensor) -> None:
-        """Implement Lane.send. The device changes the dtype: `copy_` from the host would do that on
-        the host.
+        """Copy `held`, which lies in the buffer, into `out` of the same shape. Does not wait. The
+        device changes the dtype: `copy_` from the host would do that on the host.
         """
         with self.cuda.stream(self._stream):
             there = held if held.dtype == out.dtype else held.to(out.device, non_blocking=True)
@@ -79,17 +62,17 @@ class CudaLane:
             self._sent.record(self._stream)
 
     def end(self) -> None:
-        """Implement Lane.end: the device's current stream waits for this lane's."""
+        """Order all device work from now on after all copies sent. Does not wait."""
         self.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class Staging:
     """Copies pieces of files to a device through its lanes, at least one."""
 
-    def __init__(self, lanes: list[Lane]) -> None:
+    def __init__(self, lanes: list[CudaLane]) -> None:
         self._lanes = lanes
         self._threads = ThreadPoolExecutor(len(lanes), "forerun-load")
-        self._free: SimpleQueue[Lane] = SimpleQueue()
+        self._free: SimpleQueue[CudaLane] = SimpleQueue()
         for lane in lanes:
             self._free.put(lane)
 

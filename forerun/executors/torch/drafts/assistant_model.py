@@ -1,7 +1,6 @@
 """Gemma 4's assistant in torch, pass by pass. drafts/assistant.py says what it computes."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +8,6 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.drafts.assistant import BEFORE, BEHIND, CENTROIDS, Assistant
-from forerun.errors import EngineError
 from forerun.executors.draft_checks import (
     check_borrows,
     check_extension,
@@ -17,6 +15,7 @@ from forerun.executors.draft_checks import (
     check_pages,
     roots_of,
 )
+from forerun.executors.draft_model import DraftModelBase, declared_layers
 from forerun.executors.torch.attention.attention import KeyBlocks, RowKeys, attend
 from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.decoder.decoder import Block
@@ -29,13 +28,9 @@ from forerun.executors.torch.features import on_device
 from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.triton.kernels import parts_of
 from forerun.interface.draft_model import (
-    BlockCandidates,
     Candidates,
-    DraftBlock,
     DraftExtension,
     DraftLevel,
-    DraftModelTraits,
-    FeatureNeeds,
 )
 from forerun.interface.features import Features
 from forerun.types import AnyArray, Ints
@@ -43,7 +38,7 @@ from forerun.types import AnyArray, Ints
 _NOWHERE: AnyArray = np.zeros(0, np.int64)
 
 
-class TorchAssistantModel:
+class TorchAssistantModel(DraftModelBase):
     """DraftModel in torch, on the device and in the dtype of its target, whose keys and values it
     reads where they are.
 
@@ -55,13 +50,8 @@ class TorchAssistantModel:
         device, dtype = executor.device, executor.dtype
         taken = {"draft_weight": draft.parameters * dtype.itemsize}
         check_fits(taken, device)
-        self.traits = DraftModelTraits(
-            name="frozen_kv_mtp",
-            cache=draft.cache,
-            target_ids=draft.target_ids,
-            max_nodes=limits.max_nodes,
-            features=FeatureNeeds("last"),
-        )
+        self.traits, self.facts = declared_layers(draft, limits.max_nodes)
+        self.facts |= {f"{part}_bytes": count for part, count in taken.items()}
         self._executor, self._arch = executor, arch
         weights, parts = (
             Weights(draft, device, dtype, Linear, finite=True),
@@ -73,8 +63,7 @@ class TorchAssistantModel:
             Block(weights, layer, spec, arch, parts) for layer, spec in enumerate(arch.layer_specs)
         ]
         self._ropes = rotations(arch.ropes, device)
-        head = "model.embed_tokens.weight" if arch.tied_head else "lm_head.weight"
-        rows = weights.matrix(head)
+        rows = weights.matrix(arch.head_tensor)
         if draft.vocab < arch.vocab:
             rows = rows.index_select(0, indices(draft.target_ids, device))
         self._head, self._clusters = Linear(rows), draft.clusters
@@ -84,12 +73,6 @@ class TorchAssistantModel:
         # What the next step receives: of draft nodes, then of each slot's root.
         count = limits.max_nodes + limits.slots
         self._outputs = torch.zeros(count, draft.target_hidden, device=device, dtype=dtype)
-        self._facts = {
-            "algorithm": self.traits.name,
-            "layers": arch.layers,
-            "vocab": self.traits.vocab,
-            **{f"{part}_bytes": count for part, count in taken.items()},
-        }
         executor.request_aux_hidden_states((executor.decoder.arch.layers,))
 
     @torch.inference_mode()
@@ -128,10 +111,6 @@ class TorchAssistantModel:
         read, outputs = self._pass(level.tokens, hidden, level.start, level.kv_len, level.pages)
         self._outputs[level.first : level.first + count] = outputs
         return self._candidates(read, level.candidates)
-
-    def block(self, block: DraftBlock) -> BlockCandidates:
-        """Raise EngineError: an assistant proposes level by level."""
-        raise EngineError(f"{self.traits.name} proposes level by level, not a block")
 
     def _pass(
         self, tokens: Ints, hidden: Tensor, start: Ints, kv_len: Ints, pages: Ints
@@ -202,7 +181,3 @@ class TorchAssistantModel:
         found, log_probs = likeliest(logits, count)
         chosen = found if ids is None else ids.gather(-1, found)
         return Candidates(chosen.int().cpu().numpy(), log_probs.cpu().numpy())
-
-    def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info."""
-        return self._facts

@@ -8,10 +8,10 @@ of the cache holds every layer's keys and values of the features at p, rotated b
 never cached. Root and masks stand at the positions that their tokens would have.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.block_config import KERNEL_SIZE, BlockHead
 from forerun.drafts.block_folder import BlockFile
-from forerun.errors import EngineError
-from forerun.executors.draft_checks import check_block, check_extension
-from forerun.executors.pair_scores import pair_scores
+from forerun.executors.draft_checks import check_extension
+from forerun.executors.draft_model import BlockModelBase
 from forerun.executors.torch.attention.kv import KvShape, indices
 from forerun.executors.torch.decoder.elementwise import (
     Elementwise,
@@ -46,13 +45,9 @@ from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.features import on_device
 from forerun.executors.torch.triton.kernels import parts_of
 from forerun.interface.draft_model import (
-    BlockCandidates,
     Candidates,
     DraftBlock,
     DraftExtension,
-    DraftLevel,
-    DraftModelTraits,
-    FeatureNeeds,
     no_candidates,
 )
 from forerun.interface.features import Features
@@ -202,44 +197,31 @@ class BlockDrafter(nn.Module):
         return normed
 
 
-class TorchBlockModel:
+class TorchBlockModel(BlockModelBase):
     """DraftModel in torch, on the device and in the dtype of its target. Its passes only launch
     (`context`, `forward`, `logits`); captured rounds run the same ones
     (captured/block_drafting.py).
 
     cache, ids, ropes, gqa_group  as of LevelModel
-    pairs  how tokens depend on those above; None: they do not
     dtype  of its weights
 
     Raises MemoryPlanError if it does not fit, EngineError if a block is larger than a step.
     """
 
     def __init__(self, executor: TorchTarget, checkpoint: Checkpoint, draft: BlockFile) -> None:
-        head, limits = draft.head, executor.limits
-        self.traits = DraftModelTraits(
-            name=head.algorithm,
-            cache=head.cache,
-            target_ids=draft.target_ids,
-            max_nodes=limits.max_nodes,
-            features=FeatureNeeds("aux", head.features),
-            block_size=head.depth,
-            confident=head.confidence > 0,
-        )
-        if head.places > limits.max_nodes:
-            raise EngineError(
-                f"a block of {head.places} does not fit into a step of {limits.max_nodes} nodes; "
-                "raise chunked-prefill-size"
-            )
-        self._executor, self.about, self._limits = executor, head, limits
+        head = draft.head
+        super().__init__(draft, executor.limits)
+        self._executor = executor
         device, dtype = executor.device, executor.dtype
         self.dtype = dtype
         scale, shape = head.head_size**-0.5, KvShape(head.cache)
         windows = tuple(AttentionSpec(scale, window) for window in head.windows)
-        self.cache, self._taken = allocated(executor, head.parameters, shape, attention=windows)
+        self.cache, taken = allocated(executor, head.parameters, shape, attention=windows)
+        self.facts |= taken
         parts = parts_of(executor.kernels)
         weights = partial(read_tensor, executor, draft)
         self._module = for_serving(lambda: BlockDrafter(head, parts), weights)
-        self.pairs, self._rows = pair_scores(draft), None
+        self._rows: Tensor | None = None
         if not head.own_head and head.vocab != head.target_vocab:  # The target's, of some tokens.
             self._rows = head_rows(executor, checkpoint, draft.target_ids)
         self.ids = torch.from_numpy(draft.target_ids.astype(np.int32)).to(device)
@@ -292,31 +274,9 @@ class TorchBlockModel:
         self.cache.commit(extension)
         return no_candidates(len(extension.scored))
 
-    def expand(self, level: DraftLevel) -> Candidates:
-        """Raise EngineError: a block drafter proposes a block at once."""
-        raise EngineError("a block drafter proposes a block, not level by level")
-
     @torch.inference_mode()
-    def block(self, block: DraftBlock) -> BlockCandidates:
-        """Propose, as many rows in a pass as there are nodes in a step."""
-        check_block(block, self.about.depth, self._limits)
-        at_once = self._limits.max_nodes // self.about.places
-        if self.pairs is not None:
-            block = replace(block, candidates=self.pairs.count(block))
-        parts = [
-            self._propose(block.part(begin, begin + at_once))
-            for begin in range(0, len(block.roots), at_once)
-        ]
-        ids, log_probs, hidden = map(np.concatenate, zip(*parts, strict=True))
-        pairs = None
-        if self.pairs is not None:
-            pairs = self.pairs.of(block.roots, ids, log_probs, hidden)
-        return BlockCandidates(ids, log_probs, pairs)
-
-    def _propose(self, block: DraftBlock) -> tuple[AnyArray, AnyArray, AnyArray]:
-        """Draft ids and log-probabilities, each [R,depth,k], and the output head's input
-        float32[R,depth,H], if pairs read it.
-        """
+    def propose(self, block: DraftBlock) -> Sequence[AnyArray]:
+        """Implement BlockModelBase.propose."""
         about, places = self.about, self.about.run(block.depth)
         work = self.cache.block(replace(block, depth=places), max(about.mask, 0), about.causal)
         device = self._executor.device
@@ -324,10 +284,6 @@ class TorchBlockModel:
         read = self.forward(tokens.view(-1, places), rotary, work.attend)
         read = self.read_at(read, block.depth)
         ids, log_probs = likeliest(self.logits(read.flatten(0, 1)), block.candidates)
-        if not log_probs.isfinite().all():
-            raise EngineError(
-                "a block drafter's logits are not finite; float16 overflows where bfloat16 does not"
-            )
         split = (-1, block.depth)
         return (
             ids.int().unflatten(0, split).cpu().numpy(),
@@ -337,16 +293,3 @@ class TorchBlockModel:
 
     def _rotary(self, position: AnyArray) -> Rotary:
         return rotation(indices(position, self._executor.device), *self.ropes[0])
-
-    def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info: the algorithm, Vd, the target's layers that are read,
-        places of a block, and bytes by purpose.
-        """
-        return {
-            "algorithm": self.about.algorithm,
-            "vocab": self.traits.vocab,
-            "features": list(self.about.features),
-            "block_size": self.about.places,
-            "causal": self.about.causal,
-            **self._taken,
-        }

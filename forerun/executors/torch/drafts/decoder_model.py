@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.drafts.whole_draft import WholeDraft
+from forerun.executors.draft_model import declared_whole
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.layers import Linear, padded_rows
 from forerun.executors.torch.drafts.level_model import LevelModel, Nodes
@@ -17,7 +18,6 @@ from forerun.executors.torch.drafts.loading import allocated, head_rows
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.memory import kv_shape
 from forerun.executors.torch.triton.kernels import parts_of
-from forerun.interface.draft_model import DraftModelTraits
 
 
 class TorchDecoderModel(LevelModel):
@@ -31,13 +31,7 @@ class TorchDecoderModel(LevelModel):
         device, dtype, limits = executor.device, executor.dtype, executor.limits
         checkpoint = draft.checkpoint
         shape = kv_shape(checkpoint.architecture)
-        traits = DraftModelTraits(
-            name=draft.algorithm,
-            cache=draft.cache,
-            target_ids=draft.vocabulary.target_ids,
-            max_nodes=limits.max_nodes,
-            runs_roots=True,
-        )
+        declared = declared_whole(draft, limits.max_nodes, runs_roots=True)
         attention = tuple(spec.attention for spec in checkpoint.architecture.layer_specs)
         cache, taken = allocated(executor, draft.parameters, shape, 0, True, attention)
         parts = parts_of(executor.kernels)
@@ -47,16 +41,8 @@ class TorchDecoderModel(LevelModel):
         if not draft.vocabulary.every(checkpoint.architecture.vocab):
             decoder.head = Linear(head_rows(executor, checkpoint, draft.vocabulary.own_ids))
         self._inputs = torch.from_numpy(draft.vocabulary.inputs.astype(np.int64)).to(device)
-        arch = decoder.arch
-        self.facts = {
-            "algorithm": draft.algorithm,
-            "model": draft.name,
-            "layers": arch.layers,
-            "vocab": traits.vocab,
-            "shared_tokens": draft.vocabulary.shared,
-            **taken,
-        }
-        super().__init__(executor, traits, cache, decoder.ropes, arch.heads, 0)
+        super().__init__(executor, declared, cache, decoder.ropes, decoder.arch.heads, 0)
+        self.facts |= taken
 
     def enter(self, features: Tensor | None) -> Tensor:
         """Return an empty tensor [0,0]: the model reads only tokens."""

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from forerun.executors.draft_model import DraftNodes, with_roots
 from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.attention import KeyBlocks, RowKeys, attend
 from forerun.executors.torch.attention.kv import KvShape, PagedCache, Slots, enter, indices
@@ -76,9 +77,7 @@ class DraftCache:
         self.page_size = limits.page_size
         self.scratch_begin = self.paged.scratch_begin
         self.root_begin = self.scratch_begin + self._scratch
-        # Of draft nodes: the node above, -1 = the root, and how many are above.
-        self._above = np.full(self._scratch, -1, np.int32)
-        self._depth = np.zeros(self._scratch, np.int32)
+        self._nodes = DraftNodes(self._scratch)
 
     @staticmethod
     def bytes(shape: KvShape, limits: ExecutorLimits, dtype: torch.dtype) -> int:
@@ -94,18 +93,9 @@ class DraftCache:
         themselves and each row's root. Raises EngineError if a position has no page.
         """
         self._targets(extension)
-        lengths = np.diff(extension.start)
-        row = np.repeat(np.arange(len(lengths)), lengths)
-        if not self.roots:
-            tokens: Ints = extension.next_tokens
-            start: Ints = extension.start
-            scored = extension.scored
-        else:
-            start = (extension.start + np.arange(len(lengths) + 1)).astype(np.int32)
-            tokens = np.zeros(int(start[-1]), np.int32)
-            tokens[np.arange(len(row)) + row] = extension.tokens
-            tokens[start[1:] - 1] = extension.next_tokens[extension.start[1:] - 1]
-            scored = (extension.scored + row[extension.scored] + 1).astype(np.int32)
+        tokens, start, scored = extension.next_tokens, extension.start, extension.scored
+        if self.roots:
+            tokens, start, scored, _ = with_roots(extension)
         nodes = np.arange(start[-1], dtype=np.int32)
         counts = np.diff(start)
         position = np.repeat(extension.kv_len - start[:-1], counts) + nodes
@@ -120,19 +110,15 @@ class DraftCache:
     def level(self, level: DraftLevel) -> DraftPass:
         """Return a pass over draft tokens, and store each one's parent, for deeper levels."""
         nodes = np.arange(len(level.tokens), dtype=np.int32)
-        numbers = level.first + nodes
-        self._above[numbers] = level.parents
-        above = np.where(level.parents < 0, -1, self._depth[level.parents])
-        self._depth[numbers] = above + 1
         known = level.kv_len + self.roots
-        position = np.repeat(known, np.diff(level.start)) + self._depth[numbers]
+        position = np.repeat(known, np.diff(level.start)) + self._nodes.add(level)
         rows = []
         for row, (begin, end) in enumerate(zip(level.start[:-1], level.start[1:], strict=True)):
             cached = self._cached(level.pages[row], int(level.kv_len[row]))
             if self.roots:
                 cached = np.append(cached, self._root(level.slots[row]))
             chains = [
-                (self._places(self._path(level.first + node)), nodes[node : node + 1])
+                (self._places(self._nodes.path(level.first + node)), nodes[node : node + 1])
                 for node in range(begin, end)
             ]
             rows.append(RowKeys(nodes[begin:end], cached, chains))
@@ -166,11 +152,10 @@ class DraftCache:
 
     def commit(self, extension: DraftExtension) -> None:
         """Make what an extension has written permanent: tokens in pages, roots by slot."""
-        targets, start = self._targets(extension), extension.start
-        row = np.repeat(np.arange(len(start) - 1), np.diff(start))
-        nodes = np.arange(start[-1])
+        targets, nodes = self._targets(extension), np.arange(extension.start[-1])
         if self.roots:
-            nodes = np.append(nodes + row, start[1:] + np.arange(len(start) - 1))
+            chains = with_roots(extension)
+            nodes = np.append(chains.own, chains.start[1:] - 1)
             targets = np.append(targets, self._root(extension.slots))
         source = torch.from_numpy(self._places(nodes)).to(self._device)
         target = torch.from_numpy(targets).to(self._device)
@@ -216,13 +201,6 @@ class DraftCache:
                 strict=False,
             )
         ])  # fmt: skip
-
-    def _path(self, number: int) -> Ints:
-        """Draft nodes from below the root down to `number`."""
-        path = [number]
-        while self._above[path[-1]] >= 0:
-            path.append(int(self._above[path[-1]]))
-        return np.array(path[::-1], np.int32)
 
 
 class HasPages(Protocol):

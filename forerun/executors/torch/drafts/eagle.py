@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.eagle_config import DraftHead
 from forerun.drafts.eagle_folder import DraftFile
+from forerun.executors.draft_model import declared_head
 from forerun.executors.torch.attention.kv import KvShape
 from forerun.executors.torch.decoder.elementwise import Elementwise, Rotary
 from forerun.executors.torch.drafts.draft_layer import (
@@ -27,7 +28,6 @@ from forerun.executors.torch.drafts.level_model import LevelModel, Nodes
 from forerun.executors.torch.drafts.loading import (
     allocated,
     eagle_embedding,
-    eagle_traits,
     eagle_weights,
     for_serving,
 )
@@ -138,15 +138,10 @@ class TorchEagleModel(LevelModel):
     def __init__(self, executor: TorchTarget, checkpoint: Checkpoint, draft: DraftFile) -> None:
         head = self._about = draft.head
         cache, taken = allocated(executor, head.parameters, KvShape(head.cache))
-        self.facts = {
-            "algorithm": head.algorithm,
-            "vocab": head.vocab,
-            "features": list(head.features),
-            **taken,
-        }
-        traits = eagle_traits(draft, executor.limits.max_nodes)
+        declared = declared_head(draft, executor.limits.max_nodes)
         ropes = ((head.rope, head.head_size),)
-        super().__init__(executor, traits, cache, ropes, head.heads, head.hidden)
+        super().__init__(executor, declared, cache, ropes, head.heads, head.hidden)
+        self.facts |= taken
         self._embedding = eagle_embedding(executor, draft)
         weights, parts = eagle_weights(executor, checkpoint, draft), parts_of(executor.kernels)
         self._module = for_serving(lambda: EagleHead(head, parts), weights)

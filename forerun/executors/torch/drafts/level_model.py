@@ -13,7 +13,6 @@ most an acceptance, never the text.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.draft_checks import check_extension, check_level
+from forerun.executors.draft_model import Declared, DraftModelBase
 from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.attention_shapes import widest_tile
 from forerun.executors.torch.attention.geometry import PassRows
@@ -32,12 +32,9 @@ from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.features import on_device
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.interface.draft_model import (
-    BlockCandidates,
     Candidates,
-    DraftBlock,
     DraftExtension,
     DraftLevel,
-    DraftModelTraits,
 )
 from forerun.interface.features import Features
 from forerun.networks.rope import Rope
@@ -65,7 +62,7 @@ class Nodes:
     position: Tensor | None = None
 
 
-class LevelModel:
+class LevelModel(DraftModelBase):
     """The DraftModel contract around `enter`, `forward` and `logits`, which only launch.
 
     cache      keys and values
@@ -75,15 +72,12 @@ class LevelModel:
     ids        int32[Vd] target id of every draft id
     ropes      frequencies float32[E/2] and factor of each kind of rotary positions
     gqa_group  query heads that share keys and values
-    facts      for `describe`
     """
-
-    facts: dict[str, Any]
 
     def __init__(
         self,
         executor: TorchTarget,
-        traits: DraftModelTraits,
+        declared: Declared,
         cache: DraftCache,
         ropes: tuple[tuple[Rope, int], ...],
         heads: int,
@@ -91,12 +85,12 @@ class LevelModel:
         states: LayerStates | None = None,
     ) -> None:
         """Initialise the model. ropes: as Architecture.ropes; heads: A query heads; width: W."""
-        self.traits, self.cache, self.states = traits, cache, states
+        (self.traits, self.facts), self.cache, self.states = declared, cache, states
         self._executor, limits = executor, executor.limits
-        self.gqa_group = widest_tile(heads, traits.cache)
+        self.gqa_group = widest_tile(heads, self.traits.cache)
         rows = states.rows if states is not None else limits.max_nodes + limits.slots + 1
         self.outputs = torch.zeros(rows, width, device=executor.device, dtype=executor.dtype)
-        self.ids = torch.from_numpy(traits.target_ids.astype(np.int32)).to(executor.device)
+        self.ids = torch.from_numpy(self.traits.target_ids.astype(np.int32)).to(executor.device)
         self.ropes = rotations(ropes, executor.device)
 
     # --- launches only -----------------------------------------------------------------------
@@ -168,10 +162,6 @@ class LevelModel:
         self.outputs[level.first : level.first + count] = outputs
         return self._candidates(read, work.scored, level.candidates)
 
-    def block(self, block: DraftBlock) -> BlockCandidates:
-        """Raise EngineError: the model proposes level by level, not a block."""
-        raise EngineError(f"{self.traits.name} proposes level by level, not a block")
-
     def _nodes(
         self,
         work: DraftPass,
@@ -201,10 +191,6 @@ class LevelModel:
     def _candidates(self, read: Tensor, scored: Ints, count: int) -> Candidates:
         ids, log_probs = likeliest(self.logits(read[indices(scored, read.device)]), count)
         return Candidates(ids.int().cpu().numpy(), log_probs.cpu().numpy())
-
-    def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info: `facts`."""
-        return self.facts
 
 
 def rotations(

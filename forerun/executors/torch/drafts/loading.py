@@ -19,7 +19,6 @@ from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.draft_layer import DraftLayer
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.memory import check_fits
-from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
 from forerun.networks.layer_spec import AttentionSpec
 from forerun.types import Ints
 
@@ -59,21 +58,6 @@ def _stacked(*linears: nn.Linear) -> Tensor:
     return whole
 
 
-def eagle_traits(draft: DraftFile, max_nodes: int) -> DraftModelTraits:
-    """Return the traits of a head's model whose passes run at most `max_nodes` nodes: EAGLE-1 reads
-    the target's last stream, EAGLE-3 those that its file names.
-    """
-    head = draft.head
-    last = head.algorithm == "eagle1"
-    return DraftModelTraits(
-        name=head.algorithm,
-        cache=head.cache,
-        target_ids=draft.target_ids,
-        max_nodes=max_nodes,
-        features=FeatureNeeds("last") if last else FeatureNeeds("aux", head.features),
-    )
-
-
 def allocated(
     executor: TorchTarget,
     parameters: int,
@@ -106,8 +90,7 @@ def head_rows(executor: TorchTarget, checkpoint: Checkpoint, which: Ints) -> Ten
     """Return [n,H], the rows of a checkpoint's output head of tokens int32[n], in the target's
     dtype on its device; reads nothing else of it.
     """
-    tied = checkpoint.architecture.tied_head
-    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    name = checkpoint.architecture.head_tensor
     return some_rows(checkpoint, name, which, executor.device, executor.dtype)
 
 

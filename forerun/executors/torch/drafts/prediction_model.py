@@ -15,6 +15,7 @@ from forerun.checkpoints.prediction_naming import (
 from forerun.drafts.prediction_layers import (
     PredictionLayers,
 )
+from forerun.executors.draft_model import declared_layers
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
 from forerun.executors.torch.attention.kv import KvShape
 from forerun.executors.torch.decoder.decoder import Block
@@ -25,7 +26,6 @@ from forerun.executors.torch.drafts.level_model import LevelModel, Nodes
 from forerun.executors.torch.drafts.loading import allocated
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.triton.kernels import parts_of
-from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
 
 
 class _Layer:
@@ -75,13 +75,6 @@ class TorchPredictionModel(LevelModel):
     def __init__(self, executor: TorchTarget, draft: PredictionLayers) -> None:
         arch, limits = draft.architecture, executor.limits
         device, dtype = executor.device, executor.dtype
-        traits = DraftModelTraits(
-            name="nextn",
-            cache=draft.cache,
-            target_ids=draft.target_ids,
-            max_nodes=limits.max_nodes,
-            features=FeatureNeeds("last"),
-        )
         states = LayerStates(limits) if draft.count > 1 else None
         rows = states.rows if states is not None else limits.max_nodes + limits.slots + 1
         cache, taken = allocated(
@@ -93,15 +86,9 @@ class TorchPredictionModel(LevelModel):
             begins=tuple(range(draft.count)),
         )
         ropes = (arch.rope_of(arch.layer_specs[0]),)
-        self.facts = {
-            "algorithm": "nextn",
-            "layers": draft.count,
-            "vocab": traits.vocab,
-            **taken,
-        }
-        super().__init__(
-            executor, traits, cache, ropes, arch.heads, draft.count * arch.hidden, states
-        )
+        declared, width = declared_layers(draft, limits.max_nodes), draft.count * arch.hidden
+        super().__init__(executor, declared, cache, ropes, arch.heads, width, states)
+        self.facts |= taken
         self._draft, self._arch = draft, arch
         weights = Weights(draft, device, dtype, Linear, finite=True)
         parts = parts_of(executor.kernels)

@@ -27,7 +27,7 @@ from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.executor import TorchExecutor
-from forerun.executors.torch.group import Processes
+from forerun.executors.torch.group import Group
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
 from forerun.executors.torch.page_contents import TorchPages
 from forerun.executors.torch.parallel.channel import RankMessage
@@ -91,7 +91,7 @@ class ParallelExecutor(TorchExecutor):
         try:
             self._ranks_are_like(own)
             self.ranks.send(RankMessage("meet"))
-            group = Processes(
+            group = Group(
                 *(store, own.tp, torch.device(devices[0])),
                 waits=self.ranks.waits,
                 check=self.ranks.check_waits,

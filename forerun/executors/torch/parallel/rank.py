@@ -15,7 +15,7 @@ from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.checkpoints.tensor_parallel import RankCheckpoint
 from forerun.errors import EngineError
 from forerun.executors.torch.attention.states import TorchStateStep
-from forerun.executors.torch.group import Processes, Waits
+from forerun.executors.torch.group import Group, Waits
 from forerun.executors.torch.model_runner import ModelRunner, TorchRound
 from forerun.executors.torch.parallel.channel import Channel, RankMessage
 from forerun.executors.torch.parallel.processes import end_with_parent
@@ -61,7 +61,7 @@ def serve(channel: Channel, shared: int) -> None:
     _expect(channel, "meet")
     store = TCPStore("127.0.0.1", start.port, start.tp.size, is_master=False)
     waits = Waits(shared, start.tp)
-    group = Processes(store, start.tp, torch.device(start.options.device), waits)
+    group = Group(store, start.tp, torch.device(start.options.device), waits)
     part = RankCheckpoint(checkpoint, start.tp)
     runner = ModelRunner(part, start.limits, start.options, group)
     channel.send(RankMessage("ready", {"device": str(runner.device)}))
@@ -82,7 +82,7 @@ def serve(channel: Channel, shared: int) -> None:
     group.close()
 
 
-def run(runner: ModelRunner, group: Processes, step: SharedStep) -> TorchRound:
+def run(runner: ModelRunner, group: Group, step: SharedStep) -> TorchRound:
     """Run one step of rank 0's: the forward pass, and what rank 0 needs of all ranks."""
     way: TorchStateStep | None = None
     if runner.states is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,6 +66,14 @@ Rotation = Callable[[Tensor, Tensor, float], Rotary]
 Follow = Callable[[Extended, Accepted, Prepared, RoundInputs, Levels], TreeStarts]
 """(what all nodes gave, ...) -> the ends of the rows' accepted paths, kept by slot too."""
 
+Grow = Callable[[Tensor, Tensor, NodeNoise, Levels, int, Tensor, Tensor | None], None]
+"""(logits [n,Vd] of any dtype, target ids int32[Vd], noise, size, level, grown, chosen): append
+`width` children to the nodes that a level expands.
+
+grown   int32[3,R,K] tokens, parents and values' bits of the trees (draft_tree.py)
+chosen  int[R,width] the numbers of the nodes in the level before; None: at the first level, which
+        expands the rows' ends, and in chains
+"""
 Descend = Callable[[Tensor, Levels, int, Tensor, Tensor | None, bool], Frontier]
 """(grown int32[3,R,K], size, levels that are grown, hidden, above, roots) -> the `width` best nodes
 of the newest level, ties to the earlier, on which the trees go on.
@@ -96,29 +104,6 @@ Ahead = Callable[[Callable[[], None], Callable[[int, int], None]], None]
 
 def nothing_to_compile(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
     """Do nothing: `Ahead` for kernels that are not compiled."""
-
-
-class Grow(Protocol):
-    """One level of draft trees, launched."""
-
-    def __call__(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        noise: NodeNoise,
-        size: Levels,
-        level: int,
-        grown: Tensor,
-        chosen: Tensor | None,
-    ) -> None:
-        """Append `width` children to the nodes that a level expands.
-
-        logits  [n,Vd] of those nodes, of any dtype; ids int32[Vd] target ids
-        grown   int32[3,R,K] tokens, parents and values' bits of the trees (draft_tree.py)
-        chosen  int[R,width] the numbers of the nodes in the level before; None: at the first level,
-                which expands the rows' ends, and in chains
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

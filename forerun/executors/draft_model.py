@@ -1,0 +1,207 @@
+"""The half of a draft model that does not depend on where its arrays lie: what it declares of its
+checkpoint, the verbs that it lacks, and which of its nodes stand where.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from forerun.drafts.assistant import Assistant
+from forerun.drafts.block_folder import BlockFile
+from forerun.drafts.eagle_folder import DraftFile
+from forerun.drafts.prediction_layers import PredictionLayers
+from forerun.drafts.whole_draft import WholeDraft
+from forerun.errors import EngineError
+from forerun.executors.draft_checks import check_block
+from forerun.executors.pair_scores import pair_scores
+from forerun.interface.draft_model import (
+    BlockCandidates,
+    Candidates,
+    DraftBlock,
+    DraftExtension,
+    DraftLevel,
+    DraftModelTraits,
+    FeatureNeeds,
+)
+from forerun.interface.executor import ExecutorLimits
+from forerun.types import AnyArray, Ints
+
+Declared = tuple[DraftModelTraits, dict[str, Any]]
+"""The traits of a draft model, and its facts for /server_info without bytes."""
+
+
+def declared_head(draft: DraftFile, max_nodes: int) -> Declared:
+    """Return what an EAGLE head declares: EAGLE-1 reads the target's last stream, EAGLE-3 those
+    that its file names.
+    """
+    head = draft.head
+    last = head.algorithm == "eagle1"
+    needs = FeatureNeeds("last") if last else FeatureNeeds("aux", head.features)
+    traits = DraftModelTraits(head.algorithm, head.cache, draft.target_ids, max_nodes, needs)
+    features = list(head.features)
+    return traits, {"algorithm": head.algorithm, "vocab": head.vocab, "features": features}
+
+
+def declared_whole(draft: WholeDraft, max_nodes: int, runs_roots: bool = False) -> Declared:
+    """Return what a whole model declares: it reads tokens alone. runs_roots: as of the traits."""
+    vocabulary = draft.vocabulary
+    traits = DraftModelTraits(
+        draft.algorithm, draft.cache, vocabulary.target_ids, max_nodes, runs_roots=runs_roots
+    )
+    return traits, {
+        "algorithm": draft.algorithm,
+        "model": draft.name,
+        "layers": draft.checkpoint.architecture.layers,
+        "vocab": traits.vocab,
+        "shared_tokens": vocabulary.shared,
+    }
+
+
+def declared_layers(draft: PredictionLayers | Assistant, max_nodes: int) -> Declared:
+    """Return what prediction layers or an assistant declare: they read the target's last stream."""
+    name, layers = "frozen_kv_mtp", draft.architecture.layers
+    if isinstance(draft, PredictionLayers):
+        name, layers = "nextn", draft.count
+    needs = FeatureNeeds("last")
+    traits = DraftModelTraits(name, draft.cache, draft.target_ids, max_nodes, needs)
+    return traits, {"algorithm": name, "layers": layers, "vocab": traits.vocab}
+
+
+class DraftModelBase:
+    """What draft models that propose level by level have in common.
+
+    facts  for `describe`
+    """
+
+    traits: DraftModelTraits
+    facts: dict[str, Any]
+
+    def block(self, block: DraftBlock) -> BlockCandidates:
+        """Raise EngineError: the model proposes level by level."""
+        raise EngineError(f"{self.traits.name} proposes level by level, not a block")
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for /server_info, bytes by purpose among them."""
+        return self.facts
+
+
+class BlockModelBase(DraftModelBase):
+    """A block drafter around `propose`. Raises EngineError if a block is larger than a step.
+
+    about  its description
+    pairs  how tokens depend on those above; None: they do not
+    """
+
+    def __init__(self, draft: BlockFile, limits: ExecutorLimits) -> None:
+        head, self._limits = draft.head, limits
+        if head.places > limits.max_nodes:
+            raise EngineError(
+                f"a block of {head.places} does not fit into a step of {limits.max_nodes} nodes; "
+                "raise chunked-prefill-size"
+            )
+        self.about, self.pairs = head, pair_scores(draft)
+        self.traits = DraftModelTraits(
+            name=head.algorithm,
+            cache=head.cache,
+            target_ids=draft.target_ids,
+            max_nodes=limits.max_nodes,
+            features=FeatureNeeds("aux", head.features),
+            block_size=head.depth,
+            confident=head.confidence > 0,
+        )
+        self.facts = {
+            "algorithm": head.algorithm,
+            "vocab": self.traits.vocab,
+            "features": list(head.features),
+            "block_size": head.places,
+            "causal": head.causal,
+        }
+
+    @property
+    def rows_at_once(self) -> int:
+        """Most rows of a pass: as many as there are nodes in a step."""
+        return self._limits.max_nodes // self.about.places
+
+    def propose(self, block: DraftBlock) -> Sequence[AnyArray]:
+        """Return draft ids and log-probabilities, each [R,depth,k], and the output head's input
+        float32[R,depth,H], of no numbers unless pairs read it; of at most `rows_at_once` rows.
+        """
+        raise NotImplementedError
+
+    def expand(self, level: DraftLevel) -> Candidates:
+        """Raise EngineError: the model proposes blocks."""
+        raise EngineError(f"{self.traits.name} proposes a block, not level by level")
+
+    def block(self, block: DraftBlock) -> BlockCandidates:
+        """Propose a block below each of R roots. Raises EngineError if `block` is invalid or a
+        log-probability is not finite.
+        """
+        check_block(block, self.about.depth, self._limits)
+        if self.pairs is not None:
+            block = replace(block, candidates=self.pairs.count(block))
+        parts = [
+            self.propose(block.part(begin, begin + self.rows_at_once))
+            for begin in range(0, len(block.roots), self.rows_at_once)
+        ]
+        ids, log_probs, hidden = map(np.concatenate, zip(*parts, strict=True))
+        if not np.isfinite(log_probs).all():
+            raise EngineError(
+                "a block drafter's logits are not finite; float16 overflows where bfloat16 does not"
+            )
+        if self.pairs is None:
+            return BlockCandidates(ids, log_probs)
+        return BlockCandidates(ids, log_probs, self.pairs.of(block.roots, ids, log_probs, hidden))
+
+
+class Chains(NamedTuple):
+    """The nodes of an extension for a model that runs roots: its tokens, and behind each row's
+    tokens the row's root.
+
+    tokens  int32[n+R] target ids
+    start   int32[R+1] row r owns nodes start[r]:start[r+1]; the last is its root
+    scored  int32[s] nodes that candidates are wanted for
+    own     int64[n] nodes of the extension's tokens
+    """
+
+    tokens: Ints
+    start: Ints
+    scored: Ints
+    own: AnyArray
+
+
+def with_roots(extension: DraftExtension) -> Chains:
+    """Return the nodes of an extension with each row's root."""
+    rows = np.arange(len(extension.start))
+    row = np.repeat(rows[:-1], np.diff(extension.start))
+    start, own = (extension.start + rows).astype(np.int32), np.arange(len(row)) + row
+    tokens = np.zeros(int(start[-1]), np.int32)
+    tokens[own] = extension.tokens
+    tokens[start[1:] - 1] = extension.next_tokens[extension.start[1:] - 1]
+    # Candidates behind a token are those of the node after it.
+    return Chains(tokens, start, (own[extension.scored] + 1).astype(np.int32), own)
+
+
+class DraftNodes:
+    """Where draft nodes stand, by their numbers in DraftLevel: below which node, and how deep."""
+
+    def __init__(self, count: int) -> None:
+        self._above = np.full(count, -1, np.int32)
+        self._depth = np.zeros(count, np.int32)
+
+    def add(self, level: DraftLevel) -> Ints:
+        """Store a level's nodes. Returns int32[n], how many draft nodes are above each."""
+        numbers = slice(level.first, level.first + len(level.tokens))
+        self._above[numbers] = level.parents
+        depth = np.where(level.parents < 0, 0, self._depth[level.parents] + 1).astype(np.int32)
+        self._depth[numbers] = depth
+        return depth
+
+    def path(self, number: int) -> Ints:
+        """Return the draft nodes from the first level down to `number`; none for -1, the root."""
+        path = []
+        while number >= 0:
+            path.append(number)
+            number = int(self._above[number])
+        return np.array(path[::-1], np.int32)

@@ -1,0 +1,34 @@
+"""Vectors of named parts, one behind another: what crosses to a device in one copy."""
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from forerun.types import Ints
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of a vector's parts, by name, in their order."""
+
+
+def total(shapes: Shapes) -> int:
+    """Return the length of a vector that holds parts of these shapes one behind the other."""
+    return sum(map(prod, shapes.values()))
+
+
+def views_of(whole: Any, shapes: Shapes) -> dict[str, Any]:
+    """Return the parts of a vector of any array library, by the names of `shapes`: views, where the
+    library has any.
+    """
+    views, begin = {}, 0
+    for name, shape in shapes.items():
+        end = begin + prod(shape)
+        views[name] = whole[begin:end].reshape(shape)
+        begin = end
+    return views
+
+
+def zeros_of(shapes: Shapes) -> tuple[Ints, dict[str, Any]]:
+    """Return a vector int32[total] of zeros, and its parts."""
+    whole: Ints = np.zeros(total(shapes), np.int32)
+    return whole, views_of(whole, shapes)
