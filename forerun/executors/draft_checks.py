@@ -1,13 +1,17 @@
 """Checks the bounds of a draft model's inputs: a device would not report which number is wrong."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from forerun.errors import EngineError
 from forerun.interface.draft_model import DraftBlock, DraftExtension, DraftLevel
 from forerun.interface.executor import ExecutorLimits
+from forerun.interface.features import Features
 from forerun.types import AnyArray, Ints
+
+F = TypeVar("F", bound=Features)
 
 Bounds = dict[str, tuple[AnyArray, int, int]]
 """Per name: values, the lower bound, and the upper bound plus one."""
@@ -44,6 +48,20 @@ def check_level(level: DraftLevel, limits: ExecutorLimits) -> None:
         "first": (np.array([level.first]), 0, limits.max_nodes - count + 1),
         "the number of tokens": (np.array([count]), 0, limits.max_nodes + 1),
     })  # fmt: skip
+
+
+def own_features(features: Features | None, rows: int, reader: str, kind: type[F]) -> F:
+    """Return the features of an extension of so many tokens for a draft model of the name `reader`,
+    which reads this kind. Raises EngineError if they are missing, have another number of rows, or
+    come from another executor.
+    """
+    if features is None:
+        raise EngineError(f"{reader} was extended without the target's features")
+    if len(features) != rows:
+        raise EngineError("an extension whose features are not one row per token")
+    if not isinstance(features, kind):
+        raise EngineError(f"features of {type(features).__name__} come from another executor")
+    return features
 
 
 def check_block(block: DraftBlock, size: int, limits: ExecutorLimits) -> None:

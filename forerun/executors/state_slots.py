@@ -106,7 +106,7 @@ class StateSlots:
         """Return the lengths, ascending, of the prefixes of `tokens` int32[T] of this salt that
         have a checkpoint.
         """
-        data = np.ascontiguousarray(tokens, np.int32).tobytes()
+        _, data = _key(tokens, salt)
         lengths = [each for each in sorted(self._lengths) if 4 * each <= len(data)]
         return [each for each in lengths if (salt, data[: 4 * each]) in self._checkpoints]
 
@@ -114,26 +114,21 @@ class StateSlots:
         """Return the row of the checkpoint of `tokens` int32[T] of this salt; None if it has
         none.
         """
-        key = salt, np.ascontiguousarray(tokens, np.int32).tobytes()
-        checkpoint = self._checkpoints.get(key)
+        checkpoint = self._checkpoints.get(_key(tokens, salt))
         return None if checkpoint is None else checkpoint.row
 
     def insert(self, tokens: Ints, salt: bytes = b"") -> int | None:
         """Make a checkpoint of `tokens` int32[T] of this salt, which has none. Returns its row, for
         the caller to write the state to; None if there is no room for any. Between steps only.
         """
-        if not self._free and self._checkpoints:
-            self._evict(next(iter(self._checkpoints.values())))
-        if not self._free:
-            return None
-        key = salt, np.ascontiguousarray(tokens, np.int32).tobytes()
-        checkpoint = self._checkpoints[key] = StateCheckpoint(self._free.pop(), key)
-        self._lengths[checkpoint.length] += 1
-        return checkpoint.row
+        row = self._take()
+        if row is not None:
+            self._add(StateCheckpoint(row, _key(tokens, salt)))
+        return row
 
     def remove(self, tokens: Ints, salt: bytes = b"") -> None:
         """Remove the checkpoint of `tokens` int32[T] of this salt. Raises KeyError without one."""
-        self._evict(self._checkpoints[salt, np.ascontiguousarray(tokens, np.int32).tobytes()])
+        self._evict(self._checkpoints[_key(tokens, salt)])
 
     def open(self, slot_init: SlotInit) -> int | None:
         """Bind a sequence to a slot. Returns the row to copy its state from; None: it begins with
@@ -198,10 +193,8 @@ class StateSlots:
                 self._checkpoints.move_to_end(key)
                 continue
             self._replace(self._open[slot], kind)
-            if not self._free and self._checkpoints:
-                self._evict(next(iter(self._checkpoints.values())))
-            if self._free:
-                made.append(Claim(self._free.pop(), length, key, kind))
+            if (row := self._take()) is not None:
+                made.append(Claim(row, length, key, kind))
         return made
 
     def register(self, slot: int, claims: list[Claim]) -> None:
@@ -212,8 +205,7 @@ class StateSlots:
             if claim.key in self._checkpoints:  # Another row of the same step made it too.
                 self._free.append(claim.row)
                 continue
-            checkpoint = self._checkpoints[claim.key] = StateCheckpoint(claim.row, claim.key)
-            self._lengths[checkpoint.length] += 1
+            checkpoint = self._add(StateCheckpoint(claim.row, claim.key))
             if claim.kind:
                 self._open[slot].own[claim.kind] = checkpoint
 
@@ -231,9 +223,7 @@ class StateSlots:
             return None
         if not self._free:  # Its own old checkpoint goes before another's.
             self._replace(state, "answer")
-        if not self._free and self._checkpoints:
-            self._evict(next(iter(self._checkpoints.values())))
-        return self._free.pop() if self._free else None
+        return self._take()
 
     def settle(self, slot: int, row: int | None, end: int, emitted: Sequence[int]) -> None:
         """End a round of the slot, whose state stands for the first `end` tokens. Make a checkpoint
@@ -275,13 +265,24 @@ class StateSlots:
         return list(wanted.items())
 
     def _longest(self, tokens: Ints, salt: bytes) -> StateCheckpoint | None:
-        data = np.ascontiguousarray(tokens, np.int32).tobytes()
+        _, data = _key(tokens, salt)
         for length in sorted(self._lengths, reverse=True):
             if 4 * length <= len(data) and (
                 checkpoint := self._checkpoints.get((salt, data[: 4 * length]))
             ):
                 return checkpoint
         return None
+
+    def _take(self) -> int | None:
+        """Take a free row, or that of the least recently used checkpoint; None without any."""
+        if not self._free and self._checkpoints:
+            self._evict(next(iter(self._checkpoints.values())))
+        return self._free.pop() if self._free else None
+
+    def _add(self, checkpoint: StateCheckpoint) -> StateCheckpoint:
+        self._checkpoints[checkpoint.key] = checkpoint
+        self._lengths[checkpoint.length] += 1
+        return checkpoint
 
     def _replace(self, state: _Open, kind: str | None) -> None:
         """Evict a sequence's checkpoint of this kind unless another has continued from it."""
@@ -295,6 +296,10 @@ class StateSlots:
         if not self._lengths[checkpoint.length]:
             del self._lengths[checkpoint.length]
         self._free.append(checkpoint.row)
+
+
+def _key(tokens: Ints, salt: bytes) -> Key:
+    return salt, np.ascontiguousarray(tokens, np.int32).tobytes()
 
 
 def rows_of(limits: ExecutorLimits) -> int:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forerun.errors import EngineError
 from forerun.executors.state_slots import Claim, StateSlots
@@ -28,6 +29,17 @@ class StateStep:
     trees: TreeBatch
     claims: dict[int, list[Claim]]
     ends: dict[int, int]
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """int64[M] row of the pool, of no slot of the step, that gets a copy of the state after a
+        node; -1 = none.
+        """
+        targets, slots = np.full(len(self.trees.tokens), -1, np.int64), {*self.plan.slots.tolist()}
+        for row, node in self.ends.items():
+            if row not in slots:
+                targets[node] = row
+        return targets
 
 
 class StateSteps(ABC):

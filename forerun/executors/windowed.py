@@ -43,10 +43,6 @@ class Windowed(Executor):
         self.windows.begin(plan, trees)
         return super().begin(plan, trees, masks)  # type: ignore[safe-super]
 
-
-class WindowedOverlap(Windowed):
-    """The same where rounds begin from each other."""
-
     def begin_after(self, running: Round, plan: Plan, ends: Ints) -> Any:
         """Begin a round on what the running one leaves; None also where the host knows too little
         of the sequences' lengths.

@@ -10,6 +10,7 @@ from forerun.draft_shape import DraftShape
 from forerun.errors import ConfigError
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
+from forerun.networks.arch import Architecture
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Ints
 
@@ -62,6 +63,15 @@ class ExecutorLimits:
         held = (window_pages_of(length, self.window, self.page_size) for length in lengths)
         step = ceil(self.max_nodes / self.page_size)
         return not self.window_pages or sum(held) + step <= self.window_pages
+
+    def check(self, arch: Architecture) -> None:
+        """Raise ConfigError for another vocabulary than the model's, or a context longer than the
+        model was made for.
+        """
+        if self.vocab != arch.vocab:
+            raise ConfigError(f"the limits' vocabulary is {self.vocab}, the model's {arch.vocab}")
+        if self.context > arch.context:
+            raise ConfigError(f"context is {self.context}, the model was made for {arch.context}")
 
     @property
     def scored_nodes(self) -> int:

@@ -60,12 +60,12 @@ def made(tmp_path_factory):
     return make(tmp_path_factory.mktemp("made"))
 
 
-def configured(made, method, **changes):
+def configured(made, method, executor="cpu", **changes):
     asked = dict(METHODS[method])
     draft, token_map = asked.pop("draft", None), asked.pop("map", None)
     asked |= {"speculative_token_map": str(made / token_map / "map.json")} if token_map else {}
     model, draft = made / asked.pop("model", "target"), made / draft if draft else None
-    return small(model, "cpu", draft, **{"max_sequences": 5, "kv_tokens": 192} | asked | changes)
+    return small(model, executor, draft, **{"max_sequences": 5, "kv_tokens": 192} | asked | changes)
 
 
 def paged(made, method, page):

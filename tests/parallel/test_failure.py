@@ -346,9 +346,10 @@ def start(folder, rank=1):
 
 def command(script):
     head = (
-        "import socket, sys, time\n"
+        "import sys, time\n"
+        "from multiprocessing.connection import Connection\n"
         "from forerun.executors.torch.parallel.channel import Channel, RankMessage\n"
-        "channel = Channel(socket.socket(fileno=int(sys.argv[1])))\n"
+        "channel = Channel(Connection(int(sys.argv[1])))\n"
     )
     return sys.executable, "-c", head + script
 

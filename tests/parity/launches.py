@@ -40,9 +40,9 @@ from forerun.executors.torch.attention.kv import KvShape, PagedCache
 from forerun.executors.torch.attention.prompt_attention import flash
 from forerun.executors.torch.attention.state_nodes import StateKernels
 from forerun.executors.torch.attention.states import States
-from forerun.executors.torch.captured import pair_drafting
+from forerun.executors.torch.captured import block_drafting
+from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.graphs import CudaRecorder
-from forerun.executors.torch.captured.pair_drafting import drafting_of
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.states import RoundStates
 from forerun.executors.torch.decoder import weights
@@ -510,7 +510,7 @@ DRAFTS = {
 def attach(runner, limits, method):
     """A draft model."""
     beside = Beside(limits, runner._decoder, kernels(), runner)
-    modules = loading, pair_drafting
+    modules = loading, block_drafting
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(patch.object(module, "check_fits", lambda *_: None))

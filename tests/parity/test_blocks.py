@@ -6,12 +6,14 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import EngineError, ModelError
 from forerun.executors import cpu
 from forerun.executors.cpu import CpuBlockModel, CpuExecutor
 from forerun.executors.torch import TorchBlockModel, TorchExecutor
+from forerun.executors.torch.features import TorchFeatures
 from forerun.interface.draft_model import DraftBlock, DraftExtension
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import HostFeatures
@@ -86,6 +88,7 @@ def extended(model, draft, texts, pages):
         upto = np.minimum(done + 7, ends)
         spans = [slice(done[row], upto[row]) for row in rows]
         counts = [span.stop - span.start for span in spans]
+        given = np.concatenate([features[r][s] for r, s in zip(rows, spans, strict=True)])
         model.extend(
             DraftExtension(
                 tokens=np.concatenate(
@@ -104,11 +107,13 @@ def extended(model, draft, texts, pages):
                 scored=NOBODY,
                 candidates=1,
             ),
-            HostFeatures(
-                np.concatenate([features[r][s] for r, s in zip(rows, spans, strict=True)])
-            ),
+            HostFeatures(given) if isinstance(model, CpuBlockModel) else on_torch(given),
         )
         done = upto
+
+
+def on_torch(values):
+    return TorchFeatures(torch.from_numpy(values), np.arange(len(values)))
 
 
 def proposed(model, texts, pages, depth, candidates=tiny.VOCAB):

@@ -26,6 +26,7 @@ from forerun.executors.jax.drafts.draft_network import Ran
 from forerun.executors.jax.network.attention import Layer
 from forerun.executors.jax.network.kv import DraftArrays, NetworkSizes
 from forerun.executors.jax.rounds.accept import NodeSampling
+from forerun.executors.jax.rounds.inputs import Inputs
 from forerun.executors.jax.rounds.reports import line_size
 from forerun.interface.grammars import Committed
 from forerun.networks.cache_layer import CacheLayer
@@ -113,9 +114,10 @@ def test_a_level_stands_one_position_below_the_level_above(quickly, runs_root):
         sampling = NodeSampling(
             jnp.zeros((2, 6), jnp.uint32), jnp.zeros(6, jnp.int32), jnp.zeros(6)
         )
-        given = SimpleNamespace(
+        given = Inputs(
             kv_len=kv_len, depth=depth, tables=jnp.arange(16).reshape(2, 1, 8), sampling=sampling,
             trees=SimpleNamespace(tokens=depth, seen=below), draft_slot=jnp.arange(2),
+            place=None, bounds=None,
         )  # fmt: skip
         done = drafting.AcceptedStep(given, depth, kept, jnp.zeros((rows, nodes, 1)))
         keys, outputs = jnp.zeros((1, 100, 1, 2)), jnp.zeros((9, 1))

@@ -22,7 +22,6 @@ from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
-from forerun.executors.jax.program.programs import JaxPrograms
 from forerun.executors.torch.captured import runner as rounds
 from forerun.executors.torch.captured.declared import declared
 from forerun.executors.torch.triton.round_types import with_room
@@ -78,8 +77,7 @@ def devices(folder, learned, compiled, quickly):
         return Device(target, judge, tape, lambda: tape.launched)
 
     def on_jax(shape, pads):
-        with pytest.MonkeyPatch.context() as patch, on_xla(compiled, warm=True, pads=pads):
-            patch.setattr(JaxPrograms, "warm_up", lambda *_: None)
+        with on_xla(compiled, pads=pads):
             many = SMALL_ON_XLA | shape | {"executor": "jax", "overlap": True}
             target = opened(folder, learned[0], **many)
         closed.append(target)

@@ -13,9 +13,9 @@ from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.build.with_torch import ENTRY
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner
+from forerun.executors.torch.features import TorchFeatures
 from forerun.interface.draft_model import DraftExtension
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.features import HostFeatures
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
@@ -124,7 +124,8 @@ def permanent(head, begin, length):
         candidates=4,
     )
     width = len(head.traits.features.layers) * 64
-    return extension, HostFeatures(random.normal(size=(2 * length, width)).astype(np.float16))
+    values = torch.from_numpy(random.normal(size=(2 * length, width)).astype(np.float16)).float()
+    return extension, TorchFeatures(values, np.arange(2 * length))
 
 
 def plan_drafts(rows):

@@ -13,6 +13,7 @@ from forerun.build.calibration import measure_costs
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.executors.state_slots import StateSlots
+from forerun.executors.state_steps import StateStep
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.attention.delta_walk import DeltaWay, NativeDelta, PlainDelta
 from forerun.executors.torch.attention.states import States
@@ -246,7 +247,8 @@ def test_the_core_and_torch_make_the_same_bits(kernels, sizes):
     before, made = drawn(7, heads, key_size, value_size), []
     for walk in (PlainDelta(), NativeDelta(kernels)):
         states = before.clone()
-        found = walk.advance(states, DeltaWay.of(trees, slots, ends), tokens)
+        step = StateStep(SimpleNamespace(slots=slots), trees, {}, ends)
+        found = walk.advance(states, DeltaWay.of(step), tokens)
         walk.follow(states, np.array([6, 1]), tokens.part(3, 5))
         made.append((found, states))
     for one, other in zip(*made, strict=True):

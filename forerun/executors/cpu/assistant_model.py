@@ -55,7 +55,7 @@ class CpuAssistantModel(CpuDraftModel):
         for layer, spec in enumerate(draft.architecture.layer_specs):
             kind = layer_kind(draft.architecture, layer)
             kind.window = 0 if spec.attention.window is None else spec.attention.window + 1
-            set_layer(self._library, self._model, layer, kind)
+            set_layer(self._model, layer, kind)
         packer.load(self._model)
 
     def _packer(self, dtype: str) -> Packer:
@@ -71,7 +71,7 @@ class CpuAssistantModel(CpuDraftModel):
         if draft.clusters is not None:
             own.append(Place(CENTROIDS, *_CENTROIDS))
             rows = draft.clusters.tokens.ravel()
-        return Packer(self._library, draft, rows, (own, vectors(arch)), dtype)
+        return Packer(draft, rows, (own, vectors(arch)), dtype)
 
     def _open(self, item: int, weight_bytes: int) -> int:
         draft, limits = self._draft, self._executor.limits

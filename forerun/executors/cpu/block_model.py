@@ -119,7 +119,7 @@ class CpuBlockModel(BlockModelBase, CpuDraftModel):
         model = self.opened_head(sizes, kind, head.features, ropes, tensors.planned_bytes())
         self._model = model
         for layer, window in enumerate(head.windows):
-            set_layer(self._library, model, layer, _layer_kind(head, window))
+            set_layer(model, layer, _layer_kind(head, window))
         tensors.load(model, checkpoint)
         scale = 1.0 if head.embedding_scale is None else head.embedding_scale
         self._library.forerun_set_scales(model, scale, head.logit_scale, head.logit_cap)

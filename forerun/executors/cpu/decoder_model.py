@@ -35,7 +35,7 @@ class CpuDecoderModel(CpuDraftModel):
         self._inputs = vocabulary.inputs
         every = vocabulary.every(arch.vocab)
         rows = None if every else vocabulary.own_ids
-        packer = Packer(self._library, draft.checkpoint, rows, dtype="q8_0")
+        packer = Packer(draft.checkpoint, rows, dtype="q8_0")
         self._model = self._open(draft, packer.planned_bytes())
         packer.load(self._model)
         self._token_rows = TokenRows(draft.checkpoint) if arch.token_vector else None

@@ -253,12 +253,7 @@ class StepBuffers:
         known nodes' states go to besides.
         """
         self._put("state_rows", step.plan.slots)
-        targets = self._arrays["state_targets"][: self.step.nodes]
-        targets[:] = -1
-        slots = {*step.plan.slots.tolist()}
-        for row, node in step.ends.items():
-            if row not in slots:
-                targets[node] = row
+        self._put("state_targets", step.targets)
 
     def put_masks(self, masks: NodeMasks | None) -> None:
         """Write the grammars' masks. The core reads them in place: they must outlive its call."""

@@ -78,7 +78,7 @@ class CpuModel:
         self.by_page: list[Floats] = []
         self._numbers = sentence(checkpoint, dtype)
         self.cache_item = cache_item(checkpoint, dtype, kv_dtype)
-        packer = Packer(self._library, checkpoint, dtype=dtype)
+        packer = Packer(checkpoint, dtype=dtype)
         self._weight_bytes = packer.planned_bytes()
         self.handle = self._open()
         try:

@@ -87,9 +87,9 @@ class CpuPredictionModel(CpuDraftModel):
         vector = [replace(p, layer=0) for p in vectors(arch) if p.layer == number]
         tensors = ([*layer, fuse, *([] if shared else [head])], [*vector, *norms])
         rows = None if shared else draft.target_ids
-        packer = Packer(self._library, draft, rows, tensors, dtype="q8_0")
+        packer = Packer(draft, rows, tensors, dtype="q8_0")
         model = self._open(number, packer.planned_bytes())
-        set_layer(self._library, model, 0, layer_kind(arch, number))
+        set_layer(model, 0, layer_kind(arch, number))
         packer.load(model)
         if shared:
             self._library.forerun_share_head(model, self._executor.native_model())

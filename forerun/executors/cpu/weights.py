@@ -174,13 +174,11 @@ class Packer:
 
     def __init__(
         self,
-        library: ctypes.CDLL,
         checkpoint: Checkpoint,
         head_rows: Ints | None = None,
         tensors: tuple[list[Place], list[Place]] | None = None,
         dtype: str = "file",
     ) -> None:
-        self._library = library
         self._checkpoint = checkpoint
         self._names = frozenset(checkpoint.names())
         self._head_rows, self._tensors, self._dtype = head_rows, tensors, dtype
@@ -200,7 +198,7 @@ class Packer:
         if self._head_rows is not None and not self._has_all_rows(place):
             rows = len(self._head_rows)
         format = self._format_of(place, _kind(self._checkpoint, place.name))
-        packed = int(self._library.forerun_packed_bytes(format, rows, columns))
+        packed = int(native.load().forerun_packed_bytes(format, rows, columns))
         return packed + 4 * rows * (f"{place.name}.bias" in self._names) + 2 * _ALIGN
 
     def _bytes_of_heads(self, place: Place) -> int:
@@ -209,7 +207,7 @@ class Packer:
         latent = arch.latent
         assert latent is not None
         shapes = (latent.rank, latent.nope), (latent.value, latent.rank)
-        packed = (self._library.forerun_packed_bytes(format, *shape) + _ALIGN for shape in shapes)
+        packed = (native.load().forerun_packed_bytes(format, *shape) + _ALIGN for shape in shapes)
         return arch.heads * int(sum(packed))
 
     def _kind_of_heads(self, place: Place) -> str:
@@ -232,15 +230,15 @@ class Packer:
             done += self._bytes_of(place)
             progress(done, total)
         if arch.tied_head and self._head_rows is None and self._tensors is None:
-            self._library.forerun_tie_head(model)
+            native.load().forerun_tie_head(model)
         for place in self._vectors():
-            set_vector(self._library, model, place, self._vector(place.name, arch))
+            set_vector(model, place, self._vector(place.name, arch))
 
     def _set_layers(self, model: int, arch: Architecture) -> None:
         for layer in range(arch.layers):
-            set_layer(self._library, model, layer, layer_kind(arch, layer))
+            set_layer(model, layer, layer_kind(arch, layer))
         cap = arch.final_softcap or 0.0
-        self._library.forerun_set_scales(model, arch.embedding_scale, arch.logit_scale, cap)
+        native.load().forerun_set_scales(model, arch.embedding_scale, arch.logit_scale, cap)
 
     def _matrices(self) -> list[Place]:
         """Return all matrices, and a tied head's if it has not all rows of the embedding."""
@@ -266,7 +264,7 @@ class Packer:
             inputs = self._checkpoint.shape(f"{place.name}.weight")[1]
             converts = place.layer >= 0 and _fits(self._dtype, inputs)
             return QUANTIZED[self._dtype] if converts else BYTES
-        return int(self._library.forerun_own_format(_KINDS[kind][0]))
+        return int(native.load().forerun_own_format(_KINDS[kind][0]))
 
     def _load_matrix(self, model: int, place: Place) -> None:
         name = f"{place.name}.weight"
@@ -280,7 +278,7 @@ class Packer:
         bias = self._floats(f"{place.name}.bias") if has_bias else None
         becomes = self._format_of(place, _kind(self._checkpoint, place.name))
         stored = Stored(kind, rows, (channels, inputs), becomes)
-        set_matrix(self._library, model, place, stored, bias)
+        set_matrix(model, place, stored, bias)
         if packed is not None:
             release(packed.rows)
 
@@ -293,7 +291,7 @@ class Packer:
         for number, matrix in enumerate(every):
             own = replace(place, which=place.which + number)
             stored = Stored(kind, in_kind(matrix, kind), matrix.shape, becomes)
-            set_matrix(self._library, model, own, stored)
+            set_matrix(model, own, stored)
 
     def _rows(self, place: Place) -> tuple[str, AnyArray]:
         """Return a name of _KINDS and a matrix's rows stored in that way."""
@@ -363,18 +361,18 @@ class DraftTensors:
 
     def load(self, model: int, target: Checkpoint) -> None:
         """Copy them into a native model, beside a target. Raises ModelError."""
-        library, draft = native.load(), self.draft
+        draft = self.draft
         for place in self.matrices:
             stored = Stored("F32", draft.tensor(f"{place.name}.weight"), becomes=self.format)
             bias = f"{place.name}.bias"
             values = draft.tensor(bias) if bias in self.shapes else None
-            set_matrix(library, model, place, stored, values)
+            set_matrix(model, place, stored, values)
         for place in self.vectors:
-            set_vector(library, model, place, draft.tensor(place.name).ravel())
+            set_vector(model, place, draft.tensor(place.name).ravel())
         if self.head is not None:
             rows = target.tensor(target.architecture.head_tensor)[self.head]
             stored = Stored("F32", np.ascontiguousarray(rows), becomes=self.format)
-            set_matrix(library, model, Place("lm_head", *_HEAD), stored)
+            set_matrix(model, Place("lm_head", *_HEAD), stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,14 +390,13 @@ class Stored:
     becomes: int = BYTES
 
 
-def set_layer(library: ctypes.CDLL, model: int, layer: int, kind: native.LayerKind) -> None:
+def set_layer(model: int, layer: int, kind: native.LayerKind) -> None:
     """Describe a native model's layer to the core, before its tensors. Raises ModelError."""
-    code = library.forerun_set_layer(model, layer, ctypes.byref(kind))
-    _raise_for(library, code, f"model.layers.{layer}")
+    code = native.load().forerun_set_layer(model, layer, ctypes.byref(kind))
+    _raise_for(code, f"model.layers.{layer}")
 
 
 def set_matrix(
-    library: ctypes.CDLL,
     model: int,
     place: Place,
     stored: Stored,
@@ -418,7 +415,7 @@ def set_matrix(
             f"[{channels}, {inputs}] matrix"
         )
     contiguous = np.ascontiguousarray(rows)
-    code = library.forerun_set_matrix(
+    code = native.load().forerun_set_matrix(
         model,
         place.layer,
         place.which,
@@ -429,17 +426,17 @@ def set_matrix(
         inputs,
         None if bias is None else bias.ctypes.data,
     )
-    _raise_for(library, code, f"{name}.weight")
+    _raise_for(code, f"{name}.weight")
 
 
-def set_vector(library: ctypes.CDLL, model: int, place: Place, values: Floats) -> None:
+def set_vector(model: int, place: Place, values: Floats) -> None:
     """Copy one vector float32[n] into a native model. Raises ModelError naming the tensor."""
     own = np.ascontiguousarray(values, "<f4")
     where = place.layer, place.which
-    code = library.forerun_set_vector(model, *where, own.ctypes.data, len(own))
-    _raise_for(library, code, place.name)
+    code = native.load().forerun_set_vector(model, *where, own.ctypes.data, len(own))
+    _raise_for(code, place.name)
 
 
-def _raise_for(library: ctypes.CDLL, code: int, name: str) -> None:
+def _raise_for(code: int, name: str) -> None:
     if code:
-        raise ModelError(f"{name}: {library.forerun_error().decode()}")
+        raise ModelError(f"{name}: {native.load().forerun_error().decode()}")

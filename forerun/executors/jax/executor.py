@@ -24,14 +24,14 @@ from forerun.executors.jax.network.kv import (
 )
 from forerun.executors.jax.network.sharding import make_sharding
 from forerun.executors.jax.network.weights import Params, Pattern, load_params
-from forerun.executors.jax.options import DTYPES, JaxOptions, check_options
-from forerun.executors.jax.program.drafted import Drafted
+from forerun.executors.jax.options import JaxOptions
 from forerun.executors.jax.program.features import JaxFeatures
 from forerun.executors.jax.program.functions import Functions, Key
 from forerun.executors.jax.program.programs import JaxPrograms, keep_compiled
 from forerun.executors.jax.program.states import JaxStates
 from forerun.executors.jax.program.step import (
     Answers,
+    Drafted,
     JaxRound,
     asked_rows,
     certain,
@@ -98,13 +98,13 @@ class JaxExecutor(Executor):
             hidden=True,
             timed=TIMED_NODES + 1,
         )
-        check_options(arch, limits, options)
+        limits.check(arch)
         sharding = make_sharding(arch, options.shards, options.platform)
         self._device = sharding.mesh.devices.flat[0]
         on_cpu = self._device.platform == "cpu"
         self._buckets = Buckets.of(limits, options.draft_nodes)
         self._shape = StateShape.of(limits, self._buckets.most, self._buckets.chunks[-1])
-        dtype = jnp.dtype(DTYPES[options.dtype])
+        dtype = options.as_dtype()
         self._bytes = planned_bytes(arch, self._shape, self._buckets, dtype.itemsize)
         check_fits(self._bytes, self._device, options.shards)
         if options.cache_dir is not None:

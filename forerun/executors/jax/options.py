@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from forerun.errors import ConfigError
-from forerun.interface.executor import ExecutorLimits
-from forerun.networks.arch import Architecture
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -32,14 +30,9 @@ class JaxOptions:
     cache_dir: str | None = None
     overlap: bool = False
 
-
-def check_options(arch: Architecture, limits: ExecutorLimits, options: JaxOptions) -> None:
-    """Raise ConfigError for an unknown dtype, another vocabulary than the model's, or a context
-    longer than the model was made for.
-    """
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"dtype is {options.dtype!r}; it must be one of {', '.join(DTYPES)}")
-    if limits.vocab != arch.vocab:
-        raise ConfigError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
-    if limits.context > arch.context:
-        raise ConfigError(f"context is {limits.context}, the model was made for {arch.context}")
+    def as_dtype(self) -> jnp.dtype:
+        """Return `dtype`. Raises ConfigError for an unknown one."""
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        made: jnp.dtype = jnp.dtype(DTYPES[self.dtype])
+        return made

@@ -7,14 +7,14 @@ import numpy as np
 from forerun.errors import EngineError
 from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.window_pages import WindowPages
-from forerun.executors.windowed import WindowedOverlap
+from forerun.executors.windowed import Windowed
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.types import Ints
 
 
-class WindowedJaxExecutor(WindowedOverlap, JaxExecutor):
+class WindowedJaxExecutor(Windowed, JaxExecutor):
     """A JaxExecutor whose limits have window pages: it gives back what lies behind windows."""
 
     windows: WindowPages

@@ -20,11 +20,10 @@ from forerun.executors.host_choice import put_path, reports_of
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.slot_adapters import SlotAdapters
 from forerun.executors.torch.attention.geometry import StepNodes, choosing_nodes, places_of
-from forerun.executors.torch.captured.pair_drafting import drafting_of
+from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.warm_up import prepare
 from forerun.executors.torch.drafts.block import TorchBlockModel
-from forerun.executors.torch.drafts.draft_cache import HasPages
 from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
@@ -66,7 +65,7 @@ class EagerSteps(ModelRunner, Executor):
         options = TorchOptions(device, dtype, compile, kv_dtype, prompts)
         super().__init__(checkpoint, limits, options)
         self.sampler = HostSampler(limits.slots, limits.vocab)
-        self.drafts: list[HasPages] = []
+        self.drafts: list[LevelModel | TorchBlockModel] = []
 
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
         """Run these adapters beside the weights: a step in which a row has one is not captured."""

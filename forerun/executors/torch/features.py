@@ -8,7 +8,6 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.feature_ring import ring_place, ring_places, ring_size
-from forerun.interface.features import Features, HostFeatures
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.types import AnyArray, Ints
@@ -98,20 +97,3 @@ class TorchStepFeatures(TorchFeatures):
             into = self.ring.values
             into.index_copy_(0, rows.to(into.device), self.tensor())
         return self.ring
-
-
-def on_device(
-    features: Features | None, rows: int, reader: str, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Return [rows,F*H] of any kind of features, for a draft model of the name `reader`. Raises
-    EngineError if they are missing, have another number of rows, or come from another executor.
-    """
-    if features is None:
-        raise EngineError(f"{reader} was extended without the target's features")
-    if len(features) != rows:
-        raise EngineError("an extension whose features are not one row per token")
-    if isinstance(features, HostFeatures):
-        return torch.from_numpy(features.values).to(device).to(dtype)
-    if not isinstance(features, TorchFeatures):
-        raise EngineError(f"features of {type(features).__name__} come from another executor")
-    return features.tensor()

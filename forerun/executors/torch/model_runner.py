@@ -16,6 +16,7 @@ from forerun.errors import ConfigError, EngineError
 from forerun.executors.device_choice import DeviceNodes
 from forerun.executors.host_choice import Logits
 from forerun.executors.slot_adapters import SlotAdapters
+from forerun.executors.state_slots import rows_of
 from forerun.executors.torch.accept import NodeNoise, best, greatest
 from forerun.executors.torch.attention.attention import KeyBlocks, attend
 from forerun.executors.torch.attention.attention_shapes import widest_tile
@@ -43,7 +44,6 @@ from forerun.executors.window_pages import WindowPages
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.hidden import hidden_nodes
 from forerun.interface.plan import Outcome, Plan, Round, TokenLogprobs
-from forerun.networks.arch import Architecture
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.speculative.verify import positions
@@ -138,13 +138,13 @@ class ModelRunner:
         self.dtype, keep = activations(options.dtype, self.device), options.dtype == FILE
         kept = kept_matrices(checkpoint) if keep else {}
         self._numbers = kept_sentence(kept) if keep else options.dtype
-        _check_limits(arch, limits)
+        limits.check(arch)
         pages = KV_DTYPES[options.kv_dtype] or self.dtype
         stored = tuple(kept.values())
         self._bytes = planned_bytes(arch, limits, self.device, options.dtype, stored)
         self._bytes["cache"] = target_kv_shape(arch, limits).bytes(limits, pages)
         if arch.recurrent is not None:
-            self._bytes["states"] = States.table_bytes(arch, limits)
+            self._bytes["states"] = rows_of(limits) * arch.state_bytes
         check_fits(self._bytes, self.device)
         self._aux_layers: tuple[int, ...] = ()
         self.ring = TorchFeatureRing(0, 0, self.dtype, self.device)
@@ -236,6 +236,9 @@ class ModelRunner:
         if streams:
             aligned, every = torch.cat([stream[:count] for stream in streams], -1), np.arange(count)
             features = TorchStepFeatures(aligned, every, every, plan, trees, self.ring)
+        final = None
+        if plan.hidden is not None:
+            final = decoder.final_norm(last[indices(hidden_nodes(plan, trees), self.device)])
         logits = decoder.logits(last[indices(nodes.choosing, self.device)])
         row_of = _numbered(nodes.choosing, count)
         return TorchRound(
@@ -251,12 +254,8 @@ class ModelRunner:
             reported_of=_numbered(nodes.reported, count),
             features=features,
             states=step,
-            final=None if plan.hidden is None else self._final(last, hidden_nodes(plan, trees)),
+            final=final,
         )
-
-    def _final(self, last: Tensor, nodes: Ints) -> Tensor:
-        """Return [n,H], hidden states of these flat nodes after the final norm."""
-        return self.decoder.final_norm(last[indices(nodes, self.device)])
 
     def _choices(self, logits: Tensor, row_of: Ints, nodes: DeviceNodes) -> Tensor:
         """Return TorchRound.choices of the nodes that the device decides. Where ranks share the
@@ -428,10 +427,3 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name}, but torch sees no CUDA device here")
     return device
-
-
-def _check_limits(arch: Architecture, limits: ExecutorLimits) -> None:
-    if limits.vocab != arch.vocab:
-        raise ConfigError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
-    if limits.context > arch.context:
-        raise ConfigError(f"context is {limits.context}, the model was made for {arch.context}")

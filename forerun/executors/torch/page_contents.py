@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.torch.attention.kv import PagedCache, indices
+from forerun.executors.torch.attention.kv import PagedCache, bytes_of, indices, put_bytes
 from forerun.executors.torch.attention.window_cache import window_cache
-from forerun.executors.torch.drafts.draft_cache import states_of
+from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.executors.torch.executor import TorchExecutor
 
 
@@ -29,17 +29,19 @@ class TorchPages:
         """Bytes of a window page."""
         return sum(part.numel() * part.element_size() for part in self._window_parts(0))
 
+    @torch.inference_mode()
     def read_page(self, page: int) -> bytes:
         """Return what a page holds, but for what is in window pages. Raises EngineError if it does
         not exist.
         """
-        return self._read(self._parts(page))
+        return bytes_of(self._parts(page))
 
+    @torch.inference_mode()
     def write_page(self, page: int, content: bytes | memoryview) -> None:
         """Make a page hold what `read_page` returned. Raises EngineError if it cannot."""
         if len(content) != self.page_bytes:
             raise EngineError(f"{len(content)} bytes are not a page of {self.page_bytes}")
-        self._write(self._parts(page), content)
+        put_bytes(self._parts(page), content)
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int) -> bool:
@@ -47,8 +49,8 @@ class TorchPages:
         give pages back, or read each other's states: these are there for ends of pages alone.
         """
         executor, size = self._executor, self._executor.limits.page_size
-        recurrent = executor.states is not None or any(map(states_of, executor.drafts))
-        if recurrent or executor.limits.window_pages:
+        by_page = any(isinstance(model, LevelModel) and model.states for model in executor.drafts)
+        if executor.states is not None or by_page or executor.limits.window_pages:
             return False
         begin, end = (page * size + np.arange(size, dtype=np.int64) for page in (source, target))
         executor.move(begin, end)
@@ -57,10 +59,12 @@ class TorchPages:
             model.cache.paged.move(begins, ends)
         return True
 
+    @torch.inference_mode()
     def read_window_page(self, page: int) -> bytes:
         """Return what a window page holds. Raises EngineError if it does not exist."""
-        return self._read(self._window_parts(page))
+        return bytes_of(self._window_parts(page))
 
+    @torch.inference_mode()
     def write_window_page(self, page: int, content: bytes | memoryview) -> None:
         """Make a window page hold what `read_window_page` returned. Raises EngineError if it
         cannot.
@@ -69,20 +73,7 @@ class TorchPages:
             raise EngineError(
                 f"{len(content)} bytes are not a window page of {self.window_page_bytes}"
             )
-        self._write(self._window_parts(page), content)
-
-    @torch.inference_mode()
-    def _read(self, parts: Iterator[Tensor]) -> bytes:
-        flat = [part.contiguous().view(torch.uint8).flatten() for part in parts]
-        return bytes(torch.cat(flat).cpu().numpy().tobytes())
-
-    @torch.inference_mode()
-    def _write(self, parts: Iterator[Tensor], content: bytes | memoryview) -> None:
-        left = torch.from_numpy(np.frombuffer(content, np.uint8).copy()).to(self._executor.device)
-        for part in parts:
-            own, left = left.tensor_split([part.numel() * part.element_size()])
-            # Parts begin where those before them end, which is no multiple of every number's size.
-            part.copy_(own.clone().view(part.dtype).view(part.shape))
+        put_bytes(self._window_parts(page), content)
 
     def _window_parts(self, page: int) -> Iterator[Tensor]:
         """Yield views of what belongs to a window page, in the same order for every one."""
@@ -103,9 +94,8 @@ class TorchPages:
         for cache in caches:
             yield from _of_cache(cache, page * size, size)
         for model in self._executor.drafts:
-            if (states := states_of(model)) is not None:
-                outputs: Tensor = model.outputs  # type: ignore[attr-defined]
-                yield outputs.narrow(0, states.pages + page, 1)
+            if isinstance(model, LevelModel) and model.states is not None:
+                yield model.outputs.narrow(0, model.states.pages + page, 1)
 
 
 def _of_cache(cache: PagedCache, begin: int, count: int) -> Iterator[Tensor]:

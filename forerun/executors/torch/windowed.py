@@ -5,11 +5,11 @@ from typing import Any
 from forerun.executors.torch.attention.window_cache import window_cache
 from forerun.executors.torch.executor import TorchExecutor
 from forerun.executors.window_pages import WindowPages
-from forerun.executors.windowed import WindowedOverlap
+from forerun.executors.windowed import Windowed
 from forerun.interface.executor import ExecutorLimits
 
 
-class WindowedTorchExecutor(WindowedOverlap, TorchExecutor):
+class WindowedTorchExecutor(Windowed, TorchExecutor):
     """A TorchExecutor whose limits have window pages: it gives back what lies behind windows."""
 
     windows: WindowPages

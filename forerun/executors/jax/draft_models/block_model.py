@@ -1,7 +1,7 @@
 """A block drafter beside its target: the DraftModel contract on programs.
 
 Rounds store what was accepted and draft by themselves (block_drafting.py), unless there are more
-draft tokens than a full tree holds. The passes here are for the rest (block_passes.py); a step that
+draft tokens than a full tree holds. The passes here are for the rest; a step that
 drafts with them is three dispatches and two copies.
 """
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.block_folder import BlockFile
-from forerun.executors.draft_checks import check_extension, check_pages
+from forerun.executors.draft_checks import check_extension, check_pages, own_features
 from forerun.executors.draft_model import BlockModelBase
-from forerun.executors.jax.draft_models.draft_features import streams_of
 from forerun.executors.jax.drafts.block import BlockNetwork, load_block
-from forerun.executors.jax.drafts.block_passes import block_shapes, enter_shapes
+from forerun.executors.jax.drafts.block_drafting import block_shapes, enter_shapes
 from forerun.executors.jax.executor import JaxExecutor
+from forerun.executors.jax.program.features import JaxFeatures
 from forerun.executors.jax.program.functions import Key
-from forerun.executors.jax.rounds.batches import Bucket, chunks, sized
+from forerun.executors.jax.rounds.batches import Bucket, dispatches
 from forerun.executors.packed import zeros_of
 from forerun.interface.draft_model import (
     CANDIDATES,
@@ -57,17 +57,10 @@ class JaxBlockModel(BlockModelBase):
         """
         check_extension(extension, self._limits)
         check_pages(extension, self._limits)
-        stream = streams_of(extension, features)
-        buckets, start = self._executor.buckets.widest, extension.start
-        rows = [
-            (r, np.arange(start[r], start[r + 1], dtype=np.int32)) for r in range(len(start) - 1)
-        ]
-        short = [row for row in rows if len(row[1]) <= buckets.nodes[-1]]
-        for size, some in sized(short, buckets) if short else ():
-            self._enter(extension, stream, size, some)
-        for row, nodes in (row for row in rows if len(row[1]) > buckets.nodes[-1]):
-            for size, part in chunks(nodes, buckets.chunks):
-                self._enter(extension, stream, size, [(row, part)])
+        about = len(extension.tokens), self.traits.name, JaxFeatures
+        stream = own_features(features, *about).streams
+        for size, rows in dispatches(extension.start, self._executor.buckets.widest):
+            self._enter(extension, stream, size, rows)
         return no_candidates(len(extension.scored))
 
     def _enter(

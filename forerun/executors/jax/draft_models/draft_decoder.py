@@ -14,11 +14,11 @@ import numpy as np
 from jax import Array
 
 from forerun.drafts.whole_draft import WholeDraft
+from forerun.errors import ModelError
 from forerun.executors.draft_model import declared_whole
 from forerun.executors.jax.draft_models.level_model import JaxLevelModel
 from forerun.executors.jax.drafts.draft_network import Ran
 from forerun.executors.jax.executor import JaxExecutor
-from forerun.executors.jax.limits import check_drafts
 from forerun.executors.jax.network.decoder import Attend, JaxDecoder
 from forerun.executors.jax.network.kv import NetworkSizes
 from forerun.executors.jax.network.sharding import Sharding, where_it_divides
@@ -108,10 +108,15 @@ def load_decoder(network: DraftDecoder, dtype: Any, stacked: bool) -> Params:
 
 
 class JaxDecoderModel(JaxLevelModel):
-    """Raises MemoryPlanError if it does not fit."""
+    """Raises ModelError for a model that cannot draft here, MemoryPlanError if it does not fit."""
 
     def __init__(self, executor: JaxExecutor, draft: WholeDraft) -> None:
-        check_drafts(draft.checkpoint.architecture)
+        arch = draft.checkpoint.architecture
+        if len(arch.cache_shapes) > 1 or any(spec.reads is not None for spec in arch.layer_specs):
+            raise ModelError(
+                f"the jax executor cannot draft with this {arch.family} model yet: its layers keep "
+                "keys and values of different shapes; use the torch executor (--executor torch)"
+            )
         network = DraftDecoder.of(draft, executor.decoder.sharding)
         super().__init__(
             executor,

@@ -14,10 +14,10 @@ from forerun.executors.draft_checks import (
     check_extension,
     check_level,
     check_pages,
+    own_features,
     roots_of,
 )
 from forerun.executors.draft_model import Declared, DraftModelBase, DraftNodes, with_roots
-from forerun.executors.jax.draft_models.draft_features import streams_of
 from forerun.executors.jax.drafts.draft_network import DraftNetwork
 from forerun.executors.jax.drafts.draft_passes import (
     DEPTHS,
@@ -28,8 +28,9 @@ from forerun.executors.jax.drafts.draft_passes import (
 )
 from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.network.weights import Params
+from forerun.executors.jax.program.features import JaxFeatures
 from forerun.executors.jax.program.functions import Key
-from forerun.executors.jax.rounds.batches import Bucket, chunks, sized
+from forerun.executors.jax.rounds.batches import Bucket, Row, dispatches
 from forerun.interface.draft_model import (
     CANDIDATES,
     Candidates,
@@ -38,13 +39,6 @@ from forerun.interface.draft_model import (
 )
 from forerun.interface.features import Features
 from forerun.types import AnyArray, Ints
-
-
-class _Line(NamedTuple):
-    """A row's part of one dispatch: its number in the pass, and its flat nodes."""
-
-    row: int
-    nodes: Ints
 
 
 class _Chains(NamedTuple):
@@ -113,22 +107,12 @@ class JaxLevelModel(DraftModelBase):
         chains = self._chains(extension, features)
         programs, buckets = self._executor.programs, self._executor.buckets
         buckets = buckets.narrowest if self._sizes.borrows else buckets.widest
-        start = chains.start
-        rows = [
-            (r, np.arange(start[r], start[r + 1], dtype=np.int32)) for r in range(len(start) - 1)
-        ]
-        short = [row for row in rows if len(row[1]) <= buckets.nodes[-1]]
-        for size, some in sized(short, buckets) if short else ():
-            lines = [_Line(*row) for row in some]
-            programs.run(Key("extend", size), self._extend(extension, chains, size, lines))
-        for row, nodes in (row for row in rows if len(row[1]) > buckets.nodes[-1]):
-            for size, part in chunks(nodes, buckets.chunks):
-                line = [_Line(row, part)]
-                programs.run(Key("extend", size), self._extend(extension, chains, size, line))
+        for size, rows in dispatches(chains.start, buckets):
+            programs.run(Key("extend", size), self._extend(extension, chains, size, rows))
         return self._candidates(chains.scored, extension.candidates)
 
     def _extend(
-        self, extension: DraftExtension, chains: _Chains, size: Bucket, lines: list[_Line]
+        self, extension: DraftExtension, chains: _Chains, size: Bucket, lines: list[Row]
     ) -> AnyArray:
         """Run one dispatch of `extend`, packed."""
         whole, views = blank(extend_shapes(size, self._executor.tables))
@@ -141,7 +125,7 @@ class JaxLevelModel(DraftModelBase):
             views["stream"][line, :count] = chains.stream[nodes]
             views["read"][line, :count] = nodes
             views["real"][line, :count] = 1
-        own = [line.row for line in lines]
+        own = [row for row, _ in lines]
         views["tables"][: len(own)] = self._executor.page_tables(extension.pages[own])
         return whole
 
@@ -152,7 +136,8 @@ class JaxLevelModel(DraftModelBase):
         if self._sizes.runs_root:
             tokens, start, scored, _ = with_roots(extension)
             return _Chains(extension.kv_len, tokens, start, np.zeros_like(tokens), scored)
-        stream = streams_of(extension, features)
+        about = len(extension.tokens), self.traits.name, JaxFeatures
+        stream = own_features(features, *about).streams
         if not self._sizes.borrows:
             return _Chains.of(extension, stream)
         chains = _Chains.of_roots(extension, stream)
@@ -173,11 +158,11 @@ class JaxLevelModel(DraftModelBase):
         paths = [self._nodes.path(number) for number in level.parents.tolist()]
         deepest = max(map(len, paths))
         depth = next((size for size in DEPTHS if size >= deepest), deepest)
-        lines = []
+        lines: list[Row] = []
         nodes = self._executor.level_nodes
         for row, (begin, end) in enumerate(zip(level.start[:-1], level.start[1:], strict=True)):
             whole = np.arange(begin, end, dtype=np.int32)
-            lines += [_Line(row, whole[at : at + nodes]) for at in range(0, len(whole), nodes)]
+            lines += [(row, whole[at : at + nodes]) for at in range(0, len(whole), nodes)]
         most = self._executor.buckets.rows[-1]
         for begin in range(0, len(lines), most):
             some = lines[begin : begin + most]
@@ -188,11 +173,11 @@ class JaxLevelModel(DraftModelBase):
         return self._candidates(np.arange(count, dtype=np.int32), level.candidates, level.first)
 
     def _expand(
-        self, level: DraftLevel, paths: list[Ints], size: Bucket, depth: int, lines: list[_Line]
+        self, level: DraftLevel, paths: list[Ints], size: Bucket, depth: int, lines: list[Row]
     ) -> AnyArray:
         """Run one dispatch of `expand`, packed."""
         whole, views = blank(expand_shapes(size, self._executor.tables, depth))
-        own = [line.row for line in lines]
+        own = [row for row, _ in lines]
         views["tables"][: len(own)] = self._executor.page_tables(level.pages[own])
         for line, (row, nodes) in enumerate(lines):
             root = self._limits.max_nodes + int(level.slots[row])

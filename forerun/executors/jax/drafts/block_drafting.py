@@ -7,6 +7,11 @@ below the tokens above (pairs.py).
 The trees are those of forerun.speculative.draft_tree (block_draft, path_draft) as far as a full
 tree holds them: no child is worth more than its path, so the best `width` squared nodes of each
 level are enough unless more draft tokens than that are verified.
+
+Passes that the host runs, for what rounds do not do themselves:
+
+    enter  (R, N)       features of chains that became permanent: their keys and values into pages
+    block  (R, k)       one block below each root: candidates of every depth
 """
 
 from collections.abc import Callable
@@ -26,9 +31,11 @@ from forerun.executors.jax.drafts.drafting import (
 )
 from forerun.executors.jax.drafts.pairs import JaxPairs, calibrated
 from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
-from forerun.executors.jax.network.kv import DraftArrays, of_nodes, slots_of
+from forerun.executors.jax.network.kv import DraftArrays, State, of_nodes, slots_of
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.rounds.accept import NodeSampling
+from forerun.executors.jax.rounds.batches import Bucket
+from forerun.executors.packed import Shapes, views_of
 from forerun.interface.draft_model import CANDIDATES
 from forerun.speculative.tree import full_size
 
@@ -36,11 +43,31 @@ _Found = tuple[tuple[Array, Array], Array | None, Array | None]
 """Children of n nodes, target ids and values [R,n or 1,width]; confidence [R,n]; state [R,n,r]."""
 
 
+def enter_shapes(size: Bucket, tables: tuple[int, int]) -> Shapes:
+    """Return the parts of the int32 vector that `enter` reads: by row kv_len; by node `stream`, the
+    row of the streams that holds its features, and `real`, 1 if there is a node; page tables of
+    this shape (inputs.py).
+    """
+    nodes = dict.fromkeys(("stream", "real"), (size.rows, size.nodes))
+    return {"kv_len": (size.rows,), **nodes, "tables": (size.rows, *tables)}
+
+
+def block_shapes(rows: int, tables: tuple[int, int]) -> Shapes:
+    """Return the parts of the int32 vector that `block` reads: by row kv_len, root token and page
+    tables of this shape (inputs.py).
+    """
+    return {"kv_len": (rows,), "root": (rows,), "tables": (rows, *tables)}
+
+
 class JaxBlockDrafting(NamedTuple):
-    """The block drafter's part of a round, and of passes beside it (block_passes.py)."""
+    """The block drafter's part of a round, and the passes beside it.
+
+    tables  shape of a row's page tables
+    """
 
     network: BlockNetwork
     page_size: int
+    tables: tuple[int, int]
 
     def work(
         self, params: Params, held: DraftArrays, accepted: AcceptedStep, width: int, levels: int
@@ -51,13 +78,13 @@ class JaxBlockDrafting(NamedTuple):
         given, (kept, count) = accepted.given, accepted.followed
         position = given.kv_len[:, None] + given.depth
         table = given.tables[:, 0]
-        held = self.enter(params, held, accepted.streams, (table, position, kept))
+        held = self.kept(params, held, accepted.streams, (table, position, kept))
         _, roots = accepted.end(kept)
         read = self.propose(params, held, roots[:, 0], table, given.kv_len + count)
         noise = given.behind(count)
         return held, self._grow(params, (roots, read[:, :levels]), noise, width)
 
-    def enter(
+    def kept(
         self,
         params: Params,
         held: DraftArrays,
@@ -163,3 +190,37 @@ class JaxBlockDrafting(NamedTuple):
             return (chosen, values), found.confidence, found.state
 
         return of_pairs
+
+    # --- passes that the host runs: what rounds do not do themselves ---
+
+    def enter(self, params: Params, state: State, whole: Array, *, size: Bucket) -> State:
+        """Return the state with keys and values of accepted positions [R,N] written into the
+        drafter's pages.
+
+        whole  int32[total] vector of `enter_shapes(size, tables)`; padding is written nowhere
+        """
+        held = state.drafting
+        given = views_of(whole, enter_shapes(size, self.tables))
+        position = given["kv_len"][:, None] + jnp.arange(size.nodes)
+        where = given["tables"][:, 0], position, given["real"] > 0
+        held = self.kept(params, held, held.streams[given["stream"]], where)
+        return state._replace(draft=held)
+
+    def block(self, params: Params, state: State, whole: Array, *, size: Bucket) -> Array:
+        """Return the candidates of one block below each of R = size.rows roots,
+        int32[R,depth,2*k+h]: draft ids, the bits of float32 log-probabilities (nats), best first,
+        and the bits of h numbers that the output head reads, if tokens depend on those above;
+        k = size.nodes.
+
+        whole  int32 vector of `block_shapes`. Changes nothing.
+        """
+        held, network = state.drafting, self.network
+        given = views_of(whole, block_shapes(size.rows, self.tables))
+        where = given["root"], given["tables"][:, 0], given["kv_len"]
+        read = self.propose(params, held, *where)
+        logits = network.logits(params, read.reshape(-1, read.shape[-1]))
+        best, ids = lax.top_k(logits, size.nodes)
+        log_probs = (best - log_normaliser(logits)[:, None]).reshape(*read.shape[:2], -1)
+        numbers = [log_probs, read[..., : 0 if network.about.algorithm == "dflash" else None]]
+        bits = (lax.bitcast_convert_type(each.astype(jnp.float32), jnp.int32) for each in numbers)
+        return jnp.concatenate([ids.reshape(log_probs.shape), *bits], -1)

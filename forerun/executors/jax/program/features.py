@@ -58,6 +58,11 @@ class JaxFeatures:
         self.programs.move(Key("keep"), self.place[late], self.ring[late])
         return JaxFeatureRing(self.programs, self.begin)
 
+    @property
+    def streams(self) -> Ints:
+        """int32[n]: `place`, as programs read it."""
+        return np.asarray(self.place, np.int32)
+
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.place)

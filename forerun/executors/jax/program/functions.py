@@ -10,15 +10,18 @@ from jax import Array, lax
 from forerun.executors.feature_ring import ring_place
 from forerun.executors.jax.drafts.block import BlockNetwork
 from forerun.executors.jax.drafts.block_drafting import JaxBlockDrafting
-from forerun.executors.jax.drafts.block_passes import BlockPasses
 from forerun.executors.jax.drafts.draft_network import DraftNetwork
 from forerun.executors.jax.drafts.draft_passes import DraftPrograms
 from forerun.executors.jax.drafts.drafting import NOWHERE, AcceptedStep, JaxDrafting
 from forerun.executors.jax.network.attention import Layer, Tree, attend, pasts_of
 from forerun.executors.jax.network.decoder import Forwarded, JaxDecoder
 from forerun.executors.jax.network.kv import State, StateShape, after, of_nodes, slots_of
-from forerun.executors.jax.network.recurrent import Windows, no_states
-from forerun.executors.jax.network.recurrent_step import RecurrentNodes, RecurrentStep
+from forerun.executors.jax.network.recurrent import (
+    RecurrentNodes,
+    RecurrentStep,
+    Windows,
+    no_states,
+)
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.program.future_map import enter, leave
 from forerun.executors.jax.rounds.accept import choose, unpacked, walk
@@ -66,7 +69,7 @@ class Functions:
         """The draft network's part of a round. One must be attached (AssertionError)."""
         assert self.network is not None, "a draft network was attached"
         if isinstance(self.network, BlockNetwork):
-            return JaxBlockDrafting(self.network, self.page_size)
+            return JaxBlockDrafting(self.network, self.page_size, self.tables)
         shape = self.shape
         return JaxDrafting(self.network, self.page_size, shape.slots, shape.nodes)
 
@@ -77,11 +80,9 @@ class Functions:
         if hasattr(self, kind):
             return cast("Callable[..., Any]", getattr(self, kind))
         drafting = self.drafting
-        passes: Any = (
-            BlockPasses(drafting, self.tables)
-            if isinstance(drafting, JaxBlockDrafting)
-            else DraftPrograms(drafting, self.tables)
-        )
+        passes: Any = drafting
+        if isinstance(drafting, JaxDrafting):
+            passes = DraftPrograms(drafting, self.tables)
         return cast("Callable[..., Any]", getattr(passes, kind))
 
     def chunk(
@@ -104,11 +105,12 @@ class Functions:
         NOTHING elsewhere; then what was drafted (drafting.py), then what ran (future_map.py), where
         the next round may go on from this one.
         """
-        given, passed = self._forward(params, state, self._entered(state, whole, key.size))
-        logits = self.decoder.logits(params, passed.last.reshape(key.size.total, -1))
-        choices = choose(logits, given.sampling).reshape(key.size)
-        state, kept, grown = self._ended(params, state, (given, passed, choices), key)
-        return state, jnp.concatenate([jnp.where(kept, choices, NOTHING).reshape(-1), grown])
+
+        def chosen(given: Inputs, logits: Array) -> tuple[Array, Array]:
+            choices = choose(logits, given.sampling).reshape(key.size)
+            return choices, jnp.zeros(0, jnp.int32)
+
+        return self._step(params, state, whole, key, chosen)
 
     def shaped(
         self,
@@ -127,22 +129,21 @@ class Functions:
         (reports.py), zeros if no row reports any.
         """
         size = key.size
-        given, passed = self._forward(params, state, self._entered(state, whole, size))
-        logits = self.decoder.logits(params, passed.last.reshape(size.total, -1))
-        which, bits = masks
-        allowed = unpacked(lax.bitcast_convert_type(bits[which], jnp.uint32), logits.shape[1])
-        how = JaxShaping.of(shaping, size.rows, self.edits)
-        choices = choose_shaped(
-            logits.reshape(*size, -1), given.sampling, given.trees, how, allowed.reshape(*size, -1)
-        )
-        reported = lax.cond(
-            (how.reported > 0).any(),
-            lambda: lines(logits, choices.reshape(-1)),
-            lambda: jnp.zeros((size.total, line_size(logits.shape[1])), jnp.int32),
-        )
-        state, kept, grown = self._ended(params, state, (given, passed, choices), key)
-        record = jnp.where(kept, choices, NOTHING).reshape(-1)
-        return state, jnp.concatenate([record, reported.reshape(-1), grown])
+
+        def chosen(given: Inputs, logits: Array) -> tuple[Array, Array]:
+            which, bits = masks
+            allowed = unpacked(lax.bitcast_convert_type(bits[which], jnp.uint32), logits.shape[1])
+            allowed, rows = allowed.reshape(*size, -1), logits.reshape(*size, -1)
+            how = JaxShaping.of(shaping, size.rows, self.edits)
+            choices = choose_shaped(rows, given.sampling, given.trees, how, allowed)
+            reported = lax.cond(
+                (how.reported > 0).any(),
+                lambda: lines(logits, choices.reshape(-1)),
+                lambda: jnp.zeros((size.total, line_size(logits.shape[1])), jnp.int32),
+            )
+            return choices, reported.reshape(-1)
+
+        return self._step(params, state, whole, key, chosen)
 
     def report(self, params: Params, state: State, wanted: Array) -> Array:
         """Return int32[REPORTED,line_size] lines (reports.py) of tokens wanted[1] at rows wanted[0]
@@ -192,55 +193,49 @@ class Functions:
         streams = held.streams.at[moves[1]].set(held.streams[moves[0]])
         return state._replace(draft=held._replace(streams=streams))
 
-    def _ended(
+    def _step(
         self,
         params: Params,
         state: State,
-        chosen: tuple[Inputs, Forwarded, Array],
+        whole: Array,
         key: Key,
-    ) -> tuple[State, Array, Array]:
-        """Walk, commit, and draft if a row is followed. Returns the state, bool[R,N] the accepted
-        nodes, and the drafts.
+        chosen: Callable[[Inputs, Array], tuple[Array, Array]],
+    ) -> tuple[State, Array]:
+        """Run a step, in which carried rows continue from their slots. chosen: (inputs, logits
+        [R*N,V]) -> int32[R,N] choices, and what the record has behind them.
         """
-        given, passed, choices = chosen
+        given = Inputs.of(whole, key.size, self.tables)
+        if self.future is not None:
+            given = enter(given, state.future, self.future)
+        given, passed = self._forward(params, state, given)
+        logits = self.decoder.logits(params, passed.last.reshape(key.size.total, -1))
+        choices, reported = chosen(given, logits)
         kept = walk(choices, given.trees)
         state = self._in_ring(self._kept(params, state, given, passed, kept), given, passed, kept)
-        state, grown = self._drafted(params, state, (given, passed, choices, kept), key)
-        if self.future is None:
-            return state, kept, grown
-        trees = grown[: 3 * key.size.rows * full_size(key.width, key.levels)]
-        held, ran = leave(state.future, given, choices, kept, trees)
-        return state._replace(future=held), kept, jnp.concatenate([grown, ran])
+        grown = ran = jnp.zeros(0, jnp.int32)
+        if key.levels:
+            pages = state.keys, state.values
+            about = AcceptedStep(given, choices, kept, passed.features, pages)
+            state, grown = self._drafted(params, state, about, key)
+        if self.future is not None:
+            trees = grown[: 3 * key.size.rows * full_size(key.width, key.levels)]
+            held, ran = leave(state.future, given, choices, kept, trees)
+            state = state._replace(future=held)
+        record = jnp.where(kept, choices, NOTHING).reshape(-1)
+        return state, jnp.concatenate([record, reported, grown, ran])
 
     def _drafted(
-        self,
-        params: Params,
-        state: State,
-        decided: tuple[Inputs, Forwarded, Array, Array],
-        key: Key,
+        self, params: Params, state: State, about: AcceptedStep, key: Key
     ) -> tuple[State, Array]:
         """Return the state, and the drafts if a row is followed."""
-        given, passed, choices, kept = decided
-        if not key.levels:
-            return state, jnp.zeros(0, jnp.int32)
-        held = state.drafting
-        pages = state.keys, state.values
-        about = AcceptedStep(given, choices, kept, passed.features, pages)
         drafting, shape = self.drafting, (key.width, key.levels)
         count = drafting.network.sizes.record(key.size.rows, *shape)
         held, grown = lax.cond(
-            (given.draft_slot >= 0).any(),
-            lambda: drafting.work(params, held, about, *shape),
-            lambda: (held, jnp.zeros(count, jnp.int32)),
+            (about.given.draft_slot >= 0).any(),
+            lambda: drafting.work(params, state.drafting, about, *shape),
+            lambda: (state.drafting, jnp.zeros(count, jnp.int32)),
         )
         return state._replace(draft=held), grown
-
-    def _entered(self, state: State, whole: Array, size: Bucket) -> Inputs:
-        """Return a round's inputs, in which carried rows continue from their slots."""
-        given = Inputs.of(whole, size, self.tables)
-        if self.future is None:
-            return given
-        return enter(given, state.future, self.future)
 
     def _forward(
         self, params: Params, state: State, given: Inputs, chain: bool = False

@@ -33,7 +33,7 @@ import numpy as np
 
 from forerun.draft_shape import DraftShape
 from forerun.executors.jax.drafts.block import BlockNetwork
-from forerun.executors.jax.drafts.block_passes import block_shapes, enter_shapes
+from forerun.executors.jax.drafts.block_drafting import block_shapes, enter_shapes
 from forerun.executors.jax.drafts.draft_network import DraftNetwork
 from forerun.executors.jax.drafts.draft_passes import (
     DEPTHS,
@@ -377,11 +377,7 @@ class JaxPrograms:
     def _trees(self, key: Key) -> tuple[Any, Any]:
         """Return the structures of a program's arguments and of its result."""
         given = self.params, self.state, *self._given(key)
-        out: Any = (self.state, 0)
-        if key.kind in NO_STATE:
-            out = 0
-        elif key.kind in STATE_ONLY:
-            out = self.state
+        out = _returned(key, self.state, 0)
         return jax.tree.structure((given, {})), jax.tree.structure(out)
 
     def _lowered(self, key: Key) -> Any:
@@ -393,12 +389,8 @@ class JaxPrograms:
         if key.kind == "expand":
             work = partial(work, levels=key.levels)
         state = jax.tree.map(lambda array: array.sharding, self.state)
-        donated: tuple[int, ...] = (1,)
-        out: Any = (state, self._whole)
-        if key.kind in NO_STATE:
-            out, donated = self._whole, ()
-        elif key.kind in STATE_ONLY:
-            out = state
+        donated = () if key.kind in NO_STATE else (1,)
+        out = _returned(key, state, self._whole)
         made = jax.jit(work, donate_argnums=donated, out_shardings=out)
         return made.lower(_shapes(self.params), _shapes(self.state), *self._given(key))
 
@@ -435,6 +427,13 @@ class JaxPrograms:
             shaping = ints(total(shaping_shapes(key.size.rows, self._functions.edits)))
             return whole, (ints(nodes), ints(nodes + 1, self._words)), shaping
         return (whole,)
+
+
+def _returned(key: Key, state: Any, record: Any) -> Any:
+    """Return what a program returns, of these two."""
+    if key.kind in NO_STATE:
+        return record
+    return state if key.kind in STATE_ONLY else (state, record)
 
 
 def _shapes(tree: Any) -> Any:

@@ -25,7 +25,7 @@ from forerun.types import Ints
 DISPATCH = 16
 """Nodes that a dispatch costs beside its own: 14 ms beside 1.2 ms a node on a CPU."""
 
-_Row = tuple[int, Ints]
+Row = tuple[int, Ints]
 """A row's number, and its flat nodes."""
 
 
@@ -150,7 +150,7 @@ def batches(
     """
     cut: list[Batch] = []
     begin = shape.scratch
-    sampling: list[_Row] = []
+    sampling: list[Row] = []
     for row in range(plan.rows):
         nodes = np.arange(trees.start[row], trees.start[row + 1], dtype=np.int32)
         known = int(trees.known[row])
@@ -164,9 +164,9 @@ def batches(
     return cut + list(_rounds(_groups(sampling, weights or {}, room), buckets))
 
 
-def _groups(rows: list[_Row], weights: dict[int, int], room: int) -> list[list[_Row]]:
+def _groups(rows: list[Row], weights: dict[int, int], room: int) -> list[list[Row]]:
     """Return the rows in their order, in as few groups as `room` allows."""
-    groups: list[list[_Row]] = []
+    groups: list[list[Row]] = []
     held = 0
     for row in rows:
         weight = weights.get(row[0], 0)
@@ -204,7 +204,7 @@ def _cheapest(count: int, sizes: tuple[int, ...]) -> tuple[int, int]:
     return min([(whole, whole), *cut], key=itemgetter(0))
 
 
-def _rounds(groups: list[list[_Row]], buckets: Buckets) -> Iterator[Batch]:
+def _rounds(groups: list[list[Row]], buckets: Buckets) -> Iterator[Batch]:
     """Yield one round if all rows fit into one; else some per number of nodes, without empty
     rows.
     """
@@ -218,8 +218,8 @@ def _rounds(groups: list[list[_Row]], buckets: Buckets) -> Iterator[Batch]:
 
 
 def sized(
-    rows: list[_Row], buckets: Buckets, full: bool = False
-) -> Iterator[tuple[Bucket, list[_Row]]]:
+    rows: list[Row], buckets: Buckets, full: bool = False
+) -> Iterator[tuple[Bucket, list[Row]]]:
     """Cut rows into rounds: yields each round's Bucket with its rows, which are all of one padded
     width where one round does not hold them all.
 
@@ -237,6 +237,20 @@ def sized(
             size = max(size for size in fitting if size.rows <= len(left))
             yield size, left[: size.rows]
             left = left[size.rows :]
+
+
+def dispatches(start: Ints, buckets: Buckets) -> Iterator[tuple[Bucket, list[Row]]]:
+    """Yield the dispatches of chains, row r of nodes start[r]:start[r+1]: rounds of the rows that
+    fit into one, and chunks of each other.
+    """
+    every = np.arange(start[-1], dtype=np.int32)
+    rows = list(enumerate(np.split(every, start[1:-1])))
+    short = [row for row in rows if len(row[1]) <= buckets.nodes[-1]]
+    if short:
+        yield from sized(short, buckets)
+    for row, nodes in rows:
+        if len(nodes) > buckets.nodes[-1]:
+            yield from ((size, [(row, part)]) for size, part in chunks(nodes, buckets.chunks))
 
 
 def _at_least(sizes: Iterable[int], count: int) -> int:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
+from forerun.executors.state_steps import StateStep
 from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.decoder.delta import Tokens, advance, read
-from forerun.speculative.tree import TreeBatch
 from forerun.types import AnyArray, Ints
 
 
@@ -38,21 +38,14 @@ class DeltaWay:
     targets: AnyArray
 
     @staticmethod
-    def of(trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> "DeltaWay":
-        """Return that of a step.
-
-        slots  int32[R] as above
-        ends   row of states -> the known node whose state it gets
-        """
-        targets = np.full(len(trees.tokens), -1, np.int64)
-        for row, node in ends.items():
-            if row not in slots:
-                targets[node] = row
+    def of(step: StateStep) -> "DeltaWay":
+        """Return that of a step."""
+        trees = step.trees
         start, known, parents = (
             np.ascontiguousarray(each, np.int32)
             for each in (trees.start, trees.known, trees.parents)
         )
-        return DeltaWay(start, known, parents, slots.astype(np.int64), targets)
+        return DeltaWay(start, known, parents, step.plan.slots.astype(np.int64), step.targets)
 
 
 class PlainDelta:

@@ -19,7 +19,7 @@ overwritten by the next step. Known tokens' are written to pages at once. These 
 sequences' slots of a plan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,6 +97,21 @@ class Narrow:
 
 CacheTensor = Tensor | Narrow
 """Keys or values of one layer: [G,slots,E], or that in float8."""
+
+
+def bytes_of(parts: Iterable[Tensor]) -> bytes:
+    """Return the bytes of tensors, one behind another, on the host."""
+    flat = [part.contiguous().view(torch.uint8).flatten() for part in parts]
+    return bytes(torch.cat(flat).cpu().numpy().tobytes())
+
+
+def put_bytes(parts: Iterable[Tensor], content: bytes | memoryview) -> None:
+    """Fill tensors with what `bytes_of` returned."""
+    left = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+    for part in parts:
+        own, left = left.tensor_split([part.numel() * part.element_size()])
+        # Parts begin where those before them end, which is no multiple of every number's size.
+        part.copy_(own.clone().view(part.dtype).view(part.shape))
 
 
 def read(cached: CacheTensor, slots: Tensor) -> Tensor:

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.state_slots import Claim, rows_of
+from forerun.executors.state_slots import rows_of
 from forerun.executors.state_steps import StateStep, StateSteps
 from forerun.executors.torch.attention.delta_walk import DeltaWalk, DeltaWay, chosen_walk
 from forerun.executors.torch.attention.geometry import tree_intervals
-from forerun.executors.torch.attention.kv import indices, int32s
+from forerun.executors.torch.attention.kv import bytes_of, indices, int32s, put_bytes
 from forerun.executors.torch.attention.state_nodes import (
     KnownNodes,
     StateKernels,
@@ -129,11 +129,6 @@ class States(StateSteps):
             self._walk = walk or chosen_walk(device)
             self.matrices = torch.zeros(layers, rows, *matrix, device=device)
 
-    @staticmethod
-    def table_bytes(arch: Architecture, limits: ExecutorLimits) -> int:
-        """Return the bytes of the tables of states; 0 for a model without recurrent layers."""
-        return rows_of(limits) * arch.state_bytes
-
     def copy(self, row: int | None, to: int) -> None:
         """Implement StateSteps.copy, in all layers."""
         if self.changes is not None:
@@ -150,16 +145,12 @@ class States(StateSteps):
     @torch.inference_mode()
     def content(self, row: int) -> bytes:
         """Implement StateSteps.content."""
-        parts = [part.contiguous().view(torch.uint8).flatten() for part in self._of_row(row)]
-        return bytes(torch.cat(parts).cpu().numpy().tobytes())
+        return bytes_of(self._of_row(row))
 
     @torch.inference_mode()
     def put(self, row: int, content: bytes | memoryview) -> None:
         """Implement StateSteps.put."""
-        left = torch.from_numpy(np.frombuffer(content, np.float32).copy()).to(self._device)
-        for part in self._of_row(row):
-            own, left = left.tensor_split([part.numel()])
-            part.copy_(own.view(part.shape))
+        put_bytes(self._of_row(row), content)
 
     def _of_row(self, row: int) -> list[Tensor]:
         """Return views of a row's state."""
@@ -167,14 +158,11 @@ class States(StateSteps):
 
     def begin(self, plan: Plan, trees: TreeBatch) -> TorchStateStep:
         """Begin a step; return it with the paths of its nodes. Raises EngineError as `prepare`."""
-        step = self.prepare(plan, trees)
-        return self.way_of(plan, trees, step.claims, step.ends)
+        return self.way_of(self.prepare(plan, trees))
 
-    def way_of(
-        self, plan: Plan, trees: TreeBatch, claims: dict[int, list[Claim]], ends: dict[int, int]
-    ) -> TorchStateStep:
-        """Return a step with the paths of its nodes; claims and ends: of StateStep."""
-        return TorchStateStep(plan, trees, claims, ends, self._paths(plan, trees, ends))
+    def way_of(self, step: StateStep) -> TorchStateStep:
+        """Return a step with the paths of its nodes."""
+        return TorchStateStep(step.plan, step.trees, step.claims, step.ends, self._paths(step))
 
     def layer(self, step: TorchStateStep, number: int, inputs: RecurrentInputs) -> Tensor:
         """Run recurrent layer `number` (counted among recurrent layers) for a step's nodes; write
@@ -234,7 +222,8 @@ class States(StateSteps):
             else:
                 self.copy(None if first[0] < 0 else int(first[0]), int(second[0]))
 
-    def _paths(self, plan: Plan, trees: TreeBatch, ends: dict[int, int]) -> Paths:
+    def _paths(self, step: StateStep) -> Paths:
+        trees, ends = step.trees, step.ends
         count, rows = len(trees.tokens), trees.rows
         row = np.repeat(np.arange(rows), np.diff(trees.start))
         past = np.empty((count, self._width), np.int64)
@@ -251,23 +240,20 @@ class States(StateSteps):
         drafted = np.arange(count) - trees.start[row] >= trees.known[row]
         return Paths(
             past=indices(past, self._device),
-            rows=indices(plan.slots, self._device),
-            way=None if self.matrices is None else self._way(trees, plan.slots, ends),
+            rows=indices(step.plan.slots, self._device),
+            way=None if self.matrices is None else self._way(step),
             ends=(indices(nodes, self._device), indices(targets, self._device)),
             drafts=indices(np.flatnonzero(drafted), self._device),
         )
 
-    def _way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> Any:
+    def _way(self, step: StateStep) -> Any:
         """Return what all layers share of a step's way through matrices."""
         if self._kernels is None:
-            return DeltaWay.of(trees, slots, ends)
+            return DeltaWay.of(step)
+        trees = step.trees
         counts = np.diff(trees.start)
         begin = np.repeat(trees.start[:-1], counts)
         parents = np.where(trees.parents < 0, -1, trees.parents - begin)
-        targets = np.full(len(parents), -1, np.int32)
-        for row, node in ends.items():
-            if row not in slots:
-                targets[node] = row
-        parts = slots, trees.start, counts, parents, tree_intervals(trees)
-        known = int32s(trees.known, self._device), int32s(targets, self._device)
+        parts = step.plan.slots, trees.start, counts, parents, tree_intervals(trees)
+        known = int32s(trees.known, self._device), int32s(step.targets, self._device)
         return StateNodes(*(int32s(part, self._device) for part in parts)), KnownNodes(*known)

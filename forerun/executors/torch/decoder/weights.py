@@ -5,7 +5,7 @@ what is quantised is widened to float32 on the way, a piece at a time. The host 
 than a few pieces beside the file's own pages, which are given back when a matrix was read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -152,9 +152,7 @@ class Weights:
     def wide_linear(self, *names: str) -> Product:
         """Return a product as `linear`, with weights in float32 for any dtype."""
         weight = self._stacked(tuple(f"{name}.weight" for name in names)).float()
-        biases = [self.vector(f"{name}.bias") for name in names]
-        present = [bias for bias in biases if bias is not None]
-        return self._products(weight, torch.cat(present) if present else None)
+        return self._products(weight, self._bias(names, torch.float32))
 
     def experts(self, prefix: str, which: range, *parts: str) -> Stacked:
         """Return `parts` of experts prefix.N for each N of `which`, one above the other, as one
@@ -165,10 +163,8 @@ class Weights:
         narrow = self._narrow
         numbers = torch.empty(shape, dtype=FLOAT8 if narrow else self.dtype, device=self.device)
         scale = torch.empty(shape[:2], device=self.device) if narrow else None
-        biases = []
-        for place, expert in enumerate(which):
-            names = [f"{prefix}.{expert}.{part}" for part in parts]
-            biases += [self.vector(f"{name}.bias") for name in names]
+        each = [[f"{prefix}.{expert}.{part}" for part in parts] for expert in which]
+        for place, names in enumerate(each):
             if scale is None:
                 for out, name in zip(
                     numbers[place].split([r[0] for r in rows]), names, strict=True
@@ -177,9 +173,8 @@ class Weights:
                 continue
             found = float8_rows(self._stacked(tuple(f"{name}.weight" for name in names)))
             numbers[place], scale[place] = found.numbers, found.scale[:, 0]
-        present = [bias for bias in biases if bias is not None]
-        bias = torch.cat(present).view(shape[:2]).to(self.dtype) if present else None
-        return Stacked(numbers, scale, bias)
+        bias = self._bias([name for names in each for name in names])
+        return Stacked(numbers, scale, None if bias is None else bias.view(shape[:2]))
 
     def head(self, embedding: Tensor) -> Product:
         """Return the output head [V,H]; `embedding` is the tensor that it may be tied to."""
@@ -201,13 +196,13 @@ class Weights:
         parts = [self.linear(name) for name in names]
         return SideBySide(parts, (sum(part.shape[0] for part in parts), kept[0].shape[1]))
 
-    def _bias(self, names: tuple[str, ...]) -> Tensor | None:
-        """Return [N] in the dtype, the biases of these matrices one after the other; None without
-        any.
+    def _bias(self, names: Sequence[str], dtype: torch.dtype | None = None) -> Tensor | None:
+        """Return [N] in a dtype (None: this one's), the biases of these matrices one after the
+        other; None without any.
         """
         biases = [self.vector(f"{name}.bias") for name in names]
         present = [bias for bias in biases if bias is not None]
-        return torch.cat(present).to(self.dtype) if present else None
+        return torch.cat(present).to(dtype or self.dtype) if present else None
 
     def _stacked(self, names: tuple[str, ...]) -> Tensor:
         """Return [N,K], these matrices one above the other."""

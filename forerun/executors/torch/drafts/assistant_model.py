@@ -13,6 +13,7 @@ from forerun.executors.draft_checks import (
     check_extension,
     check_level,
     check_pages,
+    own_features,
     roots_of,
 )
 from forerun.executors.draft_model import DraftModelBase, declared_layers
@@ -24,7 +25,7 @@ from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.drafts.level_model import likeliest, rotations
 from forerun.executors.torch.drafts.target import CachedTarget
-from forerun.executors.torch.features import on_device
+from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.triton.kernels import parts_of
 from forerun.interface.draft_model import (
@@ -84,8 +85,8 @@ class TorchAssistantModel(DraftModelBase):
         executor = self._executor
         check_extension(extension, executor.limits)
         check_pages(extension, executor.limits)
-        about = len(extension.tokens), self.traits.name
-        streams = on_device(features, *about, executor.device, executor.dtype)
+        about = len(extension.tokens), self.traits.name, TorchFeatures
+        streams = own_features(features, *about).tensor()
         roots = roots_of(extension)
         if executor.windows is not None:
             lengths = roots.kv_len.tolist()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.block_config import KERNEL_SIZE, BlockHead
 from forerun.drafts.block_folder import BlockFile
-from forerun.executors.draft_checks import check_extension
+from forerun.executors.draft_checks import check_extension, own_features
 from forerun.executors.draft_model import BlockModelBase
 from forerun.executors.torch.attention.kv import KvShape, indices
 from forerun.executors.torch.decoder.elementwise import (
@@ -42,7 +42,7 @@ from forerun.executors.torch.drafts.draft_layer import (
 from forerun.executors.torch.drafts.level_model import likeliest, rotations
 from forerun.executors.torch.drafts.loading import allocated, for_serving, head_rows, read_tensor
 from forerun.executors.torch.drafts.target import TorchTarget
-from forerun.executors.torch.features import on_device
+from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.triton.kernels import parts_of
 from forerun.interface.draft_model import (
     Candidates,
@@ -267,8 +267,8 @@ class TorchBlockModel(BlockModelBase):
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
         """Keep keys and values of the features of what became permanent."""
         check_extension(extension, self._limits)
-        about = len(extension.tokens), self.traits.name
-        streams = on_device(features, *about, self._executor.device, self._executor.dtype)
+        about = len(extension.tokens), self.traits.name, TorchFeatures
+        streams = own_features(features, *about).tensor()
         for layer, heads in enumerate(self.context(streams, self._rotary(extension.position))):
             self.cache.write(layer, heads)
         self.cache.commit(extension)

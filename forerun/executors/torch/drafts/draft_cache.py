@@ -10,13 +10,11 @@ as one node more; its keys and values wait by slot until the target has decided 
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from forerun.executors.draft_model import DraftNodes, with_roots
-from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.attention import KeyBlocks, RowKeys, attend
 from forerun.executors.torch.attention.kv import KvShape, PagedCache, Slots, enter, indices
 from forerun.executors.torch.decoder.decoder import Attend, attention_over
@@ -201,20 +199,6 @@ class DraftCache:
                 strict=False,
             )
         ])  # fmt: skip
-
-
-class HasPages(Protocol):
-    """A draft model with a cache. One whose layers read each other has `states`, which say which
-    rows of `outputs` belong to pages.
-    """
-
-    cache: DraftCache
-
-
-def states_of(model: HasPages) -> LayerStates | None:
-    """Return the `states` of a draft model, None if it has none."""
-    states = getattr(model, "states", None)
-    return states if isinstance(states, LayerStates) else None
 
 
 def _room(limits: ExecutorLimits) -> ExecutorLimits:

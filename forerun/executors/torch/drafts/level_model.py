@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.draft_checks import check_extension, check_level
+from forerun.executors.draft_checks import check_extension, check_level, own_features
 from forerun.executors.draft_model import Declared, DraftModelBase
 from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.attention_shapes import widest_tile
@@ -29,7 +29,7 @@ from forerun.executors.torch.decoder.decoder import Attend, attention_over
 from forerun.executors.torch.decoder.elementwise import Rotary, rotation
 from forerun.executors.torch.drafts.draft_cache import DraftCache, DraftPass
 from forerun.executors.torch.drafts.target import TorchTarget
-from forerun.executors.torch.features import on_device
+from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.interface.draft_model import (
     Candidates,
@@ -123,8 +123,8 @@ class LevelModel(DraftModelBase):
         executor, states, streams = self._executor, self.states, None
         check_extension(extension, executor.limits)
         if self.traits.features.kind != "none":
-            about = len(extension.tokens), self.traits.name
-            streams = on_device(features, *about, executor.device, executor.dtype)
+            about = len(extension.tokens), self.traits.name, TorchFeatures
+            streams = own_features(features, *about).tensor()
         hidden = self.enter(streams)
         work, before = self.cache.extension(extension), nothing_before
         if states is not None:

@@ -1,19 +1,17 @@
-"""Messages between rank 0 and another rank beside the passes, over a socket.
+"""Messages between rank 0 and another rank beside the passes, over a connection (a socket).
 
-A message is eight bytes of length, a line of JSON, and arrays one after the other.
+A message is a line of JSON, and arrays one after the other.
 """
 
 import json
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 from forerun.types import AnyArray
-
-_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +23,15 @@ class RankMessage:
     arrays: Mapping[str, AnyArray] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        """Return the message as bytes to send: int64 length of the rest, little endian, a line of
-        JSON, then the arrays' bytes.
-        """
+        """Return the message as bytes to send: a line of JSON, then the arrays' bytes."""
         parts = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
         table = [[name, part.dtype.str, part.shape] for name, part in parts.items()]
         head = json.dumps([self.kind, self.facts, table]).encode() + b"\n"
-        body = head + b"".join(part.tobytes() for part in parts.values())
-        return len(body).to_bytes(_LENGTH, "little") + body
+        return head + b"".join(part.tobytes() for part in parts.values())
 
     @staticmethod
     def decoded(body: bytes) -> "RankMessage":
-        """Return the message whose `encoded` was `body` behind the length; arrays are writable
-        copies.
-        """
+        """Return the message whose `encoded` was `body`; arrays are writable copies."""
         head, _, rest = body.partition(b"\n")
         kind, facts, table = json.loads(head)
         arrays, begin = {}, 0
@@ -52,53 +45,31 @@ class RankMessage:
 
 
 class Channel:
-    """One end of a socket. Not locked."""
+    """One end of a connection. Not locked."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: Connection) -> None:
         self._end = end
-        self._heard = b""
 
     def send(self, message: RankMessage) -> None:
         """Send a message, and wait until the socket has taken it. Raises OSError if the other
         end is gone.
         """
-        self._end.sendall(message.encoded())
+        self._end.send_bytes(message.encoded())
 
     def receive(self) -> RankMessage:
         """Return the next message. Raises EOFError if the other end is gone."""
-        while True:
-            message = self._whole()
-            if message is not None:
-                return message
-            self._more()
+        try:
+            body = self._end.recv_bytes()
+        except OSError as error:  # In the middle of a message.
+            raise EOFError from error
+        return RankMessage.decoded(body)
 
     def poll(self) -> RankMessage | None:
-        """Return the next message, or None if no whole one has arrived. Never waits; does not
-        report that the other end has closed.
+        """Return the next message, or None if none has begun to arrive. Raises EOFError if the
+        other end is gone.
         """
-        self._end.setblocking(False)
-        try:
-            while True:
-                self._more()
-        except (BlockingIOError, EOFError, OSError):
-            pass
-        finally:
-            self._end.setblocking(True)
-        return self._whole()
+        return self.receive() if self._end.poll() else None
 
     def close(self) -> None:
         """Close this end; the other one's `receive` raises EOFError. Idempotent."""
         self._end.close()
-
-    def _more(self) -> None:
-        found = self._end.recv(1 << 16)
-        if not found:
-            raise EOFError
-        self._heard += found
-
-    def _whole(self) -> RankMessage | None:
-        length = int.from_bytes(self._heard[:_LENGTH], "little") + _LENGTH
-        if len(self._heard) < max(length, _LENGTH + 1):
-            return None
-        body, self._heard = self._heard[_LENGTH:length], self._heard[length:]
-        return RankMessage.decoded(body)

@@ -8,7 +8,6 @@ step cannot continue without it. The system reports a child's end or stop to its
 import ctypes
 import logging
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import Pipe
 from typing import NoReturn
 
 from forerun import child
@@ -67,7 +67,7 @@ class RankProcess:
     ) -> None:
         self.rank, self._ended, self._shared = start.tp.rank, ended, shared
         self._start, self._command = start, command
-        own, self._other = socket.socketpair()
+        own, self._other = Pipe()
         self.channel, self._lock = Channel(own), threading.Lock()
         self._heard: list[RankMessage] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -152,7 +152,7 @@ class RankProcess:
         return f"was ended by {_signal(-process.returncode)}"
 
     def _hear(self) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, EOFError, ValueError):
             while (message := self.channel.poll()) is not None:
                 if message.kind == "failed":
                     self.failed = message

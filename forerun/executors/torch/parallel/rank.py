@@ -2,8 +2,8 @@
 
 import logging
 import os
-import socket
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.checkpoints.tensor_parallel import RankCheckpoint
 from forerun.errors import EngineError
+from forerun.executors.state_steps import StateStep
 from forerun.executors.torch.attention.states import TorchStateStep
 from forerun.executors.torch.group import Group, Waits
 from forerun.executors.torch.model_runner import ModelRunner, TorchRound
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
     closes it. The second number is of a file that all ranks share.
     """
     end_with_parent()
-    channel = Channel(socket.socket(fileno=int(argv[1])))
+    channel = Channel(Connection(int(argv[1])))
     try:
         serve(channel, int(argv[2]))
     except EOFError:
@@ -86,7 +87,8 @@ def run(runner: ModelRunner, group: Group, step: SharedStep) -> TorchRound:
     """Run one step of rank 0's: the forward pass, and what rank 0 needs of all ranks."""
     way: TorchStateStep | None = None
     if runner.states is not None:
-        way = runner.states.way_of(step.plan, step.trees, {}, dict(step.ends.tolist()))
+        ends = dict(step.ends.tolist())
+        way = runner.states.way_of(StateStep(step.plan, step.trees, {}, ends))
     round = runner.run(step.plan, step.trees, step.nodes, step=way)
     complete_round(runner, group, round, step)
     return round
