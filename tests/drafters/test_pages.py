@@ -1,4 +1,8 @@
-"""Pages that come back from disk hold what draft models need: the same text, in as many steps."""
+"""Pages that come back from disk, and copied ones within which a text of others goes on, hold what
+draft models need: the same text, in as many steps.
+"""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +16,9 @@ from forerun.executors import cpu
 from tests.drafters.served import PROMPTS, Cells, asked
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
-PROMPT = PROMPTS[2]
+PROMPT, TOKENS, COMMON = PROMPTS[2], 19, 45
+PARTS = np.append(PROMPT[:COMMON], PROMPT[::-1])
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +45,11 @@ def answers(cell, store, temperature, times, **changes):
     )
     engine.start()
     try:
-        done = [complete(engine, asked([PROMPT], 19, temperature))[0][0] for _ in range(times)]
+        done = [complete(engine, asked([PROMPT], TOKENS, temperature))[0][0] for _ in range(times)]
         assert engine.fault is None
         return [(one.cached_tokens, one.tokens, one.stats.steps) for one in done]
     finally:
         engine.shutdown()
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,7 @@ SLOW = pytest.mark.slow
         pytest.param("rounds", "NEXTN by depth, deepseek", 4, 0.8, marks=SLOW),
     ],
 )
-def test_the_same_in_as_many_steps(
+def test_pages_of_a_disk_take_as_many_steps(
     cells, tmp_path, monkeypatch, executor, name, page_size, temperature
 ):
     monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 10.0)
@@ -86,3 +89,53 @@ def test_a_page_that_does_not_exist(cells):
         pages.read_page(10**6)
     with pytest.raises(EngineError, match="are not a page of"):
         pages.write_page(0, b"x")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("executor", "name", "page_size", "within"),
+    [
+        ("cpu", "EAGLE", 16, True),
+        ("cpu", "STANDALONE, itself", 16, True),
+        ("cpu", "NEXTN, mimo", 16, True),
+        ("cpu", "NEXTN by depth, deepseek", 16, False),
+        ("cpu", "DFLASH, both ways", 8, True),
+        ("torch", "STANDALONE, itself", 16, True),
+        pytest.param("cpu", "ASSISTANT, shared", 16, True, marks=SLOW),
+        pytest.param("torch", "EAGLE", 16, True, marks=SLOW),
+        pytest.param("torch", "NEXTN by depth, deepseek", 16, False, marks=SLOW),
+        pytest.param("torch", "DFLASH, both ways", 8, True, marks=SLOW),
+        pytest.param("rounds", "EAGLE", 16, True, marks=SLOW),
+        pytest.param("rounds", "STANDALONE, itself", 16, True, marks=SLOW),
+        pytest.param("jax", "EAGLE", 16, True, marks=SLOW),
+        pytest.param("jax", "STANDALONE, itself", 16, True, marks=SLOW),
+        pytest.param("jax", "DFLASH, both ways", 8, True, marks=SLOW),
+    ],
+)
+def test_a_text_within_a_page_of_another_takes_as_many_steps(
+    cells, executor, name, page_size, within, temperature
+):
+    cell = cells(executor, name, page_size=page_size)
+    engine = cell.engine(cell.model(), shape=(3, 3, 1))
+
+    def answer(prompt, salt):
+        (request,) = asked([prompt], TOKENS, temperature, seed=7)
+        return complete(engine, [replace(request, cache_salt=salt)])[0][0]
+
+    engine.start()
+    try:
+        alone, _, parted, whole = [
+            answer(prompt, salt)
+            for prompt, salt in ((PROMPT, "a"), (PARTS, "b"), (PROMPT, "b"), (PROMPT, "a"))
+        ]
+        assert engine.fault is None and engine.stats().failed_steps == 0
+    finally:
+        engine.shutdown()
+    known = COMMON - engine.lookahead, len(PROMPT) - 1
+    if not within:  # States are there for ends of pages only.
+        known = tuple(count // page_size * page_size for count in known)
+    assert (alone.cached_tokens, parted.cached_tokens, whole.cached_tokens) == (0, *known)
+    for found in (parted, whole):
+        assert found.tokens == alone.tokens and found.stats.steps == alone.stats.steps
+    if name == "STANDALONE, itself":
+        assert alone.stats.steps < TOKENS / 2
