@@ -323,6 +323,7 @@ SPOILT = {
     "free twice": ("twice", lambda pages, held: pages._free.append(pages._free[0])),
     "before the first": ("does not exist", lambda pages, held: pages._free.append(-1)),
     "behind the last": ("does not exist", lambda pages, held: pages._free.append(8)),
+    "beyond that": ("does not exist", lambda pages, held: pages._free.append(9)),
     "less than none": ("fewer than no", lambda pages, held: counts(pages, held.pages[2], -1)),
     "nobody's": ("are not 8", lambda pages, held: counts(pages, held.pages[2], 0)),
     "free and held": ("free and held", lambda pages, held: counts(pages, pages._free[0], 1)),
