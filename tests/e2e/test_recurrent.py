@@ -101,8 +101,19 @@ class Watched:
 
 
 @pytest.fixture
-def watched(monkeypatch):
-    return Watched(monkeypatch)
+def accepting(monkeypatch, hints):  # noqa: F811
+    """Prove a configuration whose hinted drafts are mostly right, and return the runs: some went on
+    from a checkpoint.
+    """
+
+    def proof(config):
+        watched, seen = Watched(monkeypatch), []
+        proved(config, TRIAL, hints, lambda _, runs: seen.extend(runs), ("tree",))
+        assert watched.resumed > 0, "no sequence went on from a checkpoint"
+        assert sum(run.accepted for run in seen) > 50
+        return seen
+
+    return proof
 
 
 NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
@@ -113,15 +124,8 @@ EXECUTORS = [pytest.param("torch", marks=pytest.mark.slow), pytest.param("cpu", 
 @pytest.mark.parametrize("convolutions", [False, True], ids=["nets", "convolutions"])
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_texts_do_not_depend_on_trees_of_a_draft_model(
-    folders,
-    draft,
-    watched,
-    hints,  # noqa: F811
-    executor,
-    convolutions,
-    page,
+    folders, draft, accepting, executor, convolutions, page
 ):
-    seen = []
     config = configured(
         folders[CONVOLUTION if convolutions else ON[executor]],
         page,
@@ -129,32 +133,23 @@ def test_texts_do_not_depend_on_trees_of_a_draft_model(
         speculative_algorithm="STANDALONE",
         speculative_draft_model_path=str(draft),
     )
-    proved(config, TRIAL, hints, lambda _, runs: seen.extend(runs), ("tree",))
-    assert watched.resumed > 0, "no sequence went on from a checkpoint"
-    assert sum(run.accepted for run in seen) > 50, "hinted drafts are mostly right"
-    assert sum(run.preemptions for run in seen) > 0
+    assert sum(run.preemptions for run in accepting(config)) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_nor_on_its_own_prediction_layer(layered, watched, hints, executor):  # noqa: F811
+def test_nor_on_its_own_prediction_layer(layered, accepting, executor):
     """Which reads the target's hidden states, so that pages are shared a token later."""
-    seen = []
     config = configured(layered[ON[executor]], 4, speculative_algorithm="NEXTN", **on(executor))
-    proved(config, TRIAL, hints, lambda _, runs: seen.extend(runs), ("tree",))
-    assert watched.resumed > 0
-    assert sum(run.accepted for run in seen) > 50
+    accepting(config)
 
 
 @NATIVE
-def test_nor_on_a_head_beside_convolutions(folders, tmp_path, watched, hints):  # noqa: F811
-    seen, model = [], folders[CONVOLUTION]
+def test_nor_on_a_head_beside_convolutions(folders, tmp_path, accepting):
+    model = folders[CONVOLUTION]
     head = Twin(Target(FolderCheckpoint(model)), tmp_path / "head", {}).folder
     changes = on("cpu") | {"speculative_algorithm": "EAGLE3"}
-    config = configured(model, 4, speculative_draft_model_path=str(head), **changes)
-    proved(config, TRIAL, hints, lambda _, runs: seen.extend(runs), ("tree",))
-    assert watched.resumed > 0
-    assert sum(run.accepted for run in seen) > 50
+    accepting(configured(model, 4, speculative_draft_model_path=str(head), **changes))
 
 
 @NATIVE
@@ -170,10 +165,9 @@ def test_its_prediction_layer_drafts_unless_something_else_is_named(layered):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_without_room_for_checkpoints_prompts_run_from_the_start(
-    folders, monkeypatch, watched, executor
-):
+def test_without_room_for_checkpoints_prompts_run_from_the_start(folders, monkeypatch, executor):
     """Drafts from the text, of which hardly one is right here."""
+    watched = Watched(monkeypatch)
     monkeypatch.setattr("forerun.build.memory.CHECKPOINTS", 0)
     target = open_target(configured(folders[ON[executor]], 4, **on(executor)))
     try:

@@ -107,20 +107,8 @@ VIEWS = {
 """No launch."""
 
 ONE = {
-    *(
-        "mm",
-        "addmm",
-        "bmm",
-        "_scaled_mm",
-        "_flash_attention_forward",
-        "embedding",
-        "cat",
-        "stack",
-        "copy_",
-        "clone",
-        "_to_copy",
-        "zero_",
-    ),
+    *("mm", "addmm", "bmm", "_scaled_mm", "_flash_attention_forward", "embedding", "cat", "stack"),
+    *("copy_", "clone", "_to_copy", "zero_"),
     *("arange", "full", "full_like", "new_full", "zeros", "new_zeros", "zeros_like", "ones_like"),
     *("add", "add_", "sub", "mul", "div", "neg", "abs", "where", "clamp", "clamp_min", "fill_"),
     *("clamp_max", "maximum", "minimum", "floor_divide", "remainder", "exp", "log", "cos", "sin"),
