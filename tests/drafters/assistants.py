@@ -183,8 +183,4 @@ def in_gguf(made, path, kind="F32", **changes):
             writer.add_tensor(stored, array)
         else:
             writer.add_tensor(stored, gguf.quants.quantize(array, quant), raw_dtype=quant)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return tiny.written(writer, path)

@@ -126,11 +126,7 @@ def alone(whole, path, kept=(), arch="llama"):
     for tensor in reader.tensors:
         if tensor.name in kept or tensor.name.startswith(tuple(own)):
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return tiny.written(writer, path)
 
 
 def rms(x, weight, eps):

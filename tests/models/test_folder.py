@@ -22,7 +22,7 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.template import Template
 from tests.covering import some_of, values
 from tests.models import tiny
-from tests.worlds.checkpoints import holds
+from tests.worlds.checkpoints import holds, rewrite
 
 IDS = torch.arange(100)[None]
 
@@ -34,13 +34,6 @@ def folder(tmp_path):
 
 def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def rewrite(folder, change):
-    """Apply `change` to the dictionary of tensors in model.safetensors."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(

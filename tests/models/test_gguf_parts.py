@@ -36,10 +36,7 @@ def write_parts(whole, folder, count=3, changes=None, left_out=()):
             add(f"split.{key}", value)
         for tensor in share:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        tiny.written(writer, path)
     return paths
 
 

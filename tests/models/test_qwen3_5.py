@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from gguf.quants import dequantize, quantize
-from safetensors.numpy import load_file, save_file
 
 from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint, eos_ids
@@ -18,7 +17,7 @@ from forerun.networks.config_json import announced_layers, architecture_from
 from forerun.networks.layer_spec import Dense, GatedDelta
 from forerun.options.config import EngineConfig
 from tests.models import tiny
-from tests.worlds.checkpoints import holds, logits_are_those_of
+from tests.worlds.checkpoints import holds, logits_are_those_of, rewrite
 
 IDS = torch.arange(100)[None]
 TEXT_27B = {
@@ -270,13 +269,6 @@ def test_the_newer_experiment_is_refused_by_name(tmp_path):
         path = tiny.write_gguf(hf, tmp_path / "x.gguf")
     with pytest.raises(ModelError, match="architecture 'qwen4exp' does not run here"):
         GgufCheckpoint(path)
-
-
-def rewrite(folder, change):
-    """Apply `change` to the dictionary of tensors in model.safetensors."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 def test_a_quantised_multimodal_folder_says_so_outside(tmp_path):

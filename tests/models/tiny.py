@@ -500,6 +500,11 @@ def write_gguf(
             writer.add_tensor(gguf_name(source, name), quantize(array, quant), raw_dtype=quant)
     for source, array in (extra or {}).items():
         writer.add_tensor(source, array)
+    return written(writer, path)
+
+
+def written(writer: Any, path: Path) -> Path:
+    """Write what a GGUFWriter was given into its file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -11,6 +11,7 @@ from forerun.drafts.block_config import BlockHead, default_block_features, expec
 from forerun.drafts.block_folder import open_block
 from forerun.drafts.opened_draft import OpenedDraft
 from forerun.train.export import export_block
+from tests.models import tiny
 
 VARIANTS = {
     "both ways": {},
@@ -133,11 +134,7 @@ def in_gguf(draft, path, metadata=None, extra=None):
         begin = next((each for each in GGUF_NAMES if rest.startswith(each)), "")
         stored = GGUF_NAMES.get(begin, "") + rest.removeprefix(begin)
         writer.add_tensor(f"{prefix}{layer}{'.' * bool(layer)}{stored}", array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return tiny.written(writer, path)
 
 
 def as_dspark(head, folder):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
@@ -59,3 +60,10 @@ def expected_logits(checkpoint, tokens):
         return tiny.reference(checkpoint)(torch.as_tensor(np.asarray(tokens))[None].long()).logits[
             0
         ]
+
+
+def rewrite(folder, change):
+    """Apply `change` to the dictionary of tensors in model.safetensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
