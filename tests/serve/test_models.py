@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from functools import partial
 
 import pytest
@@ -66,74 +65,75 @@ def client_of(shelf):
     return TestClient(shelf.app, base_url="http://localhost")
 
 
+@pytest.fixture
+def shelf():
+    return Shelf()
+
+
+@pytest.fixture
+def client(shelf):
+    with client_of(shelf) as client:
+        yield client
+
+
 def ask(client, model, **more):
     body = {"prompt": "Hi", "max_tokens": 4, "temperature": 0, **more}
     return client.post("/v1/completions", json=body if model is None else {"model": model, **body})
 
 
-def test_models_are_loaded_when_they_are_named_and_answers_name_them():
-    shelf = Shelf()
-    with client_of(shelf) as client:
-        assert client.get("/health").status_code == 200
-        assert shelf.states(client) == {"a": "unloaded", "b": "unloaded", "c": "unloaded"}
-        assert client.get("/server_info").json()["error"]["code"] == "not_loaded"
-        assert client.get("/nothing").status_code == 404 and shelf.loads == []
-        answer = ask(client, "b").json()
-        assert answer["model"] == "b" and answer["usage"]["completion_tokens"] == 4
-        assert shelf.states(client) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
-        assert ask(client, "org/b").json()["model"] == "b" and shelf.loads == ["b"]
-        assert ask(client, None).json()["model"] == "b", "the one that was used last"
-        refused = ask(client, "d")
-        assert refused.status_code == 404 and "'a', 'b', 'c'" in refused.json()["error"]["message"]
-        assert ask(client, "a").json()["choices"][0]["text"] == answer["choices"][0]["text"]
-        assert client.get("/server_info").json()["model"] == "toy"
+def test_models_are_loaded_when_they_are_named_and_answers_name_them(shelf, client):
+    assert client.get("/health").status_code == 200
+    assert shelf.states(client) == {"a": "unloaded", "b": "unloaded", "c": "unloaded"}
+    assert client.get("/server_info").json()["error"]["code"] == "not_loaded"
+    assert client.get("/nothing").status_code == 404 and shelf.loads == []
+    answer = ask(client, "b").json()
+    assert answer["model"] == "b" and answer["usage"]["completion_tokens"] == 4
+    assert shelf.states(client) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+    assert ask(client, "org/b").json()["model"] == "b" and shelf.loads == ["b"]
+    assert ask(client, None).json()["model"] == "b", "the one that was used last"
+    refused = ask(client, "d")
+    assert refused.status_code == 404 and "'a', 'b', 'c'" in refused.json()["error"]["message"]
+    assert ask(client, "a").json()["choices"][0]["text"] == answer["choices"][0]["text"]
+    assert client.get("/server_info").json()["model"] == "toy"
 
 
-def test_a_look_may_name_the_model():
-    shelf = Shelf()
-    with client_of(shelf) as client:
-        for name in ("a", "b", "b"):
-            ask(client, name)
-        for name in ("a", "b"):
-            facts = client.get("/server_info", params={"model": name}).json()
-            assert facts["stats"]["output_tokens"] == {"a": 4, "b": 8}[name]
-        answer = client.get("/server_info", params={"model": "c"})
-        assert answer.json()["error"]["code"] == "not_loaded" and shelf.loads == ["a", "b"]
-        assert client.get("/server_info", params={"model": "d"}).status_code == 404
+def test_a_look_may_name_the_model(shelf, client):
+    for name in ("a", "b", "b"):
+        ask(client, name)
+    for name in ("a", "b"):
+        facts = client.get("/server_info", params={"model": name}).json()
+        assert facts["stats"]["output_tokens"] == {"a": 4, "b": 8}[name]
+    answer = client.get("/server_info", params={"model": "c"})
+    assert answer.json()["error"]["code"] == "not_loaded" and shelf.loads == ["a", "b"]
+    assert client.get("/server_info", params={"model": "d"}).status_code == 404
 
 
-def test_every_dialect_reaches_every_model():
-    shelf = Shelf()
+def test_every_dialect_reaches_every_model(shelf, client):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    with client_of(shelf) as client:
-        assert (
-            client.post("/v1/chat/completions", json={"model": "a", **chat}).json()["model"] == "a"
-        )
-        assert client.post("/v1/messages", json={"model": "b", **chat}).json()["model"] == "b"
-        asked = {"model": "c:latest", "messages": chat["messages"], "stream": False}
-        answer = client.post("/api/chat", json={**asked, "options": {"num_predict": 4}})
-        assert answer.json()["message"]["role"] == "assistant"
-        streamed = {"model": "a", "prompt": "x", "stream": True, "max_tokens": 3}
-        with client.stream("POST", "/v1/completions", json=streamed) as stream:
-            assert list(stream.iter_lines())[-2] == "data: [DONE]"
-        assert shelf.loads == ["a", "b", "c"]
-        tags = [one["name"] for one in client.get("/api/tags").json()["models"]]
-        assert tags == ["a:latest", "b:latest", "c:latest"]
-        assert len(client.get("/api/ps").json()["models"]) == 3
+    assert client.post("/v1/chat/completions", json={"model": "a", **chat}).json()["model"] == "a"
+    assert client.post("/v1/messages", json={"model": "b", **chat}).json()["model"] == "b"
+    asked = {"model": "c:latest", "messages": chat["messages"], "stream": False}
+    answer = client.post("/api/chat", json={**asked, "options": {"num_predict": 4}})
+    assert answer.json()["message"]["role"] == "assistant"
+    streamed = {"model": "a", "prompt": "x", "stream": True, "max_tokens": 3}
+    with client.stream("POST", "/v1/completions", json=streamed) as stream:
+        assert list(stream.iter_lines())[-2] == "data: [DONE]"
+    assert shelf.loads == ["a", "b", "c"]
+    tags = [one["name"] for one in client.get("/api/tags").json()["models"]]
+    assert tags == ["a:latest", "b:latest", "c:latest"]
+    assert len(client.get("/api/ps").json()["models"]) == 3
 
 
-def test_metrics_have_a_sample_per_model():
-    shelf = Shelf()
-    with client_of(shelf) as client:
-        ask(client, "a"), ask(client, "b"), ask(client, "b")
-        page = client.get("/metrics").text
-        found = {
-            sample.labels["model_name"]: sample.value
-            for family in text_string_to_metric_families(page)
-            for sample in family.samples
-            if sample.name == "vllm:generation_tokens_total"
-        }
-        assert found == {"a": 4, "b": 8}
+def test_metrics_have_a_sample_per_model(shelf, client):
+    ask(client, "a"), ask(client, "b"), ask(client, "b")
+    page = client.get("/metrics").text
+    found = {
+        sample.labels["model_name"]: sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == "vllm:generation_tokens_total"
+    }
+    assert found == {"a": 4, "b": 8}
 
 
 def test_idle_models_are_let_go_after_their_time():
@@ -159,18 +159,16 @@ def test_idle_models_are_let_go_after_their_time():
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1m", 61), (-1, None))),
     ],
 )
-def test_ollamas_keep_alive_is_honoured(keep, gone):
-    shelf = Shelf()
-    with client_of(shelf) as client:
-        asked = {"model": "a", "prompt": "Hi", "stream": False, "keep_alive": keep}
-        assert client.post("/api/generate", json=asked).status_code == 200
-        if gone is not None and gone > 2:
-            shelf.now = gone - 2
-            client.portal.call(shelf.models.let_go)
-            assert shelf.states(client)["a"] == "loaded"
-        shelf.now = gone or 10**9
+def test_ollamas_keep_alive_is_honoured(shelf, client, keep, gone):
+    asked = {"model": "a", "prompt": "Hi", "stream": False, "keep_alive": keep}
+    assert client.post("/api/generate", json=asked).status_code == 200
+    if gone is not None and gone > 2:
+        shelf.now = gone - 2
         client.portal.call(shelf.models.let_go)
-        assert shelf.states(client)["a"] == ("unloaded" if gone else "loaded")
+        assert shelf.states(client)["a"] == "loaded"
+    shelf.now = gone or 10**9
+    client.portal.call(shelf.models.let_go)
+    assert shelf.states(client)["a"] == ("unloaded" if gone else "loaded")
 
 
 def test_the_model_used_longest_ago_makes_room():
@@ -181,14 +179,12 @@ def test_the_model_used_longest_ago_makes_room():
         assert shelf.states(client) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
 
 
-def test_memory_is_looked_at_before_loading():
-    shelf = Shelf()
-    with client_of(shelf) as client:
-        ask(client, "a")
-        # A model takes 1250 bytes.
-        shelf.models.memory = lambda: 1249 if shelf.open["a"].engine.alive else 1250
-        assert ask(client, "b").status_code == 200
-        assert shelf.states(client) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+def test_memory_is_looked_at_before_loading(shelf, client):
+    ask(client, "a")
+    # A model takes 1250 bytes.
+    shelf.models.memory = lambda: 1249 if shelf.open["a"].engine.alive else 1250
+    assert ask(client, "b").status_code == 200
+    assert shelf.states(client) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
 
 
 def test_a_model_that_answers_is_not_let_go_for_another():
@@ -206,54 +202,41 @@ def test_a_model_that_answers_is_not_let_go_for_another():
         assert ask(client, "b").status_code == 200
 
 
-def test_one_models_failure_is_its_own():
-    shelf = Shelf()
+def test_one_models_failure_is_its_own(shelf, client):
     shelf.broken.add("b")
-    with client_of(shelf) as client:
-        ask(client, "a")
-        refused = ask(client, "b")
-        assert refused.status_code == 503 and "b is damaged" in refused.json()["error"]["message"]
-        assert shelf.states(client) == {"a": "loaded", "b": "failed", "c": "unloaded"}
-        assert client.get("/health").json()["faults"] == {"b": "b is damaged"}
-        assert ask(client, "a").status_code == 200
-        shelf.broken.clear()
-        assert ask(client, "b").status_code == 200, "it is tried again"
-        shelf.open["b"].engine.shutdown()
-        assert ask(client, "a").status_code == 200
-        assert ask(client, "b").status_code == 200, "a stopped engine is loaded anew"
-        assert shelf.loads == ["a", "b", "b", "b"]
+    ask(client, "a")
+    refused = ask(client, "b")
+    assert refused.status_code == 503 and "b is damaged" in refused.json()["error"]["message"]
+    assert shelf.states(client) == {"a": "loaded", "b": "failed", "c": "unloaded"}
+    assert client.get("/health").json()["faults"] == {"b": "b is damaged"}
+    assert ask(client, "a").status_code == 200
+    shelf.broken.clear()
+    assert ask(client, "b").status_code == 200, "it is tried again"
+    shelf.open["b"].engine.shutdown()
+    assert ask(client, "a").status_code == 200
+    assert ask(client, "b").status_code == 200, "a stopped engine is loaded anew"
+    assert shelf.loads == ["a", "b", "b", "b"]
 
 
-def test_who_names_no_model_gets_none_that_failed():
-    shelf = Shelf()
+def test_who_names_no_model_gets_none_that_failed(shelf, client):
     shelf.broken.add("b")
-    with client_of(shelf) as client:
-        shelf.now = 5.0
-        assert ask(client, "b").status_code == 503
-        assert ask(client, None).json()["model"] == "a"
-        for name in (["a"], 7, {"id": "a"}):
-            refused = ask(client, name)
-            assert refused.status_code == 400
-            assert refused.json()["error"]["message"].startswith("model must be a string, not ")
+    shelf.now = 5.0
+    assert ask(client, "b").status_code == 503
+    assert ask(client, None).json()["model"] == "a"
+    for name in (["a"], 7, {"id": "a"}):
+        refused = ask(client, name)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("model must be a string, not ")
 
 
-def test_requests_that_come_while_a_model_loads_wait_for_it():
-    shelf = Shelf()
+def test_requests_that_come_while_a_model_loads_wait_for_it(shelf, client):
     shelf.gate = threading.Event()
-    with client_of(shelf) as client:
-        answers = []
-        asking = [
-            threading.Thread(target=lambda: answers.append(ask(client, "a"))) for _ in range(3)
-        ]
-        for one in asking:
-            one.start()
-        deadline = time.monotonic() + 60
-        while shelf.states(client)["a"] != "loading":
-            assert time.monotonic() < deadline
-        shelf.gate.set()
-        for one in asking:
-            one.join()
-        assert [one.status_code for one in answers] == [200] * 3 and shelf.loads == ["a"]
+    answers = []
+    asking = [begun(client, "a", answers) for _ in range(3)]
+    shelf.gate.set()
+    for one in asking:
+        one.join()
+    assert answers == [200] * 3 and shelf.loads == ["a"]
 
 
 def begun(client, model, answers):
@@ -265,20 +248,18 @@ def begun(client, model, answers):
     return thread
 
 
-def test_models_that_load_stop_no_other():
+def test_models_that_load_stop_no_other(shelf, client):
     """Neither one that is loaded nor one that is loaded meanwhile, however long they take."""
-    shelf = Shelf()
-    with client_of(shelf) as client:
-        ask(client, "a")
-        shelf.gate, answers = threading.Event(), []
-        waiting = [begun(client, "b", answers), begun(client, "c", answers)]
-        assert ask(client, "a").status_code == 200
-        shelf.now = 10**9
-        client.portal.call(shelf.models.let_go)
-        shelf.gate.set()
-        for one in waiting:
-            one.join()
-        assert answers == [200, 200] and sorted(shelf.loads) == ["a", "b", "c"]
+    ask(client, "a")
+    shelf.gate, answers = threading.Event(), []
+    waiting = [begun(client, "b", answers), begun(client, "c", answers)]
+    assert ask(client, "a").status_code == 200
+    shelf.now = 10**9
+    client.portal.call(shelf.models.let_go)
+    shelf.gate.set()
+    for one in waiting:
+        one.join()
+    assert answers == [200, 200] and sorted(shelf.loads) == ["a", "b", "c"]
 
 
 def test_one_waits_for_room_that_another_may_leave():
@@ -295,15 +276,13 @@ def test_one_waits_for_room_that_another_may_leave():
         assert 200 in answers and set(answers) <= {200, 503}  # It may still answer.
 
 
-def test_the_end_while_a_model_loads():
-    shelf = Shelf()
+def test_the_end_while_a_model_loads(shelf, client):
     shelf.gate, answers = threading.Event(), []
-    with client_of(shelf) as client:
-        one = begun(client, "a", answers)
-        client.portal.call(shelf.models.close)
-        one.join()
-        assert answers == [503]
-        shelf.gate.set()
+    one = begun(client, "a", answers)
+    client.portal.call(shelf.models.close)
+    one.join()
+    assert answers == [503]
+    shelf.gate.set()
 
 
 @pytest.mark.parametrize("keep", spread([10**400, -(10**400), 1e300, "9" * 33, True], 2))
@@ -337,16 +316,14 @@ def test_a_body_is_parsed_once(monkeypatch):
         assert ask(client, "a").status_code == 200 and parsed == [0]
 
 
-def test_what_is_no_request_loads_nothing():
-    shelf = Shelf()
+def test_what_is_no_request_loads_nothing(shelf, client):
     many = "[" + "[]," * MOST_CONTAINERS + "1]"
-    with client_of(shelf) as client:
-        for data in ("{", '{"model": "a", "model": "b"}', f'{{"model": "a", "stop": {many}}}'):
-            refused = client.post("/v1/completions", content=data, headers=JSON)
-            assert refused.json()["error"]["code"] == "invalid_json"
-        refused = ask(client, "x" * 1_000_000)
-        assert refused.status_code == 404 and len(refused.content) < 1000
-        assert shelf.loads == []
+    for data in ("{", '{"model": "a", "model": "b"}', f'{{"model": "a", "stop": {many}}}'):
+        refused = client.post("/v1/completions", content=data, headers=JSON)
+        assert refused.json()["error"]["code"] == "invalid_json"
+    refused = ask(client, "x" * 1_000_000)
+    assert refused.status_code == 404 and len(refused.content) < 1000
+    assert shelf.loads == []
 
 
 def test_bodies_that_wait_for_a_model_count_as_bodies():
