@@ -143,8 +143,7 @@ def test_mixed_and_preempted_batches_change_nothing(name):
     assert made.stats().preemptions > 0, "the pool was meant to be too small"
     for request, wanted in zip(requests, alone, strict=True):
         assert heard(ear, request.id)[1] == wanted[1][:120]
-    for request in free:
-        ear.expect(request)
+    ear.expect(*free)
 
 
 def test_forced_text_needs_fewer_steps():

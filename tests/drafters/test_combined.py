@@ -32,8 +32,7 @@ def served(combine):
     )  # fmt: skip
     requests = [ask(str(i), f"Prompt {i}", 60) for i in range(3)]
     ear = run(made, *requests)
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     assert made.stats().failed_steps == 0
     return made.stats(), drafter
 

@@ -169,8 +169,7 @@ def test_entries_fit_the_text_that_finds_them(page_size, pages):
     made, device = engine_with_head(page_size=page_size, pages=pages * 4 // page_size)
     requests = asked(*FORKS)
     ear = run(made, *requests)
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     run(made, *asked(*FORKS[::-1]))
     for number, prompt in enumerate(FORKS):
         run(made, ask(f"again {number}", prompt, 12))
@@ -183,8 +182,7 @@ def test_chunks_choices_and_preemption_keep_the_entries():
     made, device = engine_with_head(page_size=2, pages=20, max_nodes=7)
     requests = asked("A prompt of several chunks", "A prompt of", n=2, temperature=0.9, seed=3)
     ear = run(made, *requests)
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     assert made.stats().preemptions > 0 and made.stats().failed_steps == 0 and device.looked
 
 
@@ -236,8 +234,7 @@ def test_a_head_catches_up_in_one_pass(rest):
     )
     requests = asked("A prompt", "Another one", max_tokens=60)
     ear = run(made, *requests)
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     stats = made.stats()
     assert stats.accepted > 0 and stats.failed_steps == 0 and device.looked
     assert (device.late > 0) == (rest > PATIENCE)
@@ -261,8 +258,7 @@ def test_a_head_that_lags_far_catches_up_unasked(monkeypatch, most):
     made, device = engine_with_head(Moody(lambda step: step > 95), page_size=8)
     requests = asked("A prompt", "Another one", max_tokens=160)
     ear = run(made, *requests)
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     assert max(behind) == most
     assert 95 // most < device.late < 20, "passes of many tokens"
     stats = made.stats()

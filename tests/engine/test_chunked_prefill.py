@@ -6,7 +6,7 @@ import pytest
 from forerun.control.policy import FixedPolicy
 from forerun.engine.chunked_prefill import LEAST, STEP_MS, PromptPace
 from forerun.executors.toy import ToyExecutor
-from tests.engine.toys import Ear, ask, finish, limits, make, reference
+from tests.engine.toys import Ear, ask, finish, limits, make, reference, step
 
 SHAPE = {"page_size": 16, "pages": 1024, "slots": 4, "max_nodes": 512, "context": 4096}
 
@@ -40,8 +40,7 @@ def test_a_prompt_leaves_a_stream_its_steps(monkeypatch, each):
     engine, ear = make(executor=executor, policy=FixedPolicy(0, 0)), Ear()
     stream, long = ask("a", prompt(20), 150, stop_tokens=()), ask("b", prompt(3000, 70), 4)
     engine.submit(stream, ear)
-    for _ in range(5):
-        engine.step_once()
+    step(engine, 5)
     engine.submit(long, ear)
     begun = len(executor.steps)
     finish(engine, check=False)
@@ -69,8 +68,7 @@ def test_where_decoding_is_slow_a_prompt_has_as_much_time(monkeypatch):
     executor = Timed(monkeypatch, 1.0, fixed=1000.0)
     engine, ear = make(executor=executor, policy=FixedPolicy(0, 0)), Ear()
     engine.submit(ask("a", prompt(20), 300, stop_tokens=()), ear)
-    for _ in range(5):
-        engine.step_once()
+    step(engine, 5)
     engine.submit(ask("b", prompt(3000, 70), 4), ear)
     finish(engine, check=False)
     beside = [step for step in executor.steps if step[0] and step[1]]

@@ -15,7 +15,7 @@ from forerun.engine.disk_states import DiskStates
 from forerun.errors import EngineError
 from forerun.executors.toy import ToyExecutor, ToyPages
 from tests.engine.carrying import CarryingToy
-from tests.engine.toys import Ear, ask, finish, limits, make
+from tests.engine.toys import Ear, ask, finish, limits, make, submit
 
 LONG = "".join(chr(97 + (7 * i + i // 5) % 26) for i in range(96))
 SIZE = 1 << 20
@@ -60,11 +60,9 @@ def written(engine):
 def answer(engine, *requests):
     """Deltas of requests that run to the end, checked against the toy's definition."""
     ear = Ear()
-    for request in requests:
-        engine.submit(request, ear)
+    submit(engine, ear, *requests)
     finish(engine)
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     return ear
 
 

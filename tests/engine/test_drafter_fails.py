@@ -57,8 +57,7 @@ def test_requests_outlive_the_drafter(verb, calls, caplog):
     requests = [ask(str(i), f"Prompt {i}", 40) for i in range(6)]
     with caplog.at_level(logging.ERROR, "forerun.engine"):
         ear = run(made, *requests)
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     reason = "speculation is off: the drafter ngram failed with RuntimeError: the draft caught fire"
     assert made.fault == reason
     assert [record.message for record in caplog.records] == [reason]

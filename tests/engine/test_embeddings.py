@@ -52,8 +52,7 @@ def test_embeddings_run_beside_text(name, kind):
     asked = {f"{p}{n}": (PROMPT[: n or None], p) for p in POOLINGS for n in (0, 1, 2, 17)}
     vectors = [embed(id, *given) for id, given in asked.items()]
     ear = run(engine, texts[0], *vectors, texts[1])
-    for text in texts:
-        ear.expect(text)
+    ear.expect(*texts)
     for id, given in asked.items():
         np.testing.assert_allclose(vector(ear, id), pooled(*given), rtol=1e-6)
 

@@ -25,6 +25,8 @@ from tests.engine.toys import (
     make,
     reference,
     run,
+    step,
+    submit,
 )  # fmt: skip
 
 DRAFTERS = ("none", "ngram", "oracle", "adversary", "erratic")
@@ -43,8 +45,7 @@ def test_a_policy_that_learns_changes_speed_only(draft_ms):
     engine = make("ngram", policy=PolicyOnTable(costs, 4, 4, MODEL), pages=160, max_nodes=32)
     requests = [ask(str(i), f"Prompt {i % 3}", 40, **SAMPLED) for i in range(5)]
     ear = run(engine, *requests)
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     assert (engine.stats().draft_tokens > 20) == (draft_ms == 0)
     assert all(budget.reason for budget in engine.stats().load.granted)
 
@@ -124,12 +125,10 @@ def test_a_sequence_may_be_the_only_one_and_be_preempted():
     """Where others than sequences hold pages: a page store that reads."""
     engine, ear, request = make(page_size=2, pages=16), Ear(), ask(max_tokens=16)
     engine.submit(request, ear)
-    for _ in range(4):
-        engine.step_once()
+    step(engine, 4)
     index = engine._core.scheduler.index
     held = index.take(index.available)
-    for _ in range(4):
-        engine.step_once()
+    step(engine, 4)
     assert engine.stats().preemptions == 1 and not engine._parts.open_slots
     for page in held:
         index.release(page)
@@ -142,13 +141,11 @@ def test_a_prompt_without_output_takes_no_nodes_from_others(length):
     """Nor does it give others its share, and a part of it: one of its chunks is a single token."""
     engine, ear = make("oracle", nodes=16, depth=16, pages=256), Ear()
     long = [ask(str(i), max_tokens=100) for i in range(3)]
-    for request in long:
-        engine.submit(request, ear)
+    submit(engine, ear, *long)
     engine.step_once()
     engine.submit(ask("none", "x" * length, max_tokens=0), ear)
     finish(engine)
-    for request in long:
-        ear.expect(request)
+    ear.expect(*long)
     assert ear.last("none").finish == Finish.LENGTH and not engine.stats().failed_steps
 
 
@@ -212,8 +209,7 @@ def test_copied_pages_are_evicted_and_preempted_like_others(page_size, overlap):
     ]
     requests = [replace(one, id=f"{one.id} {n}") for n, one in enumerate(requests)]
     ear = run(engine, *requests)
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     stats = engine.stats()
     assert stats.preemptions > 0 and stats.load.pages_held == 0
     assert any(ear.of(one.id)[0].cached_tokens % page_size for one in requests)
@@ -233,8 +229,7 @@ def test_a_salt_shares_cached_prefixes_with_itself_alone():
     engine = make()
     together = [said["a1"], said["b1"], said["a2"]]
     ear = run(engine, *together)
-    for request in together:
-        ear.expect(request)
+    ear.expect(*together)
     assert [ear.of(each.id)[0].cached_tokens for each in together] == [0, 0, 26]
 
 
@@ -318,8 +313,7 @@ def test_abort_takes_effect_before_the_next_step(steps):
     ear = Ear()
     engine.submit(ask("gone", "A prompt of several chunks", n=2, max_tokens=30), ear)
     engine.submit(ask("stays"), ear)
-    for _ in range(steps):
-        engine.step_once()
+    step(engine, steps)
     engine.abort("gone")
     engine.step_once()
     engine.check()
@@ -406,8 +400,7 @@ def test_a_failed_step_ends_the_requests_in_it_and_no_others():
     ear = run(engine, ask("bad", "! broken"), ask("with it"), *rest)
     assert ear.last("bad").finish == ear.last("with it").finish == Finish.ERROR
     assert "on fire" in ear.last("bad").error
-    for request in rest:
-        ear.expect(request)
+    ear.expect(*rest)
     assert engine.alive and engine.stats().failed_steps == 1
 
 
@@ -416,8 +409,7 @@ def test_a_slot_that_cannot_be_opened_ends_its_request_only(how):
     good, later = ask("good"), [ask(str(i)) for i in range(8)]
     engine = make(executor=Fragile(how))
     ear = run(engine, ask("bad", "! broken", n=3), good, *later)
-    for request in (good, *later):
-        ear.expect(request)
+    ear.expect(good, *later)
     assert [ear.last("bad", i).finish for i in range(3)] == [Finish.ERROR] * 3
     assert "no room" in ear.last("bad").error
 
@@ -444,10 +436,8 @@ def test_every_request_ends_where_no_slot_can_be_closed(overlap):
     executor.capabilities = replace(executor.capabilities, overlap=overlap)
     engine, ear = make(executor=executor, overlap=overlap), Ear()
     requests = [ask(str(i), "! broken", max_tokens=50) for i in range(6)]
-    for request in requests:
-        engine.submit(request, ear)
-    for _ in range(4):
-        engine.step_once()
+    submit(engine, ear, *requests)
+    step(engine, 4)
     for id in "015":
         engine.abort(id)
     engine.step_once()
@@ -459,8 +449,7 @@ def test_every_request_ends_where_no_slot_can_be_closed(overlap):
 def test_text_that_cannot_be_made_ends_its_request_only():
     engine, ear = make(), Ear()
     bad, good = ask("bad", stop=("zzz",), max_tokens=50), ask("good", max_tokens=50)
-    for request in (bad, good):
-        engine.submit(request, ear)
+    submit(engine, ear, bad, good)
     engine.step_once()
     with mock.patch.object(engine._core.outputs.live["bad"][0].stream, "_release") as release:
         release.side_effect = RuntimeError("no such character")

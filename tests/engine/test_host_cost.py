@@ -23,7 +23,7 @@ from forerun.text.stream import TextStream
 from tests.control.steps import FREE, PolicyOnTable, seen
 from tests.counted import lines
 from tests.drafters.test_ngram import plan as one_row
-from tests.engine.toys import GREEDY, TOKENIZER, Ear, ask, limits, make
+from tests.engine.toys import GREEDY, TOKENIZER, Ear, ask, limits, make, step
 
 ROWS = 32
 
@@ -119,8 +119,7 @@ def test_speculation_at_rest_costs_next_to_nothing():
     policy = seen(PolicyOnTable(dear, 8, 8, FREE))
     counted = []
     for engine in (running("none", 64), running("ngram", 64, policy)):
-        for _ in range(256):
-            engine.step_once()
+        step(engine, 256)
         counted.append(lines(lambda: [engine.step_once() for _ in range(128)]))  # noqa: B023
     plain, resting = counted
     assert resting - plain < 16 * 64 * 128

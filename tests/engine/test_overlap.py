@@ -10,7 +10,7 @@ from forerun.errors import EngineError
 from forerun.interface.plan import Outcome, Plan, Round
 from tests.control.steps import MODEL, PolicyOnTable
 from tests.engine.carrying import CarryingToy
-from tests.engine.toys import Ear, ask, finish, limits, make, reference, run
+from tests.engine.toys import Ear, ask, finish, limits, make, reference, run, step, submit
 
 DRAFTERS = ["none", "oracle", "adversary", "erratic"]
 
@@ -90,8 +90,7 @@ def test_what_a_stop_string_ends_runs_once_more_and_nobody_hears_of_it(name):
     whole = reference(ask("a", "ab", 40))[1]
     requests = [ask("a", "ab", 40, stop=(whole[9:12],)), hot("b", max_tokens=30)]
     ear = run(engine, *requests)
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     assert ear.last("a").finish == Finish.STOP
 
 
@@ -115,15 +114,13 @@ def test_a_prompt_that_comes_meanwhile_is_taken_in_and_found_again():
     engine, _ = overlapped(pages=40)
     ear, first, second = Ear(), hot("a", max_tokens=60), hot("b", "Hello, world, again", 12)
     engine.submit(first, ear)
-    for _ in range(6):
-        engine.step_once()
+    step(engine, 6)
     engine.submit(second, ear)
     finish(engine)
     third = hot("c", "Hello, world, again and more", 12)
     engine.submit(third, ear)
     finish(engine)
-    for request in (first, second, third):
-        ear.expect(request)
+    ear.expect(first, second, third)
     assert ear.of("c")[0].cached_tokens > 0
 
 
@@ -134,8 +131,7 @@ def test_a_page_that_a_running_round_reads_may_be_written_behind_it(name, page_s
     """
     engine, toy = overlapped(name, page_size=page_size, pages=200 // page_size)
     ear, requests = Ear(), [ask(str(i), "same text", 40, stop_tokens=()) for i in range(3)]
-    for request in requests:
-        engine.submit(request, ear)
+    submit(engine, ear, *requests)
     index, written = engine._core.scheduler.index, set()
     while engine.step_once():
         engine.check()
@@ -143,8 +139,7 @@ def test_a_page_that_a_running_round_reads_may_be_written_behind_it(name, page_s
             toy.pages.write_page(page, bytes(toy.pages.page_bytes))
             index.release(page)
             written.add(page)
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     assert engine.stats().failed_steps == 0 and engine.stats().carried > 4 and len(written) > 5
 
 
@@ -170,8 +165,7 @@ def test_a_step_that_fails_ends_its_own_requests(what, number):
     engine, _ = overlapped(fails=[(what, number)])
     ear = Ear()
     broken = [hot("a", max_tokens=60), ask("b", "other", 50)]
-    for request in broken:
-        engine.submit(request, ear)
+    submit(engine, ear, *broken)
     finish(engine)
     for request in broken:
         last = ear.last(request.id)
@@ -189,8 +183,7 @@ def test_shutdown_with_a_step_running_leaves_slots_closed():
     engine, toy = overlapped()
     ear = Ear()
     engine.submit(hot("a", max_tokens=60), ear)
-    for _ in range(5):
-        engine.step_once()
+    step(engine, 5)
     engine.shutdown()
     engine.check()
     assert ear.last("a").finish == Finish.ABORT
@@ -204,13 +197,11 @@ def test_the_thread_sleeps_only_when_nothing_runs():
     ear, requests = Ear(), [hot(str(n), max_tokens=5 + 3 * n) for n in range(7)]
     engine.start()
     try:
-        for request in requests:
-            engine.submit(request, ear)
+        submit(engine, ear, *requests)
         assert engine.drain(30)
     finally:
         engine.shutdown()
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     engine.check()
 
 
@@ -276,8 +267,7 @@ def test_adaptive_guessing_sees_every_step():
     engine = make("oracle", executor=toy, overlap=True, policy=policy)
     requests = [hot("a", max_tokens=60), ask("b", "other", 60)]
     ear = run(engine, *requests)
-    for request in requests:
-        ear.expect(request)
+    ear.expect(*requests)
     stats = engine.stats()
     assert stats.carried > stats.steps / 3
     assert stats.acceptance_length > 2 and policy.describe()["right_by_level"][0] > 0.7

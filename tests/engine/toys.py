@@ -150,22 +150,32 @@ class Ear:
     def last(self, id="r", index=0) -> Delta:
         return self.of(id, index)[-1]
 
-    def expect(self, request: Request) -> None:
-        """Every choice of `request` is what sequential decoding says."""
-        for index in range(request.n):
-            tokens, text, finish = reference(request, index)
-            assert self.tokens(request.id, index) == tokens
-            assert self.text(request.id, index) == text
-            assert self.last(request.id, index).finish == finish
+    def expect(self, *requests: Request) -> None:
+        """Every choice of each request is what sequential decoding says."""
+        for request in requests:
+            for index in range(request.n):
+                tokens, text, finish = reference(request, index)
+                assert self.tokens(request.id, index) == tokens
+                assert self.text(request.id, index) == text
+                assert self.last(request.id, index).finish == finish
 
 
 def run(engine: Engine, *requests: Request, check=True) -> Ear:
     """Submit and run to the end, checking for leaks after every step."""
     ear = Ear()
-    for request in requests:
-        engine.submit(request, ear)
+    submit(engine, ear, *requests)
     finish(engine, check)
     return ear
+
+
+def submit(engine: Engine, ear: Ear, *requests: Request) -> None:
+    for request in requests:
+        engine.submit(request, ear)
+
+
+def step(engine: Engine, times: int) -> None:
+    for _ in range(times):
+        engine.step_once()
 
 
 def finish(engine: Engine, check=True) -> None:
