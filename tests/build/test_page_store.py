@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -32,14 +33,11 @@ def apart(tmp_path, monkeypatch):
 
 def served(config, prompt=PROMPT, start=None):
     """(cached tokens, text, info, stats) of a prompt, by a server that begins and ends."""
-    loaded = load(config)
-    try:
+    with closing(load(config)) as loaded:
         ((done,),) = complete(loaded.engine, [make_request(prompt, max_tokens=8)])
         if start is not None:
             start.update(model_facts(loaded))
         return done.cached_tokens, done.text, loaded.info["kv_store"], loaded.engine.stats()
-    finally:
-        loaded.close()
 
 
 def test_a_restart_finds_what_was_read(tmp_path):
@@ -58,13 +56,10 @@ def test_a_grammar_goes_on_behind_pages_from_disk(tmp_path):
     config = replace(TOY, kv_store=str(tmp_path / "kv"))
     texts = []
     for cached in (0, 1088):
-        loaded = load(config)
-        try:
+        with closing(load(config)) as loaded:
             grammar = loaded.target.compile(Grammar("regex", "(abc|de){2,4}!"))
             request = make_request(PROMPT, max_tokens=20, grammar=grammar)
             ((done,),) = complete(loaded.engine, [request])
-        finally:
-            loaded.close()
         assert done.cached_tokens == cached
         texts.append(done.text)
     assert texts[0] == texts[1] and texts[0].endswith("!")
@@ -77,13 +72,10 @@ def test_a_restart_drafts_as_before(tmp_path, monkeypatch):
     )
     said = []
     for changes in ({}, {}, {"page_size": 8}, {"speculative_num_steps": 3}):
-        loaded = load(replace(config, **changes))
-        try:
+        with closing(load(replace(config, **changes))) as loaded:
             for number in range(0 if said else 9):
                 request = make_request(PROMPT[number:40], max_tokens=60, temperature=1.0)
                 complete(loaded.engine, [request])
-        finally:
-            loaded.close()
         said.append(loaded.info["kv_store"])
     assert said[0].endswith("0 tokens of this model")
     assert said[1].endswith("tokens of answers, learnt costs of steps")

@@ -5,6 +5,7 @@ caches, each answer against the same request alone without speculation. See fore
 """
 
 import importlib.util
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -102,12 +103,9 @@ def test_no_answer_depends_on_speculation(name, model, head, drafts, monkeypatch
         changes["speculative_draft_model_path"] = str(head)
     if "captured" in name:
         on_tape(monkeypatch)
-    fuzzer = Fuzzer(EngineConfig(**changes), tuple(read_prompts()), seed=len(name))
-    try:
+    with closing(Fuzzer(EngineConfig(**changes), tuple(read_prompts()), seed=len(name))) as fuzzer:
         report = fuzzer.run(lambda so_far: so_far.cases >= CASES)
         used = type(fuzzer._target[1].executor).__name__
-    finally:
-        fuzzer.close()
     assert ("Captured" in used) == ("captured" in name), used
     assert report.failure is None, report.failure
     assert report.cases == CASES and report.draft_tokens > 0

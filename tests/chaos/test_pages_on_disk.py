@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -76,11 +77,8 @@ class Child:
 
 @pytest.fixture(scope="module")
 def right():
-    loaded = load(config(None))
-    try:
+    with closing(load(config(None))) as loaded:
         return [asked(loaded, number)[0] for number in range(TEXTS)]
-    finally:
-        loaded.close()
 
 
 def size(folder):

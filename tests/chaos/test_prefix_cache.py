@@ -4,6 +4,7 @@ The oracle of the toy is its definition; of the default model, the request alone
 on an engine of its own, whose cache knows nothing.
 """
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -95,8 +96,7 @@ def test_more_agents_in_a_tiny_cache(seed, page_size, pages):
 def test_agents_of_the_default_model(kv_tokens, page_size):
     """The default drafter, adaptive and fixed, one target for all engines."""
     config = EngineConfig(context=256, kv_tokens=kv_tokens, page_size=page_size, max_sequences=4)
-    target = open_target(config)
-    try:
+    with closing(open_target(config)) as target:
         encode = target.tokenizer.encode
         script = Script(1, 4, 6, cut_from([encode(p.text, bos=True) for p in prompts()]), 200)
         off = replace(target.config, speculative_algorithm="OFF")
@@ -113,5 +113,3 @@ def test_agents_of_the_default_model(kv_tokens, page_size):
             assert cached(rounds) >= kept * cached(plain) > 0
             ask_again(engine, rounds, 7, at_once=4)
             assert other is not fixed or engine.stats().accepted > 20
-    finally:
-        target.close()

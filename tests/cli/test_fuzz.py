@@ -1,6 +1,7 @@
 """`forerun prove --fuzz`: finds planted faults, makes them small, writes what can be replayed."""
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -38,15 +39,12 @@ def test_every_answer_is_the_one_that_its_request_gets_alone(fuzzer):
 
 
 def test_every_grammar_is_taken():
-    target = open_target(EngineConfig(model="toy"))
-    try:
+    with closing(open_target(EngineConfig(model="toy"))) as target:
         for name, make in GRAMMARS.items():
             compiled = target.compile(make())
             if name == "many keys":
                 first = compiled.begin()
                 assert not first.take(ord("{")) and first.error, "it goes on in a process"
-    finally:
-        target.close()
 
 
 @pytest.mark.parametrize(
@@ -123,8 +121,5 @@ def test_a_grammar_alone_in_a_step_without_decoding_rows():
     shape = {"page_size": 2, "max_sequences": 1, "chunked_prefill_size": 16, "context": 256}
     drafting = {"speculative_num_draft_tokens": 3, "speculative_num_steps": 1}
     changes = shape | {"kv_tokens": 2048} | drafting
-    fuzzer = Fuzzer(config, tuple(read_prompts()), 0)
-    try:
+    with closing(Fuzzer(config, tuple(read_prompts()), 0)) as fuzzer:
         assert fuzzer.check(Case(changes, (held, held))) is None
-    finally:
-        fuzzer.close()

@@ -1,7 +1,7 @@
 """A small toy target, opened as a user's program would."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from forerun.build.engine import Loaded, load
@@ -25,9 +25,6 @@ def toy_target(config: EngineConfig = CONFIG, delay: float = 0.0) -> Iterator[Ta
 
 @contextmanager
 def toy_loaded(config: EngineConfig = CONFIG) -> Iterator[Loaded]:
-    loaded = load(config)
-    try:
+    with closing(load(config)) as loaded:
         yield loaded
         loaded.engine.check()
-    finally:
-        loaded.close()

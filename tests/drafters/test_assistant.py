@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -301,15 +301,12 @@ def test_auto_takes_the_one_beside_the_model(kinds, tmp_path, draft):
     (tmp_path / "gemma-assistant-other").mkdir()
     config = settings(kind, "torch", model=str(model), speculative_algorithm="AUTO",
                       speculative_draft_model_path=None)  # fmt: skip
-    loaded = load(config)
-    try:
+    with closing(load(config)) as loaded:
         assert loaded.config.speculative_algorithm == "FROZEN_KV_MTP+NGRAM"
         assert (
             f"(AUTO: {found} is the model's assistant and lies beside it" in loaded.info["drafting"]
         )
         assert "frozen_kv_mtp" in str(loaded.engine.describe()["drafter"])
-    finally:
-        loaded.close()
     planned = sizing(config, described(config, None), 10**10)
     assert planned.draft == 4 * open_assistant(found, architecture_at(model)).parameters
     rounds = EngineConfig(model=str(model), executor="torch", device="cuda")

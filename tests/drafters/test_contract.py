@@ -8,6 +8,7 @@ inside of rounds, where nobody can listen: there what is proposed is compared wi
 
 import json
 import re
+from contextlib import closing
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -628,18 +629,16 @@ def test_every_layer_of_the_draft_is_planned_for(kinds):
 @pytest.mark.parametrize("name", ["right, EAGLE", "right, NEXTN", "EAGLE", "DFLASH, both ways"])
 def test_features_that_wait_for_the_draft_are_planned_for(kinds, name):
     """As many bytes as the executor's ring takes, beside the draft's logits and nodes."""
-    loaded = load(settings(kinds[name], "torch"))
-    alone = load(settings(replace(kinds[name], method="OFF", draft=None), "torch"))
-    try:
+    with (
+        closing(load(settings(kinds[name], "torch"))) as loaded,
+        closing(load(settings(replace(kinds[name], method="OFF", draft=None), "torch"))) as alone,
+    ):
         target = loaded.target
         draft, nodes = target.draft, target.memory.limits
         rest = nodes.max_nodes * draft.node_numbers + nodes.scored_nodes * (draft.vocab // 4)
         added = target.memory.scratch - alone.target.memory.scratch
         ring = target.executor.describe()["features_bytes"]
         assert added == 4 * rest + ring and ring > 0
-    finally:
-        loaded.close()
-        alone.close()
 
 
 def test_only_shared_tokens_are_proposed_and_the_others_are_read(kinds):
@@ -704,8 +703,7 @@ def test_facts_have_the_same_names_on_every_executor(cells, executor, name):
 def test_auto_has_n_grams_beside_a_whole_model_on_a_cpu(kinds, executor, name):
     """A folder, not a file: what it holds says what it is. Tokens of both sources are accepted."""
     kind = replace(kinds[name], method="AUTO")
-    loaded = load(settings(kind, executor))
-    try:
+    with closing(load(settings(kind, executor))) as loaded:
         assert loaded.config.speculative_algorithm == "STANDALONE+NGRAM"
         assert f"{kind.draft} is a whole model)" in loaded.info["drafting"]
         complete(loaded.engine, asked(PROMPTS[1:3], 100))
@@ -717,8 +715,6 @@ def test_auto_has_n_grams_beside_a_whole_model_on_a_cpu(kinds, executor, name):
         assert set(loaded.engine.describe()["drafter"]["sources"]) == {
             "ngram", "standalone", "ngram+standalone",
         }  # fmt: skip
-    finally:
-        loaded.close()
 
 
 @pytest.mark.parametrize(
@@ -737,8 +733,7 @@ def test_a_block_drafter_is_served(kinds, tmp_path, algorithm, executor):
         draft = open_block(kind.draft, FolderCheckpoint(kind.model).architecture)
         kind = replace(kind, draft=in_gguf(draft, tmp_path / "x.gguf"))
     meant = "DFLASH+NGRAM" if algorithm == "AUTO" else "DFLASH"
-    loaded = load(settings(kind, executor, speculative_num_steps=None))
-    try:
+    with closing(load(settings(kind, executor, speculative_num_steps=None))) as loaded:
         config = loaded.config
         assert (config.speculative_algorithm, config.speculative_num_steps) == (meant, 4)
         about = loaded.engine.describe()["drafter"]
@@ -749,8 +744,6 @@ def test_a_block_drafter_is_served(kinds, tmp_path, algorithm, executor):
         alone = load(settings(replace(kind, method="OFF", draft=None), executor))
         assert loaded.target.memory.weights > alone.target.memory.weights
         alone.close()
-    finally:
-        loaded.close()
 
 
 @pytest.mark.parametrize(

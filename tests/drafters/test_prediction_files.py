@@ -1,6 +1,7 @@
 """Prediction layers in a target's files: what they are taken for, and what is wrong with them."""
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -52,12 +53,11 @@ def says(folder, **facts):
 @pytest.mark.parametrize("executor", ["cpu", "torch"])
 def test_a_model_itself_as_its_eagle_draft_means_its_layers(kinds, executor):
     """Where a checkpoint has them and no draft is named."""
-    target = open_target(settings(Kind("EAGLE", kinds["right, NEXTN"].model), executor))
-    try:
+    with closing(
+        open_target(settings(Kind("EAGLE", kinds["right, NEXTN"].model), executor))
+    ) as target:
         assert target.config.speculative_algorithm == "NEXTN"
         assert target.draft_model.describe()["layers"] == 1
-    finally:
-        target.close()
 
 
 def test_mimo_is_qwen2_with_prediction_layers(layers, tmp_path):

@@ -2,6 +2,7 @@
 speculation, trees, company, preemption or what others have left in the prefix cache.
 """
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -156,12 +157,9 @@ def test_nor_on_a_head_beside_convolutions(folders, tmp_path, accepting):
 def test_its_prediction_layer_drafts_unless_something_else_is_named(layered):
     unnamed = {"executor": "auto", "dtype": "auto", "speculative_algorithm": "AUTO"}
     unnamed |= {"policy": "auto", "kv_tokens": 256}  # Steps are timed at the start.
-    target = open_target(configured(layered["qwen3_5_text"], 4, **unnamed))
-    try:
+    with closing(open_target(configured(layered["qwen3_5_text"], 4, **unnamed))) as target:
         found = target.config
         assert (found.executor, found.speculative_algorithm) == ("cpu", "NEXTN+NGRAM")
-    finally:
-        target.close()
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -169,14 +167,11 @@ def test_without_room_for_checkpoints_prompts_run_from_the_start(folders, monkey
     """Drafts from the text, of which hardly one is right here."""
     watched = Watched(monkeypatch)
     monkeypatch.setattr("forerun.build.memory.CHECKPOINTS", 0)
-    target = open_target(configured(folders[ON[executor]], 4, **on(executor)))
-    try:
+    with closing(open_target(configured(folders[ON[executor]], 4, **on(executor)))) as target:
         sampled = replace(TRIAL, temperatures=(1.0,))
         proof = prove(target, replace(target.config, speculative_num_draft_tokens=8), sampled)
         assert proof.identical
         assert any(run.draft_tokens for run in proof.runs)
-    finally:
-        target.close()
     assert watched.resumed == 0 < watched.whole
 
 

@@ -1,6 +1,7 @@
 """Recurrent states on disk: a restart continues behind what was read before, with the same text."""
 
 import os
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -46,16 +47,13 @@ def apart(tmp_path, monkeypatch):
 
 def served(config, *prompts, salt=""):
     """(cached tokens, tokens) of each prompt, asked in turn, and what the store did."""
-    loaded = load(config)
-    try:
+    with closing(load(config)) as loaded:
         found = []
         for prompt in prompts:
             request = make_request(prompt, max_tokens=9, temperature=0.8, seed=3)
             ((done,),) = complete(loaded.engine, [replace(request, cache_salt=salt)])
             found.append((done.cached_tokens, done.tokens))
         return found, loaded.engine.stats().store
-    finally:
-        loaded.close()
 
 
 @pytest.mark.parametrize(

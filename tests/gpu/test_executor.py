@@ -1,5 +1,7 @@
 """The torch executor on CUDA against the same executor on the CPU, and against itself."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 import torch
@@ -75,8 +77,7 @@ def test_speculation_changes_no_token_in_float32(folder, device, temperature):
         max_sequences=4,
         kv_tokens=2048,
     )
-    target = open_target(config)
-    try:
+    with closing(open_target(config)) as target:
         prompts = tuple(
             Prompt(str(i), "words", ({"role": "user", "content": f"the quick fox {i} " * 6},))
             for i in range(4)
@@ -85,8 +86,6 @@ def test_speculation_changes_no_token_in_float32(folder, device, temperature):
         proof = prove(target, target.config, trial, lambda *_: None)
         assert all(run.divergence is None for run in proof.runs), proof
         assert proof.holds or temperature > 0, "nothing was accepted, so nothing is proved"
-    finally:
-        target.close()
 
 
 def test_many_rounds_leave_no_memory_behind(checkpoint, device):

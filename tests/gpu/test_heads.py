@@ -1,5 +1,7 @@
 """A draft head on CUDA: the head that was trained, and the acceptance that was simulated."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 
@@ -41,13 +43,10 @@ def test_passes_are_those_of_one_token_at_a_time(dense, device, tmp_path, change
 
 def test_served_acceptance_is_the_simulated_one(learned, folder, device):
     twin, texts = learned
-    target = opened(folder("llama", layers=6), twin, device)
-    try:
+    with closing(opened(folder("llama", layers=6), twin, device)) as target:
         prompts = list(texts[:, :12])
         plain = serve(target, prompts, "OFF")
         served = serve(target, prompts)
-    finally:
-        target.close()
     assert [item.tokens for item in served] == [item.tokens for item in plain]
     expected = np.zeros(4, int)
     for prompt, item in zip(prompts, served, strict=True):
@@ -64,13 +63,10 @@ def test_drafting_in_rounds_is_that_of_single_passes(learned, folder, device, sh
     found = []
     for eager in (False, True):
         many = {"chunked_prefill_size": 256, "disable_cuda_graph": eager}
-        target = opened(folder("llama", layers=6), twin, device, **many)
-        try:
+        with closing(opened(folder("llama", layers=6), twin, device, **many)) as target:
             prompts = list(texts[:4, :12])
             served = serve(target, prompts, "EAGLE", 40, temperature, **drafting(*shape))
             sizes = target.executor.describe().get("captured", ())
-        finally:
-            target.close()
         drafted = any(levels for _, _, levels, *_ in sizes)
         assert drafted == (device == "cuda" and not eager)
         found.append(served)

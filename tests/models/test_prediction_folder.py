@@ -1,6 +1,7 @@
 """Folders with prediction layers: read for their target, or refused with what is wrong."""
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -100,13 +101,10 @@ def config(target, folder, method, executor="torch", **changes):
 
 @pytest.mark.parametrize("method", spread(["AUTO", "EAGLE", "NEXTN+NGRAM", "NEXTN"], 2))
 def test_who_asks_for_it_gets_nextn(target, folder, method):
-    opened = open_target(config(target, folder, method))
-    try:
+    with closing(open_target(config(target, folder, method))) as opened:
         lookup = method in ("AUTO", "NEXTN+NGRAM")
         assert opened.config.speculative_algorithm == "NEXTN" + "+NGRAM" * lookup
         assert opened.draft_model.traits.name == "nextn" and opened.draft_model.traits.vocab == 150
-    finally:
-        opened.close()
 
 
 @pytest.mark.parametrize("method", ["EAGLE3", "EAGLE+NGRAM", "DFLASH", "NAIVE"])

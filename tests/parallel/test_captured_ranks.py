@@ -4,7 +4,7 @@ other launches it too, and texts are one process's. Nothing of it needs a device
 
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 
@@ -152,11 +152,8 @@ def test_ranks_launch_what_rank_0_does(shared, alone, said, wishes, algorithm, o
 @pytest.mark.slow
 def test_latent_attention_is_cut_in_rounds_too(tmp_path):
     folder = tiny.save_folder(tiny.model("deepseek_v3"), tmp_path)
-    one = open_target(config(folder, disable_cuda_graph=True))
-    try:
+    with closing(open_target(config(folder, disable_cuda_graph=True))) as one:
         expected, _ = texts(one, OFF, ROUNDS)
-    finally:
-        one.close()
     told = Counter()
     with captured(told, config(folder, tp_size=2, overlap=True)) as (target, tape):
         told.clear()
@@ -194,11 +191,8 @@ def test_a_draft_model_drafts_between_rounds(made, algorithm, draft, width, size
     }
     if width > 1:
         drafts["speculative_num_draft_tokens"] = 6
-    one = open_target(config(made / "target", disable_cuda_graph=True))
-    try:
+    with closing(open_target(config(made / "target", disable_cuda_graph=True))) as one:
         expected, _ = texts(one, OFF, ROUNDS)
-    finally:
-        one.close()
     told = Counter()
     with captured(told, config(made / "target", tp_size=size, **drafts)) as (target, tape):
         hinted = Hinted(target.draft_model, (), 0)

@@ -3,6 +3,7 @@ every rank, in eager steps and in captured rounds.
 """
 
 from collections import Counter
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -74,11 +75,8 @@ def test_rounds_move_states_on_every_rank(folder, monkeypatch, algorithm, page, 
     """Preempted in little room, and found again behind what rounds have kept."""
     behind = resumed(monkeypatch)
     little = {"page_size": page, "kv_tokens": 56, "context": 56}
-    one = open_target(config(folder, **little))
-    try:
+    with closing(open_target(config(folder, **little))) as one:
         expected, _ = texts(one, OFF, ROUNDS)
-    finally:
-        one.close()
     told = Counter()
     settings = config(folder, tp_size=2, overlap=True, **little)
     with captured(told, settings) as (target, _):

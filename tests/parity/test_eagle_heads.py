@@ -2,6 +2,7 @@
 trained. What served ones propose, and what of it is accepted: tests/drafters/test_contract.py.
 """
 
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -276,16 +277,13 @@ def target(folder, learned):
 def test_the_price_of_a_head_is_measured(target, learned, changes):
     """With the adaptive policy, whatever it decides, the text is the same."""
     config = replace(target.config, policy="adaptive", **changes)
-    adaptive = open_target(config)
-    try:
+    with closing(open_target(config)) as adaptive:
         assert adaptive.costs.draft_ms > 0 and adaptive.costs.follow_ms > 0
         prompts = list(learned[1][:4, :12])
         served = serve(adaptive, prompts)
         assert [item.tokens for item in served] == [
             item.tokens for item in serve(adaptive, prompts, "OFF")
         ]
-    finally:
-        adaptive.close()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ or overwrites too early, shows in the text.
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -461,8 +462,7 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
     shape = drafting(2, 2, 1, "EAGLE")
     small = {"chunked_prefill_size": 32, "context": 128, "max_sequences": 2, "overlap": True}
     config = opened_config(folder, learned[0], **small, **shape)
-    target = open_target(config, lambda *news: told.append(news))
-    try:
+    with closing(open_target(config, lambda *news: told.append(news))) as target:
         ready = set(target.executor.describe()["captured"])
         sizes = declared(target.executor.limits, DraftShape(nodes=2, width=1, depth=2))
         assert ready == set(sizes)
@@ -479,8 +479,6 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
         captured = target.executor.describe()["captured"]
         assert ready == set(captured)
         assert tape.captures == len(captured)  # None of them twice.
-    finally:
-        target.close()
 
 
 class AsTheyAre(dict):

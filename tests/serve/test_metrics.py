@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,7 @@ def samples(page):
 
 
 def test_sglangs_names_and_the_cache():
-    loaded = load(EngineConfig(model="toy"))
-    try:
+    with closing(load(EngineConfig(model="toy"))) as loaded:
         stats = loaded.engine.stats
         both, alone = Metrics(sglang=True), Metrics()
         for metrics in (both, alone):
@@ -42,8 +42,6 @@ def test_sglangs_names_and_the_cache():
         complete(loaded.engine, [make_request(loaded.tokenizer.encode("Hi"), max_tokens=90)])
         found, plain = samples(both.page()), alone.page()
         blocks = loaded.config.kv_tokens // loaded.config.page_size
-    finally:
-        loaded.close()
     assert found["sglang:generation_tokens_total",] == found["vllm:generation_tokens_total",] == 90
     assert found["sglang:spec_accept_length",] > 1
     assert found["sglang:num_requests_total",] == 1
@@ -52,8 +50,7 @@ def test_sglangs_names_and_the_cache():
 
 
 def test_the_page_shows_the_snapshot():
-    loaded = load(EngineConfig(model="toy"))
-    try:
+    with closing(load(EngineConfig(model="toy"))) as loaded:
         metrics = Metrics()
         meter = metrics.add("toy", loaded.engine.stats, lambda: loaded.engine.fault, {})
         before = samples(metrics.page())
@@ -64,8 +61,6 @@ def test_the_page_shows_the_snapshot():
         meter.gap(0.02)
         meter.per_token(0.004)
         stats, after = loaded.engine.stats(), samples(metrics.page())
-    finally:
-        loaded.close()
     assert after["vllm:prompt_tokens_total",] == 7
     assert after["process_resident_memory_bytes",] > 1 << 20
     assert after["vllm:generation_tokens_total",] == 180
@@ -100,16 +95,13 @@ def test_the_page_shows_the_snapshot():
 
 def test_where_the_time_and_the_tokens_of_requests_went():
     """Queue, prefill and decode of a sequence are all of its time, and nothing is counted twice."""
-    loaded = load(EngineConfig(model="toy"))
-    try:
+    with closing(load(EngineConfig(model="toy"))) as loaded:
         metrics = Metrics()
         metrics.add("toy", loaded.engine.stats, lambda: loaded.engine.fault, {})
         prompts = [loaded.tokenizer.encode("x" * length) for length in (3, 30)]
         asked = [make_request(p, max_tokens=20, n=2, temperature=1.0, seed=3) for p in prompts]
         complete(loaded.engine, asked)
         found = samples(metrics.page())
-    finally:
-        loaded.close()
     names = ("queue", "prefill", "decode", "inference")
     for name in names:
         assert found[f"vllm:request_{name}_time_seconds_count",] == 4
@@ -142,14 +134,11 @@ STOCK = [
 
 
 def test_both_dashboards_find_what_they_ask_for():
-    loaded = load(EngineConfig(model="toy"))
-    try:
+    with closing(load(EngineConfig(model="toy"))) as loaded:
         metrics = Metrics()
         metrics.add("toy", loaded.engine.stats, lambda: loaded.engine.fault, {})
         complete(loaded.engine, [make_request(loaded.tokenizer.encode("Hi"), max_tokens=90)])
         found = samples(metrics.page())
-    finally:
-        loaded.close()
     there = {name for name, *_ in found}
     file = Path(__file__).parents[2] / "docs" / "reference" / "grafana.json"
     board = json.loads(file.read_text())

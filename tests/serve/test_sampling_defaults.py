@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 
 import pytest
 
@@ -26,8 +27,7 @@ def folder(tmp_path_factory):
 
 def samplings(folder, how="model"):
     config = EngineConfig(model=str(folder), kv_tokens=512, sampling_defaults=how, executor="torch")
-    loaded = load(config)
-    try:
+    with closing(load(config)) as loaded:
         plain = {"prompt": "the quick", "top_k": 0}
         chat = {"messages": [{"role": "user", "content": "the quick"}], "temperature": 0}
         made = [
@@ -37,8 +37,6 @@ def samplings(folder, how="model"):
         served = [one.requests[0].sampling for one in made]
         assert loaded.info["sampling_defaults"].keys() == NEUTRAL.keys()
         return served, AskConfig(min_p=0.1).options(loaded.target.sampling)
-    finally:
-        loaded.close()
 
 
 def test_what_the_model_says(folder):

@@ -5,6 +5,8 @@ The walk through captured rounds with a draft head is counted in
 tests/parity/test_overlap.py, where the device is emulated.
 """
 
+from contextlib import closing
+
 import pytest
 from starlette.testclient import TestClient
 
@@ -28,8 +30,7 @@ process: the second of its server, so that nothing is loaded on the way.
 
 @pytest.mark.model
 def test_the_walk_on_the_cpu_is_short(capsys):
-    target = open_target(EngineConfig())
-    try:
+    with closing(open_target(EngineConfig())) as target:
         engine = make_engine(target, target.config)
         messages = [{"role": "user", "content": "Repeat the alphabet three times."}]
         news = []
@@ -40,8 +41,6 @@ def test_the_walk_on_the_cpu_is_short(capsys):
             while not (news and news[-1].finish):
                 engine.step_once()
         engine.shutdown()
-    finally:
-        target.close()
     with capsys.disabled():
         print(f"\nOne token on the CPU opens:\n{walk.listing()}")
     assert len(news) > 10

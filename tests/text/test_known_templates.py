@@ -1,5 +1,7 @@
 """Chat templates by llama.cpp's names, against conversations written out by hand."""
 
+from contextlib import closing
+
 import pytest
 
 from forerun.build.chat_template import template_source
@@ -76,13 +78,10 @@ WRITTEN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_a_name_stands_for(name):
     source = template_source(EngineConfig(model="toy", chat_template=name), "the model's own")
-    template = ChatTemplate(source, Tokenizer.byte_level())
-    try:
+    with closing(ChatTemplate(source, Tokenizer.byte_level())) as template:
         assert template.render(TALK) == WRITTEN[name]
         without = template.render(TALK[1:2])
         assert "Hi" in without and "Be kind" not in without
-    finally:
-        template.close()
 
 
 def test_a_template_may_be_given_itself_or_in_a_file(tmp_path):

@@ -1,5 +1,6 @@
 """Training a block drafter: packed blocks are blocks one at a time; what it learnt is served."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -200,8 +201,7 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least)
         speculative_draft_model_path=str(tmp_path), kv_tokens=2048,
         speculative_algorithm="DFLASH",
     )  # fmt: skip
-    target = open_target(config)
-    try:
+    with closing(open_target(config)) as target:
         prompts = [
             target.chat.encode([{"role": "user", "content": text}])
             for text in dict.fromkeys(prompt.text for prompt in untrained.questions)
@@ -218,23 +218,18 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least)
         question = Question("seen", tuple(untrained.questions), 0.0, 40, at_once=4)
         (judged,) = ask(target, alone(target.config), question, [CHAIN], lambda *_: None)
         assert judged.same == judged.answers == 8 and judged.length > least
-    finally:
-        target.close()
     if cpu.available() is None:
         on_the_core(config, prompts, least)
 
 
 def on_the_core(config, prompts, least):
     """In 8 bits as much is accepted, but for a little, and texts are as without."""
-    target = open_target(replace(config, executor="cpu", dtype="auto", threads=1))
-    try:
+    with closing(open_target(replace(config, executor="cpu", dtype="auto", threads=1))) as target:
         plain = served(target, prompts, speculative_algorithm="OFF")
         chain = served(target, prompts)
         assert [item.tokens for item in chain] == [item.tokens for item in plain]
         steps = sum(item.stats.steps for item in chain)
         assert sum(len(item.tokens) for item in chain) / steps > least - 0.1
-    finally:
-        target.close()
 
 
 def served(target, prompts, **changes):

@@ -1,5 +1,6 @@
 """Training an EAGLE-1 head: the loss is the published one, and what was learnt is served."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -148,18 +149,19 @@ def test_what_was_learnt_is_accepted(untrained, tmp_path):
     checkpoint = FolderCheckpoint(untrained.model)
     draft = open_draft(tmp_path / "draft", checkpoint.architecture)
     assert draft.head.algorithm == "eagle1" and draft.head.vocab == tiny.VOCAB
-    target = open_target(
-        EngineConfig(
-            model=str(untrained.model),
-            policy="fixed",
-            max_sequences=4,
-            kv_tokens=2048,
-            speculative_draft_model_path=str(tmp_path / "draft"),
-            speculative_algorithm="EAGLE",
-            draft_on_error="stop",
+    with closing(
+        open_target(
+            EngineConfig(
+                model=str(untrained.model),
+                policy="fixed",
+                max_sequences=4,
+                kv_tokens=2048,
+                speculative_draft_model_path=str(tmp_path / "draft"),
+                speculative_algorithm="EAGLE",
+                draft_on_error="stop",
+            )
         )
-    )
-    try:
+    ) as target:
         plain = served(target, untrained, speculative_algorithm="OFF")
         chain = served(target, untrained, speculative_num_steps=3, speculative_num_draft_tokens=4)
         tree = served(target, untrained, speculative_num_steps=3, speculative_eagle_topk=4,
@@ -174,8 +176,6 @@ def test_what_was_learnt_is_accepted(untrained, tmp_path):
         assert abs(mean_length(drafting(chain)) / simulated - 1) < 0.05
         assert agreed[0][0] > 0.8 and agreed[0][1] > 0.7, agreed
         assert agreed[1][0] > agreed[0][0] - 0.02
-    finally:
-        target.close()
     # A head that was found somewhere is gone on from: its quality is where training begins.
     more = f"{LEARNING} --start-from {tmp_path / 'draft'} --epochs 1 --rate 1e-7"
     again = untrained.train(tmp_path / "more", *more.split())["history"][0]

@@ -1,5 +1,7 @@
 """The dense author writes what the serving engine writes, and samples what it should."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 import torch
@@ -73,12 +75,9 @@ def test_greedy_text_is_the_engines(folder, target):
         policy="fixed",
         max_sequences=4,
     )
-    loaded = load(config)
-    try:
+    with closing(load(config)) as loaded:
         assert tuple(loaded.tokenizer.eos_ids) == (2,)
         served = outputs(ServedAuthor(loaded), asks)
-    finally:
-        loaded.close()
     assert dense == served
     assert len({len(ids) for ids in dense.values()}) > 3
 

@@ -1,5 +1,6 @@
 """Training a prediction layer: it computes what serving does, and what it learnt is served."""
 
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -98,8 +99,7 @@ def test_a_prediction_layer_is_trained_and_served(untrained, tmp_path, executor)
         speculative_draft_model_path=str(tmp_path), kv_tokens=2048, executor=executor,
         draft_on_error="stop",
     )  # fmt: skip
-    target = open_target(config)
-    try:
+    with closing(open_target(config)) as target:
         assert target.config.speculative_algorithm == "NEXTN+NGRAM"
         plain = served(target, untrained, speculative_algorithm="OFF")
         alone = partial(served, target, untrained, speculative_algorithm="NEXTN")
@@ -107,8 +107,6 @@ def test_a_prediction_layer_is_trained_and_served(untrained, tmp_path, executor)
         chain = alone(speculative_num_steps=3, speculative_num_draft_tokens=4)
         tree = alone(speculative_num_steps=3, speculative_eagle_topk=4,
                      speculative_num_draft_tokens=13)  # fmt: skip
-    finally:
-        target.close()
     for found in (one, chain, tree):
         assert [item.tokens for item in found] == [item.tokens for item in plain]
     share = sum(i.stats.accepted for i in one) / sum(i.stats.draft_tokens for i in one)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,13 +54,10 @@ def served(small, draft, shape=CHAIN, **changes) -> tuple[list[int], float]:
     """On the answers that were learnt: steps by number of accepted draft tokens, and the share of
     draft tokens that were accepted.
     """
-    target = open_target(config_of(small, draft, **changes))
-    try:
+    with closing(open_target(config_of(small, draft, **changes))) as target:
         config = replace(shaped(target.config, shape), speculative_algorithm="EAGLE")
         question = Question("known", tuple(small.questions), 0.0, TOKENS, 4)
         stats = [item.stats for item in serve(target, config, question, lambda *_: None)[0]]
-    finally:
-        target.close()
     accepted = sum(item.accepted for item in stats) / sum(item.draft_tokens for item in stats)
     return summed([item.histogram for item in stats]).tolist(), accepted
 
