@@ -106,10 +106,7 @@ def length(target, question, grammar, answers):
 
 @pytest.mark.parametrize(
     ("questions", "answers", "gain"),
-    [
-        ([*ASKED][2:3], 3, 1.2),
-        pytest.param([*ASKED], 6, 1.4, marks=pytest.mark.slow),
-    ],
+    [([*ASKED][2:3], 3, 1.2), pytest.param([*ASKED], 6, 1.4, marks=pytest.mark.slow)],
     ids=["one", "all"],
 )
 def test_constrained_text_takes_fewer_steps_than_free_text(target, questions, answers, gain):

@@ -255,11 +255,7 @@ def fuzz(name: str, seconds: int, runs: int) -> None:
         f"-max_total_time={seconds}", "-max_len=200000", "-len_control=0", "-print_final_stats=1",
         *([f"-runs={runs}"] if runs else []),
     ]  # fmt: skip
-    atheris.Setup(
-        [sys.argv[0], *options, str(corpus)],
-        one,
-        custom_mutator=change,
-    )
+    atheris.Setup([sys.argv[0], *options, str(corpus)], one, custom_mutator=change)
     atheris.Fuzz()
 
 

@@ -10,15 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.worlds.real_server import (
-    GOLDEN,
-    NIGHTLY,
-    PATIENCE,
-    Load,
-    alive,
-    forerun_serve,
-    wait_for,
-)
+from tests.worlds.real_server import GOLDEN, NIGHTLY, PATIENCE, Load, alive, forerun_serve, wait_for
 from tests.worlds.servers import ROOT
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]

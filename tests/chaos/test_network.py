@@ -9,14 +9,7 @@ import httpx
 import pytest
 
 from tests.chaos.proxy import proxied
-from tests.worlds.real_server import (
-    NIGHTLY,
-    PATIENCE,
-    Load,
-    constant,
-    forerun_serve,
-    wait_for,
-)
+from tests.worlds.real_server import NIGHTLY, PATIENCE, Load, constant, forerun_serve, wait_for
 from tests.worlds.servers import request_bytes
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]

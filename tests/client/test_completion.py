@@ -5,13 +5,7 @@ import numpy as np
 import pytest
 
 from forerun.build.engine import make_engine
-from forerun.client.completion import (
-    Completion,
-    acceptance_length,
-    complete,
-    make_request,
-    stream,
-)
+from forerun.client.completion import Completion, acceptance_length, complete, make_request, stream
 from forerun.engine.request import Delta, Finish, Speculation, SpeculationStats
 from forerun.errors import EngineError, RequestError
 from tests.cli.toys import toy_loaded, toy_target

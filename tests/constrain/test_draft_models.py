@@ -10,12 +10,7 @@ from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
-from forerun.interface.draft_model import (
-    Candidates,
-    DraftExtension,
-    DraftLevel,
-    DraftModelTraits,
-)
+from forerun.interface.draft_model import Candidates, DraftExtension, DraftLevel, DraftModelTraits
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.grammars import allowed
 from tests.constrain.test_lossless import CASES, SAMPLINGS, constrained, heard, plain

@@ -187,9 +187,7 @@ def test_likely_paths_win_a_small_budget():
 def test_drafts_without_scores_keep_their_order():
     grammars = opened(Grammar.regex("[a-z]+"), "")
     draft = Draft(
-        np.array(ids("abcd"), np.int32),
-        np.array([-1, -1, 0, 1], np.int32),
-        np.zeros(4, np.float32),
+        np.array(ids("abcd"), np.int32), np.array([-1, -1, 0, 1], np.int32), np.zeros(4, np.float32)
     )
     assert paths(guide(grammars, draft, 3, 3)) == {(97,), (98,), (97, 99)}
 

@@ -21,10 +21,7 @@ from tests.covering import covering, every, rarely, values
 from tests.text.vocabularies import REAL, SMALL, real_ones, vocabulary
 
 HEAVY = pytest.mark.slow
-NAMES = [
-    *SMALL,
-    *(pytest.param(name, marks=HEAVY) for name in ("large", *REAL)),
-]
+NAMES = [*SMALL, *(pytest.param(name, marks=HEAVY) for name in ("large", *REAL))]
 ANY = '{"a": [1, -2.5e3, true, null, "\u00e9\\n"], "b c": {"d": " x"}}'
 ADA = '{"first_name": "Ada", "age": 36, "kind": "human"}'
 RULES = 'root ::= "{" ws "x" ( " y" )? ws "}"\nws ::= [ \\n]*'

@@ -150,10 +150,7 @@ TEXTS = [0.0], [0.3], [0.6], [0.9], [1.0], [0.0, 0.9], [0.9, 0.3]
 
 @pytest.mark.parametrize(
     ("rows", "texts", "selects"),
-    rarely(
-        every(ROWS, TEXTS, [False, True]),
-        [(1, [0.0], False), (16, [0.9], True)],
-    ),
+    rarely(every(ROWS, TEXTS, [False, True]), [(1, [0.0], False), (16, [0.9], True)]),
 )
 def test_ngrams_keep_the_promise(rows, texts, selects):
     """They are looked up on the host, so that a step that may have some is not carried. Of one row,

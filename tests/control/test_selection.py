@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 
 from forerun.control.account import Account
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.constants import (
-    CREDIT,
-    FIRST_RETURNS,
-    FIRST_TOKENS,
-    LOSS_SHARE,
-    RETRY,
-)
+from forerun.control.constants import CREDIT, FIRST_RETURNS, FIRST_TOKENS, LOSS_SHARE, RETRY
 from forerun.control.costs import LiveCosts, StepCosts
 from forerun.control.host_drafts import compare
 from forerun.control.reasons import DISABLED, NOTHING_VERIFIED, ON, SELDOM, VERIFIED

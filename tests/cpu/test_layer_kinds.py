@@ -151,8 +151,7 @@ def test_every_node_of_a_tree_is_a_token_of_its_path(
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    rarely(every(OWN, KINDS), covering(every(IN_GGUF, KINDS), values), None),
+    ("family", "kind"), rarely(every(OWN, KINDS), covering(every(IN_GGUF, KINDS), values), None)
 )
 def test_files_of_few_bits_are_the_slow_twins(executor, checkpoint, random, family, kind):
     """What a GGUF file's own numbers come to, routers in float32. A rounding that tips stays in a

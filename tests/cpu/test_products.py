@@ -366,9 +366,7 @@ def test_kernels_are_chosen_by_name():
     ("kernels", "kind", "shape"),
     some_of(
         every(
-            INSTRUCTION_SETS,
-            [*SOURCES, *K_QUANTS, *FOUR_BITS],
-            [(33, 512), (16, 256), (100, 256)],
+            INSTRUCTION_SETS, [*SOURCES, *K_QUANTS, *FOUR_BITS], [(33, 512), (16, 256), (100, 256)]
         )
     ),
 )

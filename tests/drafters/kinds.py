@@ -23,14 +23,7 @@ from forerun.train.export import export_head
 from tests.drafters import assistants
 from tests.drafters.prediction import counting, dense, in_gguf, random_layer, with_layers
 from tests.models import tiny
-from tests.parity.blocks import (
-    PAIRED,
-    VARIANTS,
-    dense_block,
-    dense_pairs,
-    random_block,
-    streams,
-)
+from tests.parity.blocks import PAIRED, VARIANTS, dense_block, dense_pairs, random_block, streams
 from tests.parity.heads import Target, Twin
 
 

@@ -96,10 +96,7 @@ def test_draining_has_an_end(tmp_path):
 
 def test_a_second_signal_ends_it_at_once(tmp_path):
     settings = {"drain_seconds": 600}
-    with (
-        serving(tmp_path, delay=0.2, settings=settings) as server,
-        server.connect() as sock,
-    ):
+    with serving(tmp_path, delay=0.2, settings=settings) as server, server.connect() as sock:
         sock.sendall(request_bytes("/v1/completions", {**BODY, "max_tokens": 4000}))
         assert wait_for(lambda: server.load()["running"] == 1)
         server.process.send_signal(signal.SIGTERM)

@@ -28,10 +28,7 @@ REQUESTS = {
         "/v1/chat/completions",
         {"messages": ASKED, "tools": TOOLS, "tool_choice": "required", **DRAWN},
     ),
-    "responses": (
-        "/v1/responses",
-        {"input": "Hi", "temperature": 0, "max_output_tokens": 30},
-    ),
+    "responses": ("/v1/responses", {"input": "Hi", "temperature": 0, "max_output_tokens": 30}),
     "messages": ("/v1/messages", {"messages": ASKED, "temperature": 0, "max_tokens": 30}),
     "ollama": ("/api/chat", {"messages": ASKED, "options": {"temperature": 0, "num_predict": 30}}),
     "sglang": (
@@ -39,10 +36,7 @@ REQUESTS = {
         {"text": "Hi", "sampling_params": {"temperature": 0, "max_new_tokens": 30}},
     ),
     "too long": ("/v1/completions", {"prompt": "Hi", "max_tokens": 10**6}),
-    "no schema": (
-        "/v1/completions",
-        {"prompt": "Hi", "structured_outputs": {"regex": "(((("}},
-    ),
+    "no schema": ("/v1/completions", {"prompt": "Hi", "structured_outputs": {"regex": "(((("}}),
     "not a token": ("/v1/completions", {"prompt": "Hi", "logit_bias": {"999": 1}}),
 }
 """Of every dialect and of whatever crosses between the processes: route and body."""

@@ -122,10 +122,7 @@ HOSTILE = {
     "true as a size": (packed({"a": entry([True], 0, 4)}, b"0000"), "damaged"),
     "backwards": (packed({"a": entry([1], 4, 0)}, b"0000"), "offset"),
     "beyond the file": (packed({"a": entry([1 << 20], 0, 1 << 22)}, b"0000"), "damaged"),
-    "overlap": (
-        packed({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, b"0" * 16),
-        "offset",
-    ),
+    "overlap": (packed({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, b"0" * 16), "offset"),
     "hole": (packed({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, b"0" * 12), "offset"),
     "name twice": (
         packed(b'{"a":' + b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{}}', b"0000"),

@@ -8,11 +8,7 @@ import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.errors import (
-    GatedRepoError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
 from forerun.build.drafting import drafting_sentence, resolved_drafting, with_shipped
 from forerun.build.target import open_target

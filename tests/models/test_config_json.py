@@ -35,7 +35,7 @@ def test_experts_are_data(tmp_path):
     arch = read("qwen2_moe", tmp_path, ["layer_types"], **changes)
     experts = Experts(6, 2, 32, shared=48, shared_gate=True)
     assert [spec.feed_forward for spec in arch.layer_specs] == [
-        *(Dense(96), experts, Dense(96), Dense(96), Dense(96)),
+        *(Dense(96), experts, Dense(96), Dense(96), Dense(96))
     ]
     assert arch.ffn == 2 * 32 + 48
     assert read("qwen3_moe", tmp_path).layer_specs[0].feed_forward == Experts(

@@ -54,8 +54,7 @@ def placed(whole, parts, name):
 
 
 @pytest.mark.parametrize(
-    "family",
-    [name for name in FAMILIES if name not in ("olmo2", "olmo3", "minimax_m2")],
+    "family", [name for name in FAMILIES if name not in ("olmo2", "olmo3", "minimax_m2")]
 )
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_make_up_the_whole(tmp_path, family, size):

@@ -3,12 +3,7 @@
 import re
 
 from tests.e2e.drafts import METHODS
-from tests.parallel import (
-    test_captured_ranks,
-    test_experts,
-    test_methods,
-    test_window_ranks,
-)
+from tests.parallel import test_captured_ranks, test_experts, test_methods, test_window_ranks
 from tests.parity.driver import SHAPED
 from tests.worlds.servers import ROOT
 

@@ -53,12 +53,7 @@ def main(folder: Path, compiled: str) -> None:
         small = limits(tiny.VOCAB, context=128, page_size=page, pages=192 // page + 1, slots=2)
         if (name, shards) == ("shapes", 2):  # What lies behind windows is given back.
             small = replace(small, window=25, window_pages=24)
-        options = JaxOptions(
-            draft_nodes=3,
-            shards=shards,
-            stacked=stacked,
-            cache_dir=compiled,
-        )
+        options = JaxOptions(draft_nodes=3, shards=shards, stacked=stacked, cache_dir=compiled)
         made = jax_executor(small)(checkpoint, small, options)
         found["tokens"].append(text(made))
         kinds = COLLECTIVE.findall(made.programs.text(Key("round", Bucket(2, 4))))

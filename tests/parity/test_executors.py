@@ -22,14 +22,7 @@ from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NodeMasks
 from tests.drafters.served import padded
 from tests.models import tiny
-from tests.parity.driver import (
-    Driver,
-    Row,
-    as_draft,
-    chain_draft,
-    emitted_within_a_page,
-    limits,
-)
+from tests.parity.driver import Driver, Row, as_draft, chain_draft, emitted_within_a_page, limits
 from tests.parity.test_torch_invariance import half_true_draft
 
 SMALL = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)

@@ -257,9 +257,7 @@ STEPS = every(METHODS, ["tree", "chain"], ["nothing"]) + every(["NAIVE"], ["one"
 @pytest.mark.parametrize(
     ("method", "shape", "kind"),
     rarely(
-        STEPS,
-        [("DFLASH", "chain", "nothing"), ("NAIVE", "one", "grammar and all of it")],
-        values,
+        STEPS, [("DFLASH", "chain", "nothing"), ("NAIVE", "one", "grammar and all of it")], values
     ),
 )
 def test_a_step_is_one_replay_and_one_wait(targets, learned, seen, method, shape, kind):

@@ -56,10 +56,7 @@ FORMATS = {
         lambda w: packers.packed(w, bits=8, group=0),
     ),
     "int8": (compressed("int-quantized"), packers.int8),
-    "float8-blocks": (
-        FP8 | {"weight_block_size": [24, 32]},
-        lambda w: packers.float8(w, 24, 32),
-    ),
+    "float8-blocks": (FP8 | {"weight_block_size": [24, 32]}, lambda w: packers.float8(w, 24, 32)),
     "float8-channel": (
         compressed("float-quantized", type="float"),
         lambda w: packers.float8(w, 1, 0, "weight_scale"),

@@ -73,7 +73,7 @@ ONLY = {
         "every third layer sees all": {
             **{"layer_types": None, "sliding_window_pattern": 3},
             "num_hidden_layers": 4,
-        },
+        }
     },
 }
 
@@ -165,10 +165,7 @@ FURTHER = {
         "plain": {},
         "other biases": {"attention_bias": False, "attention_out_bias": True},
     },
-    "olmo3": {
-        "plain": {},
-        "yarn where all is seen": {"rope": tiny.YARN, "num_hidden_layers": 4},
-    },
+    "olmo3": {"plain": {}, "yarn where all is seen": {"rope": tiny.YARN, "num_hidden_layers": 4}},
     "exaone4": {
         "plain": {},
         "no windows": {"sliding_window": None, "layer_types": ["full_attention"] * 3},

@@ -157,9 +157,7 @@ def test_the_rows_ends_are_followed(width):
 
 @pytest.mark.parametrize(
     ("shape", "roots", "passed"),
-    some_of(
-        every([(1, 2, 2), (3, 5, 4), (2, 4, 3), (2, 3, 8)], [False, True], [0, 40, 1100]),
-    ),
+    some_of(every([(1, 2, 2), (3, 5, 4), (2, 4, 3), (2, 3, 8)], [False, True], [0, 40, 1100])),
 )
 def test_frontiers_are_those_of_plain_torch(shape, roots, passed):
     """Who goes on, what it receives and who sees it, level by level; many values are equal."""

@@ -16,11 +16,7 @@ from forerun.executors.torch.decoder.few_bits import (
     loaded,
     rounded,
 )
-from forerun.executors.torch.decoder.kept import (
-    FewBitsLinear,
-    GatedFeedForward,
-    feed_forward,
-)
+from forerun.executors.torch.decoder.kept import FewBitsLinear, GatedFeedForward, feed_forward
 from forerun.executors.torch.decoder.layers import FeedForward
 from tests.covering import covering, every, some_of, values
 from tests.parity.driver import first_is_fast
@@ -174,10 +170,7 @@ def test_a_feed_forward_has_its_gate_in_the_product():
     gate_up, _ = weight("int4", (96, 64), 64, True)
     down, _ = weight("int4", (64, 48), 48, True)
     x = torch.randn(5, 64)
-    fast, slow = (
-        FewBitsProducts(kernels.product, kernels.gated_product),
-        IN_TORCH,
-    )
+    fast, slow = (FewBitsProducts(kernels.product, kernels.gated_product), IN_TORCH)
     for activation, kind in (("silu", GatedFeedForward), ("gelu", FeedForward)):
         gate, outputs = PLAIN.gate_for(activation), []
         for by in (fast, slow):

@@ -154,11 +154,7 @@ def path_of(nodes, kept, copies=(-1, 6, 7, -1), page_size=3, kv_len=(4, 2, 5, 0)
     return KeptNodes(marks, depth.flatten(), lengths, copied_to, page_size)
 
 
-PATHS = [
-    ([0, 1, 3, 4], [0, 1, 2, 3, 4], [0], []),
-    ([0, 2, 5], [], [0], []),
-    ([], [0, 1], [], []),
-]
+PATHS = [([0, 1, 3, 4], [0, 1, 2, 3, 4], [0], []), ([0, 2, 5], [], [0], []), ([], [0, 1], [], [])]
 
 
 @pytest.mark.parametrize("about", ABOUTS)

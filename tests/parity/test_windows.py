@@ -173,8 +173,7 @@ def test_any_schedule_meets_the_same_texts(windowed, known, kind, page, drafts, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "page"),
-    cells(every(["eager", "rounds", "cpu"], [1, 16]), every(["jax"], [1, 16])),
+    ("kind", "page"), cells(every(["eager", "rounds", "cpu"], [1, 16]), every(["jax"], [1, 16]))
 )
 def test_a_text_goes_on_where_its_window_is_still_there(windowed, known, kind, page):
     executor = windowed(kind, page=page, tokens=1408)

@@ -5,14 +5,7 @@ from collections import Counter
 
 import pytest
 
-from forerun.ray.affinity import (
-    BLOCK,
-    MOST_BLOCKS,
-    NOWHERE,
-    Affinity,
-    PrefixAffinity,
-    affinity_of,
-)
+from forerun.ray.affinity import BLOCK, MOST_BLOCKS, NOWHERE, Affinity, PrefixAffinity, affinity_of
 
 SYSTEM = {"role": "system", "content": "You are the help of a shop. " * 40}
 

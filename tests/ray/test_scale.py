@@ -38,10 +38,7 @@ def test_numbers_that_cannot_be_are_refused(words):
     ("words", "says"),
     [
         ({}, "device is cuda, but gpus is 0: .*; set gpus=1"),
-        (
-            {"gpus": 1, "tp-size": 2},
-            "device is cuda, but gpus is 1: .*; set gpus=2",
-        ),
+        ({"gpus": 1, "tp-size": 2}, "device is cuda, but gpus is 1: .*; set gpus=2"),
     ],
 )
 def test_gpus_that_nobody_reserves(words, says):

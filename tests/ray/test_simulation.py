@@ -5,15 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.simulated_fleet import (
-    STILL,
-    TROUBLES,
-    Case,
-    Router,
-    Trouble,
-    conversations,
-    simulated,
-)
+from bench.simulated_fleet import STILL, TROUBLES, Case, Router, Trouble, conversations, simulated
 from tests.covering import every, some_of, values
 from tests.worlds.servers import ROOT
 

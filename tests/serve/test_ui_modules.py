@@ -59,12 +59,7 @@ def imported(run, message, **conversation):
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        {"tool_calls": [{}]},
-        {"files": {}},
-        {"reasoning": 7},
-        {"variants": [{"content": None}]},
-    ],
+    [{"tool_calls": [{}]}, {"files": {}}, {"reasoning": 7}, {"variants": [{"content": None}]}],
 )
 def test_a_damaged_message_is_not_taken(run, damage):
     """It would be kept, and every later start of the page would fail to show it."""

@@ -7,7 +7,7 @@ from tests.shape.tree import ROOT, functions, length, named, parsed, sources
 PRODUCT = sources("forerun")
 
 LONG_FILES: dict[str, str] = {
-    "forerun/options/config.py": "one job: every option of an engine and a server, declared once",
+    "forerun/options/config.py": "one job: every option of an engine and a server, declared once"
 }
 """path -> its one job, or what is wrong with it."""
 

@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.draft_shape import DraftShape
-from forerun.speculative.draft_tree import (
-    DraftTree,
-    best_first,
-    block_draft,
-    full_draft,
-    pruned,
-)
+from forerun.speculative.draft_tree import DraftTree, best_first, block_draft, full_draft, pruned
 from forerun.speculative.tree import DraftSource, full_size
 
 WORDS = 5
@@ -290,11 +284,7 @@ def marginals(seed, depth, count, coarse):
 
 @settings(max_examples=150)
 @given(
-    st.integers(0, 2**32),
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.integers(0, 40),
-    st.booleans(),
+    st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 4), st.integers(0, 40), st.booleans()
 )
 def test_a_blocks_tree_is_the_heaviest_there_is(seed, depth, count, nodes, coarse):
     """Of all paths of all depths, enumerated: the same weights, connected, no path twice."""

@@ -29,13 +29,7 @@ TEXTS = (
     "CamelCaseHTTPServer snake_case kebab-case SCREAMING_CASE iPhone",
 )
 
-AROUND_CONTROLS = (
-    "<s>a b</s>",
-    "<s> a</s>  b<s>",
-    "<s><s>\n a",
-    "a<s>b</s>\u00e9",
-    "  <s>\u2581a",
-)
+AROUND_CONTROLS = ("<s>a b</s>", "<s> a</s>  b<s>", "<s><s>\n a", "a<s>b</s>\u00e9", "  <s>\u2581a")
 """Texts in which control strings of the SentencePiece vocabulary stand."""
 
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

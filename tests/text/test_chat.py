@@ -284,10 +284,7 @@ def test_text_parts_are_joined():
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"role": "user", "content": "a\udc00"}, "messages[0].content"),
         ({"role": "assistant", "content": None, "tool_calls": {}}, "messages[0].tool_calls"),
-        (
-            {"role": "assistant", "tool_calls": [{}]},
-            "messages[0].tool_calls[0].function.name",
-        ),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function.name"),
         ({"role": "user", "content": "x", "extra": object()}, "messages[0].extra"),
     ],
 )

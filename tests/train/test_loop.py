@@ -18,13 +18,7 @@ from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.networks.rope import Rope
 from forerun.train.answers import Chat, before_loop, repeats
 from forerun.train.batches import stored_reader
-from forerun.train.corpus import (
-    batches,
-    choose_vocabulary,
-    open_corpus,
-    write_chats,
-    write_whole,
-)
+from forerun.train.corpus import batches, choose_vocabulary, open_corpus, write_chats, write_whole
 from forerun.train.ema import WeightEma
 from forerun.train.features import write_features
 from forerun.train.init import SCALES, calibrate

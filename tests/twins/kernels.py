@@ -19,17 +19,7 @@ from forerun.executors.torch.shaping import shaped
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.networks.layer_spec import AttentionSpec
 from tests.twins.future import leave, resume
-from tests.twins.rounds import (
-    accept,
-    children,
-    choose,
-    descend,
-    follow,
-    grow,
-    keep,
-    near,
-    prepare,
-)
+from tests.twins.rounds import accept, children, choose, descend, follow, grow, keep, near, prepare
 from tests.twins.states import STATES
 
 

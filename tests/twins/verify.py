@@ -20,10 +20,7 @@ def ancestor_mask(trees: TreeBatch, row: int) -> Bools:
 
 
 def attend(
-    queries: Floats,
-    prefix: tuple[Floats, Floats],
-    tree: tuple[Floats, Floats],
-    mask: Bools,
+    queries: Floats, prefix: tuple[Floats, Floats], tree: tuple[Floats, Floats], mask: Bools
 ) -> Floats:
     """Attention of one row's nodes over the prefix, all of it visible, and the tree.
 
