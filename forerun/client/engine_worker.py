@@ -103,8 +103,13 @@ def _progress(connection: Connection) -> Progress:
     return tell
 
 
-def _unforeseen(error: Exception) -> messages.Problem:
-    """Return an error that was not foreseen as it crosses: an EngineError."""
+def _problem(error: Exception, what: str) -> messages.Problem:
+    """Return an error as it crosses; one that was not foreseen is an EngineError, and logged with
+    what could not be done.
+    """
+    if isinstance(error, ForerunError):
+        return messages.Problem.of(error)
+    log.error(what, exc_info=error)
     return messages.Problem.of(EngineError(f"{type(error).__name__}: {error}"))
 
 
@@ -186,9 +191,9 @@ class _Worker:
     def _describe(self, call: int, engine: Engine) -> None:
         try:
             answer = messages.Description(call, engine.stats(), engine.describe())
-        except Exception as error:
-            log.exception("the engine could not be described")
-            self._outbox.put(messages.Failed(call, _unforeseen(error)))
+        except Exception as error:  # noqa: BLE001 - it crosses to the server.
+            problem = _problem(error, "the engine could not be described")
+            self._outbox.put(messages.Failed(call, problem))
         else:
             self._outbox.put(answer)
 
@@ -198,25 +203,19 @@ class _Worker:
             if request.grammar is not None:
                 request = replace(request, grammar=self._grammars[request.grammar])
             loaded.engine.submit(request, self._news.append)
-        except ForerunError as error:
-            self._outbox.put(messages.Refused(request.id, messages.Problem.of(error)))
-        except Exception as error:
-            log.exception("request %s could not be taken in", request.id)
-            self._outbox.put(messages.Refused(request.id, _unforeseen(error)))
+        except Exception as error:  # noqa: BLE001 - it crosses to the server.
+            problem = _problem(error, f"request {request.id} could not be taken in")
+            self._outbox.put(messages.Refused(request.id, problem))
 
     # --- other threads ---------------------------------------------------------------------
 
     def _compile(self, message: messages.Compile, loaded: Loaded) -> None:
         try:
             compiled = loaded.target.compile(message.grammar, message.client)
-        except ForerunError as error:
+        except Exception as error:  # noqa: BLE001 - it crosses to the server.
+            problem = _problem(error, "a grammar could not be compiled")
             self._grammars.pop(message.call, None)
-            self._outbox.put(messages.Failed(message.call, messages.Problem.of(error)))
-            return
-        except Exception as error:
-            log.exception("a grammar could not be compiled")
-            self._grammars.pop(message.call, None)
-            self._outbox.put(messages.Failed(message.call, _unforeseen(error)))
+            self._outbox.put(messages.Failed(message.call, problem))
             return
         if message.call in self._grammars:  # Perhaps no caller has waited for it.
             self._grammars[message.call] = compiled
