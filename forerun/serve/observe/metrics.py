@@ -270,16 +270,13 @@ class EngineCollector(Collector):
         what each said last.
         """
         engines = [([meter.name, ENGINE], meter.stats()) for meter in self.meters]
-        for name, text, value in self._counters:
-            counter = CounterMetricFamily(name, text, labels=LABELS)
-            for labels, stats in engines:
-                counter.add_metric(labels, value(stats))
-            yield counter
-        for name, text, value in self._gauges:
-            gauge = GaugeMetricFamily(name, text, labels=LABELS)
-            for labels, stats in engines:
-                gauge.add_metric(labels, value(stats))
-            yield gauge
+        kinds = (CounterMetricFamily, self._counters), (GaugeMetricFamily, self._gauges)
+        for kind, families in kinds:
+            for name, text, value in families:
+                numbers = kind(name, text, labels=LABELS)
+                for labels, stats in engines:
+                    numbers.add_metric(labels, value(stats))
+                yield numbers
         yield self._faults()
         yield self._caches()
         for name, text, counts in self._histograms:
