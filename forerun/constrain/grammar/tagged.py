@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.constrain.grammar.grammar import Grammar
-from forerun.constrain.schema.logic import TYPES, types
+from forerun.constrain.schema.logic import TYPES, types, values_of
 from forerun.constrain.schema.origins import UnenforcedKeyword
 from forerun.constrain.schema.patterns import MAX_STEPS, matching
 from forerun.constrain.schema.rewrite import rewritten
@@ -204,7 +204,7 @@ class _Writer:
             return ['"True"', '"False"']
         if kind != "string" or schema.keys() - {"type", "enum", "const"}:
             return []
-        words = [schema["const"]] if "const" in schema else schema.get("enum")
+        words = values_of(schema)
         if words is None:
             return [r"/'[^'\\\n]*'/"]
         apart = (word for word in words if isinstance(word, str) and not {*word} & {*"'\\\n"})
@@ -214,7 +214,7 @@ class _Writer:
         """Return what a string may be besides JSON: raw between two marks."""
         if schema.keys() - {"type", "enum", "const"}:
             return []
-        words = [schema["const"]] if "const" in schema else schema.get("enum")
+        words = values_of(schema)
         mark = self._quote
         if words is not None:
             apart = (word for word in words if isinstance(word, str) and QUOTE not in word)
@@ -228,7 +228,7 @@ class _Writer:
 
     def _string(self, name: str, key: str, schema: dict[str, Any]) -> None:
         closer = self._literal(self._tags.closer)
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        values = values_of(schema)
         terms = self._terms(f"properties.{key}", schema)
         if values is not None:
             never = self._tags.never
