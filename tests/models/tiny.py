@@ -50,44 +50,25 @@ def longrope(pairs: int) -> dict[str, Any]:
     }
 
 
+_NAMES = {
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
+    "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3", "mixtral": "Mixtral", "glm4_moe": "Glm4Moe",
+    "deepseek_v3": "DeepseekV3", "deepseek_v2": "DeepseekV2", "gpt_oss": "GptOss",
+    "phi3": "Phi3", "smollm3": "SmolLM3", "granite": "Granite", "olmo2": "Olmo2",
+    "qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe",
+    "seed_oss": "SeedOss", "olmo3": "Olmo3", "exaone4": "Exaone4",
+    "glm4_moe_lite": "Glm4MoeLite", "minimax_m2": "MiniMaxM2", "ministral3": "Ministral3",
+    "lfm2": "Lfm2", "lfm2_moe": "Lfm2Moe", "granitemoehybrid": "GraniteMoeHybrid",
+    "gemma4_text": "Gemma4", "hunyuan_v1_dense": "HunYuanDenseV1",
+}  # fmt: skip
+"""What transformers calls a family; configurations of what is text alone say so."""
 _CLASSES = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
-    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
-    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
-    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
-    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
-    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
-    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
-    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
-    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
-    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
-    "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
-    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
-    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
-    "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
-    "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
-    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
-    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
-    "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
-    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
-    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
-    "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
-    "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
-    "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
-    "granitemoehybrid": (
-        transformers.GraniteMoeHybridConfig,
-        transformers.GraniteMoeHybridForCausalLM,
-    ),
-    "gemma4_text": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
-    "hunyuan_v1_dense": (
-        transformers.HunYuanDenseV1Config,
-        transformers.HunYuanDenseV1ForCausalLM,
-    ),
+    family: (
+        getattr(transformers, f"{name}{'Text' * family.endswith('_text')}Config"),
+        getattr(transformers, f"{name}ForCausalLM"),
+    )
+    for family, name in _NAMES.items()
 }
 assert tuple(_CLASSES) == FAMILIES
 
