@@ -55,7 +55,6 @@ TESTS = {
     ],
     S + "thresholds.py": ["speculative/test_thresholds.py"],
     S + "draft_tree.py": ["speculative/test_draft_tree.py"],
-    C + "pages.py": ["engine/test_cache.py", "fuzz/test_pages_machine.py"],
     C + "table.py": ["engine/test_cache.py", "fuzz/test_pages_machine.py"],
     C + "prefix.py": ["engine/test_cache.py", "fuzz/test_pages_machine.py"],
 }
