@@ -70,12 +70,12 @@ def test_none_excludes_the_table_beside_prediction_layers_too():
 
 def small(tokenizer, vocab):
     """The table of a small part of the text."""
-    return text_table.count(tokenizer, vocab, text_table.pieces_of()[:60])
+    return text_table.count(tokenizer, vocab, text_table.pieces_of()[:240])
 
 
 def test_the_text_ships_whole():
     pieces = text_table.pieces_of()
-    assert len(pieces) > 1000 and all(0 < len(piece) < 100_000 for piece in pieces)
+    assert len(pieces) > 4000 and all(0 < len(piece) < 100_000 for piece in pieces)
     assert 4_000_000 < sum(map(len, pieces)) < 5_000_000
     # Any beginning is a sample: code, prose and other scripts.
     first = "".join(pieces[: len(pieces) // 4])
@@ -215,7 +215,7 @@ def test_a_table_of_ordinary_text_drafts_for_a_model_without_one(target):
         for prompt in prompts
     ]  # fmt: skip
     table = text_table.count(
-        target.tokenizer, target.memory.limits.vocab, text_table.pieces_of()[:300]
+        target.tokenizer, target.memory.limits.vocab, text_table.pieces_of()[:1200]
     )
     accepted, texts = [], []
     for tables in ((), (table,)):
