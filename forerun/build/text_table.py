@@ -34,7 +34,8 @@ from forerun.text.tokenizer import Tokenizer
 log = logging.getLogger("forerun.build")
 
 TEXT = Path(__file__).parents[1] / "drafts" / "text" / "text.xz"
-"""Answers to chats and pieces of documents, form feeds between them, in an order in which any beginning is a sample."""
+"""Answers to chats and pieces of documents, form feeds between them, in an order in which any
+beginning is a sample."""
 PIECE = 4096
 """Characters of a user's text that are tokenised at once. No n-gram goes over its end."""
 FIRST = 0.25
