@@ -51,7 +51,7 @@ def check_level(level: DraftLevel, limits: ExecutorLimits) -> None:
 
 
 def own_features(features: Features | None, rows: int, reader: str, kind: type[F]) -> F:
-    """Return the features of an extension of so many tokens for a draft model of the name `reader`,
+    """Return the features of an extension of `rows` tokens for the draft model named `reader`,
     which reads this kind. Raises EngineError if they are missing, have another number of rows, or
     come from another executor.
     """

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -139,18 +140,17 @@ class BareCalls:
 class BareHeads:
     """How a call begins that has no opener: the name of an offered function comes first.
 
-    A model writes it as its whole answer or in a fence, and at times, as some published templates
-    show it, in two braces.
+    A model writes it as its whole answer or in a fence, and at times in two braces.
     """
 
     def __init__(self, tools: Tools) -> None:
-        names = [json.dumps(tool["function"]["name"], ensure_ascii=False) for tool in tools]
-        self._heads = Openings(
-            f"{before}{{{inner}{name}"
-            for before in ("", FENCE, f"{FENCE}json", "json")
-            for inner in ('"name":', '{"name":', '"type":"function","name":')
-            for name in names
-        )
+        self._tools = tools
+
+    @cached_property
+    def _names(self) -> "Openings":
+        """The functions' names in JSON, with what ends them; most answers never need them."""
+        names = (tool["function"]["name"] for tool in self._tools)
+        return Openings(json.dumps(name, ensure_ascii=False) for name in names)
 
     def object_at(self, text: str, place: int) -> int | None:
         """Return where the object of a call begins whose head begins at this place; -1: there is
@@ -158,10 +158,15 @@ class BareHeads:
         """
         head = text[place : place + _LONGEST_HEADER]
         written = "".join(head.split())
-        if next(self._heads.at(written), None) is not None:
+        known = next(_BARE_HEADS.at(written), None)
+        if known is None:
+            waits = not written or _BARE_HEADS.begun(written)
+        elif next(self._names.at(written, len(known)), None) is not None:
             return text.rindex("{", place, text.index('"', place))
-        waits = len(head) < _LONGEST_HEADER and (not written or self._heads.begun(written))
-        return None if waits else -1
+        else:
+            name = written[len(known) :]
+            waits = not name or self._names.begun(name)
+        return None if waits and len(head) < _LONGEST_HEADER else -1
 
 
 class _JsonCall:
@@ -325,7 +330,14 @@ _DIVIDED = re.compile(r"\s*([\w.:-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
 _LONGEST_HEADER = 512
 FENCE = "```"
 """What stands around code in Markdown."""
-_BETWEEN_BARE = frozenset("{} \t\r\n`,;")
+_BARE_HEADS = Openings(
+    f"{before}{opened}{inner}"
+    for before in ("", FENCE, f"{FENCE}json", "json")
+    for opened in ("{", "[{")
+    for inner in ('"name":', '{"name":', '"type":"function","name":')
+)
+"""How an object without an opener begins before its name, white space left out."""
+_BETWEEN_BARE = frozenset("{}[] \t\r\n`,;")
 """What may stand around objects without an opener, the second brace of each side among it."""
 NOTHING = object()
 

@@ -182,6 +182,11 @@ def format_of(template: str) -> ToolFormat:
     return LLAMA3 if llama else HERMES
 
 
+_MOST_SPACE = 1024
+"""Most white space that is held back: a model that writes nothing else would be read in time that
+grows with its square."""
+
+
 class ToolReader:
     """Reads the text of one answer, however it is cut, into content and calls.
 
@@ -293,7 +298,8 @@ class ToolReader:
             return content
         marks = filter(None, (opener, bare, FENCE if self._format.alone else ""))
         held = max(overlap(text, mark) for mark in marks)
-        cut = len(text[: len(text) - held].rstrip())
+        end = len(text) - held
+        cut = max(len(text[:end].rstrip()), end - _MOST_SPACE)
         self._held = text[cut:]
         return text[:cut]
 

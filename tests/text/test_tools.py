@@ -217,6 +217,13 @@ VECTORS = [
         "",
         [["weather", OSLO], ["now", "{}"]],
     ),
+    (
+        HERMES,
+        '```json\n[{"name": "now", "arguments": {}}, '
+        '{"name": "now", "arguments": {"a": [1]}}]\n```',
+        "",
+        [["now", "{}"], ["now", '{"a": [1]}']],
+    ),
     (HERMES, '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
     (
         HERMES,
@@ -316,6 +323,25 @@ def test_any_cut_gives_the_same_calls(format, text, content, calls):
     for cut in cuts:
         found = listened(ToolReader(format, TOOLS), pieces(text, cut))
         assert found == (content, calls), cut
+
+
+def test_names_of_many_functions_are_read_when_an_answer_may_begin_with_one():
+    """One of 50,000 names: before a head is there, they are not even sorted."""
+    offered = ({"type": "function", "function": {"name": f"f{place}"}} for place in range(50_000))
+    many = [*offered]
+    reader = ToolReader(HERMES, many)
+    assert reader.push("Just a text with ```js``` in it.").content
+    assert "_names" not in vars(reader._heads)
+    found = listened(ToolReader(HERMES, many), ['{"name": "f4', '9999", "arguments": {}}'])
+    assert found == ("", [["f49999", "{}"]])
+    assert listened(ToolReader(HERMES, many), ['{"name": "f50000"}'])[1] == []
+
+
+def test_white_space_without_end_is_not_held_back():
+    reader = ToolReader(HERMES, TOOLS)
+    written = sum(len(reader.push(" ").content) for _ in range(5000))
+    assert written >= 5000 - 2048
+    assert listened(reader, ["end"]) == (" " * (5000 - written) + "end", [])
 
 
 def test_arguments_come_while_they_are_written():

@@ -11,10 +11,8 @@ FORGET = 30.0
 
 
 class LeastFirst:
-    """Admits so many at a time. Next is the one with the least rank. Ranked by what they have
-    worked, an answer of seconds delays answers of milliseconds by at most one of them.
-
-    count  how many have a turn at one time
+    """Gives `count` clients a turn at a time, the one with the least rank next. Ranked by the time
+    they have used, an answer of seconds delays answers of milliseconds by at most one of them.
     """
 
     def __init__(self, count: int) -> None:

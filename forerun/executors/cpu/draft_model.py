@@ -89,7 +89,7 @@ class CpuDraftModel(DraftModelBase):
 
     def adopted(self, model: int | None, features: int, weight_bytes: int) -> int:
         """Return a native model that was just opened, once it is the target's to close, and the
-        target stores so many numbers of features of a token for it. Raises MemoryPlanError if it
+        target stores `features` numbers of each token for it. Raises MemoryPlanError if it
         could not be opened.
         """
         self.facts["weight_bytes"] = self.facts.get("weight_bytes", 0) + weight_bytes

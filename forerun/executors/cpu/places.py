@@ -170,7 +170,7 @@ def _beside_vectors(spec: LayerSpec) -> tuple[str | None, ...]:
 def sizes_for(
     about: Architecture | DraftHead | BlockHead, limits: ExecutorLimits, layers: int, **more: Any
 ) -> native.Sizes:
-    """Return the sizes of a native model of so many layers, with the threads of another one. more:
+    """Return the sizes of a native model of `layers` layers, with the threads of another one. more:
     further fields, and those that differ from the limits.
     """
     if isinstance(about, Architecture):

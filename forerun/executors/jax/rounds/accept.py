@@ -34,7 +34,7 @@ class NodeSampling(NamedTuple):
     temperature: Array
 
     def further(self, levels: Any) -> "NodeSampling":
-        """Return the parameters of nodes so many levels below."""
+        """Return the parameters of nodes that are `levels` levels further down."""
         return self._replace(positions=self.positions + levels)
 
     def repeated(self, times: int) -> "NodeSampling":
