@@ -187,7 +187,7 @@ gpu-test: tools
 	$(BIN)/python -m pytest -q -rpfEs tests/gpu
 
 gpu-bench: tools
-	$(BIN)/python bench/gpu.py rounds formats overlap served leak author --out bench/results/gpu
+	$(BIN)/python bench/gpu.py rounds formats overlap served leak --out bench/results/gpu
 
 check: tools
 	$(BIN)/ruff check .

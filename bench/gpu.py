@@ -1,6 +1,6 @@
 """What the torch executor costs on a device, against what its memory would allow.
 
-    python bench/gpu.py rounds|formats|served|overlap|leak|author ... --out DIR
+    python bench/gpu.py rounds|formats|served|overlap|leak ... --out DIR
                         [--device cuda] [--shape llama-3.1-8b] [--model smollm2-135m]
 
 rounds   at a large model's size, random weights: each of (rows, nodes, levels), replays timed with
@@ -13,7 +13,6 @@ served   the engine end to end with a real model, each way to speculate and none
 overlap  overlap on and off in turns, nothing drafted: at 1, 16 and 64 streams, greedy, with top_p,
          and with prompts and answers of mixed lengths
 leak     bytes that so many rounds leave behind, on the device and in the process
-author   dense generation, as `forerun train` uses it
 
 Steps by batch, and the SYNTHETIC speed-ups of a large model, are `forerun bench --random-weights`.
 Writes DIR/NAME.json after every number, so that what was measured stays when time runs out. What
@@ -60,9 +59,6 @@ from forerun.measure.sized import (
 from forerun.measure.step_bench import StepBench, milliseconds
 from forerun.measure.workload import read_prompts
 from forerun.speculative.sampling import Sampling
-from forerun.train.answers import Ask
-from forerun.train.generate import DenseAuthor
-from forerun.train.target import DenseTarget
 
 POINTS = (
     *((1, 1, 0), (1, 2, 0), (1, 8, 0), (64, 1, 0), (64, 2, 0)),
@@ -376,33 +372,12 @@ def _held(device: torch.device) -> tuple[int, int]:
     return held, pages * resource.getpagesize()
 
 
-def author(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
-    """Fill `report` with the speed of dense generation with all rows busy, programs captured."""
-    real = device.type == "cuda"
-    width, tokens = (1024, 128) if real else (4, 8)
-    dtype = torch.bfloat16 if real else torch.float32
-    target = DenseTarget(open_model(asked.model).checkpoint, str(device), dtype)
-    writer = DenseAuthor(target, (), width, 1024, 4 * tokens)
-    prompt = np.arange(100, 140, dtype=np.int32)
-
-    def run() -> None:
-        for key in range(writer.width):
-            writer.ask(key, Ask(prompt, 0.8 * (key % 2), key, tokens))
-        left = writer.width
-        while left:
-            left -= len(writer.finished())
-
-    (elapsed,) = milliseconds(run, 1, partial(wait, device))
-    report.found |= {"width": writer.width, "tokens/s": writer.width * tokens / elapsed * 1e3}
-
-
 CALLS = {
     "rounds": rounds,
     "formats": formats,
     "served": served,
     "overlap": overlap,
     "leak": leak,
-    "author": author,
 }
 
 

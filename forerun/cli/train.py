@@ -21,7 +21,7 @@ from forerun.measure.files import check_folder
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
 from forerun.text.chat import ChatTemplate
-from forerun.train.answers import Author, ChatEncoder, PlainText
+from forerun.train.answers import ChatEncoder, PlainText
 from forerun.train.chats import Report, TrainingTarget, write_corpus
 from forerun.train.corpus import Corpus, open_corpus, write_whole
 from forerun.train.ngrams import make_table
@@ -99,9 +99,8 @@ def _writing(out: Path) -> Iterator[None]:
 
 
 def _needs_torch(arguments: argparse.Namespace, config: TrainConfig) -> bool:
-    """Return whether a network is trained, or writes the answers; counting needs none."""
-    counts = arguments.token_map or arguments.text
-    return not counts and (config.method != "table" or config.author == "dense")
+    """Return whether a network is trained; counting needs none."""
+    return not (arguments.token_map or arguments.text or config.method == "table")
 
 
 def _count_text(model: Model, files: list[str], out: Path) -> int:
@@ -193,7 +192,8 @@ def _corpus(
     if (out / "corpus" / "corpus.json").exists():
         say(f"using the chats in {out / 'corpus'}")
         return open_corpus(out / "corpus")
-    with _author(engine, source, config, report) as author:
+    with closing(load(engine, report)) as loaded:
+        author = ServedAuthor(loaded)
         corpus, problems = write_corpus(author, source, config, prompts, out, report)
     for line in problems.bad_lines[:5]:
         say(f"left out: {line}")
@@ -218,17 +218,3 @@ def _check_target(name: str, out: Path) -> None:
             f"--out {out} holds chats of {before}, not of {name}: choose another folder, or remove "
             "it"
         )
-
-
-@contextmanager
-def _author(
-    engine: EngineConfig, source: TrainingTarget, config: TrainConfig, report: Report
-) -> Iterator[Author]:
-    """Return what writes the answers: dense batches, or an engine that lives as long as needed."""
-    if config.author == "dense":
-        from forerun.train.pipeline import dense_author
-
-        yield dense_author(source, config)
-        return
-    with closing(load(engine, report)) as loaded:
-        yield ServedAuthor(loaded)

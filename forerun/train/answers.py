@@ -7,8 +7,7 @@ turn writes a user's turn.
 
     Writer    keeps `width` sessions going until there are enough chats
     Session   one chat: what to ask next, what to do with what came back; generates nothing
-    Author    generates: forerun.train.served (the engine that will serve) or
-              forerun.train.generate (dense batches, for a GPU)
+    Author    generates: forerun.train.served, the engine that will serve
     AnswerStore  chats written so far, in parts on disk: an interrupted run loses the last few only
 """
 

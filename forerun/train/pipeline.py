@@ -21,7 +21,6 @@ from forerun.train.batches import online_reader, stored_reader
 from forerun.train.chats import Report, TrainingTarget
 from forerun.train.corpus import Corpus, batches, choose_vocabulary, write_whole
 from forerun.train.features import write_features
-from forerun.train.generate import DenseAuthor
 from forerun.train.loop import TrainingRun, TrainingSchedule, train
 from forerun.train.loss import DraftVocabulary
 from forerun.train.presets import TrainConfig
@@ -39,21 +38,6 @@ from forerun.train.student import (
 from forerun.train.target import DenseTarget, embeddings
 from forerun.train.teacher import Teacher, core_teacher, dense_teacher
 from forerun.types import Ints
-
-
-def dense_author(source: TrainingTarget, config: TrainConfig) -> DenseAuthor:
-    """Return the author on config.train_device: dense batches on the target's weights, float32 on
-    the CPU, else bfloat16. Raises ConfigError for CUDA without a GPU, MemoryPlanError if one row
-    does not fit.
-    """
-    return DenseAuthor(
-        _dense(source, config.train_device),
-        source.tokenizer.eos_ids,
-        width=config.width,
-        context=max(config.length, 2048),
-        longest=config.answer_tokens,
-        seed=config.seed,
-    )
 
 
 def _dense(source: TrainingTarget, name: str) -> DenseTarget:

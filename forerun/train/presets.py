@@ -18,11 +18,6 @@ class TrainConfig:
     hot: float = option(0.0, "share of answers written at temperature 1", low=0, high=1)
     temperature: float = option(0.8, "temperature of the other answers", low=0, high=2)
     follow_up: float = option(0.1, "share of chats with a second turn", low=0, high=1)
-    author: str = option(
-        "served",
-        "what writes the answers: the serving engine, or dense batches (for a GPU)",
-        choices=("served", "dense"),
-    )
     answer_minutes: float = option(0.0, "begin no answer after this long (0 = no limit)", low=0)
     start_from: str | None = option(
         None,
@@ -154,7 +149,6 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         "25 minutes of a large GPU; a good draft for a small model",
         TrainConfig(
             answers=200_000,
-            author="dense",
             answer_minutes=7,
             held_out=500,
             epochs=6,
@@ -162,7 +156,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
             batch_tokens=28_672,
             length=2048,
             steps=7,
-            width=1024,
+            width=256,
             train_device="cuda",
         ),
     ),
@@ -171,7 +165,6 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         TrainConfig(
             answers=1_000_000,
             answer_tokens=1024,
-            author="dense",
             held_out=1000,
             epochs=10,
             batch_tokens=20_480,
@@ -179,7 +172,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
             steps=7,
             rate=6e-4,
             check_every=500,
-            width=1024,
+            width=256,
             train_device="cuda",
         ),
     ),

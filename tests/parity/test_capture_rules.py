@@ -199,3 +199,23 @@ def test_kernels_are_launched_on_their_own_device(monkeypatch):
     launch = kernels.guarded(torch.device("cuda", 1), lambda more: cuda.current_device() + more)
     assert launch(5) == launch(more=5) == 6
     assert cuda.current_device() == 0
+
+
+def test_programs_do_the_work_once_per_call():
+    runs, log = [], []
+
+    class Kept:
+        def warm(self, work):
+            log.append("warm")
+            work()
+
+        def capture(self, work):
+            log.append("capture")
+            return work
+
+    programs = CapturedPrograms(runs.append, Kept())
+    for size in (1, 2, 1, 1, 2, 1):
+        programs[size]()
+    assert runs == [1, 2, 1, 1, 2, 1]
+    assert log == ["warm", "warm", "capture", "capture"]
+    assert programs.captured == (1, 2)

@@ -3,7 +3,6 @@
 import math
 from itertools import count
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,16 +10,14 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.drafts.eagle_config import head_for
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.train import loop
-from forerun.train.answers import Ask, Chat
 from forerun.train.batches import online_reader
 from forerun.train.corpus import batches, write_chats
-from forerun.train.generate import DenseAuthor
 from forerun.train.init import calibrate, start_from_target
 from forerun.train.loop import TrainingRun, TrainingSchedule, train
 from forerun.train.loss import DraftVocabulary
 from forerun.train.target import DenseTarget
 from tests.models import tiny
-from tests.train.test_generate import outputs, prompts
+from tests.train.test_served import greedy_chats
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +28,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def corpus(checkpoint, tmp_path_factory):
-    author = DenseAuthor(DenseTarget(checkpoint, "cpu", torch.float32), [], 20, 64, 30)
-    asks = [Ask(p, 0.0, i, 30) for i, p in enumerate(prompts(12, 20))]
-    chats = []
-    for key, ids in outputs(author, asks).items():
-        tokens = np.concatenate([asks[key].prompt, np.array(ids, np.int32)])
-        chats.append(Chat(tokens, np.arange(len(tokens)) >= len(asks[key].prompt)))
+    chats = list(greedy_chats(checkpoint.path, 12, 30))
     chats += chats[:4]  # What is held out was seen: does anything get learnt at all?
     return write_chats(tmp_path_factory.mktemp("corpus"), chats, held_out=4)
 
