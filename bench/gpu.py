@@ -14,7 +14,6 @@ overlap  overlap on and off in turns, nothing drafted: at 1, 16 and 64 streams, 
          and with prompts and answers of mixed lengths
 leak     bytes that so many rounds leave behind, on the device and in the process
 
-Steps by batch, and the SYNTHETIC speed-ups of a large model, are `forerun bench --random-weights`.
 Writes DIR/NAME.json after every number, so that what was measured stays when time runs out. What
 fails is in it under "errors". On the CPU everything is tiny: does it run at all? Which call of
 docs/inside/gpu-runbook.md runs what stands there.
@@ -28,6 +27,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from bench.records import ended
+from bench.step_bench import StepBench, limits_for, milliseconds
 from forerun.build.shapes import (
     SHAPES,
     PlannedCheckpoint,
@@ -44,19 +45,13 @@ from forerun.build.shapes import (
     random_draft,
     shape_named,
 )
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.client.completion import acceptance_length, complete, make_request
 from forerun.client.llm import LLM
-from forerun.executors.torch import TorchExecutor
+from forerun.drafts.eagle_folder import DraftFile
+from forerun.executors.torch import TorchEagleModel, TorchExecutor
 from forerun.hub.catalog import open_model, shipped_draft
 from forerun.machine import stamp
-from forerun.measure.sized import (
-    DRAFT_VOCAB,
-    StepSweep,
-    copy_bandwidth,
-    torch_bench,
-    wait,
-)
-from forerun.measure.step_bench import StepBench, milliseconds
 from forerun.measure.workload import read_prompts
 from forerun.speculative.sampling import Sampling
 
@@ -68,6 +63,63 @@ POINTS = (
 
 TOP_P = Sampling(temperature=0.8, top_p=0.9, seed=1)
 SAMPLED = {"top_p": {"temperature": 0.8, "top_p": 0.9}, "sampled": {"temperature": 0.8}}
+
+
+DRAFT_VOCAB = 32_000
+
+
+@dataclass(frozen=True, slots=True)
+class StepSweep:
+    """What is measured: at each batch, chains of each number of nodes, behind `context` tokens."""
+
+    batches: tuple[int, ...]
+    nodes: tuple[int, ...] = (1, 2, 4, 8)
+    context: int = 512
+    rounds: int = 20
+    copy_bytes: int = 4 << 30
+
+
+def torch_bench(
+    checkpoint: Checkpoint,
+    device: str,
+    dtype: str,
+    sweep: StepSweep,
+    draft: DraftFile | None = None,
+    **how: Any,
+) -> StepBench:
+    """Return a StepBench on the torch executor, with as many sequences as the sweep's largest
+    batch; its rounds are captured if its device captures.
+
+    draft  a draft head beside it; None = none
+    how    kv_dtype and prompts, as TorchExecutor takes them
+
+    Raises what TorchExecutor raises: ConfigError, MemoryPlanError.
+    """
+    arch = checkpoint.architecture
+    rows, nodes = max(sweep.batches), max(sweep.nodes)
+    limits = limits_for(arch, rows, nodes, sweep.context)
+    executor = TorchExecutor(checkpoint, limits, device, dtype, **how).capture()
+    head = None
+    if draft is not None:
+        head = TorchEagleModel(executor, checkpoint, draft)
+        executor.draft_with(head)
+    return StepBench(executor, sweep.context, head=head, wait=partial(wait, torch.device(device)))
+
+
+def wait(device: torch.device) -> None:
+    """Return when a CUDA device has finished everything launched; at once on other devices."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_bandwidth(device: torch.device, size: int) -> float:
+    """Measure the bytes per second, read and written counted, of copying `size` bytes on the
+    device; the median of 5.
+    """
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = milliseconds(lambda: target.copy_(source), 5, partial(wait, device))
+    return 2 * size / median(times) * 1e3
 
 
 class Report:

@@ -39,12 +39,12 @@ from typing import Any
 import numpy as np
 
 from bench.records import ended, keep, quartiles
+from bench.step_bench import StepBench, limits_for
 from forerun.draft_shape import DraftShape
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.hub.catalog import Model, open_model
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import stamp
-from forerun.measure.step_bench import StepBench, limits_for
 from forerun.speculative.sampling import Sampling
 
 PEER_FOLDER = Path(__file__).parent / "peers"

@@ -4,12 +4,8 @@ effect beside others are refused.
 
 import argparse
 from collections.abc import Mapping
-from math import inf
 
 from forerun.errors import ConfigError
-
-GRID = {"grid_steps": (3, 5), "grid_topk": None, "grid_tokens": (4, 16), "keep": False}
-"""Options of bench's grid, and their defaults."""
 
 
 def positive(text: str) -> int:
@@ -53,22 +49,6 @@ def temperatures(text: str) -> tuple[float, ...]:
     if not all(0 <= value <= 100 for value in values):  # False for NaN.
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 100")
     return values
-
-
-def refuse_load(arguments: argparse.Namespace, beside: str) -> None:
-    """Raise ConfigError if a flag of bench's requests is given beside one that sends none."""
-    given = {
-        "--rate": arguments.rate < inf,
-        "--input-len": arguments.input_len is not None,
-        "--output-len": arguments.output_len is not None,
-        "--range-ratio": arguments.range_ratio < 1.0,
-        "--completions": arguments.completions,
-        "--requests": arguments.requests is not None,
-        "--speculative": arguments.speculative is not None,
-        "--api-key": arguments.api_key != "",
-    }
-    for flag in (flag for flag, is_given in given.items() if is_given):
-        raise ConfigError(f"{flag} is for --url and --launch; {beside} sends no requests.")
 
 
 def refuse_beside(

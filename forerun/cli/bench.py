@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from forerun.cli.argument_types import GRID, refuse_beside
 from forerun.cli.console import bars, emit_json, numbered, out, say
 from forerun.cli.layers import PREFIX
 from forerun.errors import ConfigError
@@ -87,9 +86,10 @@ def main(arguments: argparse.Namespace) -> int:
     """Run `forerun bench`: 0, or 1 where a request failed. Raises ForerunError for what cannot be
     measured.
     """
+    if not (arguments.url or arguments.launch):
+        raise ConfigError("what is measured? Give --url URL, or --launch to start a server here.")
     if arguments.out:
         check_folder(Path(arguments.out))
-    refuse_beside(arguments, "on requests", GRID, ", or add --speculative-grid")
     ask, sweep = configured(AskConfig, arguments), _sweep(arguments)
     config = configured(EngineConfig, arguments)
     if arguments.launch:

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from forerun.cli import verbs
-from forerun.cli.argument_types import GRID, numbers, positive, rate, share, temperatures
+from forerun.cli.argument_types import numbers, positive, rate, share, temperatures
 from forerun.options.config import AskConfig, EngineConfig, ServeSettings
 from forerun.options.flags import flags_of
 from forerun.train.presets import PRESETS, TrainConfig
@@ -240,22 +240,10 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
 
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
     _model_word(parser)
-    where = parser.add_mutually_exclusive_group(required=True)
+    where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", metavar="URL", help="an OpenAI endpoint, such as http://host/v1")
     where.add_argument(
         "--launch", action="store_true", help="start a Forerun server and measure that"
-    )
-    where.add_argument(
-        "--random-weights",
-        metavar="SHAPE",
-        help="no server: time steps of the torch executor at a model's size, such as llama-3.1-8b "
-        "or qwen3-32b, with random weights; --concurrency sets the batch sizes",
-    )
-    where.add_argument(
-        "--speculative-grid",
-        action="store_true",
-        help="no server: compare every combination of steps, top-k and draft tokens with plain "
-        "decoding, and count identical answers; --concurrency sets the batch sizes",
     )
     parser.add_argument("--api-key", metavar="KEY", default="", help="key for --url")
     _load_flags(parser)
@@ -266,7 +254,6 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
         "--launch, else as-is, which sends only OpenAI's fields)",
     )
     parser.add_argument("--out", metavar="FOLDER", help="write report.json and report.png there")
-    _grid_flags(parser)
     flags_of(AskConfig, parser, "requests", max_tokens=128, temperature=0.0)
     title = "model and engine (--launch; --model also with --url)"
     flags_of(EngineConfig, parser, title, without=("lora_modules",), draft_on_error="stop")
@@ -324,25 +311,6 @@ def _load_flags(parser: argparse.ArgumentParser) -> None:
         "--completions",
         action="store_true",
         help="ask /v1/completions, as base models need it, instead of chats",
-    )
-
-
-def _grid_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("--speculative-grid")
-    for name, what, usual in (
-        ("steps", "draft steps", "3,5"),
-        ("topk", "top-k, where the method has one", "1,4"),
-        ("tokens", "draft tokens, the last accepted token included", "4,16"),
-    ):
-        group.add_argument(
-            f"--grid-{name}",
-            type=numbers,
-            default=GRID[f"grid_{name}"],
-            metavar="N,N,...",
-            help=f"{what} (default: {usual})",
-        )
-    group.add_argument(
-        "--keep", action="store_true", help="serve, run and chat use the best from now on"
     )
 
 

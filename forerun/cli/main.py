@@ -67,11 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = command_line.parsed(sys.argv[1:] if argv is None else argv)
         if arguments is None:
             return 0
-        # Measuring without a server needs torch, which takes seconds to import.
-        sized = getattr(arguments, "random_weights", None) is not None
-        name = "sized" if sized else arguments.command
-        name = "bench_grid" if getattr(arguments, "speculative_grid", False) else name
-        name = "replicas" if getattr(arguments, "replicas", 1) > 1 else name
+        name = "replicas" if getattr(arguments, "replicas", 1) > 1 else arguments.command
         name = "serve_begin" if name == "serve" else name
         command = importlib.import_module(f"forerun.cli.{name}")
         code: int = command.main(arguments)

@@ -10,6 +10,12 @@ from forerun.options.alias import FIELDS
 from forerun.options.aliases import OPTIONS, elsewhere
 from forerun.options.flags import Option, gather, own_option
 
+MOVED = {
+    "speculative-grid": "forerun tune compares settings of speculation",
+    "author": "the engine that serves writes all answers",
+}
+"""Options that are gone, and what does their work."""
+
 
 class Parser(argparse.ArgumentParser):
     """argparse, without abbreviations and without the usage in every message."""
@@ -90,6 +96,8 @@ def unknown(
     """
     of = f" of forerun {command}" if command else ""
     name = flag.lstrip("-")
+    if name in MOVED:
+        return f"There is no option {flag}{of}; {MOVED[name]}."
     if name in {option.name for option in OPTIONS} | {
         own_option(item).name for item in FIELDS.values()
     }:

@@ -65,47 +65,6 @@ def draw_ratios(path: Path, cells: Sequence[Cell], best: Setting | None, title: 
     figure.savefig(path, dpi=120)
 
 
-def draw_frontier(path: Path, cells: Sequence[Cell], title: str) -> None:
-    """Write a PNG for `forerun bench --speculative-grid`: acceptance length against milliseconds
-    per step, a colour per batch, the `frontier` joined. Raises ImportError without matplotlib,
-    OSError for the file.
-    """
-    figure = _figure(title, 8, 5)
-    axes = figure.subplots()
-    for batch in dict.fromkeys(cell.batch for cell in cells):
-        mine = [cell for cell in cells if cell.batch == batch]
-        points = axes.scatter(
-            [cell.ms_per_step for cell in mine],
-            [cell.acceptance_length for cell in mine],
-            label=f"{batch} at once",
-        )
-        edge = frontier(mine)
-        axes.plot(
-            [cell.ms_per_step for cell in edge],
-            [cell.acceptance_length for cell in edge],
-            color=points.get_facecolor()[0],
-        )
-        for cell in edge:
-            at = (cell.ms_per_step, cell.acceptance_length)
-            axes.annotate(f"{cell.setting.name} ({cell.ratio:.2f})", at, fontsize="x-small")
-    axes.set_xlabel("milliseconds per step")
-    axes.set_ylabel("tokens per step (in brackets: speed over plain decoding)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def frontier(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the Pareto frontier: cells that no other beats in both acceptance length and
-    milliseconds per step, fastest step first.
-    """
-    edge: list[Cell] = []
-    for cell in sorted(cells, key=lambda cell: (cell.ms_per_step, -cell.acceptance_length)):
-        if not edge or cell.acceptance_length > edge[-1].acceptance_length:
-            edge.append(cell)
-    return edge
-
-
 def _figure(title: str, wide: float, high: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,14 +1,13 @@
 """Settings of speculation beside plain decoding, on one loaded model, without a restart.
 
-Both searches are made of pairs: plain decoding and one setting answer the same prompts, in an order
-drawn anew, and no figure stands without the number of answers that were equal. `every` runs all
-settings equally often, as SGLang's bench_speculative.py does with a server per setting; `halving`
-gives the better half of them twice as many prompts, until one is left.
+The search is made of pairs: plain decoding and one setting answer the same prompts, in an order
+drawn anew, and no figure stands without the number of answers that were equal. The better half of
+the settings gets twice as many prompts, until one is left (successive halving).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice, product
+from itertools import cycle, islice
 from math import exp, log
 from statistics import median
 from typing import Any
@@ -19,11 +18,9 @@ from forerun.build.target import Target
 from forerun.build.tuned import Setting
 from forerun.client.completion import acceptance_length, make_request
 from forerun.engine.request import Request
-from forerun.errors import ConfigError
-from forerun.measure.paired import median_interval
 from forerun.measure.prove import Completions, answers, encode, first_difference
 from forerun.measure.workload import Prompt, spread
-from forerun.options.algorithms import capacity, check_shape
+from forerun.options.algorithms import capacity
 from forerun.options.config import EngineConfig
 
 Progress = Callable[[str, int, int], None]
@@ -44,52 +41,36 @@ TOPKS = (1, 4)
 class Sweep:
     """What to measure.
 
-    settings     compared with plain decoding; see `combinations` and `usual`
-    batches      sequences at once
-    tokens       output tokens per prompt, end of text ignored
-    repeats      how often `every` runs each setting per batch
-    temperature  of every request; prompt i has seed i
+    settings  compared with plain decoding; see `usual`
+    batches   sequences at once
+    tokens    output tokens per prompt, greedy, end of text ignored
     """
 
     prompts: tuple[Prompt, ...]
     settings: tuple[Setting, ...]
     batches: tuple[int, ...] = (1, 4, 16)
     tokens: int = 64
-    repeats: int = 3
-    temperature: float = 0.0
-
-    @property
-    def runs(self) -> int:
-        """Pairs of runs that `every` makes per batch: repeats times settings."""
-        return self.repeats * len(self.settings)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One setting at one batch size: all its pairs, or those of the last round it reached.
+    """One setting at one batch size, in the last round it reached; or plain decoding in all.
 
-    rounds              of `halving` that it ran in, the last with the most prompts; else its pairs
-    speed, ms_per_step  medians: output tokens per second of all sequences; milliseconds of a step
+    rounds              of `halving` that it ran in, the last with the most prompts
+    speed               median of the output tokens per second of all sequences
     ratio               median of speed over that of the plain run beside it
-    low, high           where the true one lies, with this confidence: see median_interval
     acceptance_length   tokens per sequence and step; 1.0 = nothing was accepted
-    accept_rate         accepted draft tokens over verified ones; 0.0 where none was made
     identical, answers  answers equal to plain decoding's, of so many
-    spread              90th over 10th percentile of the speed of the plain runs beside it, in
-                        `every` of all at its batch; None of a single run
+    spread              90th over 10th percentile of the speed of the plain runs; None of a single
+                        run
     """
 
     setting: Setting
     batch: int
     rounds: int
     speed: float
-    ms_per_step: float
     ratio: float
-    low: float
-    high: float
-    confidence: float
     acceptance_length: float
-    accept_rate: float
     identical: int
     answers: int
     spread: float | None = 1.0
@@ -98,45 +79,6 @@ class Cell:
     def gain(self) -> float:
         """The ratio, as far as tokens per step explain it: no step is faster than a plain one."""
         return self.ratio if self.setting == OFF else min(self.ratio, self.acceptance_length)
-
-
-def combinations(
-    config: EngineConfig, steps: Sequence[int], topks: Sequence[int], tokens: Sequence[int]
-) -> tuple[list[Setting], list[str]]:
-    """Return every setting of the grid that `config`'s method can draft, and a sentence for each
-    that it cannot.
-
-    steps   depths in draft tokens
-    topks   widths; empty = the configured one
-    tokens  draft tokens, the last accepted token counted in, as SGLang counts
-
-    Raises ConfigError if none is left.
-    """
-    found: list[Setting] = []
-    refused: list[str] = []
-    method = config.algorithm
-    for deep, wide, most in product(sorted(steps), topks or (None,), tokens):
-        try:
-            if most < 2:
-                raise ConfigError(
-                    f"{most} draft tokens count the last accepted token, so nothing would be "
-                    "drafted; give at least 2"
-                )
-            check_shape(method, deep, wide, most)
-            shallow = [each for each in steps if most - 1 <= each < deep]
-            if shallow:
-                raise ConfigError(
-                    f"{deep} steps with {most} draft tokens make the same trees as {min(shallow)} "
-                    "steps"
-                )
-            setting = Setting(method.name, most, deep, "fixed", wide)
-            setting.on(config)
-            found.append(setting)
-        except ConfigError as error:
-            refused.append(str(error))
-    if not found:
-        raise ConfigError("no setting of the grid can be drafted: " + refused[0])
-    return found, refused
 
 
 def usual(config: EngineConfig) -> tuple[Setting, ...]:
@@ -159,49 +101,14 @@ def usual(config: EngineConfig) -> tuple[Setting, ...]:
     )
 
 
-def every(
-    target: Target,
-    sweep: Sweep,
-    progress: Progress = lambda *_: None,
-    cells: list[Cell] | None = None,
-) -> list[Cell]:
-    """Run every setting `repeats` times at each batch, paired with plain decoding; answers are
-    compared with plain decoding's, one at a time. A Cell per setting and batch.
-
-    progress  called with (what, pairs so far, pairs in all)
-    cells     takes what is measured; after a KeyboardInterrupt it has all settings that ran at
-              least once
-
-    Raises ContextError if a prompt does not fit, EngineError if an engine fails.
-    """
-    cells = [] if cells is None else cells
-    draw = np.random.default_rng(0)
-    for batch in sweep.batches:
-        requests = _requests(target, sweep, max(4, 2 * batch))
-        reference = answers(target, OFF.on(target.config), requests, 1)  # Also warms up.
-        pairs: dict[Setting, list[Pair]] = {setting: [] for setting in sweep.settings}
-        try:
-            for number, setting in enumerate(_visits(sweep, draw)):
-                progress(f"{batch} at once: {setting.name}", number, sweep.runs)
-                config = setting.on(target.config)
-                pairs[setting].append(pair(target, config, requests, batch, draw))
-            progress(f"{batch} at once", 1, 1)
-        finally:
-            beside = _spread([plain for runs in pairs.values() for plain, _ in runs])
-            cells += [
-                replace(_cell(setting, batch, len(runs), runs, reference), spread=beside)
-                for setting, runs in pairs.items()
-                if runs
-            ]
-    return cells
-
-
 def halving(target: Target, sweep: Sweep, progress: Progress = lambda *_: None) -> list[Cell]:
     """Measure by successive halving: at each batch all settings run, the better half again with
     twice the prompts, until one is left. Returns a Cell for plain decoding and for each setting's
     last round.
 
-    Answers are compared with those of the plain run beside them. progress and errors as `every`.
+    progress  called with (what, pairs so far, pairs in all)
+
+    Raises ContextError if a prompt does not fit, EngineError if an engine fails.
     """
     cells: list[Cell] = []
     draw = np.random.default_rng(0)
@@ -265,7 +172,7 @@ def verdict(cells: Sequence[Cell]) -> tuple[Setting | None, str]:
     """
     (fastest, gain), about = best(cells), noise(cells)
     if about is None:
-        return None, "one run of plain decoding shows no noise: nothing is kept; raise --repeats"
+        return None, "one run of plain decoding shows no noise: nothing is kept"
     if about > BUSY:
         busy = f"the machine was busy, plain decoding's own speed varied by {2 * about:.0%}"
         return None, f"{busy}: nothing is kept; measure again when it is quiet"
@@ -290,19 +197,12 @@ def pair(
     draw: np.random.Generator,
 ) -> Pair:
     """Return plain decoding's answers and `config`'s to the same requests, `batch` in flight; the
-    side that runs first is drawn from `draw`, which moves on. Raises as `every`.
+    side that runs first is drawn from `draw`, which moves on. Raises as `halving`.
     """
     sides = [replace(config, speculative_algorithm="OFF"), config]
     first = int(draw.integers(2))
     runs = {side: answers(target, sides[side], requests, batch) for side in (first, 1 - first)}
     return runs[0], runs[1]
-
-
-def _visits(sweep: Sweep, draw: np.random.Generator) -> Iterator[Setting]:
-    """Yield every setting once per repeat, in an order drawn anew."""
-    for _ in range(sweep.repeats):
-        for number in draw.permutation(len(sweep.settings)).tolist():
-            yield sweep.settings[number]
 
 
 def _requests(target: Target, sweep: Sweep, count: int) -> list[Request]:
@@ -311,7 +211,7 @@ def _requests(target: Target, sweep: Sweep, count: int) -> list[Request]:
         make_request(
             encode(target, prompt, sweep.tokens),
             max_tokens=sweep.tokens,
-            temperature=sweep.temperature,
+            temperature=0.0,
             seed=index,
             ignore_eos=True,
         )
@@ -319,33 +219,19 @@ def _requests(target: Target, sweep: Sweep, count: int) -> list[Request]:
     ]
 
 
-def _cell(
-    setting: Setting,
-    batch: int,
-    rounds: int,
-    runs: Sequence[Pair],
-    reference: Completions | None = None,
-) -> Cell:
-    """Return the Cell of a setting. reference: answers to compare with; None: those of the plain
-    run beside each.
+def _cell(setting: Setting, batch: int, rounds: int, runs: Sequence[Pair]) -> Cell:
+    """Return the Cell of a setting, whose answers are compared with those of the plain run beside
+    each.
     """
     done = [item for _, found in runs for item in found.done]
-    expected = [item for plain, _ in runs for item in (reference or plain).done]
-    stats = [item.stats for item in done if item.stats]
-    drafted = sum(item.draft_tokens for item in stats)
-    ratio = median_interval([found.speed / plain.speed for plain, found in runs])
+    expected = [item for plain, _ in runs for item in plain.done]
     return Cell(
         setting=setting,
         batch=batch,
         rounds=rounds,
         speed=median(found.speed for _, found in runs),
-        ms_per_step=median(_ms_per_step(found, batch) for _, found in runs),
-        ratio=ratio.middle,
-        low=ratio.low,
-        high=ratio.high,
-        confidence=ratio.confidence,
+        ratio=median(found.speed / plain.speed for plain, found in runs),
         acceptance_length=acceptance_length([item.stats for item in done]),
-        accept_rate=sum(item.accepted for item in stats) / drafted if drafted else 0.0,
         identical=sum(
             first_difference(a.tokens, b.tokens) is None
             for a, b in zip(expected, done, strict=True)
@@ -361,9 +247,3 @@ def _spread(plain: Sequence[Completions]) -> float | None:
         return None
     slow, fast = np.percentile([run.speed for run in plain], (10, 90)).tolist()
     return float(fast / slow)
-
-
-def _ms_per_step(run: Completions, batch: int) -> float:
-    """Return the milliseconds of a step of the batch: each sequence counts its own."""
-    steps = sum(item.stats.steps for item in run.done if item.stats)
-    return 1000.0 * run.seconds * min(batch, len(run.done)) / max(1, steps)

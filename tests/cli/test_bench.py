@@ -344,33 +344,10 @@ def test_lengths_and_rates_that_cannot_be(flags, why, capsys):
     assert why in capsys.readouterr().err
 
 
-LOAD = (
-    ["--rate", "2"], ["--input-len", "9"], ["--output-len", "9"], ["--range-ratio", "0.5"],
-    ["--completions"], ["--requests", "9"], ["--speculative", "on"], ["--api-key", "x"],
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("flags", LOAD, ids=str)
-@pytest.mark.parametrize("beside", [["--speculative-grid"], ["--random-weights", "tiny"]], ids=str)
-def test_flags_of_requests_are_refused_where_none_are_sent(flags, beside, capsys):
-    assert main(["bench", *beside, *flags]) == 2
-    expected = f"{flags[0]} is for --url and --launch; {beside[0]} sends no requests."
-    assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("line", "flag"),
-    [
-        (["--url", "http://127.0.0.1:9", "--keep"], "--keep"),
-        (["--url", "http://127.0.0.1:9", "--grid-steps", "2"], "--grid-steps"),
-        (["--random-weights", "qwen3-32b", "--grid-topk", "2"], "--grid-topk"),
-        (["--random-weights", "qwen3-32b", "--repeats", "5"], "--repeats"),
-        (["--random-weights", "qwen3-32b", "--prompts", "x"], "--prompts"),
-    ],
-)
-def test_flags_of_another_measurement_are_refused(line, flag, capsys):
-    assert main(["bench", *line]) == 2
-    assert f"{flag} has no effect" in capsys.readouterr().err
+def test_settings_of_speculation_are_compared_by_tune(capsys):
+    assert main(["bench", "--speculative-grid", "--model", "toy"]) == 2
+    told = capsys.readouterr().err
+    assert "no option --speculative-grid of forerun bench; forerun tune compares" in told
 
 
 def test_what_the_environment_says_of_engines_is_not_for_a_server_elsewhere(

@@ -53,9 +53,7 @@ def test_free_guesses_win_and_off_is_always_there(monkeypatch):
 
 
 def cell(batch, ratio, spread=1.0, length=1.6):
-    return Cell(
-        FOUR, batch, 1, 50.0, 20.0, ratio, ratio, ratio, 0.5, length, 0.4, 4, 4, spread=spread
-    )
+    return Cell(FOUR, batch, 1, 50.0, ratio, length, 4, 4, spread=spread)
 
 
 def test_off_wins_where_nothing_beats_it():

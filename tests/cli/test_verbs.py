@@ -209,8 +209,6 @@ def test_agents_are_told_the_server(server, capsys, agent):
     "line",
     [
         ["bench", "--url", "http://127.0.0.1:1"],
-        ["bench", "--speculative-grid", "--model", "toy"],
-        ["bench", "--random-weights", "tiny"],
         ["train", "--preset", "smoke", "--model", "nosuchmodel"],
     ],
     ids=" ".join,

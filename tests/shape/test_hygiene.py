@@ -193,9 +193,9 @@ def test_only_the_composition_root_names_executors():
         for name in called(path)
         if re.match(r"forerun\.executors", name)
     }
-    # An entry of the registry each, and the toy; sized.py measures the torch executor alone.
+    # An entry of the registry each, and the toy.
     allowed = {f"forerun/build/with_{name}.py" for name in ("cpu", "torch", "jax")}
-    allowed |= {"forerun/build/target.py", "forerun/cli/doctor.py", "forerun/measure/sized.py"}
+    allowed |= {"forerun/build/target.py", "forerun/cli/doctor.py"}
     allowed |= {"forerun/drafters/ngram_index.py"}  # It calls the compiled core, no executor.
     assert naming <= allowed | {
         # Training needs the torch decoder itself, not an executor behind a contract.

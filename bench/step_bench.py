@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 
 from forerun.build.memory import CHECKPOINTS
-from forerun.interface.draft_model import DraftLevel, DraftModel
+from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Plan, Round
@@ -140,24 +140,6 @@ class StepBench:
         work = partial(self._run, plan, trees)
         self.rewind()
         return work if len(work().drafting) else None
-
-    def draft_pass(self, rows: int) -> Callable[[], object]:
-        """Return a callable that runs one pass of the head over one draft token in each of `rows`
-        sequences. Raises AssertionError without a head.
-        """
-        assert self._head is not None, "a pass needs a head"
-        slots = np.arange(rows, dtype=np.int32)
-        level = DraftLevel(
-            tokens=np.zeros(rows, np.int32),
-            parents=np.full(rows, -1, np.int32),
-            start=np.arange(rows + 1, dtype=np.int32),
-            kv_len=np.full(rows, self._context, np.int32),
-            slots=slots,
-            pages=self._page_table(slots),
-            first=0,
-            candidates=1,
-        )
-        return partial(self._head.expand, level)
 
     def _fill(self, row: int, tokens: int) -> Round:
         self._reopen(row, 0)

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from bench.step_bench import StepBench, limits_for
 from forerun.build.shapes import RandomCheckpoint, shape_named
 from forerun.executors import cpu
 from forerun.executors.cpu import CpuExecutor
 from forerun.executors.jax import JaxExecutor
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.toy import ToyExecutor
-from forerun.measure.step_bench import StepBench, limits_for
 from forerun.networks.config_json import architecture_from
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
