@@ -101,7 +101,7 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
     """Return the generation for a conversation. Raises RequestError and ApiError."""
     logprobs = _alternatives(body)
     asked = dialogue(body, loaded, settings)
-    prompt = _truncated(asked.prompt, body, loaded)
+    prompt = truncated(asked.prompt, body, loaded.context)
     limit = body.max_completion_tokens or body.max_tokens
     if body.max_tokens not in (None, limit):
         message = f"max_tokens is {body.max_tokens}, but max_completion_tokens is {limit}."
@@ -126,8 +126,8 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
 def completion_generation(
     body: CompletionBody, loaded: Frontend, settings: ServeSettings
 ) -> Generation:
-    """Return the generation for plain texts. Raises RequestError naming the field, ContextError for
-    a prompt that is longer than the context.
+    """Return the generation for plain texts; a suffix is not looked at (infill.filling). Raises
+    RequestError naming the field, ContextError for a prompt that is longer than the context.
     """
     if body.best_of not in (None, body.n):
         raise RequestError("best_of must equal n: all choices are returned.", "best_of")
@@ -308,14 +308,16 @@ def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Frontend, place:
         ids = loaded.tokenizer.encode(prompt, body.parse_special, body.add_special_tokens)
     else:
         ids = known_tokens(prompt, loaded, place)
-    ids = _truncated(ids, body, loaded)
+    ids = truncated(ids, body, loaded.context)
     if len(ids) > loaded.context:
         raise too_long(len(ids), loaded, place)
     return ids
 
 
 def too_long(count: int, loaded: Frontend, place: str, least: str = "") -> ContextError:
-    """Return the message for a text with more tokens than the context; least: "at least "."""
+    """Return the message for a text with more tokens than the context; least: words before their
+    number, such as "at least ".
+    """
     return ContextError(
         f"This model's maximum context length is {loaded.context} tokens, but {place} has "
         f"{least}{count} tokens. Shorten it.",
@@ -332,13 +334,13 @@ def check_length(text: str, loaded: Frontend, place: str) -> None:
         raise too_long(least, loaded, place, "at least ")
 
 
-def _truncated(prompt: Ints, body: SampledBody, loaded: Frontend) -> Ints:
-    """Return the last tokens of a prompt, as many as requested; -1: as leave room for one more."""
+def truncated(prompt: Ints, body: SampledBody, room: int) -> Ints:
+    """Return the last tokens of a prompt, as many as requested; -1: as leave one of `room` free."""
     asked = body.truncate_prompt_tokens
     if asked is None:
         return prompt
-    kept = loaded.context - 1 if asked == -1 else asked
-    return prompt[-kept:]
+    kept = max(room - 1, 0) if asked == -1 else asked
+    return prompt[max(len(prompt) - kept, 0) :]
 
 
 def known_tokens(tokens: tuple[int, ...], loaded: Frontend, place: str) -> Ints:

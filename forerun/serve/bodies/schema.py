@@ -455,11 +455,16 @@ def prompts(most: int) -> DescribedReader[tuple[Prompt, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionBody(SampledBody):
-    """POST /v1/completions. parse_special: control strings in a text prompt are their tokens."""
+    """POST /v1/completions.
+
+    suffix  what stands behind the answer: it is filled in between; "" = the prompt is continued
+    parse_special  control strings in a text prompt are their tokens, if there is no suffix
+    """
 
     id_prefix: ClassVar[str] = "cmpl-"
 
     prompt: tuple[Prompt, ...] = need(prompts(MAX_PROMPTS))
+    suffix: str = accept(plain_text, "")
     max_tokens: int = accept(integer(UNLIMITED, MAX_TOKENS), 16)
     echo: bool = accept(boolean, False)
     logprobs: int | None = accept(integer(0, MAX_TOKENS))
@@ -468,10 +473,6 @@ class CompletionBody(SampledBody):
     parse_special: bool = accept(boolean, True)
 
     renamed: ClassVar[dict[str, str]] = {**SampledBody.renamed, "n_probs": "logprobs"}
-    refused: ClassVar[dict[str, str]] = {
-        **SampledBody.refused,
-        "suffix": "text is only continued here; POST /infill fills in",
-    }
     unused: ClassVar[dict[str, Unused]] = {
         **SampledBody.unused,
         "separate_reasoning": Unused(boolean),

@@ -17,7 +17,7 @@ from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.prepare import Cut, Generation, completion_generation, within
 from forerun.serve.bodies.schema import CompletionBody, Prompt
 from forerun.serve.bodies.wire import event
-from forerun.serve.dialects.llama.infill import infill_prompt, marks_of
+from forerun.serve.dialects.llama.infill import infill_prompt
 from forerun.serve.dialects.llama.limits import LineLimits
 from forerun.serve.dialects.llama.schema import InfillBody, NativeBody, Parts
 from forerun.serve.dialects.openai.render import LEAST_LOGPROB, text_of, timings, visible
@@ -203,9 +203,8 @@ class InfillDialect(CompletionsDialect):
     def _plain(self, body: NativeBody) -> CompletionBody:
         assert isinstance(body, InfillBody)
         loaded = self._served.loaded
-        ids = infill_prompt(body, loaded.tokenizer, loaded.context)
-        marks = marks_of(loaded.tokenizer).all
-        return replace(body.plain((ids,)), stop_token_ids=(*body.stop_token_ids, *marks))
+        ids, marks = infill_prompt(body, loaded.tokenizer, loaded.context)
+        return replace(body.plain((ids,)), stop_token_ids=(*body.stop_token_ids, *marks.ends))
 
 
 def _prompt(parts: Parts, tokenizer: Tokenizer) -> Prompt:

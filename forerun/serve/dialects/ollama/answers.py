@@ -14,6 +14,7 @@ from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import ignored_fields
 from forerun.serve.bodies.fields import read
+from forerun.serve.bodies.infill import filling
 from forerun.serve.bodies.messages import goes_on, left_out
 from forerun.serve.bodies.prepare import Generation, chat_generation, completion_generation, within
 from forerun.serve.bodies.schema import UNLIMITED, ChatBody, CompletionBody
@@ -156,19 +157,23 @@ class OllamaGenerate(OllamaChat):
 
     def _read(self, value: Any) -> OllamaGenerateBody:
         body = read(OllamaGenerateBody, value)
-        if body.raw and body.system is not None:
-            message = "system needs raw to be false: a raw prompt is all there is."
-            raise RequestError(message, "system")
+        for name in ("system", "suffix"):
+            if body.raw and getattr(body, name):
+                message = f"{name} needs raw to be false: a raw prompt is all there is."
+                raise RequestError(message, name)
         return body
 
     def _empty(self, body: OllamaBody) -> bool:
         assert isinstance(body, OllamaGenerateBody)
-        return not body.prompt
+        return not (body.prompt or body.suffix)
 
     def _prepare(self, body: OllamaBody, service: Service) -> Generation:
         assert isinstance(body, OllamaGenerateBody)
-        if body.raw:
-            return completion_generation(plain(body), self._served.loaded, service.settings)
+        if body.raw or body.suffix:
+            idle = {"system": body.system, "think": body.think not in (None, "none")}
+            self._ignored += tuple(name for name, given in idle.items() if given)
+            loaded = self._served.loaded
+            return completion_generation(filling(plain(body), loaded), loaded, service.settings)
         messages = [{"role": "user", "content": body.prompt}]
         if body.system is not None:
             messages.insert(0, {"role": "system", "content": body.system})
@@ -230,8 +235,8 @@ def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> Chat
 
 
 def plain(body: OllamaGenerateBody) -> CompletionBody:
-    """Put a request with a raw prompt in the server's own words. Raises RequestError for
-    top_logprobs without logprobs.
+    """Put a request with a raw prompt or a suffix in the server's own words. Raises RequestError
+    for top_logprobs without logprobs.
     """
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
@@ -239,6 +244,7 @@ def plain(body: OllamaGenerateBody) -> CompletionBody:
     limit = _limit(body)
     return CompletionBody(
         prompt=(body.prompt,),
+        suffix=body.suffix,
         max_tokens=UNLIMITED if limit is None else limit,
         logprobs=logprobs,
         **_sampled(body),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from forerun.serve.answers.service import LATEST, Served
 from forerun.serve.bodies.fields import Unused, accept, boolean, text
+from forerun.serve.bodies.infill import infill_marks
 from forerun.serve.bodies.schema import RequestBody
 from forerun.text.reasoning import Marks
 
@@ -50,6 +51,8 @@ def shown(served: Served) -> dict[str, Any]:
     capabilities = ["completion"]
     if template:
         capabilities.append("tools")
+    if infill_marks(loaded.tokenizer) is not None:
+        capabilities.append("insert")
     if Marks.found_in(template) is not None:
         capabilities.append("thinking")
     family = _details(served)["family"]

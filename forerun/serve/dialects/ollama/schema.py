@@ -245,14 +245,17 @@ def _no_context(value: Any, where: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaGenerateBody(OllamaBody):
-    """POST /api/generate. Without a prompt it only checks that the model is loaded."""
+    """POST /api/generate. Without a prompt or suffix it only checks that the model is loaded.
+
+    suffix  what stands behind the answer: it is filled in between
+    """
 
     prompt: str = accept(plain_text, "")
     system: str | None = accept(plain_text)
     raw: bool = accept(boolean, False)
     images: list[Any] | None = accept(only([], why=NO_MEDIA))
     context: list[Any] | None = accept(_no_context)
-    suffix: str | None = accept(only("", why="text is only continued here; POST /infill fills in"))
+    suffix: str = accept(plain_text, "")
     template: str | None = accept(only("", why="the template is the model's own"))
 
     refused: ClassVar[dict[str, str]] = dict.fromkeys(("width", "height", "steps"), NO_MEDIA)

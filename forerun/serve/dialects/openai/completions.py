@@ -9,6 +9,7 @@ from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.dialogue import ignored_fields
 from forerun.serve.bodies.fields import read
+from forerun.serve.bodies.infill import filling
 from forerun.serve.bodies.prepare import Generation, chat_generation, completion_generation
 from forerun.serve.bodies.schema import ChatBody, CompletionBody, SampledBody, StreamOptions
 from forerun.serve.bodies.wire import event
@@ -175,11 +176,8 @@ class CompletionDialect(OpenAIDialect):
     def _parsed(self, value: Any, service: Service) -> tuple[SampledBody, Generation]:
         body = read(CompletionBody, value)
         self._served = service.answering(body.model, body.lora_path, body.lora)
-        loaded = self._served.loaded
-        generation, tokenizer = (
-            completion_generation(body, loaded, service.settings),
-            loaded.tokenizer,
-        )
+        loaded, tokenizer = self._served.loaded, self._served.loaded.tokenizer
+        generation = completion_generation(filling(body, loaded), loaded, service.settings)
         silent = tokenizer.special_ids if body.skip_special_tokens else frozenset()
         echoes = _echoes(body, [request.prompt for request in generation.requests], tokenizer)
         self._format = CompletionFormat(
