@@ -25,7 +25,6 @@ from forerun.train.loop import TrainingRun, TrainingSchedule, train
 from forerun.train.loss import DraftVocabulary
 from forerun.train.presets import TrainConfig
 from forerun.train.progress import Progress, TrainingMetrics
-from forerun.train.report import write_report
 from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot
 from forerun.train.student import (
@@ -170,7 +169,7 @@ def finish(
     trial: TrainingRun, student: Student, progress: Progress, config: TrainConfig, name: str
 ) -> None:
     """Load the best checkpoint into the student, export it to folder/draft, and write metrics.json
-    and report.html beside that. Raises ModelError if there is no checkpoint, OSError.
+    beside that. Raises ModelError if there is no checkpoint, OSError.
     """
     if not load_snapshot(trial.folder / "best", trial.head, None, Progress()):
         raise ModelError(f"{trial.folder} holds no checkpoint to export")
@@ -184,7 +183,6 @@ def finish(
         "history": progress.history,
     }
     write_whole(trial.folder / "metrics.json", json.dumps(metrics, indent=1))
-    write_report(trial.folder / "report.html", metrics)
 
 
 def _line(progress: Progress) -> str:

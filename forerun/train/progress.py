@@ -1,4 +1,4 @@
-"""Where a training run stands: what its checkpoints keep and its report shows."""
+"""Where a training run stands: what its checkpoints keep and metrics.json shows."""
 
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
