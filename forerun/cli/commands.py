@@ -327,12 +327,8 @@ def _fuzz_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--cases", type=positive, metavar="N", help="stop after so many cases")
     group.add_argument(
-        "--reproduction",
-        default="forerun-fuzz.json",
-        metavar="FILE",
-        help="where a failing case is written, made as small as can be (default: %(default)s)",
+        "--case", type=positive, metavar="N", help="run only the case of this number, of a --seed"
     )
-    group.add_argument("--replay", metavar="FILE", help="run a failing case again")
 
 
 def _prove_flags(parser: argparse.ArgumentParser) -> None:

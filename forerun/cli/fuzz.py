@@ -1,15 +1,13 @@
-"""`forerun prove --fuzz` and `--replay`: random requests against themselves, alone."""
+"""`forerun prove --fuzz`: random requests against themselves, alone."""
 
 import argparse
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from time import monotonic
 
-from forerun.cli.console import bars, emit, emit_json, say
-from forerun.measure.fuzz import Fuzzer, Report, replay
-from forerun.measure.fuzz_case import write
+from forerun.cli.console import bars, emit, say
+from forerun.measure.fuzz import Fuzzer, Report
 from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig, exact
 from forerun.options.flags import configured
@@ -29,34 +27,21 @@ def fuzz(arguments: argparse.Namespace) -> int:
             progress("cases", report.cases, total)
             return enough(report)
 
-        report = fuzzer.run(told)
-    if report.failure is not None:
-        write(report.failure, config, Path(arguments.reproduction))
-    emit(arguments, asdict(report), lambda: _show(report, arguments.reproduction))
+        report = fuzzer.run(told, arguments.case or 1)
+    emit(arguments, asdict(report), lambda: _show(report, arguments.seed))
     return 0 if report.failure is None and report.accepted else 1
-
-
-def again(arguments: argparse.Namespace) -> int:
-    """Run a reproduction again: 0, or 1 where it still fails."""
-    what = replay(Path(arguments.replay))
-    if arguments.json:
-        emit_json({"fails": what is not None, "what": what})
-    elif what is None:
-        say("The case passes: every answer equals that of its request alone.")
-    else:
-        say(f"The case fails: {what}")
-    return 0 if what is None else 1
 
 
 def _limit(arguments: argparse.Namespace) -> tuple[Callable[[Report], bool], int]:
     """Return when to stop, and how many cases there will be, 0 = unknown."""
-    if arguments.cases is not None:
-        return lambda report: report.cases >= arguments.cases, int(arguments.cases)
+    cases = 1 if arguments.case else arguments.cases
+    if cases is not None:
+        return lambda report: report.cases >= cases, int(cases)
     end = monotonic() + 60.0 * (arguments.minutes or MINUTES)
     return lambda report: monotonic() > end, 0
 
 
-def _show(report: Report, reproduction: str) -> None:
+def _show(report: Report, seed: int) -> None:
     say(
         f"{report.cases} cases, {report.answers} answers, {report.tokens:,} tokens; "
         f"{report.draft_tokens:,} draft tokens, {report.accepted:,} accepted; "
@@ -64,7 +49,7 @@ def _show(report: Report, reproduction: str) -> None:
     )
     if report.failure is not None:
         say(f"A case fails: {report.failure.what}")
-        say(f"Its reproduction: forerun prove --replay {reproduction}")
+        say(f"Again, with the same options: --fuzz --seed {seed} --case {report.failure.number}")
     elif not report.accepted:
         say("NOTHING PROVED: no draft token was accepted.")
     else:

@@ -24,13 +24,11 @@ QUICK_PROMPTS, QUICK_TOKENS, QUICK_GROUP = 8, 32, 4
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. 1 where a run diverged, or where nothing was accepted and so proved."""
-    if arguments.replay or arguments.fuzz:
-        refuse_beside(arguments, "beside --fuzz, which draws requests of its own", _DRAWN)
-    if arguments.replay:
-        return fuzz.again(arguments)
     if arguments.fuzz:
+        refuse_beside(arguments, "beside --fuzz, which draws requests of its own", _DRAWN)
         return fuzz.fuzz(arguments)
-    refuse_beside(arguments, "here", {"minutes": None, "cases": None}, ", or add --fuzz")
+    search = dict.fromkeys(("minutes", "cases", "case"))
+    refuse_beside(arguments, "here", search, ", or add --fuzz")
     config, trial = exact(configured(EngineConfig, arguments)), _trial(arguments)
     target = open_shown(replace(config, max_sequences=max(trial.group, 1)))
     sides = 2 if target.config.speculates else 1

@@ -6,15 +6,14 @@ are aborted. All of it runs on one engine, stepped by hand. Every answer must be
 same request gets alone, without speculation, on an engine of its own: tokens, text, finish reason
 and log-probabilities; of an aborted request, as far as it came. Afterwards nothing may be held.
 
-A case that fails is made smaller (fewer requests, fewer parameters, a plainer configuration) while
-it still fails, and can be written to a file that `forerun prove --replay FILE` runs again.
+A seed draws the same cases for the same model and prompts: `forerun prove --fuzz --seed S --case N`
+runs one of them again.
 """
 
 import json
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,15 +25,13 @@ from forerun.constrain.grammar import Grammar
 from forerun.constrain.grammar.calls import Calling, Signature, tool_rules
 from forerun.engine.request import Delta, Finish, Request, Speculation
 from forerun.engine.thread import Engine
-from forerun.errors import ConfigError, ForerunError, RequestError
+from forerun.errors import ForerunError
 from forerun.measure.fuzz_case import (
     SHAPES,
     Case,
     CaseSource,
     Failure,
     FuzzRequest,
-    read,
-    simpler,
 )
 from forerun.measure.mixed import told_otherwise
 from forerun.measure.workload import Prompt
@@ -128,8 +125,6 @@ each time.
 """
 
 
-SHRINK_RUNS = 80
-"""Runs that may go into making one failing case smaller."""
 MAX_STEPS = 4000
 """A case that takes more steps hangs."""
 CASES_PER_TARGET = 8
@@ -181,23 +176,26 @@ class Fuzzer:
             self._target[1].close()
             self._target = None
 
-    def run(self, enough: Callable[[Report], bool]) -> Report:
-        """Run drawn cases until `enough`, called before each with the report so far, returns True
-        or one fails.
+    def run(self, enough: Callable[[Report], bool], first: int = 1) -> Report:
+        """Run drawn cases from number `first` on until `enough`, called before each with the report
+        so far, returns True or one fails.
 
-        Returns the report, which is also `self.report`; its failure is made smaller first. Raises
-        what opening a target raises.
+        Returns the report, which is also `self.report`. Raises what opening a target raises.
         """
         shape: dict[str, Any] = {}
-        while not enough(self.report):
-            if self.report.cases % CASES_PER_TARGET == 0:
+        for number in count(1):
+            if number >= first and enough(self.report):
+                break
+            if number % CASES_PER_TARGET == 1:
                 shape = self._source.shape()
             drafting = self._source.drafting(self._config.algorithm)
             case = Case(shape | drafting, self._source.requests())
+            if number < first:
+                continue
             what = self.check(case)
             self.report.cases += 1
             if what is not None:
-                self.report.failure = self._shrink(Failure(case, what))
+                self.report.failure = Failure(number, case, what)
                 break
         return self.report
 
@@ -233,25 +231,6 @@ class Fuzzer:
             if what is not None:
                 return f"request {number}: {what}"
         return None
-
-    def _shrink(self, failure: Failure) -> Failure:
-        """Search greedily for a smaller case that fails too, within SHRINK_RUNS runs."""
-        runs = 0
-        smaller = True
-        while smaller and runs < SHRINK_RUNS:
-            smaller = False
-            for case in simpler(failure.case):
-                runs += 1
-                try:
-                    what = self.check(case)
-                except ConfigError:  # Settings that are left may contradict each other.
-                    continue
-                if what is not None:
-                    failure, smaller = Failure(case, what), True
-                    break
-                if runs >= SHRINK_RUNS:
-                    break
-        return failure
 
     # --- one case ----------------------------------------------------------------------------
 
@@ -349,22 +328,3 @@ def _difference(expected: Completion, found: Completion) -> str | None:
     if at is None:
         return None
     return f"the same tokens, but text, end or log-probabilities differ at output token {at}"
-
-
-def replay(path: Path) -> str | None:
-    """Run the case of a reproduction file again: what is wrong, or None where the answers are right
-    now.
-
-    Raises ConfigError if the file cannot be read, RequestError if it names an unknown
-    grammar, and what opening the target raises.
-    """
-    config, case = read(path)
-    unknown = {asked.grammar for asked in case.requests} - {None, *GRAMMARS}
-    if unknown:
-        raise RequestError(
-            f"{path} names grammars that this version does not have: "
-            f"{', '.join(sorted(map(str, unknown)))}. Record the case again."
-        )
-    prompt = Prompt("replay", "any", ({"role": "user", "content": "a"},))
-    with closing(Fuzzer(config, (prompt,), 0)) as fuzzer:
-        return fuzzer.check(case)

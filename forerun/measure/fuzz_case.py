@@ -1,18 +1,13 @@
-"""Cases of differential fuzzing: what one is, drawing one, making one smaller, and their files."""
+"""Cases of differential fuzzing: what one is, and drawing one."""
 
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from forerun.errors import ConfigError
 from forerun.options.algorithms import Algorithm, capacity
-from forerun.options.config import EngineConfig
 from forerun.types import Ints
-from forerun.version import __version__
 
 SHAPES = ("page_size", "max_sequences", "chunked_prefill_size", "context", "kv_tokens")
 """What a case changes of the executor itself, which is then opened anew."""
@@ -48,8 +43,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A case and what was wrong with it, in words."""
+    """A case, its number, from 1, among those that its seed draws, and what was wrong with it, in
+    words.
+    """
 
+    number: int
     case: Case
     what: str
 
@@ -160,70 +158,3 @@ class CaseSource:
         options = {name: self._pick(*values) for name, values in usual.items()}
         most = self._pick(48, 48, 150)
         return options | {"max_tokens": int(self._random.integers(5, most))}
-
-
-def simpler(case: Case) -> Iterator[Case]:
-    """Yield smaller cases than this one, the largest reductions first: fewer requests, then fewer
-    changes, then simpler requests. Yields none if nothing is left to remove.
-    """
-    for number in range(len(case.requests)):
-        if len(case.requests) > 1:
-            rest = case.requests[:number] + case.requests[number + 1 :]
-            yield replace(case, requests=rest)
-    for name in case.changes:
-        if name not in SHAPES:
-            rest_changes = {key: value for key, value in case.changes.items() if key != name}
-            yield replace(case, changes=rest_changes)
-    for number, asked in enumerate(case.requests):
-        for one in _simpler_request(asked):
-            requests = list(case.requests)
-            requests[number] = one
-            yield replace(case, requests=tuple(requests))
-
-
-def _simpler_request(asked: FuzzRequest) -> Iterator[FuzzRequest]:
-    for name in asked.options:
-        if name != "max_tokens":
-            options = {key: value for key, value in asked.options.items() if key != name}
-            yield replace(asked, options=options)
-    if asked.aborts is not None:
-        yield replace(asked, aborts=None)
-    if asked.arrives:
-        yield replace(asked, arrives=0)
-    if asked.speculation:
-        yield replace(asked, speculation={})
-    if len(asked.prompt) > 1:
-        yield replace(asked, prompt=asked.prompt[: len(asked.prompt) // 2])
-
-
-def write(failure: Failure, config: EngineConfig, path: Path) -> None:
-    """Write a failure as JSON that `read` takes. Replaces the file; raises ConfigError if it
-    cannot be written.
-    """
-    data = {
-        "forerun": __version__,
-        "what": failure.what,
-        "config": asdict(config),
-        "changes": failure.case.changes,
-        "requests": [asdict(asked) for asked in failure.case.requests],
-    }
-    try:
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the reproduction {path} cannot be written ({error})") from error
-
-
-def read(path: Path) -> tuple[EngineConfig, Case]:
-    """Read the configuration and the case of a reproduction file. Raises ConfigError, which names
-    the file, if it cannot be read or is none.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        requests = tuple(
-            FuzzRequest(**asked | {"prompt": tuple(asked["prompt"])}) for asked in data["requests"]
-        )
-        return EngineConfig(**data["config"]), Case(data["changes"], requests)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"{path} is no reproduction of `forerun prove --fuzz`: {error}"
-        ) from error

@@ -1,4 +1,4 @@
-"""`forerun prove --fuzz`: finds planted faults, makes them small, writes what can be replayed."""
+"""`forerun prove --fuzz`: finds planted faults, and runs them again by their number."""
 
 import json
 from contextlib import closing
@@ -8,11 +8,9 @@ import pytest
 
 from forerun.build.target import open_target
 from forerun.cli.main import main
-from forerun.errors import ConfigError
 from forerun.executors import host_choice
-from forerun.measure import fuzz_case
 from forerun.measure.fuzz import GRAMMARS, Fuzzer
-from forerun.measure.fuzz_case import Case, FuzzRequest, read, write
+from forerun.measure.fuzz_case import Case, FuzzRequest
 from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
 
@@ -52,7 +50,7 @@ def test_every_grammar_is_taken():
     [
         (["--fuzz", "--quick"], "--quick has no effect beside --fuzz"),
         (["--fuzz", "--regex", "a"], "--regex has no effect beside --fuzz"),
-        (["--replay", "x", "--tokens", "9"], "--tokens has no effect beside --fuzz"),
+        (["--case", "3"], "--case has no effect here; leave it out, or add --fuzz"),
         (["--cases", "3"], "--cases has no effect here; leave it out, or add --fuzz"),
         (["--fuzz", "--minutes", "nan"], "is not a number above 0, or inf"),
         (["--fuzz", "--minutes", "0"], "is not a number above 0, or inf"),
@@ -76,41 +74,20 @@ def forgetful(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", [forgetful])
-def test_a_planted_fault_is_found_made_small_and_replayed(plant, monkeypatch, tmp_path, capsys):
-    plant(monkeypatch)
-    file = tmp_path / "case.json"
-    line = ["prove", "--fuzz", "--model", "toy", "--cases", "300", "--reproduction", str(file)]
+def test_a_planted_fault_is_found_and_run_again(monkeypatch, capsys):
+    forgetful(monkeypatch)
+    line = ["prove", "--fuzz", "--model", "toy"]
     # With the n-gram cache a request may be drafted for because another one ended before.
-    assert main([*line, "--speculative-ngram-capacity", "0", "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert report["failure"]["what"].startswith("request ")
-    small = report["failure"]["case"]
-    assert len(small["requests"]) == 1
-    penalties = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
-    assert set(small["requests"][0]["options"]) <= penalties | {"max_tokens", "temperature"}
-    assert main(["prove", "--replay", str(file), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["fails"]
+    line += ["--speculative-ngram-capacity", "0", "--json"]
+    assert main([*line, "--cases", "300"]) == 1
+    found = json.loads(capsys.readouterr().out)["failure"]
+    assert found["what"].startswith("request ") and found["number"] > 1
+    assert main([*line, "--case", str(found["number"])]) == 1
+    again = json.loads(capsys.readouterr().out)
+    assert again["cases"] == 1 and again["failure"] == found
     monkeypatch.undo()
-    assert main(["prove", "--replay", str(file)]) == 0
-    assert "passes" in capsys.readouterr().err
-
-
-def test_a_reproduction_comes_back_as_it_was(tmp_path):
-    asked = FuzzRequest(
-        (1, 2, 3), {"n": 2, "logit_bias": [[1, 2.0]]}, "enum", {"max_nodes": 2}, 3, 9
-    )
-    failure = fuzz_case.Failure(Case({"page_size": 2}, (asked,)), "it is wrong")
-    write(failure, TOY, tmp_path / "x.json")
-    config, case = read(tmp_path / "x.json")
-    assert (config, case) == (TOY, failure.case)
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"config": {"model": "toy", "wrong": 1}}'])
-def test_what_is_no_reproduction_is_refused(text, tmp_path):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"x\.json is no reproduction"):
-        read(tmp_path / "x.json")
+    main([*line, "--case", str(found["number"])])
+    assert json.loads(capsys.readouterr().out)["failure"] is None
 
 
 def test_a_grammar_alone_in_a_step_without_decoding_rows():
