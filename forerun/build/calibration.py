@@ -15,7 +15,13 @@ from forerun.control.constants import MIN_REPEATS, OUTLIER
 from forerun.control.step_costs import StepCosts
 from forerun.draft_shape import DraftShape
 from forerun.errors import ConfigError
-from forerun.interface.draft_model import DraftBlock, DraftExtension, DraftLevel, DraftModel
+from forerun.interface.draft_model import (
+    CANDIDATES,
+    DraftBlock,
+    DraftExtension,
+    DraftLevel,
+    DraftModel,
+)
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import OnDeviceDraftSpec
 from forerun.interface.plan import Outcome, Plan
@@ -313,8 +319,9 @@ def with_draft_model(
     one = zero + np.int32(1)
     blocks = model.traits.block_size
     features = outcome.features.select(zero) if outcome.features is not None else None
-    extension = DraftExtension(zero, zero, ends, zero, zero, pages, zero[:0] if blocks else zero, 1)
-    level = DraftLevel(zero, zero - np.int32(1), ends, one, zero, pages, first=0, candidates=1)
+    scored = zero[:0] if blocks else zero
+    extension = DraftExtension(zero, zero, ends, zero, zero, pages, scored, CANDIDATES)
+    level = DraftLevel(zero, zero - one, ends, one, zero, pages, first=0, candidates=CANDIDATES)
     block = DraftBlock(zero, zero, zero, pages, depth=blocks, candidates=1)
 
     def fastest(work: Callable[[], object]) -> float:

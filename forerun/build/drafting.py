@@ -38,7 +38,7 @@ from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import RING_TOKENS
 from forerun.networks.config_json import announced_layers
-from forerun.options.algorithms import DEFAULT_STEPS, MOST_STEPS, NGRAM_STEPS
+from forerun.options.algorithms import DEFAULT_STEPS, MOST_STEPS, NGRAM_STEPS, WHOLE_SHAPE
 from forerun.options.config import EngineConfig
 
 log = logging.getLogger("forerun.build")
@@ -157,6 +157,9 @@ def drafting_sentence(
     elif method.kind == "assistant":
         lies = " and lies beside it" * (asked.speculative_draft_model_path is None)
         why = f"AUTO: {named} is the model's assistant{lies}"
+    elif method.kind == "whole" and asked.speculative_draft_model_path is None:
+        why = f"AUTO: no draft is given, and {named}, a much smaller model, is on this machine"
+        why += "; --speculative-algorithm NGRAM leaves it out" + _published(asked)
     elif method.model:
         why = f"AUTO: {named} is {'a whole model' if method.kind == 'whole' else 'such a draft'}"
     elif asked.speculative_draft_model_path is None:
@@ -255,6 +258,8 @@ def resolved_drafting(
         chosen = "OFF"
     elif head and draft is not None and draft.kind in _MEANS:
         chosen = meant(config, _MEANS[draft.kind])
+        if isinstance(draft, WholeDraft) and config.speculative_draft_model_path is None:
+            config = replace(config, speculative_draft_model_path=draft.name)
     elif chosen == AUTO:
         chosen = "EAGLE+NGRAM" if head else "NGRAM"
         chosen = meant(config, "DFLASH") if block else chosen
@@ -263,8 +268,17 @@ def resolved_drafting(
     if block and asked == (None, None):
         config = replace(config, speculative_num_steps=block)
     bought = config.executor == "cpu" and config.policy == "adaptive"
-    if config.algorithm.name == "NGRAM" and bought and asked == (None, None):
-        config = replace(config, speculative_num_steps=NGRAM_STEPS)
+    if bought and asked == (None, None):
+        if config.algorithm.name == "NGRAM":
+            config = replace(config, speculative_num_steps=NGRAM_STEPS)
+        elif config.algorithm.kind == "whole" and config.speculative_eagle_topk is None:
+            nodes, width, depth = WHOLE_SHAPE
+            config = replace(
+                config,
+                speculative_num_steps=depth,
+                speculative_eagle_topk=width,
+                speculative_num_draft_tokens=nodes + 1,
+            )
     shape = config.draft_shape
     return replace(
         config,

@@ -18,6 +18,7 @@ from forerun.build.drafting import (
 )
 from forerun.build.executor_entry import Progress
 from forerun.build.page_store import Learns, attach_store, learns
+from forerun.build.small_draft import missing
 from forerun.build.target import Target, open_target
 from forerun.build.text_table import TextTable
 from forerun.build.with_cpu import ngram_drafter
@@ -129,6 +130,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     drafting = drafting_sentence(
         config, target.config, target.table is not None, target.fault, counted
     )
+    drafting += missing(config, target.config, target.memory.weights)
     return Loaded(
         engine=engine,
         tokenizer=target.tokenizer,

@@ -26,6 +26,7 @@ from forerun.build.executor_entry import AnyDraft, Progress
 from forerun.build.kept_costs import kept_or_measured
 from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_titles, plan_memory
 from forerun.build.registry import EXECUTORS, choose_executor
+from forerun.build.small_draft import with_small
 from forerun.build.token_map import with_token_map
 from forerun.build.tuned import key_of
 from forerun.checkpoints.adapter import LoraAdapter, read_adapter
@@ -37,6 +38,7 @@ from forerun.constrain.isolation.compile import Compiler, open_compiler
 from forerun.constrain.matcher.matcher import CompiledGrammar
 from forerun.control.step_costs import StepCosts
 from forerun.drafts.ngram_table import NgramTable
+from forerun.drafts.whole_draft import WholeDraft
 from forerun.errors import ConfigError, RequestError
 from forerun.executors.toy import HIDDEN as TOY_HIDDEN
 from forerun.executors.toy import ToyExecutor
@@ -159,6 +161,7 @@ def _open_toy(config: EngineConfig) -> Target:
 def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     model = open_model(config.model, progress, revision=config.revision, context=config.context)
     _warn_of_omissions(model)
+    unnamed = config.speculative_draft_model_path is None
     device, config = choose_device(config), _with_executor(config, model)
     entry, arch = EXECUTORS[config.executor], model.architecture
     adapters = tuple(read_adapter(name, Path(folder), arch) for name, folder in config.adapters)
@@ -167,6 +170,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     needs = replace(needs, fixed=needs.fixed + sum(adapter.bytes for adapter in adapters))
     parts, fault = excused(config, lambda: _drafts(config, model))
     parts = parts or DraftParts()
+    if unnamed:
+        parts = with_small(config, model, parts, needs, entry)
     if parts.model is not None:
         config = replace(config, speculative_token_map=parts.token_map)
         item = entry.draft_item(config)
@@ -182,6 +187,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         drafts, fault = excused(
             config, lambda: entry.draft_model(executor, model.checkpoint, draft)
         )
+        if isinstance(draft, WholeDraft) and unnamed:
+            fault = None  # It was not named: n-grams draft without it.
     block = drafts.traits.block_size if drafts is not None else 0
     config = resolved_drafting(config, drafts is not None, fault, block, draft)
     return Target(

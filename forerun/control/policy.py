@@ -32,6 +32,7 @@ class Budget:
     min_prob  less probable draft tokens would not be verified
     model_depth  most levels of `depth` for a draft model that shares a tree with other drafters; 0:
                  only the others propose
+    pass_prob  a pass of the draft model below less probable paths takes longer than it saves
     """
 
     nodes: int
@@ -39,6 +40,7 @@ class Budget:
     reason: str
     min_prob: float = 0.0
     model_depth: int = 0
+    pass_prob: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

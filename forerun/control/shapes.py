@@ -3,7 +3,8 @@
 Every row that may draft gets the same shape: a device pays for rows x deepest row, so a smaller
 draft of one row saves nothing. The expected tokens of all shapes follow from how often each level
 was right if the one above was; the time is measured for each shape, in plain steps, by powers of
-two of rows.
+two of rows. Drafts that the host grows have one shape, the largest: they end by themselves where a
+further pass of the draft model would take longer than it saves (Budget.pass_prob).
 """
 
 from dataclasses import dataclass, field
@@ -63,7 +64,9 @@ class Shapes:
     ) -> None:
         self._account, self._drafts, self._merged = account, drafts, merged
         self.baseline_speed, self._width, self._wide = 1.0, width, width > 1
-        self.shapes = DraftShape(width * depth, width, depth).declared()
+        shape = DraftShape(width * depth, width, depth)
+        self._grown_on_host = not account.costs.measured.drafts_in_step
+        self.shapes = [shape] if self._grown_on_host else shape.declared()
         self.buckets: dict[int, ShapeStats] = {}
         self.tries, self.right = np.zeros(1 + depth), np.zeros(1 + depth)
 
@@ -85,18 +88,26 @@ class Shapes:
 
     def relative_cost(self, rows: int, shape: DraftShape) -> float:
         """Return the time of a step in plain steps. A shape without observations has the time
-        measured at start-up, and less the more steps there were, so that one which was
-        overestimated is tried.
+        measured at start-up, of a draft of as many levels as are expected to be right, and less the
+        more steps there were, so that one which was overestimated is tried.
         """
         bucket = self._bucket(rows)
         if (seen := bucket.relative_cost.get(shape)) is not None:
             return seen.value
-        costs = self._account.costs.measured
-        plain, ms = costs.verify(np.array([rows, rows * (1 + shape.nodes)])).tolist()
-        ms += costs.follow_ms
-        ms += costs.draft_ms * (shape.depth - 1 if costs.drafts_in_step else shape.nodes * rows)
-        longer = max(0.0, ms / plain - 1.0)
+        costs, nodes, passes = self._account.costs.measured, float(shape.nodes), shape.depth - 1.0
+        if self._grown_on_host:
+            nodes = passes = float(np.cumprod(self.rates()[1:]).sum())
+        plain, ms = costs.verify(np.array([rows, rows * (1.0 + nodes)])).tolist()
+        longer = max(0.0, (ms + costs.follow_ms) / plain - 1.0) + passes * self._pass_cost(rows)
         return float(1.0 + longer * min(1.0, PLAIN_EVERY / max(bucket.steps, 1)))
+
+    def _pass_cost(self, rows: int) -> float:
+        """Return the time of a pass of the draft model over a level of `rows` rows, in plain steps,
+        as measured at start-up: on the host it grows with its nodes as a step of the target does.
+        """
+        costs, level = self._account.costs.measured, rows * self._width
+        plain, one, many = costs.verify(np.array([rows, 1, level])).tolist()
+        return float(costs.draft_ms / plain * (many / one if self._grown_on_host else 1.0))
 
     def speeds(self, rows: int) -> list[float]:
         """Return the expected speed of a step of `rows` rows with each of `shapes`, in their order:
@@ -116,8 +127,16 @@ class Shapes:
         """
         if (shape := self.choose(rows)) is not None:
             reason, depth = reasons.ON_LEVELS.format(shape.nodes), shape.depth
-            return Budget(shape.nodes, depth, reason, model_depth=depth)
+            least = self._pass_prob(rows)
+            return Budget(shape.nodes, depth, reason, model_depth=depth, pass_prob=least)
         return None if self._merged else Budget(0, 0, self._off_reason(rows))
+
+    def _pass_prob(self, rows: int) -> float:
+        """Return the least probability of a path below which one more pass of the draft model
+        brings more tokens than other steps bring in its time.
+        """
+        speed = max(self.baseline_speed, *self.speeds(rows))
+        return speed * self._pass_cost(rows) / self.rates()[1]
 
     def _off_reason(self, rows: int) -> str:
         """Return why no shape was chosen, by what was measured."""
@@ -142,7 +161,8 @@ class Shapes:
                 continue
             new = self.tries[:2].max() < MIN_REPEATS
             on = bucket.enabled and (new or max(speeds) > self.baseline_speed * (1.0 - LOSS_SHARE))
-            due = bucket.steps_since >= bucket.cooldown and balance.covers(loss * TRIAL / rows)
+            trial = min(loss * TRIAL / rows, balance.limit)  # No larger credit can be saved up.
+            due = bucket.steps_since >= bucket.cooldown and balance.covers(trial)
             return shape if on or due else None
         return None
 
@@ -170,7 +190,12 @@ class Shapes:
             return [
                 LevelCounts(min(len(t), -(-n // width)), len(t) - 1) for t, n in counts if t and n
             ]
-        return self._drafts.learn(report.proposed, report.tokens)
+        learnt, depth = self._drafts.learn(report.proposed, report.tokens), self.shapes[0].depth
+        # Of a draft that ended early, the level that could have followed counts as wrong.
+        return [
+            LevelCounts(tried + (tried == right and tried < depth), right)
+            for tried, right in learnt
+        ]
 
     def learn_baseline_speed(self, gain: float) -> None:
         """Update the baseline speed with the tokens per row that drafters without a draft model

@@ -15,7 +15,7 @@ class StepCosts:
                them the last slope continues
     verify_ms  time to verify that many nodes with little context
     attend_ms  added time of a node for every 1,000 cached tokens it sees
-    draft_ms   time to propose one draft token, if it matters
+    draft_ms   time to propose one draft token of one row, if it matters
     follow_ms  time of the drafter, in every step, to process the decided tokens
     drafts_in_step  steps draft by themselves: follow_ms is of a step that grows one level, draft_ms
                of every further level

@@ -154,7 +154,9 @@ class DraftPasses:
                 self.confidence.learn(sampled, depth, confidence, best == tokens[depth])
 
     def _trees(self, plan: Plan, states: list[DraftState], rows: list[int]) -> dict[int, Draft]:
-        """Grow trees from the rows' roots, one pass per level."""
+        """Grow trees from the rows' roots, one pass per level, until no path is as probable as
+        Plan.pass_prob.
+        """
         growing = {row: DraftTree(self._shape.width) for row in rows}
         for row, tree in growing.items():
             tokens, values = states[row].children(self._shape.width, self._mask_of(plan, row))
@@ -162,7 +164,8 @@ class DraftPasses:
         numbers = dict.fromkeys(rows, np.zeros(0, np.int32))
         run = 0
         for level in range(2, self._shape.depth + 1):
-            more = [r for r in rows if level <= plan.max_depth[r] and len(growing[r].frontier())]
+            deeper = [row for row in rows if level <= plan.max_depth[row]]
+            more = [row for row in deeper if growing[row].best() >= plan.pass_prob]
             wanted = sum(len(growing[row].frontier()) for row in more)
             if not more or run + wanted > self._traits.max_nodes:
                 break

@@ -266,6 +266,7 @@ class Scheduler(Admission):
             min_prob=min((each.min_prob for each in budgets if each.nodes), default=0.0),
             node_costs=decision.node_costs,
             model_depth=np.array([each.model_depth for each in budgets] + nothing, np.int32),
+            pass_prob=min((each.pass_prob for each in budgets if each.nodes), default=0.0),
         )
 
 

@@ -48,6 +48,7 @@ class Plan:
     node_costs  what a drafter with selects_by_cost selects by; None = it proposes all it knows
     model_depth int32[B]    how deep a draft model that shares a tree with other drafters may go, at
                             most max_depth; 0 = only the others propose, None = max_depth
+    pass_prob   least probability of a path below which a draft model runs a further pass
     on_device_draft  what the step shall do for the draft model at its end, if the executor can;
                 `Outcome.drafts` has the result, which may be None
     hidden      int32[B] of how many of the row's last known tokens `Round.hidden` has the hidden
@@ -65,6 +66,7 @@ class Plan:
     min_prob: float = 0.0
     node_costs: NodeCosts | None = None
     model_depth: Ints | None = None
+    pass_prob: float = 0.0
     on_device_draft: OnDeviceDraftSpec | None = None
     hidden: Ints | None = None
 

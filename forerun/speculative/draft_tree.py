@@ -51,6 +51,11 @@ class DraftTree:
         best = _best(self.value[self._newest :], self._width)
         return (self._newest + best).astype(np.int32)
 
+    def best(self) -> float:
+        """Return the probability of the best path to the newest level; -1.0 if that is empty."""
+        newest = self.value[self._newest :]
+        return float(np.exp(newest.max())) if len(newest) else -1.0
+
     def extend(self, tokens: Ints, log_probs: Floats) -> None:
         """Append children below `frontier()`, row i below node i.
 

@@ -138,6 +138,17 @@ def test_measuring_a_slow_machine_ends(monkeypatch):
     )
 
 
+def test_where_steps_are_long_small_ones_are_timed(monkeypatch):
+    """What one stream's drafts cost is known before what many streams cost: a model of 1.5B on two
+    cores, whose four nodes take as long as one.
+    """
+    executor = CapturingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259), ())
+    monkeypatch.setattr(executor, "replay", lambda nodes: 0.03 + 0.005 * max(0, nodes - 4))
+    costs = measure_costs(executor)
+    assert {1, 2, 4, 8} <= set(costs.nodes)
+    assert costs.verify(np.array([4]))[0] < 1.1 * costs.verify_ms[0]
+
+
 DRAFTS = NextDrafts(np.ones(1, np.bool_), 1, 1, *(np.zeros((1, 1)) for _ in range(3)))
 
 

@@ -52,6 +52,8 @@ class Source:
     def propose(self, plan):
         drafts = []
         for slot, depth in zip(plan.slots.tolist(), plan.max_depth.tolist(), strict=True):
+            worth = (n for n in range(1, depth) if self.right**n < plan.pass_prob)
+            depth = next(worth, depth)  # noqa: PLW2901 - a path ends where a pass does not pay.
             self.asked += depth
             chances = self.random.random(1 + depth)
             if not depth or chances[0] >= self.found:
@@ -117,7 +119,11 @@ class World:
             np.array([getattr(budget, name) for budget in budgets], np.int32)
             for name in ("nodes", "depth", "model_depth")
         )
-        plan = replace(plan_of(self.rows, nodes), max_depth=depth, model_depth=modelled)
+        least = max(budget.pass_prob for budget in budgets)
+        plan = replace(
+            plan_of(self.rows, nodes), max_depth=depth, model_depth=modelled, pass_prob=least
+        )
+        asked = self.head.asked if self.head else 0
         drafts, proposed = [NO_DRAFT] * self.rows, []
         if nodes.any():
             proposed = self.drafter.propose(plan)
@@ -130,7 +136,7 @@ class World:
             emitted[row, : len(each)] = each
         self.drafter.observe(plan, None, Outcome(counts, emitted, sizes, np.ones(self.rows, bool)))
         taken = float(self.costs.verify(np.array(self.rows + sizes.sum())))
-        levels = modelled.sum()
+        levels = (self.head.asked if self.head else 0) - asked
         drafting = (self.costs.follow_ms + self.costs.draft_ms * levels) * (levels > 0)
         told = {"draft_ms": drafting, "allowed": nodes.tolist(), "proposed": proposed}
         told |= {"reason": decision.reason, "used_draft_model": bool(modelled.any())}

@@ -178,6 +178,25 @@ def test_entries_fit_the_text_that_finds_them(page_size, pages):
     assert stats.cached_tokens > 0
 
 
+class Picky(FixedPolicy):
+    """Wants passes below paths of a probability only."""
+
+    def decide(self, slots, kv_len, constrained=False):
+        decision = super().decide(slots, kv_len, constrained)
+        return replace(decision, rows=tuple(replace(b, pass_prob=0.7) for b in decision.rows))
+
+
+def test_no_pass_is_run_below_an_improbable_path():
+    """The best path has .8 after one level and .64 after two, so of three levels two are grown."""
+    depths = []
+    for policy in (FixedPolicy(4, 3), Picky(4, 3)):
+        made, _ = engine_with_head(policy)
+        ear = run(made, *asked("A prompt"))
+        ear.expect(*asked("A prompt"))
+        depths.append(max(count.depth for count in made.stats().by_source))
+    assert depths == [3, 2]
+
+
 def test_chunks_choices_and_preemption_keep_the_entries():
     made, device = engine_with_head(page_size=2, pages=20, max_nodes=7)
     requests = asked("A prompt of several chunks", "A prompt of", n=2, temperature=0.9, seed=3)
