@@ -229,11 +229,6 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
         metavar="X,X,...",
         help="one pass for each (default: 0,0.8,1)",
     )
-    parser.add_argument(
-        "--simulate",
-        action="store_true",
-        help="for greedy chains, also show the trainer's simulation on the same answers (torch)",
-    )
     own = ("max_sequences", "policy", *SHAPE, "speculative_eagle_topk", "lora_modules")
     flags_of(EngineConfig, parser, "model and engine", without=own, draft_on_error="stop")
 

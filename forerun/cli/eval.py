@@ -8,11 +8,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from forerun.build.target import Target
 from forerun.cli.console import bars, emit, numbered, open_shown, out, say
-from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError
-from forerun.hub.catalog import open_model
 from forerun.machine import stamp
 from forerun.measure.acceptance import (
     CHAIN,
@@ -20,7 +17,6 @@ from forerun.measure.acceptance import (
     TREE,
     Finding,
     Question,
-    Simulate,
     alone,
     ask,
     metrics_beside,
@@ -55,7 +51,6 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         if not target.config.speculates:
             raise ConfigError("there is nothing to measure: the draft cannot be used.")
-        simulate = _simulation(target) if arguments.simulate else None
         chosen_one = config.speculative_algorithm.upper() != "AUTO"
         measured = target.config if chosen_one else alone(target.config)
         questions = [
@@ -66,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
         with bars() as report:
             progress = numbered(report, len(questions) * (1 + len(shapes)))
             for question in questions:
-                for finding in ask(target, measured, question, shapes, progress, simulate):
+                for finding in ask(target, measured, question, shapes, progress):
                     findings.append(finding)
     except KeyboardInterrupt:
         if not findings:
@@ -91,23 +86,6 @@ def _named(text: str) -> tuple[str, Path]:
         problem = f"{file} is not a file" if file.exists() else f"there is no file {file}"
         raise ConfigError(f"{problem}; --set or --prompts takes [NAME=]FILE, a jsonl of chats")
     return name or file.stem, file
-
-
-def _simulation(target: Target) -> Simulate:
-    """Return the trainer's simulation of the target's draft. Raises ConfigError if there is no head
-    or no torch.
-    """
-    if not isinstance(target.draft, DraftFile):
-        raise ConfigError("--simulate needs a draft head of the EAGLE family.")
-    try:
-        from forerun.train.simulate import Simulation
-    except ImportError as error:
-        raise ConfigError(f"--simulate needs torch, which cannot be imported ({error})") from error
-    with bars() as report:
-        checkpoint = open_model(target.config.model, report).checkpoint
-    config = target.config
-    core = config.executor == "cpu"
-    return Simulation(checkpoint, target.draft, core, config.threads).length
 
 
 def _promised(draft: str | None) -> float | None:
@@ -144,11 +122,5 @@ def table(findings: list[Finding]) -> Table:
 
 def _show(findings: list[Finding], promised: float | None) -> None:
     out.print(table(findings))
-    for item in findings:
-        if item.simulated is not None:
-            say(
-                f"{item.question}, {item.shape}, T=0: served {item.length:.3f}, simulated by the "
-                f"trainer on the same answers {item.simulated:.3f}"
-            )
     if promised is not None:
         say(f"The trainer's simulation on its own held-out answers: {promised:.3f}.")

@@ -16,7 +16,6 @@ from forerun.draft_shape import DraftShape
 from forerun.measure.prove import answers, encode
 from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
-from forerun.types import Ints
 
 Progress = Callable[[str, int, int], None]
 
@@ -49,7 +48,6 @@ class Finding:
     agreement agreement[j]: chance of level j + 1 once level j was accepted
     answers   how many there were; same: of these, how many are token for token plain decoding's
     speed     tokens per second; plain: the same without speculation, in the same session
-    simulated the trainer's length for the same answers, if requested
     """
 
     question: str
@@ -62,16 +60,11 @@ class Finding:
     same: int
     speed: float
     plain: float
-    simulated: float | None = None
-
-
-Simulate = Callable[[Sequence[tuple[Ints, Ints]], int], float]
-"""(prompts and their answers, depth of a chain) -> the trainer's tokens per step."""
 
 
 def alone(config: EngineConfig) -> EngineConfig:
     """Return a copy of `config` without the n-gram drafter beside a draft model ("+NGRAM"), as the
-    draft's trainer simulated it; `config` itself if no model drafts.
+    draft's trainer sees it; `config` itself if no model drafts.
     """
     name = config.algorithm.name.removesuffix("+NGRAM")
     return replace(config, speculative_algorithm=name) if config.algorithm.model else config
@@ -83,15 +76,12 @@ def ask(
     question: Question,
     shapes: Sequence[DraftShape],
     progress: Progress,
-    simulate: Simulate | None = None,
 ) -> Iterator[Finding]:
     """Serve a question's prompts without speculation, then under each shape: one Finding per shape,
     as soon as it is known.
 
     config    of an opened target; its algorithm drafts, with policy "fixed"
     progress  called with (what, answers so far, answers in all)
-    simulate  called for chains at T=0 only: the trainer's view of text that is not greedy says
-              little
 
     Runs one engine after the other on `target`. Raises ContextError if a prompt does not fit,
     EngineError if an engine fails.
@@ -99,11 +89,7 @@ def ask(
     plain = serve(target, replace(config, speculative_algorithm="OFF"), question, progress)
     for shape in shapes:
         done, seconds = serve(target, shaped(config, shape), question, progress)
-        histogram, simulated = drafting(done), None
-        if simulate is not None and shape.width == 1 and question.temperature == 0:
-            prompts = (encode(target, prompt, question.tokens) for prompt in question.prompts)
-            told = (np.array(answer.tokens, np.int32) for answer in plain[0])
-            simulated = simulate(list(zip(prompts, told, strict=True)), shape.depth)
+        histogram = drafting(done)
         yield Finding(
             question=question.name,
             shape=_title(config, shape),
@@ -115,7 +101,6 @@ def ask(
             same=sum(a.tokens == b.tokens for a, b in zip(done, plain[0], strict=True)),
             speed=sum(len(c.tokens) for c in done) / seconds,
             plain=sum(len(c.tokens) for c in plain[0]) / plain[1],
-            simulated=simulated,
         )
 
 

@@ -4,12 +4,21 @@ What breaks a draft is noticed on a small target: tests/train/test_served_head.p
 """
 
 import json
+from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from forerun.build.target import open_target
 from forerun.cli.main import main
 from forerun.executors import cpu
+from forerun.hub.catalog import open_model
+from forerun.measure.acceptance import CHAIN, Question, drafting, mean_length, serve, shaped
+from forerun.measure.prove import encode
+from forerun.measure.workload import read_prompts, spread
+from forerun.options.config import EngineConfig
+from tests.train.simulation import Simulation
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,20 +49,19 @@ def test_the_smoke_preset_trains_a_draft(tmp_path, capsys):
     assert report["same_text"] and report["speculation"]["draft_tokens"] > 0
 
 
-def test_served_is_what_was_simulated(capsys):
+def test_served_is_what_was_simulated():
     """The shipped draft, on prompts it was not trained on."""
-    line = [
-        "eval",
-        "--speculative-algorithm",
-        "eagle",
-        "--simulate",
-        "--json",
-        "--temperatures",
-        "0",
-    ]
-    assert main([*line, "--count", "24", "--tokens", "96", "--kv-tokens", "8192"]) == 0
-    chain = json.loads(capsys.readouterr().out)["findings"][0]
-    print(f"simulated {chain['simulated']:.3f}, served {chain['length']:.3f}")
-    assert chain["shape"] == "chain of 3"
-    assert chain["length"] > 1.3
-    assert abs(chain["length"] / chain["simulated"] - 1) < 0.02
+    config = EngineConfig(speculative_algorithm="EAGLE", kv_tokens=8192, draft_on_error="stop")
+    question = Question("built in", tuple(spread(read_prompts(), 24)), 0.0, 96, 1)
+    with closing(open_target(config)) as target:
+        without = replace(target.config, speculative_algorithm="OFF")
+        plain, _ = serve(target, without, question, lambda *_: None)
+        served, _ = serve(target, shaped(target.config, CHAIN), question, lambda *_: None)
+        prompts = [encode(target, prompt, question.tokens) for prompt in question.prompts]
+        checkpoint, draft = open_model(config.model).checkpoint, target.draft
+    known = [(asked, np.array(told.tokens)) for asked, told in zip(prompts, plain, strict=True)]
+    simulated = Simulation(checkpoint, draft, True, None).length(known, CHAIN.depth)
+    length = mean_length(drafting(served))
+    print(f"simulated {simulated:.3f}, served {length:.3f}")
+    assert length > 1.3
+    assert abs(length / simulated - 1) < 0.02

@@ -17,10 +17,10 @@ from forerun.options.config import EngineConfig
 from forerun.train.eagle1 import noisy, regression_loss
 from forerun.train.loss import DenseTargets
 from forerun.train.presets import TrainConfig
-from forerun.train.simulate import Simulation
 from forerun.train.student import check_target
 from forerun.train.unroll import Unrolling
 from tests.models import tiny
+from tests.train.simulation import Simulation
 from tests.train.test_export import TARGET
 from tests.train.test_prediction import served
 from tests.train.test_unrolled import make, reads_of, vocabulary_for

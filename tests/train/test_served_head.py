@@ -123,7 +123,7 @@ def test_eval_shows_what_the_trainer_simulates(small, capsys):
         str(small.draft),
         *("--kv-tokens", "4096", "--executor", "torch", "--dtype", "float32"),
     ]
-    how = ["--count", "4", "--tokens", str(TOKENS), "--group", "4", "--simulate", "--json"]
+    how = ["--count", "4", "--tokens", str(TOKENS), "--group", "4", "--json"]
     how += ["--temperatures", "0,0.8"]
     assert main(["eval", *where, "--set", prompts, *how]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -131,17 +131,13 @@ def test_eval_shows_what_the_trainer_simulates(small, capsys):
     assert sorted(cells) == [
         ("known", shape, t) for shape in ("chain of 3", "tree of 16") for t in (0.0, 0.8)
     ]
-    for (_, shape, temperature), cell in cells.items():
+    for (_, shape, _), cell in cells.items():
         assert cell["plain"] > 0 and cell["speed"] > 0 and cell["length"] > 1
         assert len(cell["agreement"]) <= (3 if shape == "chain of 3" else 5)
-        assert (cell["simulated"] is not None) == (shape == "chain of 3" and temperature == 0)
     chain = cells["known", "chain of 3", 0.0]
-    print(chain["length"], chain["simulated"], report["simulated_length"])
+    print(chain["length"], report["simulated_length"])
     assert chain["length"] > 3.7
-    assert abs(chain["length"] / chain["simulated"] - 1) < 0.02
     assert abs(chain["length"] / report["simulated_length"] - 1) < 0.02
-    assert main(["eval", "--model", "toy", "--simulate"]) == 2
-    assert "needs a draft head" in capsys.readouterr().err
 
 
 def test_agreement_is_conditional():
