@@ -1,13 +1,13 @@
-"""A trained head -> a folder that servers load: SGLang's dialect or speculators'.
+"""A trained head -> a folder that servers load, in SGLang's dialect.
 
-The compact form leaves out the output head, which is the target's own rows; Forerun puts them
-back when it loads the draft. Other servers need `full`. A trained block drafter becomes a folder in
-z-lab's dialect, which servers load.
+It has no output head, which is the target's own rows, unless the head was begun with its own:
+Forerun puts them back when it loads the draft. A trained block drafter becomes a folder in z-lab's
+dialect, which servers load.
 """
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,17 +20,11 @@ from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.networks.rope import LinearScaling, Llama3, Rope, Yarn
 from forerun.types import Ints
 
-Dialect = Literal["sglang", "speculators"]
 
-
-def export_head(
-    head: EagleHead, target_ids: Ints, folder: Path, dialect: Dialect = "sglang", full: bool = False
-) -> None:
+def export_head(head: EagleHead, target_ids: Ints, folder: Path) -> None:
     """Write a trained head as config.json and model.safetensors (bfloat16) into `folder`.
 
     target_ids  int32[Vd] ascending; stored as offsets d2t and membership t2d
-    dialect     of an EAGLE-3 head, whose keys and names: SGLang's or speculators'
-    full        an EAGLE-3 head with the output head, for servers that do not take the target's rows
 
     An EAGLE-1 head has the names of EAGLE's repository. Raises OSError if the folder cannot be
     written.
@@ -39,7 +33,7 @@ def export_head(
     about = head.head
     tensors = {name: p.detach().cpu() for name, p in head.named_parameters()}
     first = about.algorithm == "eagle1"
-    if first or not (full or about.trained_head):
+    if first or not about.trained_head:
         del tensors["lm_head.weight"]
     if first:  # SGLang's class has a bias in any case, and leaves random what a file lacks.
         tensors.setdefault("fc.bias", torch.zeros(about.hidden))
@@ -50,11 +44,9 @@ def export_head(
         member[target_ids] = True
         tensors["d2t"] = torch.from_numpy(offsets)
         tensors["t2d"] = torch.from_numpy(member)
-    if not first and dialect == "sglang":
+    if not first:
         tensors = {name.replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
     config = _eagle1(about) if first else _sglang(about)
-    if not first and dialect == "speculators":
-        config = _speculators(about)
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -136,31 +128,6 @@ def _sglang(about: DraftHead) -> dict[str, Any]:
     if about.normed_residual:
         config["norm_before_residual"] = True
     return config
-
-
-def _speculators(about: DraftHead) -> dict[str, Any]:
-    """Return nested keys; feature ids in the "entering layer" sense."""
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
-        "draft_vocab_size": about.vocab,
-        "target_hidden_size": about.target_hidden,
-        "eagle_aux_hidden_state_layer_ids": list(about.features),
-        "norm_before_residual": about.normed_residual,
-        "norm_before_fc": about.feature_norm == "joint",
-        "fc_norm": about.feature_norm == "each",
-        "norm_output": about.normed_feedback,
-        "embed_requires_grad": False,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": _layer(about),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": {"name_or_path": None, "architectures": ["LlamaForCausalLM"]},
-        },
-    }
 
 
 def export_block(

@@ -117,10 +117,10 @@ def file_of_folder(name: str) -> Callable[[Path], bytes]:
 
 
 def draft_folder(folder: Path) -> Path:
-    from forerun.train.export import export_head
+    from tests.train.exports import export_like
     from tests.train.test_export import IDS, trained
 
-    export_head(trained(), IDS, folder, full=True)
+    export_like(trained(), IDS, folder, full=True)
     return folder
 
 

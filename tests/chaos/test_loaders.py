@@ -20,12 +20,12 @@ from forerun.drafts.ngram_counts import write_ngrams
 from forerun.drafts.ngram_table import FILE, read_ngram_table
 from forerun.errors import ForerunError
 from forerun.options.config import EngineConfig
-from forerun.train.export import export_head
 from tests.chaos.agents import ask
 from tests.chaos.mutations import damaged, mutated, safetensors_parts, safetensors_whole
 from tests.fuzz.bounded import bounded
 from tests.models import tiny
 from tests.models.test_ngram_table import VOCAB, counted
+from tests.train.exports import export_like
 from tests.train.test_export import IDS, TARGET, trained
 from tests.worlds.real_server import NIGHTLY
 
@@ -138,7 +138,7 @@ def test_gguf(tmp_path):
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory):
     folder = tmp_path_factory.mktemp("draft")
-    export_head(trained(), IDS, folder, full=True)
+    export_like(trained(), IDS, folder, full=True)
     return folder
 
 

@@ -14,9 +14,9 @@ from forerun.errors import ModelError
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.networks.arch import Architecture, plain_layers
 from forerun.networks.rope import Llama3, Rope
-from forerun.train.export import export_head
 from forerun.train.presets import TrainConfig
 from forerun.train.student import check_target
+from tests.train.exports import export_like
 
 TARGET = Architecture(
     family="llama",
@@ -55,7 +55,7 @@ SWITCHES = [
 @pytest.mark.parametrize("full", [False, True])
 def test_round_trip_to_the_bit(tmp_path, dialect, changes, full):
     head = trained(**changes)
-    export_head(head, IDS, tmp_path, dialect, full)
+    export_like(head, IDS, tmp_path, dialect, full)
     draft = open_draft(tmp_path, TARGET)
     assert draft.head == replace(head.head, trained_head=full)
     assert draft.target_ids.tolist() == IDS.tolist()
@@ -68,7 +68,7 @@ def test_round_trip_to_the_bit(tmp_path, dialect, changes, full):
 def test_community_head_named_like_a_plain_model_loads(tmp_path):
     """EAGLE's own files: LlamaForCausalLM, no feature ids, an embedding beside the head."""
     head = trained()
-    export_head(head, IDS, tmp_path, full=True)
+    export_like(head, IDS, tmp_path, full=True)
     config = json.loads((tmp_path / "config.json").read_text())
     for key in ("eagle_config", "num_aux_hidden_states", "fc_norm", "norm_output"):
         del config[key]
@@ -86,7 +86,7 @@ def test_community_head_named_like_a_plain_model_loads(tmp_path):
 def test_eagle1_is_known_by_its_tensors(tmp_path, bias):
     """They are those of EAGLE's repository; a bias that says nothing is there in any case."""
     head = trained(algorithm="eagle1", features=(8,), vocab=30, fc_bias=bias)
-    export_head(head, np.arange(30, dtype=np.int32), tmp_path)
+    export_like(head, np.arange(30, dtype=np.int32), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
     assert config["num_hidden_layers"] == 1 and config["bias"] and "eagle_config" not in config
@@ -104,7 +104,7 @@ def test_eagle1_is_known_by_its_tensors(tmp_path, bias):
 
 @pytest.fixture
 def good(tmp_path):
-    export_head(trained(), IDS, tmp_path / "good", full=True)
+    export_like(trained(), IDS, tmp_path / "good", full=True)
     return tmp_path / "good"
 
 
@@ -157,7 +157,7 @@ def test_truncated_drafts_and_pickles_of_other_names(good, tmp_path):
 @pytest.mark.parametrize("dialect", ["sglang", "speculators"])
 def test_a_pickled_head_is_the_same_head(tmp_path, dialect, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    export_head(trained(), IDS, tmp_path / "head", dialect)
+    export_like(trained(), IDS, tmp_path / "head", dialect)
     kept = open_draft(tmp_path / "head", TARGET)
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     (tmp_path / "head" / "model.safetensors").unlink()
@@ -198,7 +198,7 @@ def test_angelslims_words(good):
 def test_older_words_of_vllm_and_specforge(tmp_path):
     """Norms per feature under their first names, the map under vLLM's."""
     head = trained(feature_norm="each")
-    export_head(head, IDS, tmp_path, full=True)
+    export_like(head, IDS, tmp_path, full=True)
     places = ("low", "mid", "high")
     names = {f"fc_norm.{i}.weight": f"aux_norm_{place}.weight" for i, place in enumerate(places)}
     renamed(tmp_path, names | {"d2t": "draft_id_to_target_id"})
@@ -210,7 +210,7 @@ def test_older_words_of_vllm_and_specforge(tmp_path):
 
 def test_lenient_acceptance_is_not_followed(tmp_path):
     """What speculators' files may ask of a server would change texts: it is said, never done."""
-    export_head(trained(), IDS, tmp_path, "speculators")
+    export_like(trained(), IDS, tmp_path, "speculators")
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     (method,) = config["speculators_config"]["proposal_methods"]
@@ -226,12 +226,12 @@ def test_lenient_acceptance_is_not_followed(tmp_path):
 
 
 def test_what_speculators_leave_out_means_true(tmp_path):
-    export_head(trained(normed_residual=True), IDS, tmp_path, "speculators")
+    export_like(trained(normed_residual=True), IDS, tmp_path, "speculators")
     reconfigured(tmp_path, "norm_before_residual")
     draft = open_draft(tmp_path, TARGET)
     assert draft.head.normed_residual
     assert any("norm_before_residual is not set" in warning for warning in draft.warnings)
-    export_head(trained(), IDS, tmp_path, "sglang")
+    export_like(trained(), IDS, tmp_path, "sglang")
     assert not open_draft(tmp_path, TARGET).head.normed_residual
 
 

@@ -32,6 +32,7 @@ from forerun.train.export import export_head
 from forerun.train.progress import Progress
 from forerun.train.snapshot import load_snapshot
 from tests.train.conftest import TRAINING
+from tests.train.exports import export_like
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
@@ -151,7 +152,7 @@ def exported(small, folder, dialect, full) -> Path:
     draft = open_draft(small.draft, arch)
     head = EagleHead(draft.head)
     assert load_snapshot(small.out / "best", head, None, Progress())
-    export_head(head, draft.target_ids, folder, dialect, full)
+    export_like(head, draft.target_ids, folder, dialect, full)
     return folder
 
 
