@@ -2,18 +2,11 @@
 
 Over 150,000 and more tokens a draft's output head takes most of its time on a CPU, and ordinary
 text uses few of them. A map that is not named is counted in the text that ships (text_table.py),
-once for every tokenizer, in a process of its own, and stored in the cache. drafts/token_map.py
-reads and writes maps.
-
-    python -m forerun.build.token_map MODEL REVISION FILE
-
-counts it with a model's tokenizer into FILE.
+once for every tokenizer, and stored in the cache. drafts/token_map.py reads and writes maps.
 """
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +21,7 @@ from forerun.build.executor_entry import AnyDraft
 from forerun.drafts.token_map import read_token_map, write_token_map
 from forerun.errors import ConfigError, ModelError, reason_of
 from forerun.hub import huggingface
-from forerun.hub.catalog import Model, open_model
+from forerun.hub.catalog import Model
 from forerun.options.config import EngineConfig
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import AnyArray, Ints
@@ -60,7 +53,7 @@ def with_token_map(config: EngineConfig, target: Model, parts: DraftParts) -> Dr
     if not _wants_map(config, draft):
         return parts
     path = text_table.file_of(target.tokenizer, vocab).with_suffix(f".{SIZE}.tokens.json")
-    counted = _provided(config, path, vocab)
+    counted = _counted(target, path, vocab)
     if counted is None:
         return parts
     return replace(parts, model=draft.limited(counted), token_map=str(path))
@@ -90,27 +83,25 @@ def _wants_map(config: EngineConfig, draft: AnyDraft) -> bool:
     return True
 
 
-def _provided(config: EngineConfig, path: Path, vocab: int) -> Ints | None:
+def _counted(target: Model, path: Path, vocab: int) -> Ints | None:
     """Return the counted map whose file in the cache is `path`, counting it if there is none, or a
-    damaged one; None, with a warning, if that fails.
+    damaged one; None, with a warning, if the file cannot be written.
     """
     with suppress(ModelError):
         return read_token_map(path, vocab)
-    log.info("counting which tokens of %s ordinary text uses, once", config.model)
-    command = [sys.executable, "-m", "forerun.build.token_map"]
-    command += [config.model, config.revision or "", str(path)]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    log.info("counting which tokens of %s ordinary text uses, once", target.name)
+    counts = _counts(target.tokenizer, vocab, text_table.pieces_of())
+    ids, scratch = (
+        most_frequent(counts, target.tokenizer, SIZE),
+        path.with_suffix(f".{os.getpid()}"),
     )
-    if done.returncode == 0:
-        return read_token_map(path, vocab)
-    lines = done.stderr.strip().splitlines()
-    log.warning(
-        "no token map was counted, so drafts score all %d tokens: %s",
-        vocab,
-        lines[-1] if lines else f"code {done.returncode}",
-    )
-    return None
+    try:
+        write_token_map(ids, scratch)
+        scratch.replace(path)
+    except OSError as error:
+        log.warning("no token map is kept, so drafts score all %d tokens: %s", vocab, error)
+        return None
+    return ids
 
 
 def token_map(text: Path, tokenizer: Tokenizer, vocab: int, size: int) -> Ints:
@@ -167,17 +158,3 @@ def forced_ids(tokenizer: Tokenizer) -> Ints:
         if len(text) == 1 or (text and not any(c > 127 or chr(c).isalnum() for c in text)):
             ids.add(token)
     return np.array(sorted(ids), np.int32)
-
-
-def main() -> None:
-    """Count the shipped text with a model's tokenizer in this process (see the module)."""
-    reference, revision, name = sys.argv[1:]
-    model, path = open_model(reference, revision=revision or None), Path(name)
-    counts = _counts(model.tokenizer, model.architecture.vocab, text_table.pieces_of())
-    scratch = path.with_suffix(f".{os.getpid()}")
-    write_token_map(most_frequent(counts, model.tokenizer, SIZE), scratch)
-    scratch.replace(path)
-
-
-if __name__ == "__main__":
-    main()

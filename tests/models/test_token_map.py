@@ -133,21 +133,17 @@ def layered(tmp_path_factory):
 
 @pytest.fixture
 def counting(tmp_path, monkeypatch):
-    """Every vocabulary is large, and the counting process runs here; the runs so far."""
+    """Every vocabulary is large; the texts that were counted so far."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(counted, "MIN_VOCAB", 1)
     monkeypatch.setattr(counted, "SIZE", tiny.VOCAB - 20)
-    monkeypatch.setattr(counted.text_table, "pieces_of", lambda: ["the quick brown fox"])
     runs = []
 
-    def run(command, **_):
-        runs.append(command)
-        with monkeypatch.context() as patch:
-            patch.setattr("sys.argv", command[2:])
-            counted.main()
-        return SimpleNamespace(returncode=0, stderr="")
+    def pieces_of():
+        runs.append(["the quick brown fox"])
+        return runs[-1]
 
-    monkeypatch.setattr(counted.subprocess, "run", run)
+    monkeypatch.setattr(counted.text_table, "pieces_of", pieces_of)
     return runs
 
 
@@ -177,12 +173,14 @@ def test_a_large_vocabulary_is_drafted_from_a_counted_map(layered, counting):
 
 
 @pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
-def test_a_map_that_cannot_be_counted_costs_nothing(layered, counting, monkeypatch, caplog):
-    failed = SimpleNamespace(returncode=1, stderr="Traceback\nOSError: the disk is full\n")
-    monkeypatch.setattr(counted.subprocess, "run", lambda *_, **__: failed)
+def test_a_map_that_cannot_be_kept_costs_nothing(layered, counting, monkeypatch, caplog):
+    def full(ids, path):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(counted, "write_token_map", full)
     _, loaded, _ = answered(layered)
     assert loaded.config.speculative_token_map is None and "NEXTN" in loaded.info["drafting"]
-    assert "drafts score all" in caplog.text and "OSError: the disk is full" in caplog.text
+    assert "drafts score all" in caplog.text and "the disk is full" in caplog.text
 
 
 @pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
