@@ -44,7 +44,6 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "prove": ("[MODEL] ", ("forerun prove --quick",)),
     "plan": ("[MODEL] ", ()),
     "models": ("{list,show,rm,pull} [MODEL] ", ("forerun models", "forerun pull org/model")),
-    "fetch": ("MODEL ", ()),
     "launch": ("AGENT ", ("forerun launch claude", "forerun launch codex -- exec 'Say hi'")),
     "completion": ("SHELL ", ('eval "$(forerun completion bash)"',)),
 }
@@ -414,10 +413,6 @@ def _completion_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"), help="which shell")
 
 
-def _fetch_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="built-in name or hub id")
-
-
 COMMANDS: dict[str, tuple[str, Flags]] = {
     "run": ("Answer one prompt and show how fast.", _run_flags),
     "chat": ("Talk to a model.", _chat_flags),
@@ -431,6 +426,5 @@ COMMANDS: dict[str, tuple[str, Flags]] = {
     "plan": ("Show the memory that a model would need, without loading it.", _plan_flags),
     "models": ("List, describe, remove or download models.", _models_flags),
     "completion": ("Print a completion script for a shell.", _completion_flags),
-    "fetch": ("Download a model into the cache.", _fetch_flags),
     **verbs.COMMANDS,
 }

@@ -7,7 +7,6 @@ from typing import Any
 
 from forerun.build.memory import human
 from forerun.cache_dir import cache_dir
-from forerun.cli import fetch
 from forerun.cli.console import bars, emit, emit_json, say
 from forerun.errors import ConfigError, ModelError
 from forerun.hub import huggingface
@@ -28,7 +27,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.tokenizer and action != "show":
         raise ConfigError(f"--tokenizer is for `forerun models show`; {action} writes none.")
     if action == "pull":
-        return fetch.main(arguments)
+        facts = pulled(name)
+        done = f"{facts['name']} is ready: {human(facts['bytes'])} in {facts['path']}"
+        emit(arguments, facts, lambda: say(done))
+        return 0
     if action == "rm":
         freed = remove(name)
         emit(arguments, {"freed": freed}, lambda: say(f"{name}: {human(freed)} freed"))
@@ -88,6 +90,23 @@ def described(name: str) -> dict[str, Any]:
         "chat_template": model.chat_template is not None,
         "recommended_sampling": dict(model.sampling),
         "draft": None if draft is None else str(draft),
+    }
+
+
+def pulled(name: str) -> dict[str, Any]:
+    """Fetch a model where needed, and verify it. Returns facts about it. Raises ModelError."""
+    with bars() as report:
+        model = open_model(name, report)
+    size = sum(f.stat().st_size for f in model.path.rglob("*") if f.is_file()) or (
+        model.path.stat().st_size
+    )
+    return {
+        "name": model.name,
+        "path": str(model.path),
+        "bytes": size,
+        "family": model.architecture.family,
+        "parameters": model.architecture.parameters,
+        "context": model.architecture.context,
     }
 
 

@@ -7,6 +7,7 @@ Flags = Callable[[argparse.ArgumentParser], None]
 
 SAME: dict[str, tuple[str, ...]] = {
     "pull": ("models", "pull"),
+    "fetch": ("models", "pull"),
     "list": ("models", "list"),
     "ls": ("models", "list"),
     "show": ("models", "show"),
