@@ -199,7 +199,7 @@ prove: setup
 	$(BIN)/forerun prove
 
 bench: setup
-	$(BIN)/forerun bench --launch --out bench/out
+	$(BIN)/forerun bench --launch
 
 bench-peers: setup
 	$(BIN)/python bench/peers/over_http.py --single 4 --tokens 32 --out bench/out/peers-http.json

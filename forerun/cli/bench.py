@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import cycle, islice
 from math import inf
-from pathlib import Path
 from time import strftime
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,10 +20,8 @@ from forerun.errors import ConfigError
 from forerun.machine import stamp
 from forerun.measure import report
 from forerun.measure.client import Endpoint, body_of, find_model, load_level
-from forerun.measure.files import check_folder, write
 from forerun.measure.launch import launched
 from forerun.measure.paired import Interval
-from forerun.measure.pictures import draw_load
 from forerun.measure.report import Level
 from forerun.measure.workload import (
     LEVELS,
@@ -88,8 +85,6 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if not (arguments.url or arguments.launch):
         raise ConfigError("what is measured? Give --url URL, or --launch to start a server here.")
-    if arguments.out:
-        check_folder(Path(arguments.out))
     ask, sweep = configured(AskConfig, arguments), _sweep(arguments)
     config = configured(EngineConfig, arguments)
     if arguments.launch:
@@ -104,18 +99,12 @@ def main(arguments: argparse.Namespace) -> int:
         url = _with_version(arguments.url)
         endpoint = Endpoint(url, find_model(url, arguments.api_key, wanted), arguments.api_key)
         levels, facts = _measure(endpoint, sweep, ask, None)
-    result, title = report.as_dict(levels, facts), f"{facts['model']} at {facts['url']}"
     if arguments.json:
-        emit_json(result)
+        emit_json(report.as_dict(levels, facts))
     else:
-        out.print(report.table(levels, title))
+        out.print(report.table(levels, f"{facts['model']} at {facts['url']}"))
         for at_once, ratio in facts["on_over_off"].items():
             out.print(f"on over off, {at_once} at once: {report.worded(ratio)}")
-    if arguments.out:
-        written = write(
-            Path(arguments.out), "report", result, lambda path: draw_load(path, levels, title)
-        )
-        say("wrote " + ", ".join(map(str, written)))
     for level in levels:
         if level.errors:
             say(f"{level.errors} of {level.requests} requests failed, first: {level.first_error}")

@@ -247,7 +247,6 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
         help="speculation of the requests; 'both' alternates on and off (default: both with "
         "--launch, else as-is, which sends only OpenAI's fields)",
     )
-    parser.add_argument("--out", metavar="FOLDER", help="write report.json and report.png there")
     flags_of(AskConfig, parser, "requests", max_tokens=128, temperature=0.0)
     title = "model and engine (--launch; --model also with --url)"
     flags_of(EngineConfig, parser, title, without=("lora_modules",), draft_on_error="stop")

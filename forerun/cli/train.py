@@ -17,7 +17,6 @@ from forerun.drafts.ngram_counts import write_ngrams
 from forerun.drafts.token_map import write_token_map
 from forerun.errors import ConfigError, ForerunError, ModelError
 from forerun.hub.catalog import Model, open_model
-from forerun.measure.files import check_folder
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
 from forerun.text.chat import ChatTemplate
@@ -38,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
     changes = {item.name: arguments.values[item.name] for item in fields(TrainConfig)}
     config = resolve(arguments.preset, changes)
     out = Path(arguments.out)
-    check_folder(out)
+    _check_folder(out)
     prompts = Path(arguments.prompts) if arguments.prompts else None
     if prompts:
         _check_prompts(prompts)
@@ -84,6 +83,17 @@ def main(arguments: argparse.Namespace) -> int:
             say(f"progress is saved in {out}; the same command continues it")
             raise
     return _told_draft(arguments, out, known, progress, config.steps)
+
+
+def _check_folder(path: Path) -> None:
+    """Raise ConfigError if `path` cannot be a folder, because it or what it lies in is something
+    else: to be said before a run, not after it. Makes nothing.
+    """
+    for one in (path, *path.parents):
+        if one.exists() or one.is_symlink():
+            if one.is_dir():
+                return
+            raise ConfigError(f"--out {path} is to be a folder, but {one} is none.")
 
 
 @contextmanager

@@ -7,35 +7,7 @@ from typing import Any
 import numpy as np
 
 from forerun.build.tuned import Setting
-from forerun.measure.report import Level
 from forerun.measure.sweep import OFF, Cell
-
-
-def draw_load(path: Path, levels: Sequence[Level], title: str) -> None:
-    """Write a PNG for `forerun bench`: output tokens per second and median time to first text (ms)
-    over requests at once, a line per side. Raises ImportError without matplotlib, OSError for the
-    file.
-    """
-    figure = _figure(title, 9, 4)
-    speed, wait = figure.subplots(1, 2)
-    for side in dict.fromkeys(level.side for level in levels):
-        mine = [level for level in levels if level.side == side]
-        at_once = [level.at_once for level in mine]
-        speed.plot(at_once, [level.throughput for level in mine], marker="o", label=side)
-        answered = [level for level in mine if level.first_ms]
-        wait.plot(
-            [level.at_once for level in answered],
-            [level.first_ms["p50"] for level in answered],
-            marker="o",
-            label=side,
-        )
-    speed.set_ylabel("output tokens per second, all requests")
-    wait.set_ylabel("time to first text, median, ms")
-    for axes in (speed, wait):
-        _counts(axes, [level.at_once for level in levels], "requests at once")
-        axes.set_ylim(bottom=0)
-        axes.legend(title="speculation")
-    figure.savefig(path, dpi=120)
 
 
 def draw_ratios(path: Path, cells: Sequence[Cell], best: Setting | None, title: str) -> None:

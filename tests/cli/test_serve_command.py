@@ -109,12 +109,12 @@ def test_a_server_that_does_not_start_shows_its_log():
         pass
 
 
-def test_bench_measures_a_server_of_its_own(tmp_path, capsys):
+def test_bench_measures_a_server_of_its_own(capsys):
     line = ["--model", "toy", "--kv-tokens", "8192", "--max-sequences", "16"]
     line += ["--concurrency", "1,8", "--requests", "8", "--repeats", "1", "--max-tokens", "60"]
     # Its prompts are new ones every time, and a random model ends some answers at once.
     line += ["--ignore-eos"]
-    assert main(["bench", "--launch", *line, "--json", "--out", str(tmp_path)]) == 0
+    assert main(["bench", "--launch", *line, "--json"]) == 0
     levels = json.loads(capsys.readouterr().out)["levels"]
     assert [(level["side"], level["at_once"]) for level in levels] == [
         ("on", 1), ("off", 1), ("on", 8), ("off", 8),

@@ -205,16 +205,9 @@ def test_agents_are_told_the_server(server, capsys, agent):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize(
-    "line",
-    [
-        ["bench", "--url", "http://127.0.0.1:1"],
-        ["train", "--preset", "smoke", "--model", "nosuchmodel"],
-    ],
-    ids=" ".join,
-)
-def test_a_folder_for_results_that_is_a_file_is_refused_first(line, inside, tmp_path, capsys):
-    """Not after minutes of measuring."""
+def test_a_folder_for_results_that_is_a_file_is_refused_first(inside, tmp_path, capsys):
+    """Not after minutes of training."""
+    line = ["train", "--preset", "smoke", "--model", "nosuchmodel"]
     file = tmp_path / "file"
     file.write_text("kept")
     out = file / "deep" / "er" if inside else file
