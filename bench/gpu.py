@@ -37,12 +37,11 @@ import numpy as np
 import torch
 
 from bench.records import ended
-from bench.step_bench import StepBench, limits_for, milliseconds
+from bench.step_bench import StepBench, limits_for, milliseconds, random_draft
 from forerun.build.shapes import (
     SHAPES,
     PlannedCheckpoint,
     RandomCheckpoint,
-    random_draft,
     shape_named,
 )
 from forerun.checkpoints.checkpoint import Checkpoint

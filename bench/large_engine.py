@@ -28,8 +28,9 @@ import torch
 
 from bench.gpu import Report, turns
 from bench.records import ended
+from bench.step_bench import random_draft
 from forerun.build import target as built
-from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
+from forerun.build.shapes import RandomCheckpoint, shape_named
 from forerun.client.completion import complete, make_request
 from forerun.client.llm import LLM
 from forerun.hub.catalog import open_model, shipped_draft

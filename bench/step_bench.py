@@ -2,12 +2,16 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from forerun.build.memory import CHECKPOINTS
+from forerun.drafts.eagle_config import expected_draft_tensors, head_for
+from forerun.drafts.eagle_folder import DraftFile
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import OnDeviceDraftSpec
@@ -16,7 +20,7 @@ from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.networks.arch import Architecture
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, TreeBatch, batch
-from forerun.types import Ints
+from forerun.types import Floats, Ints
 
 PAGE = 16
 GREEDY = Sampling(temperature=0.0)
@@ -39,6 +43,27 @@ def limits_for(arch: Architecture, rows: int, nodes: int, context: int) -> Execu
         max_scored=rows * nodes,
         checkpoints=CHECKPOINTS * rows if arch.recurrent_layers else 0,
     )
+
+
+class _RandomDraft(DraftFile):
+    __slots__ = ()
+
+    def tensor(self, name: str) -> Floats:
+        """Return a tensor of random numbers; norms are ones."""
+        shape = expected_draft_tensors(self.head)[name]
+        if len(shape) == 1:
+            return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
+        return np.resize(
+            np.random.default_rng(1).normal(0, 0.02, 1 << 20).astype(np.float32), shape
+        )
+
+
+def random_draft(target: Architecture, vocab: int) -> DraftFile:
+    """Return an EAGLE-3 draft of random numbers for `target`, with an output head of `vocab`
+    tokens. Raises ModelError if the target has too few layers.
+    """
+    head = replace(head_for(target, vocab), trained_head=True)
+    return _RandomDraft(Path("random"), head, np.arange(vocab, dtype=np.int32), (), {})
 
 
 class StepBench:

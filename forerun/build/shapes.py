@@ -16,8 +16,6 @@ import numpy as np
 from forerun.checkpoints.grouped import Grouped, GroupedKind, GroupedRows
 from forerun.checkpoints.mapped import Packed
 from forerun.checkpoints.quantised.method import read_method
-from forerun.drafts.eagle_config import expected_draft_tensors, head_for
-from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError
 from forerun.networks.arch import Architecture, Rope, expected_tensors, plain_layers
 from forerun.networks.layer_spec import AttentionSpec, Dense, Experts, Latent, LayerSpec, Router
@@ -98,7 +96,7 @@ class RandomCheckpoint:
     def __init__(self, architecture: Architecture) -> None:
         self.architecture, self.path = architecture, Path("random")
         self._shapes = expected_tensors(architecture)
-        self._drawn = _draw(0)
+        self._drawn: Floats = np.random.default_rng(0).normal(0, 0.02, _BLOCK).astype(np.float32)
 
     @property
     def block(self) -> Floats:
@@ -168,29 +166,6 @@ class PlannedCheckpoint(RandomCheckpoint):
 
 def _unread(rows: slice) -> GroupedRows:
     raise AssertionError("replaced before anything is read")
-
-
-class _RandomDraft(DraftFile):
-    __slots__ = ()
-
-    def tensor(self, name: str) -> Floats:
-        """Return a tensor of random numbers."""
-        return _filled(name, expected_draft_tensors(self.head)[name], _draw(1))
-
-
-def random_draft(target: Architecture, vocab: int) -> DraftFile:
-    """Return an EAGLE-3 draft of random numbers for `target`, with an output head of `vocab`
-    tokens.
-
-    Raises ModelError if the target has too few layers.
-    """
-    head = replace(head_for(target, vocab), trained_head=True)
-    return _RandomDraft(Path("random"), head, np.arange(vocab, dtype=np.int32), (), {})
-
-
-def _draw(seed: int) -> Floats:
-    drawn: Floats = np.random.default_rng(seed).normal(0, 0.02, _BLOCK).astype(np.float32)
-    return drawn
 
 
 def _filled(name: str, shape: tuple[int, ...], drawn: Floats) -> Floats:

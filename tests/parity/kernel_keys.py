@@ -24,7 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
+from bench.step_bench import random_draft
+from forerun.build.shapes import RandomCheckpoint, shape_named
 from forerun.draft_shape import DraftShape
 from forerun.executors.torch import TorchExecutor, executor, model_runner
 from forerun.executors.torch.drafts.eagle import TorchEagleModel

@@ -23,7 +23,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forerun.build.shapes import PlannedCheckpoint, RandomCheckpoint, random_draft, shape_named
+from bench.step_bench import random_draft
+from forerun.build.shapes import PlannedCheckpoint, RandomCheckpoint, shape_named
 from forerun.checkpoints.prediction_naming import (
     EMBEDDING_NORM,
     FINAL_NORM,

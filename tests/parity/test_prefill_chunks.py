@@ -8,8 +8,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.step_bench import random_draft
 from forerun.build.memory import dense_needs, plan_memory
-from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
+from forerun.build.shapes import RandomCheckpoint, shape_named
 from forerun.build.with_torch import ENTRY
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner
