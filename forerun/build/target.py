@@ -343,5 +343,6 @@ def _priced(config: EngineConfig) -> bool:
 def _costs(config: EngineConfig, executor: Executor, progress: Progress | None = None) -> StepCosts:
     """Measure what steps cost."""
     if progress is not None:
-        progress("timing steps", 0, 0)
+        compiled = "compiling with torch.compile, " * config.enable_torch_compile
+        progress(f"{compiled}timing steps", 0, 0)
     return replace(measure_costs(executor), padded=executor.capabilities.padded)

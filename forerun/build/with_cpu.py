@@ -39,7 +39,7 @@ def _unsuited(config: EngineConfig) -> str | None:
         return f"dtype is {config.dtype}, and the native core computes with the file's own numbers"
     if config.kv_dtype == "float8":
         return "kv-dtype is float8, which the native core does not support"
-    return None
+    return "enable-torch-compile is set" if config.enable_torch_compile else None
 
 
 def _refusal(arch: Architecture) -> str | None:

@@ -187,6 +187,7 @@ def _build(
         limits,
         config.device,
         config.dtype,
+        compile=config.enable_torch_compile,
         kv_dtype=config.kv_dtype,
         prompts=config.prefill_attention_backend,
     )
@@ -222,6 +223,7 @@ def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits
     options = TorchOptions(
         device=config.device,
         dtype=config.dtype,
+        compile=config.enable_torch_compile,
         kv_dtype=config.kv_dtype,
         prompts=config.prefill_attention_backend,
     )
@@ -237,7 +239,7 @@ def _arithmetic(config: EngineConfig) -> str:
 
     device = config.device.partition(":")[0]
     where = torch.cuda.get_device_name(config.device) if device == "cuda" else ""
-    how = config.threads, config.prefill_attention_backend
+    how = config.threads, config.prefill_attention_backend, config.enable_torch_compile
     cpu = torch.backends.cpu.get_cpu_capability()
     return f"{torch.__version__} {where} {cpu} {how} {config.disable_cuda_graph}"
 

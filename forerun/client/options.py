@@ -41,6 +41,7 @@ class EngineArgs(TypedDict, total=False):
     dtype: str
     kv_dtype: str
     disable_cuda_graph: bool
+    enable_torch_compile: bool
     overlap: bool | None
     threads: int | None
     context: int | None

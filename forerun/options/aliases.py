@@ -182,6 +182,7 @@ SAME_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("model", "host", "port", "api_keys"), (SGLANG, VLLM, LLAMA)),
     **dict.fromkeys(("dtype", "device", "revision", "ssl_keyfile", "ssl_certfile"), (SGLANG, VLLM)),
     **dict.fromkeys(("page_size", "mem_fraction_static", "disable_cuda_graph"), (SGLANG,)),
+    **dict.fromkeys(("enable_torch_compile",), (SGLANG,)),
     **dict.fromkeys(("chunked_prefill_size",), (SGLANG,)),
     **dict.fromkeys(("prefill_attention_backend",), (SGLANG,)),
     **dict.fromkeys(("sampling_defaults",), (SGLANG,)),

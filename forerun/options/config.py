@@ -154,6 +154,9 @@ class EngineConfig:
     disable_cuda_graph: bool = option(
         False, "launch every kernel by itself instead of replaying captured rounds (cuda)"
     )
+    enable_torch_compile: bool = option(
+        False, "let torch.compile write the kernels between the matrix products (torch executor)"
+    )
     overlap: bool | None = option(
         None,
         "begin the next step before the host has processed this one, or, with drafts from the text "
@@ -301,6 +304,11 @@ class EngineConfig:
             raise ConfigError(
                 f"dtype is {self.dtype}, but the {self.executor} executor computes in: {able}. "
                 "Choose one of these, or leave dtype or executor out."
+            )
+        if self.enable_torch_compile and self.executor in ("cpu", "jax", "toy"):
+            raise ConfigError(
+                f"enable-torch-compile needs the torch executor, but executor is {self.executor}; "
+                "leave one of them out."
             )
         if self.prefill_attention_backend not in ("auto", "triton") and (
             self.toy or self.executor in ("cpu", "jax", "toy") or self.device in ("cpu", "tpu")

@@ -289,6 +289,7 @@ def test_vllms_speculative_config():
         ("--speculative-algorithm medusa", "must be one of: AUTO, EAGLE"),
         ("--speculative-algorithm NGRAM --speculative-eagle-topk 4", "branches where the text"),
         ("--speculative-draft-model-revision r", "speculative-draft-model-path names no draft"),
+        ("--enable-torch-compile --executor cpu", "needs the torch executor"),
         ("--max-model-len 5000 --context 4000", "--max-model-len and --context both set context"),
         ("a/b --model c/d", "the first argument and --model both set model, to a/b and c/d"),
         ("--tool-call-parser pythonic", "may be auto, hermes"),

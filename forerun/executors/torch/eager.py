@@ -58,10 +58,11 @@ class EagerSteps(ModelRunner, Executor):
         limits: ExecutorLimits,
         device: str = "cpu",
         dtype: str = "float32",
+        compile: bool = False,
         kv_dtype: str = "same",
         prompts: str = "auto",
     ) -> None:
-        options = TorchOptions(device, dtype, kv_dtype, prompts)
+        options = TorchOptions(device, dtype, compile, kv_dtype, prompts)
         super().__init__(checkpoint, limits, options)
         self.sampler = HostSampler(limits.slots, limits.vocab)
         self.drafts: list[LevelModel | TorchBlockModel] = []

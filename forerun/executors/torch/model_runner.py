@@ -26,7 +26,7 @@ from forerun.executors.torch.attention.prompt_attention import PromptAttention, 
 from forerun.executors.torch.attention.states import States, TorchStateStep
 from forerun.executors.torch.attention.window_cache import target_cache
 from forerun.executors.torch.decoder.decoder import Attend, Decoder, attention_over
-from forerun.executors.torch.decoder.elementwise import AnyHeads
+from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise, compiled
 from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.executors.torch.decoder.layers import padded_rows
 from forerun.executors.torch.decoder.recurrent import Recur, no_states
@@ -94,6 +94,7 @@ class TorchOptions:
     """How a model runs.
 
     dtype    a name of memory.DTYPES, which weights are widened to, or FILE: they stay as stored
+    compile  let torch.compile write the kernels between the products
     kv_dtype dtype of pages: "same" as activations, or "float8"
     prompts  attention of prompt chunks on CUDA: "triton", our kernels, or "torch_native"
              (prompt_attention.py)
@@ -101,6 +102,7 @@ class TorchOptions:
 
     device: str = "cpu"
     dtype: str = "float32"
+    compile: bool = False
     kv_dtype: str = "same"
     prompts: str = "auto"
 
@@ -161,7 +163,7 @@ class ModelRunner:
             checkpoint,
             self.device,
             self.dtype,
-            parts=parts_of(kernels),
+            parts=_parts(options, kernels),
             group=group,
             keep=keep,
             narrow=options.dtype == "float8",
@@ -409,6 +411,12 @@ def _numbered(nodes: Ints, count: int) -> Ints:
     numbers = np.full(count, -1, np.int32)
     numbers[nodes] = np.arange(len(nodes), dtype=np.int32)
     return numbers
+
+
+def _parts(options: TorchOptions, kernels: Kernels | None) -> Elementwise:
+    """Return the operations between the products, and the product of quantised weights."""
+    parts = parts_of(kernels)
+    return replace(compiled(PLAIN), few_bits=parts.few_bits) if options.compile else parts
 
 
 def _device(name: str) -> torch.device:

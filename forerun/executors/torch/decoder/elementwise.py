@@ -3,8 +3,8 @@ twin of triton_layers.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -257,3 +257,15 @@ def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
 PLAIN = Elementwise(
     *(rms_norm, add_norm, swiglu, turned, geglu, draft_inputs, clamped_swiglu, gated_norm)
 )
+
+
+def compiled(parts: Elementwise) -> Elementwise:
+    """Compile the functions with torch.compile, for any number of rows: one kernel each, made when
+    it first runs.
+    """
+    made: dict[str, Any] = {
+        field.name: torch.compile(getattr(parts, field.name), dynamic=True)
+        for field in fields(parts)
+        if field.name not in ("grouped", "few_bits")
+    }
+    return replace(parts, **made)
