@@ -29,7 +29,7 @@ from forerun.constrain.schema.shapes import check_types, well_formed
 from forerun.constrain.schema.strings import (
     FORMATS,
     NATIVE,
-    NO_LEAP_SECOND,
+    SECONDS,
     NOTED_FORMATS,
     SAME,
     Unenforceable,
@@ -253,7 +253,7 @@ def _strings(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
     if name in NATIVE:
         out["format"] = name
         if name in ("date-time", "time"):
-            whole = {"pattern": NO_LEAP_SECOND if name == "date-time" else f"^..{NO_LEAP_SECOND}"}
+            whole = {"pattern": SECONDS if name == "date-time" else f"^..{SECONDS}"}
             out = also(out, whole) if "pattern" in out else out | whole
     elif name in FORMATS:
         format = {"pattern": FORMATS[name]}

@@ -69,8 +69,10 @@ RAW_FORMATS = {
 }
 """Some texts of every format."""
 
-NO_LEAP_SECOND = ":[0-5][0-9]:[0-5][0-9]"
-"""In a time: libraries allow second 60 at any, JSON Schema only at some."""
+SECONDS = r":[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?[Zz+-]"
+"""In a time: libraries allow second 60 at any, JSON Schema only at some; and digits without end
+behind the point, where a model that expects no offset writes zeros until max_tokens.
+"""
 
 SAME = {"idn-email": "email", "idn-hostname": "hostname"}
 NOTED_FORMATS = frozenset(
