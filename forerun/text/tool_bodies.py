@@ -46,6 +46,7 @@ class Body(ABC):
         self.count = 0
         self._closer = closer
         self._news: list[CallPiece] = []
+        self._argued = True
 
     def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
         """Read the next piece of text: pieces of calls that are certain, text that is left over,
@@ -64,10 +65,17 @@ class Body(ABC):
         """Begin a call."""
         self._news.append(CallPiece(self.count, name))
         self.count += 1
+        self._argued = False
 
     def _argue(self, text: str) -> None:
         """Add to the arguments of the last call."""
         self._news.append(CallPiece(self.count - 1, None, text))
+        self._argued = True
+
+    def _close(self) -> None:
+        """End the last call: without arguments they are an object of none."""
+        if not self._argued:
+            self._argue("{}")
 
 
 class JsonCalls(Body):
@@ -116,6 +124,8 @@ class JsonCalls(Body):
         if call.arguments:
             self._argue(call.arguments)
             call.arguments = ""
+        if call.ended:
+            self._close()
 
 
 class BareCalls:
@@ -215,7 +225,7 @@ class _JsonCall:
             return
         piece, self._blank = self._blank + character, ""
         self._word.append(piece)
-        if self._holds_arguments and self._word[0] != '"':
+        if self._holds_arguments and self._word[0] == "{":
             self.arguments += piece
 
     @property
@@ -227,8 +237,9 @@ class _JsonCall:
         if self._key == "name":
             name = loads_or(value)
             self.name = name if isinstance(name, str) and name else None
-        elif self._holds_arguments and value.startswith('"'):
-            self.arguments = str(loads_or(value) or "")  # JSON inside a string.
+        elif self._holds_arguments and not value.startswith("{"):
+            inside = loads_or(value, value)  # JSON inside a string; null is none.
+            self.arguments = inside if isinstance(inside, str) else "" if inside is None else value
         self._key, self._blank = None, ""
         self._word.clear()
 
@@ -289,6 +300,7 @@ class MarkedCalls(Body):
                     self._argue(arguments)
                 if not mark:
                     return held, True
+                self._close()
                 self._inside, text = False, rest
                 continue
             begun = text.lstrip()

@@ -224,6 +224,22 @@ VECTORS = [
         "",
         [["now", "{}"], ["now", '{"a": [1]}']],
     ),
+    (HERMES, '{{"name": "now"}}', "", [["now", "{}"]]),
+    (
+        HERMES,
+        '<tool_call>{"name": "now", "arguments": null}\n{"name": "now", "arguments": ""}\n'
+        '{"name": "now", "arguments": [1, "a"]}</tool_call>',
+        "",
+        [["now", "{}"], ["now", "{}"], ["now", '[1, "a"]']],
+    ),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "now"}]', "", [["now", "{}"]]),
+    (
+        KIMI,
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0"
+        "<|tool_call_argument_begin|><|tool_call_end|><|tool_calls_section_end|>",
+        "",
+        [["now", "{}"]],
+    ),
     (HERMES, '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
     (
         HERMES,

@@ -29,9 +29,9 @@ from forerun.constrain.schema.shapes import check_types, well_formed
 from forerun.constrain.schema.strings import (
     FORMATS,
     NATIVE,
-    SECONDS,
     NOTED_FORMATS,
     SAME,
+    SECONDS,
     Unenforceable,
     only_lengths,
     plain_patterns,
