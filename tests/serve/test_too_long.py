@@ -92,3 +92,4 @@ def test_a_prompt_that_is_too_long_is_refused_all_the_same(fitting):
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["code"] == "context_length_exceeded"
     assert error["code"] in error["message"] and "maximum context length is" in error["message"]
+    assert "no room for an answer" in error["message"] and "max_tokens" not in error["message"]
