@@ -23,7 +23,8 @@ class TextStream:
     """Decodes one sequence token by token.
 
     The pieces and `finish()` joined are `tokenizer.decode(ids, skip_special)`, cut at the
-    stop string that is complete first. Cost per token is O(1), whatever came before.
+    stop string that is complete first; a control token is one although its text is skipped. Cost
+    per token is O(1), whatever came before.
 
     before  ids of the text that the sequence goes on within: the pieces are then what decoding both
             adds to decoding these
@@ -42,6 +43,7 @@ class TextStream:
         self._stops = StopStrings(stop) if stop else None
         self._include_stop = include_stop
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._marks = {tokenizer.added[one].id: one for one in stop if one in tokenizer.added}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._begun = any(
@@ -67,7 +69,11 @@ class TextStream:
         if self._stopped is not None:
             return Piece("", self._stopped)
         if token in self._skipped:
-            return Piece("")
+            return (
+                self._end_at(self._marks[token])
+                if token in self._marks and not early
+                else Piece("")
+            )
         # The target may have padded its vocabulary.
         piece = (
             self._joined[self._starts[token] : self._starts[token + 1]]
@@ -87,6 +93,12 @@ class TextStream:
         if self._stopped is None:
             tail, self._held = tail + self._held, ""
         return tail
+
+    def _end_at(self, mark: str) -> Piece:
+        """End the text at a control token that is a stop string."""
+        text = self.finish() + mark * self._include_stop
+        self._stopped = mark
+        return Piece(text, mark)
 
     def _release(self, text: str, early: bool = False) -> Piece:
         """Move `text` through the stop strings; hold back what may be part of one."""

@@ -28,6 +28,23 @@ def test_completions(client):
     assert echoed.json()["choices"][0]["text"].startswith(TEXT)
 
 
+def test_a_control_token_is_a_stop_string_that_no_text_shows(client):
+    def ended(**body):
+        forced = {"logit_bias": {"256": 100}, "max_tokens": 3, "temperature": 0}
+        answer = client.post("/v1/completions", json={"prompt": "a", **forced, **body}).json()
+        choice = answer["choices"][0]
+        return choice["text"], choice["finish_reason"], choice["stop_reason"]
+
+    mark = "<|im_start|>"
+    assert ended() == ("", "length", None)
+    assert ended(stop=["x", mark]) == ("", "stop", mark)
+    assert ended(stop=[mark], include_stop_str_in_output=True) == (mark, "stop", mark)
+    assert ended(stop=[mark], skip_special_tokens=False) == ("", "stop", mark)
+    assert ended(stop=[mark], min_tokens=2)[1:] == ("stop", mark)
+    ignored = {"logit_bias": {"257": 100}, "ignore_eos": True}
+    assert ended(stop=["<|im_end|>"], **ignored) == ("", "stop", "<|im_end|>")
+
+
 def test_conversations_stay_safe(client):
     body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1}
     assert client.post("/v1/chat/completions", json=body).status_code == 200
