@@ -1,8 +1,11 @@
-"""`suffix` of /v1/completions and /api/generate: what stands between two texts is written."""
+"""`suffix` of /v1/completions and /api/generate: what stands between two texts is written. And
+what /api/generate continues without a template.
+"""
 
 import json
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
@@ -10,6 +13,7 @@ from starlette.testclient import TestClient
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from forerun.serve.bodies.infill import file_ids, infill_marks
+from forerun.serve.dialects.ollama.models import shown
 from forerun.text.pieces import Pieces
 from forerun.text.tokenizer import AddedToken, TextEnds, Tokenizer
 from tests.cli.toys import CONFIG, toy_loaded
@@ -42,16 +46,16 @@ def marked(control):
 
 
 @contextmanager
-def serving(tokenizer):
+def serving(**changes):
     with toy_loaded(CONFIG) as loaded:
-        app = create_app(replace(loaded, tokenizer=tokenizer), ServeSettings())
+        app = create_app(replace(loaded, **changes), ServeSettings())
         with TestClient(app) as client:
             yield client
 
 
 @pytest.fixture(scope="module")
 def coder():
-    with serving(marked(control=False)) as client:
+    with serving(tokenizer=marked(control=False)) as client:
         yield client
 
 
@@ -155,3 +159,23 @@ def test_a_model_without_marks_says_so(client):
     error = ask(client, "/api/generate", 400, temperature=None, max_tokens=None)["error"]
     assert error.startswith("suffix: this model has no tokens for filling in")
     assert "insert" not in client.post("/api/show", json={"model": "toy"}).json()["capabilities"]
+
+
+def test_a_model_without_a_template_continues_the_prompt():
+    options = {"temperature": 0, "num_predict": 20}
+    body = {"prompt": "Hi", "system": "Be brief.", "options": options, "stream": False}
+    with serving(chat=None) as client:
+        answer = client.post("/api/generate", json=body)
+        assert answer.json()["response"] == expected([*b"Hi"])
+        assert answer.headers["x-forerun-ignored"] == "system"
+        assert client.post("/api/chat", json={"messages": [{"role": "user"}]}).status_code == 400
+
+
+def test_what_is_shown_has_ollamas_names():
+    sampling = {"temperature": 0.7, "repetition_penalty": 1.1}
+    with toy_loaded(CONFIG) as loaded:
+        info = {**loaded.info, "sampling_defaults": sampling, "parameters": 5}
+        served = SimpleNamespace(loaded=replace(loaded, info=info), name="toy", created=0)
+        told = shown(served)
+    assert told["parameters"] == "temperature 0.7\nrepeat_penalty 1.1"
+    assert told["model_info"]["general.parameter_count"] == 5

@@ -153,7 +153,9 @@ class OllamaChat(Dialect):
 
 
 class OllamaGenerate(OllamaChat):
-    """POST /api/generate: text after a prompt. 400 names a field that cannot be taken."""
+    """POST /api/generate: the answer to a prompt, or its continuation: of a raw one, of one with a
+    suffix, and by a model without a template. 400 names a field that cannot be taken.
+    """
 
     def _read(self, value: Any) -> OllamaGenerateBody:
         body = read(OllamaGenerateBody, value)
@@ -169,10 +171,10 @@ class OllamaGenerate(OllamaChat):
 
     def _prepare(self, body: OllamaBody, service: Service) -> Generation:
         assert isinstance(body, OllamaGenerateBody)
-        if body.raw or body.suffix:
+        loaded = self._served.loaded
+        if body.raw or body.suffix or loaded.chat is None:
             idle = {"system": body.system, "think": body.think not in (None, "none")}
             self._ignored += tuple(name for name, given in idle.items() if given)
-            loaded = self._served.loaded
             return completion_generation(filling(plain(body), loaded), loaded, service.settings)
         messages = [{"role": "user", "content": body.prompt}]
         if body.system is not None:
@@ -235,8 +237,8 @@ def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> Chat
 
 
 def plain(body: OllamaGenerateBody) -> CompletionBody:
-    """Put a request with a raw prompt or a suffix in the server's own words. Raises RequestError
-    for top_logprobs without logprobs.
+    """Put a request whose prompt is continued in the server's own words. Raises RequestError for
+    top_logprobs without logprobs.
     """
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")

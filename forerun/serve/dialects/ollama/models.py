@@ -58,12 +58,15 @@ def shown(served: Served) -> dict[str, Any]:
     family = _details(served)["family"]
     return {
         "modelfile": f"FROM {served.name}\n",
-        "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
+        "parameters": "\n".join(
+            f"{_PARAMETERS.get(name, name)} {value}" for name, value in sampling.items()
+        ),
         "template": template,
         "details": _details(served),
         "model_info": {
             "general.architecture": family,
             "general.basename": served.name,
+            "general.parameter_count": loaded.info.get("parameters") or 0,
             f"{family}.context_length": loaded.context,
             f"{family}.vocab_size": loaded.tokenizer.vocab_size,
         },
@@ -111,6 +114,8 @@ _LEVEL = re.compile(r"[:._-](I?Q\d_\w+|BF16|F16|F32)(?:\.gguf)?$", flags=re.IGNO
 """What the name of a GGUF file says of its numbers."""
 _STORED = re.compile(r"weights (?:\w+(?:, \w+)* made )?(\w+).*")
 """What an executor says of them: weights Q4_1 as in the file, ..."""
+_PARAMETERS = {"repetition_penalty": "repeat_penalty"}
+"""Ollama's names of sampling parameters, where they differ."""
 _NUMBERS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
