@@ -235,6 +235,17 @@ def test_models(server, client):
     assert gone.json()["done_reason"] == "unload"
 
 
+def test_templates_see_tools_in_one_form(server):
+    """Whether arguments are held to the schema is no matter of the model's."""
+    body = {"messages": ASKED, "stream": False, "max_tokens": 1}
+    theirs = {"function": {**TOOL["function"], "strict": True}, "type": "function"}
+    bare = {"type": "function", "function": {"name": "now"}}
+    answer = server.post("/v1/chat/completions", {**body, "tools": [theirs, bare]}).json()
+    ours = {"messages": ASKED, "stream": False, "tools": [TOOL, bare]}
+    told = server.post("/api/chat", {**ours, "options": {"num_predict": 1}}).json()
+    assert answer["usage"]["prompt_tokens"] == told["prompt_eval_count"]
+
+
 BAD = [
     ("/api/chat", {"messages": [5]}, "messages[0]"),
     ("/api/chat", {"messages": [{"role": "wizard"}]}, "messages[0].role"),

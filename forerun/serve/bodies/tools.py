@@ -33,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function on offer. plain: as it was sent, for the chat template."""
+    """A function on offer. plain: as chat templates take it, the same in every dialect."""
 
     signature: Signature
     plain: dict[str, Any]
@@ -61,10 +61,10 @@ def tool(value: Any, where: str) -> Tool:
     """
     given = read(_Tool, value, where).function
     place = f"{where}.function.parameters"
-    return Tool(signed(given.name, given.parameters, given.strict, place), value)
+    return plain_tool(given.name, given.description, given.parameters, given.strict, place)
 
 
-def signed(name: str, parameters: dict[str, Any] | None, strict: bool, place: str) -> Signature:
+def _signed(name: str, parameters: dict[str, Any] | None, strict: bool, place: str) -> Signature:
     """Return a function's parameters. `place` is their path, for messages."""
     schema: dict[str, Any] = {"type": "object", "additionalProperties": False}
     if parameters:
@@ -80,12 +80,14 @@ def plain_tool(
     strict: bool,
     place: str,
 ) -> Tool:
-    """Make a tool of a function that came in another dialect's words; templates know OpenAI's."""
+    """Make a tool of a function in any dialect's words. Its `plain` has OpenAI's, without strict,
+    which is no matter of the model's.
+    """
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
     function["parameters"] = parameters or {"type": "object", "properties": {}}
-    signature = signed(name, parameters, strict, place)
+    signature = _signed(name, parameters, strict, place)
     return Tool(signature, {"type": "function", "function": function})
 
 
