@@ -5,7 +5,6 @@ what /api/generate continues without a template.
 import json
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
@@ -13,7 +12,6 @@ from starlette.testclient import TestClient
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from forerun.serve.bodies.infill import file_ids, infill_marks
-from forerun.serve.dialects.ollama.models import shown
 from forerun.text.pieces import Pieces
 from forerun.text.tokenizer import AddedToken, TextEnds, Tokenizer
 from tests.cli.toys import CONFIG, toy_loaded
@@ -171,11 +169,13 @@ def test_a_model_without_a_template_continues_the_prompt():
         assert client.post("/api/chat", json={"messages": [{"role": "user"}]}).status_code == 400
 
 
-def test_what_is_shown_has_ollamas_names():
+def test_defaults_are_shown_under_the_names_of_those_servers():
     sampling = {"temperature": 0.7, "repetition_penalty": 1.1}
     with toy_loaded(CONFIG) as loaded:
         info = {**loaded.info, "sampling_defaults": sampling, "parameters": 5}
-        served = SimpleNamespace(loaded=replace(loaded, info=info), name="toy", created=0)
-        told = shown(served)
+    with serving(info=info) as client:
+        told = client.post("/api/show", json={"model": "toy"}).json()
+        params = client.get("/props").json()["default_generation_settings"]["params"]
     assert told["parameters"] == "temperature 0.7\nrepeat_penalty 1.1"
     assert told["model_info"]["general.parameter_count"] == 5
+    assert params["repeat_penalty"] == 1.1 and "repetition_penalty" not in params

@@ -21,6 +21,7 @@ from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.dialects.llama.completion import CompletionsDialect, InfillDialect
 from forerun.serve.dialects.llama.embeddings import EitherEmbeddings, LlamaEmbeddings
 from forerun.serve.dialects.llama.schema import TemplateBody
+from forerun.serve.dialects.names import llama_defaults
 from forerun.version import __version__
 
 
@@ -109,7 +110,7 @@ def _properties(served: Served, service: Service) -> dict[str, Any]:
     loaded = served.loaded
     tokenizer = loaded.tokenizer
     texts = {name: tokenizer.names.get(name, "") for name in ("bos_token", "eos_token")}
-    params = {**(loaded.info.get("sampling_defaults") or {}), "n_predict": -1}
+    params = {**llama_defaults(loaded), "n_predict": -1}
     params["speculative.n_max"] = max(loaded.config.speculative_num_steps or 0, 0)
     return {
         "default_generation_settings": {"params": params, "n_ctx": loaded.context},

@@ -10,6 +10,7 @@ from forerun.serve.answers.service import LATEST, Served
 from forerun.serve.bodies.fields import Unused, accept, boolean, text
 from forerun.serve.bodies.infill import infill_marks
 from forerun.serve.bodies.schema import RequestBody
+from forerun.serve.dialects.names import llama_defaults
 from forerun.text.reasoning import Marks
 
 
@@ -47,7 +48,6 @@ def shown(served: Served) -> dict[str, Any]:
     """Answer POST /api/show: template, parameters, capabilities and sizes of the model."""
     loaded = served.loaded
     template = loaded.chat.source if loaded.chat is not None else ""
-    sampling = loaded.info.get("sampling_defaults") or {}
     capabilities = ["completion"]
     if template:
         capabilities.append("tools")
@@ -58,9 +58,7 @@ def shown(served: Served) -> dict[str, Any]:
     family = _details(served)["family"]
     return {
         "modelfile": f"FROM {served.name}\n",
-        "parameters": "\n".join(
-            f"{_PARAMETERS.get(name, name)} {value}" for name, value in sampling.items()
-        ),
+        "parameters": "\n".join(f"{name} {one}" for name, one in llama_defaults(loaded).items()),
         "template": template,
         "details": _details(served),
         "model_info": {
@@ -114,8 +112,6 @@ _LEVEL = re.compile(r"[:._-](I?Q\d_\w+|BF16|F16|F32)(?:\.gguf)?$", flags=re.IGNO
 """What the name of a GGUF file says of its numbers."""
 _STORED = re.compile(r"weights (?:\w+(?:, \w+)* made )?(\w+).*")
 """What an executor says of them: weights Q4_1 as in the file, ..."""
-_PARAMETERS = {"repetition_penalty": "repeat_penalty"}
-"""Ollama's names of sampling parameters, where they differ."""
 _NUMBERS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
