@@ -150,13 +150,11 @@ def grammar_backend(where: str, text: str) -> dict[str, Any]:
 
 
 def gpu_layers(where: str, text: str) -> dict[str, Any]:
-    """Return the device for llama.cpp's number of layers on the GPU: 0 = cpu, all or 99 and more =
-    cuda, -1 or auto = our own choice. Raises ConfigError for a part of the layers.
+    """Return the device for llama.cpp's number of layers on the GPU: 0 = cpu; all, 99 and more, -1
+    or auto = our own choice, a GPU where there is one. Raises ConfigError for a part of the layers.
     """
-    if text in ("-1", "auto"):
+    if text in ("-1", "auto", "all") or (text.isdecimal() and int(text) >= 99):
         return {}
-    if text == "all" or (text.isdecimal() and int(text) >= 99):
-        return {"device": "cuda"}
     if text == "0":
         return {"device": "cpu"}
     raise ConfigError(

@@ -100,7 +100,7 @@ _WITH_EFFECT = (
           why="leave it out for files that are quantised (awq, gptq, ...): they say so "
           "themselves"),
     Alias("--gpu-layers --n-gpu-layers -ngl", _L, SETS, "device",
-          why="0: `--device cpu`; all: `cuda`", read=gpu_layers),
+          why="0: `--device cpu`; all: `auto`", read=gpu_layers),
     Alias("--base-gpu-id", _S, SETS, "device", why="`--device cuda:N`", read=gpu),
     Alias("--enforce-eager", _V, SETS, "disable_cuda_graph", values={"true": True}, takes=NOTHING),
     Alias("--async-scheduling", _V, SETS, "overlap", values={"true": True}, takes=NOTHING),
