@@ -84,7 +84,7 @@ def test_what_is_refused_says_so_on_the_command_line(option, capsys):
          {"dtype": "float8", "kv_dtype": "float8"}),
         ("--quantization q8_0", {"dtype": "q8_0"}),
         ("-ctk q8_0 -ctv q8_0", {"kv_dtype": "q8_0"}),
-        ("-ngl 99", {}),
+        ("-ngl 99 -ngld 99 -cd 4096 --draft-min 1 --draft-p-min 0.75 -tb 2", {}),
         ("--n-gpu-layers all", {}),
         ("-ngl 0", {"device": "cpu"}),
         ("-ngl -1 --mlock --no-mmap -b 512 -fa 0 --numa distribute --no-warmup", {}),
