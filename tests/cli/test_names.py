@@ -1,6 +1,7 @@
 """Names of options: ours, everybody else's, in flags, environment and files."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -515,7 +516,8 @@ def test_sglangs_entry_starts_a_server(tmp_path):
 
 def test_the_table_for_people_is_fresh():
     script = [sys.executable, str(ROOT / "docs" / "site" / "migrating.py"), "--check"]
-    assert subprocess.run(script, cwd=ROOT, check=False).returncode == 0, (
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}  # Of this tree, wherever forerun is installed.
+    assert subprocess.run(script, cwd=ROOT, env=env, check=False).returncode == 0, (
         "run: python docs/site/migrating.py"
     )
 
