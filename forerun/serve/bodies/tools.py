@@ -64,15 +64,6 @@ def tool(value: Any, where: str) -> Tool:
     return plain_tool(given.name, given.description, given.parameters, given.strict, place)
 
 
-def _signed(name: str, parameters: dict[str, Any] | None, strict: bool, place: str) -> Signature:
-    """Return a function's parameters. `place` is their path, for messages."""
-    schema: dict[str, Any] = {"type": "object", "additionalProperties": False}
-    if parameters:
-        schema = {"type": "object", **parameters}
-    found = Grammar.json_schema(schema, not strict, place)
-    return Signature(name, closed_grammar(found) if strict else found)
-
-
 def plain_tool(
     name: str,
     description: str | None,
@@ -81,13 +72,17 @@ def plain_tool(
     place: str,
 ) -> Tool:
     """Make a tool of a function in any dialect's words. Its `plain` has OpenAI's, without strict,
-    which is no matter of the model's.
+    which is no matter of the model's. `place` is the path of the parameters, for messages.
     """
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
     function["parameters"] = parameters or {"type": "object", "properties": {}}
-    signature = _signed(name, parameters, strict, place)
+    schema: dict[str, Any] = {"type": "object", "additionalProperties": False}
+    if parameters:
+        schema = {"type": "object", **parameters}
+    found = Grammar.json_schema(schema, not strict, place)
+    signature = Signature(name, closed_grammar(found) if strict else found)
     return Tool(signature, {"type": "function", "function": function})
 
 
