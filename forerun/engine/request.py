@@ -198,12 +198,12 @@ def validate(
         message = f"adapter is {request.adapter}, but there are {adapters}."
         raise RequestError(message, "adapter")
     if len(prompt) + max_tokens > context:
-        full = len(prompt) >= context
-        rest = f" and max_tokens is {max_tokens}. Shorten the prompt or lower max_tokens."
+        both = f" and max_tokens is {max_tokens}. Shorten the prompt or lower max_tokens."
         raise ContextError(
             f"This model's maximum context length is {context} tokens, but the prompt has "
-            f"{len(prompt)} tokens{', no room for an answer. Shorten it.' if full else rest}",
-            "prompt" if full else "max_tokens",
+            f"{len(prompt)} tokens"
+            + (both if len(prompt) < context else ", no room for an answer. Shorten it."),
+            "prompt" if len(prompt) >= context else "max_tokens",
             len(prompt),
             max_tokens,
             context,
