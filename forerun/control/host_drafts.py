@@ -139,7 +139,8 @@ class HostDrafts:
         with_draft_model  whether a draft model takes part in the step
 
         Maximises the gain among the best-first prefixes that lose no more than `max_loss` if
-        every token that is not certain is wrong. Uses lists: NumPy's calls, cold after a forward
+        every token that is not certain is wrong; of what a draft model proposed, takes at least the
+        best if a plain step may be lost. Uses lists: NumPy's calls, cold after a forward
         pass, take longer than the step can gain.
         """
         costs, max_loss = self._account.costs, self._account.balance(with_draft_model).max_loss
@@ -158,6 +159,8 @@ class HostDrafts:
                 break
             if (gain := tokens - value * (time - 1.0)) > most:
                 best, most = number, gain
+        # What a draft model was run for is verified in part, or a price that is wrong stays.
+        best = max(best, int(with_draft_model and bool(layers) and max_loss >= 1.0))
         return [index for layer in layers[:best] for index in layer], most
 
 
