@@ -42,7 +42,6 @@ from forerun.build.shapes import (
     SHAPES,
     PlannedCheckpoint,
     RandomCheckpoint,
-    shape_named,
 )
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.client.completion import acceptance_length, complete, make_request
@@ -214,7 +213,7 @@ def rounds(report: Report, device: torch.device, asked: argparse.Namespace) -> N
     sweep = StepSweep((most,), (1, 2, 4, 8), *((1024, 50, 4 << 30) if real else (40, 2, 1 << 22)))
     bandwidth = copy_bandwidth(device, sweep.copy_bytes)
     report.found["bandwidth_bytes_per_s"] = bandwidth
-    arch, dtype = shape_named(asked.shape), "bfloat16" if real else "float32"
+    arch, dtype = SHAPES[asked.shape], "bfloat16" if real else "float32"
     draft = random_draft(arch, min(DRAFT_VOCAB, arch.vocab))
     begun = time.perf_counter()
     steps = torch_bench(RandomCheckpoint(arch), str(device), dtype, sweep, draft)
@@ -250,7 +249,7 @@ QUANTISED = {
 def formats(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
     """Fill `report` with steps by number format, and with the speed of prompts."""
     real = device.type == "cuda"
-    arch, plain = shape_named(asked.shape), "bfloat16" if real else "float32"
+    arch, plain = SHAPES[asked.shape], "bfloat16" if real else "float32"
     context, count = (8192, 30) if real else (96, 2)
     rows = 16 if real else 2
     sweep = StepSweep((rows,), (1,), 1024 if real else 40)

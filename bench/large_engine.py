@@ -30,7 +30,7 @@ from bench.gpu import Report, turns
 from bench.records import ended
 from bench.step_bench import random_draft
 from forerun.build import target as built
-from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.build.shapes import SHAPES, RandomCheckpoint
 from forerun.client.completion import complete, make_request
 from forerun.client.llm import LLM
 from forerun.hub.catalog import open_model, shipped_draft
@@ -42,7 +42,7 @@ DRAFT_VOCAB = 32_000
 def random_weights(asked: argparse.Namespace) -> Iterator[None]:
     """Until this ends, models that open have random weights of the shape, and so have heads."""
     real = open_model(asked.model)
-    arch = replace(shape_named(asked.shape), vocab=real.architecture.vocab)
+    arch = replace(SHAPES[asked.shape], vocab=real.architecture.vocab)
     drafts = built._drafts
 
     def random_model(*args: Any, **options: Any) -> Any:

@@ -16,7 +16,6 @@ import numpy as np
 from forerun.checkpoints.grouped import Grouped, GroupedKind, GroupedRows
 from forerun.checkpoints.mapped import Packed
 from forerun.checkpoints.quantised.method import read_method
-from forerun.errors import ConfigError
 from forerun.networks.arch import Architecture, Rope, expected_tensors, plain_layers
 from forerun.networks.layer_spec import AttentionSpec, Dense, Experts, Latent, LayerSpec, Router
 from forerun.types import Floats
@@ -77,13 +76,6 @@ SHAPES: dict[str, Architecture] = {
     "deepseek-v3": Architecture("deepseek_v3", 7168, 128, 1, 576, 129280, 163840, 1e-6, _DEEPSEEK),
 }
 """Name -> architecture; RoPE scaling for long contexts is left out, it costs nothing."""
-
-
-def shape_named(name: str) -> Architecture:
-    """Return the architecture called `name`. Raises ConfigError that lists all names."""
-    if name not in SHAPES:
-        raise ConfigError(f"the shape {name!r} is unknown; name one of {', '.join(SHAPES)}.")
-    return SHAPES[name]
 
 
 _BLOCK = 1 << 20

@@ -10,7 +10,7 @@ from forerun.build.drafting import AUTO, own_layers, with_draft
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.registry import EXECUTORS, choose_executor
-from forerun.build.shapes import SHAPES, PlannedCheckpoint, RandomCheckpoint, shape_named
+from forerun.build.shapes import SHAPES, PlannedCheckpoint, RandomCheckpoint
 from forerun.build.token_map import sized
 from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
@@ -71,18 +71,15 @@ class Sizing:
     refusal: str
 
 
-def described(config: EngineConfig, shape: str | None) -> Described:
-    """Open the named model, or a shape (build/shapes.py) in its place, as far as planning needs it.
-    A model may be named like a shape, too. Of a hub id that is not on this machine only config.json
-    is fetched.
+def described(config: EngineConfig) -> Described:
+    """Open the named model as far as planning needs it: of a hub id that is not on this machine
+    only config.json is fetched, and a well-known model's shape (build/shapes.py) needs no file.
 
-    Raises ModelError, DownloadError if it cannot be fetched, ConfigError for an unknown shape.
+    Raises ModelError, DownloadError if it cannot be fetched.
     """
     path = home_path(config.model)
-    if shape is None and config.model in SHAPES.keys() - BUILT_IN.keys() and not path.exists():
-        shape = config.model
-    if shape is not None:
-        return Described(shape, RandomCheckpoint(shape_named(shape)), False)
+    if config.model in SHAPES.keys() - BUILT_IN.keys() and not path.exists():
+        return Described(config.model, RandomCheckpoint(SHAPES[config.model]), False)
     hub = None if path.exists() or config.model in BUILT_IN else hub_reference(config.model)
     if hub is not None and hub.file is None:
         path = huggingface.config_fetched(hub.repository, revision=config.revision)

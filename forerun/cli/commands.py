@@ -396,9 +396,6 @@ def _models_flags(parser: argparse.ArgumentParser) -> None:
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
     _model_word(parser)
     parser.add_argument(
-        "--model-shape", metavar="NAME", help="a well-known model's sizes, without any file"
-    )
-    parser.add_argument(
         "--device-memory",
         type=float,
         metavar="GIB",

@@ -12,6 +12,7 @@ from forerun.options.flags import Option, gather, own_option
 
 MOVED = {
     "speculative-grid": "forerun tune compares settings of speculation",
+    "model-shape": "name the shape as the model",
     "out": "--json prints results",
     "author": "the engine that serves writes all answers",
     "simulate": "eval shows what the trainer simulated on its held-out answers",

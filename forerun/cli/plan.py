@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
     with plain_warnings():
         size = sizing(
             config,
-            described(config, arguments.model_shape),
+            described(config),
             None if memory is None else int(memory * GIB),
         )
     if arguments.json:

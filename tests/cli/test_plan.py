@@ -25,17 +25,9 @@ def planned(capsys, *words, code=0):
 CARD = ("--device", "cuda", "--device-memory", "96")
 
 
-def test_a_model_may_be_named_like_a_shape(capsys):
-    """llama-2-70b is the base of published EAGLE heads, and has no file here."""
-    words = ("--device-memory", "400", "--json")
-    assert planned(capsys, "llama-2-70b", *words) == planned(
-        capsys, "--model-shape", "llama-2-70b", *words
-    )
-
-
 def test_a_shape_on_two_devices(capsys):
     """No device is there, and torch is not asked for one."""
-    found = planned(capsys, "--model-shape", "llama-3-70b", "--tp-size", "2", *CARD)
+    found = planned(capsys, "llama-3-70b", "--tp-size", "2", *CARD)
     arch = SHAPES["llama-3-70b"]
     assert found["devices"] == 2 and found["fits"] and not found["weights_from_files"]
     half = TensorParallel(0, 2).parameters(arch) * 2
@@ -51,15 +43,16 @@ def test_a_shape_on_two_devices(capsys):
 def test_a_gpu_elsewhere_is_planned_for_without_torch(capsys, monkeypatch):
     for module in (registry, device):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
-    found = planned(capsys, "--model-shape", "llama-3-70b", "--tp-size", "2", *CARD)
+    found = planned(capsys, "llama-3-70b", "--tp-size", "2", *CARD)
     assert found["executor"] == "torch"
 
 
 def test_the_seeds_models_have_the_room_that_the_docs_say(capsys):
     page = (ROOT / "docs" / "use" / "scaling.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\|[^|]*\| (as above|`--[^|]*`) \|.* ([\d,]+) tokens \|$", page, re.M)
+    rows = re.findall(r"^\|[^|]*\| (as above|`[^|]*`) \|.* ([\d,]+) tokens \|$", page, re.M)
     assert len(rows) == 4
-    above = re.search(r"^ +forerun plan (--model-shape .*)$", page, re.M).group(1)
+    assert f"names: {', '.join(list(SHAPES)[2:])}." in " ".join(page.split())
+    above = re.search(r"^ +forerun plan (llama-3-70b .*)$", page, re.M).group(1)
     for words, room in rows:
         line = above if words == "as above" else words.strip("`")
         found = planned(capsys, *line.split())
@@ -69,7 +62,7 @@ def test_the_seeds_models_have_the_room_that_the_docs_say(capsys):
 
 def test_jax_counts_its_devices_together(capsys):
     """A model that one of them has no room for is divided over four."""
-    words = ("--model-shape", "llama-3.1-8b", "--executor", "jax", "--device", "tpu")
+    words = ("llama-3.1-8b", "--executor", "jax", "--device", "tpu")
     words += ("--device-memory", "16", "--tp-size", "4")
     found = planned(capsys, *words)
     assert found["fits"] and found["memory_bytes"] == 4 * 16 << 30
@@ -79,14 +72,14 @@ def test_jax_counts_its_devices_together(capsys):
 
 
 def test_memory_of_a_device_is_a_gpus_unless_another_is_named(capsys):
-    words = ("--model-shape", "tiny", "--device-memory", "8")
+    words = ("tiny", "--device-memory", "8")
     assert planned(capsys, *words)["device"] == "cuda"
     assert planned(capsys, *words, "--device", "cpu")["device"] == "cpu"
     assert planned(capsys, *words, "--executor", "cpu")["device"] == "cpu"
 
 
 def test_keys_and_values_in_blocks_are_counted(capsys):
-    words = ("--model-shape", "tiny", "--device-memory", "8")
+    words = ("tiny", "--device-memory", "8")
     found = [planned(capsys, *words, "--kv-dtype", kind) for kind in ("q8_0", "same")]
     assert [each["device"] for each in found] == ["cpu", "cuda"]
     arch = SHAPES["tiny"]
@@ -193,7 +186,7 @@ def test_why_the_core_is_not_planned_with_is_a_sentence(capsys, tmp_path):
 
 
 def test_what_captured_rounds_take_is_told(capsys):
-    words = ("--model-shape", "llama-3.1-8b", *CARD)
+    words = ("llama-3.1-8b", *CARD)
     captured, eager = planned(capsys, *words), planned(capsys, *words, "--disable-cuda-graph")
     arch = SHAPES["llama-3.1-8b"]
     assert eager["graph_bytes"] == 0
@@ -205,7 +198,7 @@ def test_what_captured_rounds_take_is_told(capsys):
 
 
 def test_what_does_not_fit_says_so_behind_its_table(capsys):
-    assert main(["plan", "--model-shape", "glm-4.5", "--tp-size", "4", *CARD]) == 4
+    assert main(["plan", "glm-4.5", "--tp-size", "4", *CARD]) == 4
     told = capsys.readouterr()
     assert "352.80B parameters" in told.out
     assert "does not fit" in told.err
@@ -222,7 +215,7 @@ def test_the_home_of_an_unknown_user_is_a_sentence(words, capsys):
 
 def test_float8_takes_one_byte_but_for_embedding_and_head(capsys):
     arch = SHAPES["llama-3.1-8b"]
-    found = planned(capsys, "--model-shape", "llama-3.1-8b", "--dtype", "float8", *CARD)
+    found = planned(capsys, "llama-3.1-8b", "--dtype", "float8", *CARD)
     embedding = 2 * arch.vocab * arch.hidden
     assert found["weights_bytes"] == arch.parameters + embedding
 
@@ -248,13 +241,13 @@ def test_a_folder_with_its_weights(capsys, tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--model-shape", "nope"), "name one of tiny"),
-        (("--model-shape", "llama-3-70b", "--tp-size", "3", *CARD), "shared by 1 or 2 or 4"),
-        (("--model-shape", "tiny", "--device-memory", "0"), "--device-memory is 0"),
-        (("--model-shape", "tiny", "--device-memory", "nan"), "--device-memory is nan"),
-        (("--model-shape", "tiny", "--device-memory", "1e308"), "--device-memory is 1e+308"),
-        (("--model-shape", "tiny", "--device-memory", "inf"), "--device-memory is inf"),
-        (("--model-shape", "tiny", *DRAFT, "/no/such", *CARD), "there is no config.json in it"),
+        (("nope",), "there is no model 'nope'"),
+        (("llama-3-70b", "--tp-size", "3", *CARD), "shared by 1 or 2 or 4"),
+        (("tiny", "--device-memory", "0"), "--device-memory is 0"),
+        (("tiny", "--device-memory", "nan"), "--device-memory is nan"),
+        (("tiny", "--device-memory", "1e308"), "--device-memory is 1e+308"),
+        (("tiny", "--device-memory", "inf"), "--device-memory is inf"),
+        (("tiny", *DRAFT, "/no/such", *CARD), "there is no config.json in it"),
         (("/no/such/folder",), "no file or folder"),
     ],
 )
@@ -265,20 +258,20 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(capsys, words, said):
 
 def test_a_whole_model_that_drafts_is_counted_from_its_configuration(capsys, tmp_path):
     tiny.config("llama").save_pretrained(tmp_path)
-    words = ("--model-shape", "tiny", "--speculative-algorithm", "STANDALONE", *DRAFT)
+    words = ("tiny", "--speculative-algorithm", "STANDALONE", *DRAFT)
     found = planned(capsys, *words, str(tmp_path), *CARD)
-    alone = planned(capsys, "--model-shape", "tiny", *CARD)
+    alone = planned(capsys, "tiny", *CARD)
     small = planned(capsys, str(tmp_path), *CARD)
     assert found["draft_bytes"] == small["weights_bytes"]
     assert found["weights_bytes"] == alone["weights_bytes"]
     each = small["cache_bytes_per_1k_tokens"] + alone["cache_bytes_per_1k_tokens"]
     assert found["cache_bytes_per_1k_tokens"] == each
     tiny.save_folder(tiny.model("llama"), tmp_path)  # Of AUTO the tensors say it.
-    auto = planned(capsys, "--model-shape", "tiny", *DRAFT, str(tmp_path), *CARD)
+    auto = planned(capsys, "tiny", *DRAFT, str(tmp_path), *CARD)
     assert auto["draft_bytes"] == found["draft_bytes"]
 
 
 def test_people_get_a_table(capsys):
-    assert main(["plan", "--model-shape", "llama-3.1-8b", *CARD]) == 0
+    assert main(["plan", "llama-3.1-8b", *CARD]) == 0
     told = capsys.readouterr().out
     assert human(2 * SHAPES["llama-3.1-8b"].parameters) in told and "131.1 MB for 1,000" in told

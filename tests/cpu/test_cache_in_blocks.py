@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from forerun.build import shapes
 from forerun.build.memory import plan_memory
 from forerun.build.registry import EXECUTORS, choose_executor
-from forerun.build.shapes import shape_named
 from forerun.errors import ConfigError
 from forerun.executors.cpu import native
 from forerun.networks.layer_spec import GatedDelta
@@ -123,7 +123,7 @@ def test_the_plan_counts_what_there_will_be(executor, checkpoint, name):
 
 
 def test_it_is_this_executors_option():
-    arch = shape_named("tiny")
+    arch = shapes.SHAPES["tiny"]
     assert choose_executor(EngineConfig(kv_dtype="q8_0"), arch).executor == "cpu"
     for changes in ({"executor": "torch"}, {"executor": "jax"}, {"model": "toy"}):
         with pytest.raises(ConfigError, match="kv-dtype q8_0 needs the cpu executor"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.build.shapes import SHAPES, RandomCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.checkpoints.mapped import Packed
 from forerun.errors import ModelError
@@ -304,7 +304,7 @@ ROUTERS = [
 @pytest.mark.parametrize("shared", [0, 40])
 def test_any_company_leaves_a_row_its_bits(random, router, shared):
     """Quantised on the way: 16 experts, some with one row and some with many."""
-    arch = shape_named("tiny")
+    arch = SHAPES["tiny"]
     (spec,) = set(arch.layer_specs)
     experts = Experts(16, 3, 48, router, shared, shared_gate=bool(shared))
     arch = replace(arch, layer_specs=(spec, replace(spec, feed_forward=experts)))
@@ -330,7 +330,7 @@ def test_experts_of_several_formats(executor, random, left):
     """Some of a layer's experts are quantised and the others, left out of that, are floats: each
     reads its own kind of numbers, whichever is the first.
     """
-    arch = shape_named("tiny")
+    arch = SHAPES["tiny"]
     (spec,) = set(arch.layer_specs)
     experts = Experts(8, 2, 32, Router(normalised=True))
     source = Uneven(replace(arch, layer_specs=(replace(spec, feed_forward=experts),)), left)
@@ -355,7 +355,7 @@ class Uneven(RandomCheckpoint):
 
 def test_a_router_that_is_not_finite_is_told_of(executor, checkpoint):
     """A row without a choice is a row of NaN, and nothing is read out of bounds."""
-    arch = shape_named("tiny")
+    arch = SHAPES["tiny"]
     (spec,) = set(arch.layer_specs)
     experts = Experts(8, 2, 32, ROUTERS[2])
     source = Broken(replace(arch, layer_specs=(replace(spec, feed_forward=experts),)))
@@ -371,7 +371,7 @@ class Broken(RandomCheckpoint):
 
 def test_only_visited_experts_are_read(checkpoint, random):
     """Experts that no node visits may hold anything."""
-    arch = shape_named("tiny")
+    arch = SHAPES["tiny"]
     (spec,) = set(arch.layer_specs)
     experts = Experts(8, 2, 32, Router(normalised=True))
     arch = replace(arch, layer_specs=(replace(spec, feed_forward=experts),))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.build import shapes
+from forerun.build.shapes import RandomCheckpoint
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.executors.cpu import CpuExecutor
@@ -118,7 +119,7 @@ def test_embeddings_in_few_bits(executor, random, tmp_path, kind):
 @pytest.mark.parametrize("dtype", ["q8_0", "file"])
 def test_weights_that_are_not_numbers_show(broken, cap, dtype):
     """Neither limits nor caps nor halves make numbers of them."""
-    arch = shape_named("tiny")
+    arch = shapes.SHAPES["tiny"]
     specs = [replace(s, attention=replace(s.attention, softcap=cap)) for s in arch.layer_specs]
     arch = replace(arch, final_softcap=cap, layer_specs=tuple(specs))
     for where, number in ((broken, False), ("none", True)):

@@ -307,10 +307,10 @@ def test_auto_takes_the_one_beside_the_model(kinds, tmp_path, draft):
             f"(AUTO: {found} is the model's assistant and lies beside it" in loaded.info["drafting"]
         )
         assert "frozen_kv_mtp" in str(loaded.engine.describe()["drafter"])
-    planned = sizing(config, described(config, None), 10**10)
+    planned = sizing(config, described(config), 10**10)
     assert planned.draft == 4 * open_assistant(found, architecture_at(model)).parameters
     rounds = EngineConfig(model=str(model), executor="torch", device="cuda")
-    assert sizing(rounds, described(config, None), 10**10).draft == 0
+    assert sizing(rounds, described(config), 10**10).draft == 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.shapes import shape_named
+from forerun.build.shapes import SHAPES
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
 from forerun.errors import ConfigError
@@ -136,7 +136,7 @@ def test_every_expert_is_somewhere_and_read_there_alone(checkpoint, family, way,
 
 def test_what_a_rank_has_is_counted_without_a_file():
     """Of GLM-4.5's routed experts each of four ranks has a quarter, however they are divided."""
-    arch = shape_named("glm-4.5")
+    arch = SHAPES["glm-4.5"]
     cut = [TensorParallel(rank, 4).parameters(arch) for rank in range(4)]
     divided = [TensorParallel(rank, 4, 4).parameters(arch) for rank in range(4)]
     assert cut == divided
@@ -163,7 +163,7 @@ def test_what_a_rank_has_is_counted_without_a_file():
 )  # fmt: skip
 def test_what_does_not_divide_says_what_would(tp, says):
     with pytest.raises(ConfigError, match=says):
-        check_divides(shape_named("glm-4.5"), tp)
+        check_divides(SHAPES["glm-4.5"], tp)
 
 
 def test_a_shared_expert_that_cannot_be_cut_may_be_whole(checkpoint, tmp_path):
@@ -178,4 +178,4 @@ def test_a_shared_expert_that_cannot_be_cut_may_be_whole(checkpoint, tmp_path):
 
 def test_a_model_without_experts_is_told_so():
     with pytest.raises(ConfigError, match="ep-size is 2, but this model has no experts; leave it"):
-        check_divides(shape_named("llama-3.1-8b"), TensorParallel(0, 2, 2))
+        check_divides(SHAPES["llama-3.1-8b"], TensorParallel(0, 2, 2))

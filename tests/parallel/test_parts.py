@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from forerun.build.shapes import shape_named
+from forerun.build.shapes import SHAPES
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.checkpoints.mapped import TensorFile
@@ -154,13 +154,13 @@ def test_a_tokens_part_may_be_one_longer():
 )
 def test_who_cannot_be_shared_says_by_how_many_it_could(name, size, message):
     with pytest.raises(ConfigError, match=f"tp-size is {size}, but {message}"):
-        check_divides(shape_named(name), TensorParallel(0, size))
+        check_divides(SHAPES[name], TensorParallel(0, size))
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b", "llama-3.2-1b"])
 def test_parts_are_counted_without_a_file(name):
     """Of two ranks each has half of what is cut, and all that is not: norms alone here."""
-    arch = shape_named(name)
+    arch = SHAPES[name]
     norms = arch.layers * (2 * arch.hidden + 2 * arch.head_size * (arch.family == "qwen3"))
     norms += arch.hidden
     for rank in range(2):

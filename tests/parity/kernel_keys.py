@@ -25,7 +25,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bench.step_bench import random_draft
-from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.build.shapes import SHAPES, RandomCheckpoint
 from forerun.draft_shape import DraftShape
 from forerun.executors.torch import TorchExecutor, executor, model_runner
 from forerun.executors.torch.drafts.eagle import TorchEagleModel
@@ -70,7 +70,7 @@ def opened():
     """An executor whose every sequence asks for something else, with a draft head."""
     model_runner.kernels_for = lambda device: kernels()
     executor.recorder = lambda device: Tape()
-    checkpoint = RandomCheckpoint(shape_named("tiny"))
+    checkpoint = RandomCheckpoint(SHAPES["tiny"])
     made = TorchExecutor(checkpoint, LIMITS).capture(overlap=True)
     draft = random_draft(checkpoint.architecture, 64)
     made.draft_with(TorchEagleModel(made, checkpoint, draft))

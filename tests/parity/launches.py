@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.step_bench import random_draft
-from forerun.build.shapes import PlannedCheckpoint, RandomCheckpoint, shape_named
+from forerun.build.shapes import SHAPES, PlannedCheckpoint, RandomCheckpoint
 from forerun.checkpoints.prediction_naming import (
     EMBEDDING_NORM,
     FINAL_NORM,
@@ -313,7 +313,7 @@ class Setting:
         )
 
 
-LLAMA = shape_named("llama-3.1-8b")
+LLAMA = SHAPES["llama-3.1-8b"]
 DTYPE = torch.bfloat16
 BEHIND = 1024
 """Positions behind every row, for bytes."""
@@ -433,7 +433,7 @@ def prediction_layer(beside, arch):
 
 
 def smaller(beside, arch):
-    shape = shape_named(SMALLER)
+    shape = SHAPES[SMALLER]
     vocabulary = equal_vocabulary(arch.vocab, shape.vocab)
     draft = WholeDraft(SMALLER, RandomCheckpoint(shape), vocabulary)
     return decoder_model.TorchDecoderModel(beside, draft)

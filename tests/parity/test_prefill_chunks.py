@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.step_bench import random_draft
 from forerun.build.memory import dense_needs, plan_memory
-from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.build.shapes import SHAPES, RandomCheckpoint
 from forerun.build.with_torch import ENTRY
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner
@@ -32,7 +32,7 @@ from tests.twins.kernels import SLOW_TWINS
 for name in ("attention", "choice", "layers", "round", "draft", "future"):
     load(f"triton.triton_{name}")  # Interpreted, for whoever shares this process.
 
-LLAMA = shape_named("llama-3.1-8b")
+LLAMA = SHAPES["llama-3.1-8b"]
 CHUNK = 8192
 TOLD = Sampling(temperature=0.0, prompt_logprobs=2, logprobs=2)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bench.step_bench import StepBench, limits_for
-from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.build.shapes import SHAPES, RandomCheckpoint
 from forerun.executors import cpu
 from forerun.executors.cpu import CpuExecutor
 from forerun.executors.jax import JaxExecutor
@@ -47,7 +47,7 @@ NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.availabl
 )
 def test_a_step_is_repeated_as_it_was(name, states, tmp_path):
     """Of a model with recurrent states as well, behind a context that ends within a page."""
-    bench = bench_of(name, recurrent(tmp_path) if states else shape_named("tiny"))
+    bench = bench_of(name, recurrent(tmp_path) if states else SHAPES["tiny"])
     for sampling in (None, SHAPED):
         assert bench.fill(sampling) >= 0
         for rows, nodes in ((1, 1), (ROWS, NODES)):

@@ -287,7 +287,7 @@ def test_plans_of_a_configuration_alone_count_what_would_be_kept(made, tmp_path)
     checkpoint = made("awq")
     (tmp_path / "config.json").write_text((checkpoint.path / "config.json").read_text())
     config = EngineConfig(model=str(tmp_path), device="cuda", executor="torch")
-    alone = described(config, None)
+    alone = described(config)
     assert not alone.stored
     plans = [
         sizing(config, model, 1 << 33) for model in (alone, Described("whole", checkpoint, True))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from forerun.build.registry import choose_executor
-from forerun.build.shapes import shape_named
+from forerun.build.shapes import SHAPES
 from forerun.build.target import open_target
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor
@@ -165,7 +165,7 @@ def test_the_memory_plan_knows_float8_pages(tmp_path):
 
 
 def test_float8_pages_belong_to_torch():
-    arch = shape_named("tiny")
+    arch = SHAPES["tiny"]
     assert choose_executor(EngineConfig(kv_dtype="float8"), arch).executor == "torch"
     for changes in ({"executor": "cpu"}, {"model": "toy"}):
         with pytest.raises(ConfigError, match="kv-dtype float8 needs the torch executor"):

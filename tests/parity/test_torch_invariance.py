@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.build.shapes import SHAPES, RandomCheckpoint
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.decoder.elementwise import (
     PLAIN,
@@ -281,7 +281,7 @@ class Moody(Linear):
 def test_experts_bits_do_not_depend_on_the_other_rows(about, products):
     """Rows alone, in any company and order, and where all of them want the same expert."""
     layer = LayerSpec(AttentionSpec(0.25), Rope(1e4), about)
-    arch = replace(shape_named("tiny"), layer_specs=(layer,))
+    arch = replace(SHAPES["tiny"], layer_specs=(layer,))
     weights = Weights(RandomCheckpoint(arch), torch.device("cpu"), torch.float32, products)
     mixture = Mixture(weights, "model.layers.0.mlp", about, PLAIN)
     sizes = invariant_sizes(mixture.linears)

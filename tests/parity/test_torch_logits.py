@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.build.shapes import SHAPES, RandomCheckpoint
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.decoder.decoder import Decoder
@@ -330,7 +330,7 @@ def test_every_node_of_a_tree_is_a_token_of_its_path(checkpoint, random, family,
 
 def test_norms_after_attention_and_feed_forward_alone():
     """The order that no family here has: by hand, on one layer of random weights."""
-    arch = shape_named("tiny")
+    arch = SHAPES["tiny"]
     (spec,) = set(arch.layer_specs)
     arch = replace(arch, layer_specs=(replace(spec, norms="post"),))
     source = RandomCheckpoint(arch)

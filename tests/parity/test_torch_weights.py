@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.build.shapes import SHAPES, RandomCheckpoint
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.checkpoints.mapped import Packed
@@ -51,7 +51,7 @@ def test_matrices_are_what_float32_in_one_piece_gives(stored, dtype, monkeypatch
 
 
 def test_random_weights_are_repeated_where_they_stay():
-    arch = shape_named("tiny")
+    arch = SHAPES["tiny"]
     checkpoint = RandomCheckpoint(replace(arch, vocab=20_001))  # More than the block has.
     weights = Weights(checkpoint, CPU, torch.bfloat16, Linear)
     for name in ("model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"):
@@ -87,7 +87,7 @@ def test_the_host_holds_a_piece_and_not_the_model():
     """An 8B onto a device that takes no memory either; NumPy tells tracemalloc what it takes, and
     torch's tensors on the host are views of that.
     """
-    reader = Reader(shape_named("llama-3.1-8b"))
+    reader = Reader(SHAPES["llama-3.1-8b"])
     reader.architecture = replace(
         reader.architecture, layer_specs=reader.architecture.layer_specs[:4]
     )
