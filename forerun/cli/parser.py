@@ -46,8 +46,12 @@ class Parser(argparse.ArgumentParser):
             rest = self._placed(parsed, rest)
         problems = [unknown(flag, options, command, self._own(command)) for flag in flags]
         if rest and not flags:  # Else they are values of these.
+            words = self._command(command)
+            takes = words is None or words._get_positional_actions()
+            help = "put a text of several words between quotes"
             problems.append(
-                f"{rest[0]!r} is one word too many; put a text of several words between quotes."
+                f"{rest[0]!r} is one word too many; "
+                f"{help if takes else f'forerun {command} takes options only'}."
             )
         if problems:
             try:

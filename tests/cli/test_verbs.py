@@ -233,5 +233,7 @@ def test_words_of_a_command_stand_on_both_sides_of_its_flags(line, name, found):
     command = line.split()[0]
     arguments = build_parser([command]).parse_args(line.split())
     assert vars(arguments)[name] == found
-    with pytest.raises(ConfigError, match="'x' is one word too many"):
+    with pytest.raises(ConfigError, match="'x' is one word too many; put a text"):
         build_parser(["chat"]).parse_args(["chat", "toy", "--temperature", "0", "x"])
+    with pytest.raises(ConfigError, match="'toy' is one word .* doctor takes options only"):
+        build_parser(["doctor"]).parse_args(["doctor", "toy"])
