@@ -71,9 +71,10 @@ def open_model(
 ) -> Model:
     """Find a model, fetch it where needed, and open it; weights stay on disk.
 
-    reference  a built-in name; a folder of config.json and safetensors; a .gguf file; or a hub
-               id `organisation/name`, perhaps with `:Q4_K_M` or `:file.gguf` behind it. A path
-               that exists goes before a hub id.
+    reference  a built-in name; a folder of config.json and safetensors; a GGUF file, whatever its
+               name (those in Ollama's folder have no ending); or a hub id `organisation/name`,
+               perhaps with `:Q4_K_M` or `:file.gguf` behind it. A path that exists goes before a
+               hub id.
     progress   called with (what, bytes done, bytes in all) while a built-in model is fetched
     cache_dir  where fetched models are kept instead of the user's cache directory
     revision   branch, tag or commit on the hub; None = main
@@ -88,8 +89,8 @@ def open_model(
     path = _local(reference)
     if path.is_dir():
         return _open_folder(path.resolve().name, path, context)
-    if path.suffix == ".gguf" and path.is_file():
-        return _open_gguf(path.stem, path, context)
+    if _is_gguf(path):
+        return _open_gguf(path.name.removesuffix(".gguf"), path, context)
     if path.exists():
         raise _no_model(path)
     hub = hub_reference(reference)
@@ -108,7 +109,7 @@ def check_reference(reference: str, revision: str | None = None) -> None:
     if path.is_dir():
         folders.config_of(path)
     elif path.is_file():
-        if path.suffix != ".gguf":
+        if not _is_gguf(path):
             raise _no_model(path)
     else:
         hub = hub_reference(reference)
@@ -138,8 +139,8 @@ def is_reference(word: str) -> bool:
         path = _local(word)
     except ModelError:
         return False
-    here = path.suffix == ".gguf" or (path.is_dir() and (path / "config.json").is_file())
-    return here or hub_reference(word) is not None
+    here = path.is_dir() and (path / "config.json").is_file()
+    return here or path.suffix == ".gguf" or _is_gguf(path) or hub_reference(word) is not None
 
 
 def shipped_draft(reference: str) -> Path | None:
@@ -164,6 +165,17 @@ def _local(reference: str) -> Path:
             f"{getattr(error, 'strerror', None) or type(error).__name__}"
         ) from error
     return path
+
+
+def _is_gguf(path: Path) -> bool:
+    """Return whether a path is a file that is named or begins as a GGUF file."""
+    if path.suffix == ".gguf" or not path.is_file():
+        return path.is_file()
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def _no_model(path: Path) -> ModelError:

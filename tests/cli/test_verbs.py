@@ -235,5 +235,5 @@ def test_words_of_a_command_stand_on_both_sides_of_its_flags(line, name, found):
     assert vars(arguments)[name] == found
     with pytest.raises(ConfigError, match="'x' is one word too many; put a text"):
         build_parser(["chat"]).parse_args(["chat", "toy", "--temperature", "0", "x"])
-    with pytest.raises(ConfigError, match="'toy' is one word .* doctor takes options only"):
+    with pytest.raises(ConfigError, match=r"'toy' is one word .* doctor takes options only"):
         build_parser(["doctor"]).parse_args(["doctor", "toy"])

@@ -20,7 +20,7 @@ import pytest
 from forerun import cache_dir
 from forerun.errors import DownloadError, ModelError
 from forerun.hub import catalog, huggingface, wheel
-from forerun.hub.catalog import open_model
+from forerun.hub.catalog import check_reference, is_reference, open_model
 from forerun.hub.known_drafts import known_draft
 from forerun.hub.reference import HubReference, hub_reference
 from forerun.hub.well_known import WELL_KNOWN, well_known
@@ -319,6 +319,14 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         open_model(str(tmp_path))
+
+
+def test_a_gguf_file_needs_no_ending(tmp_path, monkeypatch):
+    """Ollama's blobs are named by their hashes."""
+    monkeypatch.chdir(tmp_path)
+    tiny.write_gguf(tiny.model("llama"), tmp_path / "m.gguf").rename(tmp_path / "sha256-1.5")
+    check_reference("sha256-1.5")
+    assert is_reference("sha256-1.5") and open_model("sha256-1.5").name == "sha256-1.5"
 
 
 @pytest.mark.parametrize(
