@@ -334,8 +334,8 @@ def test_the_served_model_is_pulled_at_once(server, client, name):
         *(
             ("org/name", f"weights {words}, activations 8 bits in groups of 32", 1, found)
             for words, found in [
-                ("Q4_1 as in the file", ("safetensors", "1", "Q4_1")),
-                ("Q4_K, Q6_K as in the file, IQ2_S made q8_0", ("safetensors", "1", "Q4_K")),
+                ("Q4_1 as in the file", ("gguf", "1", "Q4_1")),
+                ("Q4_K, Q6_K as in the file, IQ2_S made q8_0", ("gguf", "1", "Q4_K")),
                 ("bfloat16, float32 made q8_0", ("safetensors", "1", "Q8_0")),
                 ("float16 as in the file", ("safetensors", "1", "F16")),
             ]

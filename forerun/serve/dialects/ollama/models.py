@@ -98,9 +98,10 @@ def _details(served: Served) -> dict[str, Any]:
     level = _LEVEL.search(model)
     words = str(loaded.info["executor"].get("dtype") or "")
     number = _STORED.sub(r"\1", words)
+    gguf = level or model.endswith(".gguf") or _OF_GGUF.match(number)
     return {
         "parent_model": "",
-        "format": "gguf" if model.endswith(".gguf") or level else "safetensors",
+        "format": "gguf" if gguf else "safetensors",
         "family": family,
         "families": [family],
         "parameter_size": _size(loaded.info.get("parameters") or 0),
@@ -112,6 +113,8 @@ _LEVEL = re.compile(r"[:._-](I?Q\d_\w+|BF16|F16|F32)(?:\.gguf)?$", flags=re.IGNO
 """What the name of a GGUF file says of its numbers."""
 _STORED = re.compile(r"weights (?:\w+(?:, \w+)* made )?(\w+).*")
 """What an executor says of them: weights Q4_1 as in the file, ..."""
+_OF_GGUF = re.compile(r"I?Q\d")
+"""Numbers that a GGUF file stores; what others are made at the start is written small."""
 _NUMBERS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
