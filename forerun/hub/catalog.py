@@ -133,14 +133,14 @@ def is_reference(word: str) -> bool:
     """
     if word in BUILT_IN or word == "toy":
         return True
-    if any(letter.isspace() for letter in word):
-        return False
     try:
         path = _local(word)
     except ModelError:
         return False
-    here = path.is_dir() and (path / "config.json").is_file()
-    return here or path.suffix == ".gguf" or _is_gguf(path) or hub_reference(word) is not None
+    if _is_gguf(path) or (path.is_dir() and (path / "config.json").is_file()):
+        return True
+    spaces = any(letter.isspace() for letter in word)
+    return not spaces and (path.suffix == ".gguf" or hub_reference(word) is not None)
 
 
 def shipped_draft(reference: str) -> Path | None:

@@ -329,6 +329,14 @@ def test_a_gguf_file_needs_no_ending(tmp_path, monkeypatch):
     assert is_reference("sha256-1.5") and open_model("sha256-1.5").name == "sha256-1.5"
 
 
+def test_a_path_with_spaces_is_one_if_it_leads_to_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.write_gguf(tiny.model("llama"), tmp_path / "my model.gguf")
+    assert is_reference("my model.gguf") and is_reference(str(tmp_path / "my model.gguf"))
+    assert not is_reference("your model.gguf"), "a text may end so"
+    assert is_reference("model.gguf"), "an error says that there is none"
+
+
 @pytest.mark.parametrize(
     ("reference", "named"),
     [
