@@ -65,6 +65,13 @@ def test_vocabulary_is_read_again_from_a_file_that_is_deleted(tmp_path):
     assert checkpoint.whole_metadata() == known
 
 
+def test_a_file_that_was_not_fetched_whole_says_so(tmp_path):
+    path = tiny.write_gguf(tiny.model("llama"), tmp_path / "x.gguf")
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ModelError, match="it is cut off, fetch or copy it again"):
+        GgufCheckpoint(path)
+
+
 def test_long_vocabularies_stay_in_the_file(tmp_path, monkeypatch):
     path = tiny.write_gguf(tiny.model("llama"), tmp_path / "x.gguf")
     expected = GgufCheckpoint(path).metadata["tokenizer.ggml.tokens"]

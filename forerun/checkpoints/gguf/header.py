@@ -276,7 +276,8 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
         end = begin + stored.start + stored.size
         if end > cursor.at + cursor.left:
             raise ModelError(
-                f"tensor {name!r} ends at byte {end} of a file of {cursor.at + cursor.left}"
+                f"tensor {name!r} ends at byte {end} of a file of {cursor.at + cursor.left}: it "
+                "is cut off, fetch or copy it again"
             )
         tensors[name] = TensorEntry(stored.kind, stored.shape, begin + stored.start, stored.size)
     return tensors
