@@ -106,6 +106,8 @@ def test_ollama_fills_in_and_says_so(coder):
 def test_llama_cpp_writes_the_same(coder):
     asked = {"input_prefix": "a(", "input_suffix": ")z", "temperature": 0, "n_predict": 20}
     assert coder.post("/infill", json=asked).json()["content"] == expected(IDS)
+    error = coder.post("/infill", json={**asked, "input_prefix": "z" * 1100}).json()["error"]
+    assert error["param"] == "input_prefix" and "with suffix 1105 tokens" in error["message"]
 
 
 @pytest.mark.parametrize("control", [True, False])

@@ -14,7 +14,13 @@ from forerun.serve.answers.contract import Dialect, News, ParsedRequest
 from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
 from forerun.serve.bodies.fields import read
-from forerun.serve.bodies.prepare import Cut, Generation, completion_generation, within
+from forerun.serve.bodies.prepare import (
+    Cut,
+    Generation,
+    completion_generation,
+    too_long,
+    within,
+)
 from forerun.serve.bodies.schema import CompletionBody, Prompt
 from forerun.serve.bodies.wire import event
 from forerun.serve.dialects.llama.infill import infill_prompt
@@ -204,6 +210,8 @@ class InfillDialect(CompletionsDialect):
         assert isinstance(body, InfillBody)
         loaded = self._served.loaded
         ids, marks = infill_prompt(body, loaded.tokenizer, loaded.context)
+        if len(ids) > loaded.context:
+            raise too_long(len(ids), loaded, "input_prefix", "with suffix ")
         return replace(body.plain((ids,)), stop_token_ids=(*body.stop_token_ids, *marks.ends))
 
 
