@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.gguf.header import is_gguf
 from forerun.drafts.assistant import holds_assistant, open_assistant
 from forerun.drafts.gguf_prediction import holds_layers_alone, open_layers_alone
 from forerun.errors import ConfigError, ModelError
@@ -54,7 +55,7 @@ def with_beside(
     if unlayered or auto:
         # A file of the hub lies among those fetched with it.
         here = config.model if target is None or _path(config.model) else str(target.path)
-        found = _beside(here, "mtp-{}", _is_gguf)
+        found = _beside(here, "mtp-{}", is_gguf)
         if found is not None and (not auto or _opens(config, found, target)):
             beside = replace(config, speculative_draft_model_path=str(found))
             return replace(beside, speculative_algorithm=meant(config, "NEXTN"))
@@ -155,10 +156,6 @@ def _beside(reference: str, form: str, holds: Callable[[Path], bool]) -> Path | 
         return None
     wanted = form.format(_named(path))
     return next((each for each in _siblings(path) if _named(each) == wanted and holds(each)), None)
-
-
-def _is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf" and path.is_file()
 
 
 def _siblings(path: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from forerun.build.memory import Needs
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.gguf.header import is_gguf
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.policy import FixedPolicy, Lookahead, Policy, off
 from forerun.control.step_costs import StepCosts
@@ -110,7 +111,8 @@ def _automatic(config: EngineConfig, layered: bool, target: Checkpoint | None) -
     opened first.
     """
     named = config.speculative_draft_model_path
-    if named is not None and named.endswith(".gguf") and not holds_block_file(Path(named)):
+    file = named is not None and (named.endswith(".gguf") or is_gguf(Path(named)))
+    if named is not None and file and not holds_block_file(Path(named)):
         return meant(config, "STANDALONE")
     own = layered and named is None and _own_run(config, target)
     return meant(config, "NEXTN") if own else AUTO

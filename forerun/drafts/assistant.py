@@ -27,7 +27,7 @@ import numpy as np
 from forerun.checkpoints.checkpoint import check_whole, shortened
 from forerun.checkpoints.folder import files_by_tensor
 from forerun.checkpoints.gguf.config import ASSISTANT, assistant_of
-from forerun.checkpoints.gguf.header import declared
+from forerun.checkpoints.gguf.header import declared, is_gguf
 from forerun.checkpoints.gguf.naming import AnyStored, divided, stored_tensors
 from forerun.checkpoints.gguf.parts import read_gguf
 from forerun.checkpoints.mapped import Packed, TensorFile
@@ -151,7 +151,7 @@ def holds_assistant(path: Path) -> bool:
     told.
     """
     try:
-        if path.is_file() and path.suffix == ".gguf":
+        if is_gguf(path):
             return declared(path, "general.architecture") == ASSISTANT
         about = path / "config.json"
         return about.is_file() and str(read_json(about).get("model_type")) in _CLASSES

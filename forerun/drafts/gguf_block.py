@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.checkpoints.gguf.config import harmless, scaling_of
-from forerun.checkpoints.gguf.header import DRAFT_IDS, GgufFile, declared
+from forerun.checkpoints.gguf.header import DRAFT_IDS, GgufFile, declared, is_gguf
 from forerun.checkpoints.gguf.parts import read_gguf
 from forerun.drafts.block_config import BlockHead, expected_block_tensors
 from forerun.drafts.block_folder import BlockFile, check_tensors
@@ -52,7 +52,7 @@ _IN_LAYER = {
 
 def holds_block_file(path: Path) -> bool:
     """Return whether a path is that of a block drafter's GGUF file; False if it cannot be read."""
-    if path.suffix != ".gguf" or not path.is_file():
+    if not is_gguf(path):
         return False
     try:
         return declared(path, "general.architecture") == ARCHITECTURE

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
-from forerun.checkpoints.gguf.header import GgufFile
+from forerun.checkpoints.gguf.header import GgufFile, is_gguf
 from forerun.checkpoints.gguf.naming import AnyStored, announced_layers, stored_in_layer
 from forerun.checkpoints.gguf.parts import read_gguf
 from forerun.checkpoints.naming import StoredTensor
@@ -68,7 +68,7 @@ def open_in_gguf(target: GgufCheckpoint) -> PredictionLayers:
 
 def holds_layers_alone(path: Path) -> bool:
     """Return whether a path is that of a GGUF file of prediction layers and no other layer."""
-    if path.suffix != ".gguf" or not path.is_file():
+    if not is_gguf(path):
         return False
     try:
         names = read_gguf(path).tensors

@@ -121,9 +121,10 @@ def read_ngram_table(path: Path, vocab: int) -> NgramTable:
     counts = {name: _integers(file, name) for name in _COUNTS}
     chances = {name: file.floats(name).reshape(-1) for name in _CHANCES}
     if counts["vocab"].tolist() != [vocab]:
+        made_for = ", ".join(map(str, counts["vocab"].tolist()))
         raise ModelError(
-            f"{path} was made for a vocabulary of {counts['vocab'].tolist()} tokens, the target "
-            f"has {vocab}; make one with `forerun train`"
+            f"{path} was made for a vocabulary of {made_for} tokens, the target has {vocab}; make "
+            "one with `forerun train`"
         )
     table = NgramTable(
         extensions=_ends(counts["extensions"], first=1),

@@ -10,6 +10,7 @@ from forerun.checkpoints import folder as folders
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.gguf.header import is_gguf
 from forerun.errors import ModelError
 from forerun.hub import huggingface, wheel
 from forerun.hub.reference import HubReference, NoGgufError, hub_reference
@@ -89,7 +90,7 @@ def open_model(
     path = _local(reference)
     if path.is_dir():
         return _open_folder(path.resolve().name, path, context)
-    if _is_gguf(path):
+    if is_gguf(path):
         return _open_gguf(path.name.removesuffix(".gguf"), path, context)
     if path.exists():
         raise _no_model(path)
@@ -109,7 +110,7 @@ def check_reference(reference: str, revision: str | None = None) -> None:
     if path.is_dir():
         folders.config_of(path)
     elif path.is_file():
-        if not _is_gguf(path):
+        if not is_gguf(path):
             raise _no_model(path)
     else:
         hub = hub_reference(reference)
@@ -137,7 +138,7 @@ def is_reference(word: str) -> bool:
         path = _local(word)
     except ModelError:
         return False
-    if _is_gguf(path) or (path.is_dir() and (path / "config.json").is_file()):
+    if is_gguf(path) or (path.is_dir() and (path / "config.json").is_file()):
         return True
     spaces = any(letter.isspace() for letter in word)
     return not spaces and (path.suffix == ".gguf" or hub_reference(word) is not None)
@@ -165,17 +166,6 @@ def _local(reference: str) -> Path:
             f"{getattr(error, 'strerror', None) or type(error).__name__}"
         ) from error
     return path
-
-
-def _is_gguf(path: Path) -> bool:
-    """Return whether a path is a file that is named or begins as a GGUF file."""
-    if path.suffix == ".gguf" or not path.is_file():
-        return path.is_file()
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
-    except OSError:
-        return False
 
 
 def _no_model(path: Path) -> ModelError:

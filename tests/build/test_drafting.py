@@ -49,6 +49,15 @@ def test_auto_takes_what_the_checkpoint_and_the_name_offer():
     assert automatic(layered=True, **named) == "AUTO"
 
 
+def test_a_gguf_file_is_a_draft_whatever_its_name(tmp_path):
+    """Those of Ollama have no ending."""
+    (tmp_path / "sha256-0f").write_bytes(b"GGUF" + bytes(20))
+    (tmp_path / "notes").write_bytes(b"else" + bytes(20))
+    for name, found in (("sha256-0f", "STANDALONE+NGRAM"), ("notes", "AUTO")):
+        draft = {"speculative_draft_model_path": str(tmp_path / name)}
+        assert automatic(device="cpu", **draft) == found
+
+
 def test_the_start_says_what_drafts_and_why():
     asked = EngineConfig(model="m")
     ngram = resolved_drafting(asked, head=False, fault=None)

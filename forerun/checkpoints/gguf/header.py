@@ -92,6 +92,17 @@ def parsed_header(path: Path, data: NDArray[np.uint8]) -> GgufFile:
     return GgufFile(path, tensors, data, metadata, cursor.at)
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a file that is named or begins as a GGUF file."""
+    if path.suffix == ".gguf" or not path.is_file():
+        return path.is_file()
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
 def declared(path: Path, key: str) -> Value | None:
     """Return one metadata value, reading no further than it; None if the file has none of that
     name. Raises ModelError for a header that is damaged before it.
