@@ -21,10 +21,10 @@ log = logging.getLogger("forerun.build")
 SMALL = "smollm2-135m"
 SMALL_BYTES = BUILT_IN[SMALL].size
 RATIO = 16
-"""How many times as many bytes a target has at least. (Two cores of an EPYC with AVX-512,
-first turns of MT-bench at T=0, n-grams with it and alone, over plain decoding: Qwen2.5 Coder 1.5B in
-Q4_K_M, 11 times as large, 1.20 and 1.33 (beside load); in Q8_0, 19 times, 1.50 and 1.50, at .8 1.33
-and 1.26; with the products of its steps run four times, in place of 45 times, 1.39 and 1.23.)"""
+"""How many times as many bytes a target has at least. (Two cores of an EPYC, AVX-512, first turns
+of MT-bench at T=0, n-grams with it and alone, over plain decoding: Qwen2.5 Coder 1.5B in Q4_K_M, 11
+times as large, 1.20 and 1.33 (beside load); in Q8_0, 19 times, 1.50 and 1.50, at .8 1.33 and 1.26;
+with the products of its steps run four times, in place of 45 times, 1.39 and 1.23.)"""
 
 
 def wants_small(config: EngineConfig, weights: int) -> bool:
