@@ -500,7 +500,7 @@ def test_server_info(server):
     # Why the last rows got the draft tokens they got.
     (granted,) = info["stats"]["load"]["granted"]
     assert granted["reason"] in ("fixed by the configuration", ENDS)
-    unbound = {"min_prob": 0.0, "model_depth": 0}
+    unbound = {"min_prob": 0.0, "model_depth": 0, "pass_prob": 0.0}
     for draft_request, allowed in (
         ({"enabled": False}, {"nodes": 0, "depth": 0, "reason": OFF}),
         ({"max_nodes": 0}, {"nodes": 0, "depth": 0, "reason": BOUND}),
