@@ -127,7 +127,7 @@ class Shapes:
         """
         if (shape := self.choose(rows)) is not None:
             reason, depth = reasons.ON_LEVELS.format(shape.nodes), shape.depth
-            least = self._pass_prob(rows)
+            least = self._pass_prob(rows) if self._grown_on_host else 0.0
             return Budget(shape.nodes, depth, reason, model_depth=depth, pass_prob=least)
         return None if self._merged else Budget(0, 0, self._off_reason(rows))
 
