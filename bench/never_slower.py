@@ -11,11 +11,13 @@ long and begin at once, plain decoding ends them at once too, which is faster th
 At one stream the
 ratio of decoding alone, from the first token to the last, stands beside it. `--adversary` drafts
 tokens that are always wrong; `--cut-loops` ends each answer where plain decoding begins to say the
-same again and again, which small models do and n-grams love.
+same again and again, which small models do and n-grams love; `--heavier N` stands for a model N
+times as large.
 """
 
 import argparse
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -34,13 +36,14 @@ from forerun.client.completion import acceptance_length, make_request
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafts.ngram_table import NgramTable
 from forerun.engine.request import Request
+from forerun.executors.cpu import CpuExecutor, native
 from forerun.interface.plan import Plan
 from forerun.measure.paired import median_interval
 from forerun.measure.prove import Completions, answers, encode
 from forerun.measure.sweep import Pair, pair
 from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
-from forerun.speculative.tree import Draft
+from forerun.speculative.tree import Draft, TreeBatch
 from forerun.train.answers import before_loop
 
 
@@ -61,6 +64,22 @@ class Wrong(NgramDrafter):
 def wrong(slots: int, table: NgramTable | None = None, capacity: int = 0) -> Wrong:
     """Instead of the engine's drafter; the native one would buy by itself."""
     return Wrong(slots, table=table, capacity=capacity)
+
+
+def heavier(times: int) -> Callable[..., Any]:
+    """Return CpuExecutor.begin with the products of each step, 64 nodes at most, run `times` times:
+    in place of a model so many times as large that says the same.
+    """
+    plain, library = CpuExecutor.begin, native.load()
+
+    def begin(self: CpuExecutor, plan: Plan, trees: TreeBatch, *masks: Any) -> Any:
+        begun, nodes = plain(self, plan, trees, *masks), min(len(trees.tokens), 64)
+        scores = np.empty((nodes, self.limits.vocab), np.float32)
+        for _ in range(times - 1):
+            library.forerun_products(self.native_model(), nodes, scores.ctypes.data)
+        return begun
+
+    return begin
 
 
 def decoding(run: Completions) -> float:
@@ -107,6 +126,9 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=2, help="of a stream and round")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--executor", default="auto", choices=("auto", *EXECUTORS))
+    parser.add_argument("--algorithm", default="AUTO", help="what is on")
+    parser.add_argument("--draft", help="the draft of an algorithm that takes one")
+    parser.add_argument("--heavier", type=int, default=1, help="run the core's products so often")
     parser.add_argument("--set", type=Path, help="jsonl of chats (default: built in)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--adversary", action="store_true")
@@ -115,9 +137,18 @@ def main() -> int:
     args = parser.parse_args()
     if args.adversary:
         patch.object(engine, "ngram_drafter", wrong).start()
+    if args.heavier > 1:
+        patch.object(CpuExecutor, "begin", heavier(args.heavier)).start()
     tokens = max(*args.batches, 4) * 1024
     target = open_target(
-        EngineConfig(model=args.model, executor=args.executor, kv_tokens=tokens, context=2048)
+        EngineConfig(
+            model=args.model,
+            executor=args.executor,
+            kv_tokens=tokens,
+            context=2048,
+            speculative_algorithm=args.algorithm,
+            speculative_draft_model_path=args.draft,
+        )
     )
     every = read_prompts(args.set)
     if (text := engine.text_table_of(target)) is not None:

@@ -28,7 +28,7 @@ with the products of its steps run four times, in place of 45 times, 1.39 and 1.
 
 
 def wants_small(config: EngineConfig, weights: int) -> bool:
-    """Return whether the built-in model would draft for a target whose weights take so many bytes,
+    """Return whether the built-in model would draft for a target with `weights` bytes of weights
     if it is on this machine and no draft is named.
     """
     undecided = config.speculative_algorithm == AUTO and config.policy != "fixed"
