@@ -8,13 +8,14 @@ import shutil
 from dataclasses import asdict
 from functools import partial
 
+import huggingface_hub
 import pytest
 import torch
 
 from forerun.cli.command_line import parsed
 from forerun.cli.serve import prepared
 from forerun.client.llm import LLM
-from forerun.errors import ConfigError, ForerunError
+from forerun.errors import ConfigError, ForerunError, ModelError
 from forerun.executors import cpu
 from tests.drafters.kinds import Kinds
 from tests.drafters.prediction import random_layer, with_layers
@@ -35,6 +36,8 @@ STANDS_FOR = {
     "lmsys/sglang-EAGLE-LLaMA3-Instruct-8B": "eagle1",
     "jamesliu1/sglang-EAGLE3-Llama-3.1-Instruct-8B": "eagle3",
     "thunlp/LLaMA3-Instruct-8B-FR-Spec/map.json": "map/map.json",
+    "meta-llama/Llama-3.2-1B-Instruct": "small",
+    "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat": "block",
 }
 """A name in a line: what lies there of what `make` makes."""
 
@@ -78,6 +81,22 @@ LINES = {
     "DeepSeek, tree": ("NEXTN", """--model-path deepseek-ai/DeepSeek-V3-0324 --trust-remote-code
         --speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-eagle-topk 4
         --speculative-num-draft-tokens 4"""),
+    "STANDALONE": ("STANDALONE", """--model meta-llama/Meta-Llama-3.1-8B-Instruct
+        --speculative-algorithm STANDALONE
+        --speculative-draft-model-path meta-llama/Llama-3.2-1B-Instruct
+        --speculative-num-steps 4 --speculative-eagle-topk 2 --speculative-num-draft-tokens 7
+        --mem-fraction-static 0.7 --cuda-graph-max-bs 8 --log-level warning"""),
+    "NGRAM": ("NGRAM", """--model meta-llama/Meta-Llama-3.1-8B-Instruct
+        --speculative-algorithm NGRAM --speculative-num-draft-tokens 16
+        --mem-fraction-static 0.7 --cuda-graph-max-bs 8 --log-level warning"""),
+    "NAIVE": ("NAIVE", """--model meta-llama/Meta-Llama-3.1-8B-Instruct
+        --speculative-algorithm NAIVE
+        --speculative-draft-model-path jamesliu1/sglang-EAGLE3-Llama-3.1-Instruct-8B
+        --speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 2"""),
+    "DFLASH": ("DFLASH", """--model meta-llama/Meta-Llama-3.1-8B-Instruct
+        --speculative-algorithm DFLASH
+        --speculative-draft-model-path z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat
+        --speculative-num-steps 4 --speculative-num-draft-tokens 5"""),
 }  # fmt: skip
 """What drafts, and what follows `python -m forerun.launch_server`."""
 
@@ -139,12 +158,16 @@ def of_mimo(folder):
 
 
 def answered(line, **changes):
-    """What follows "the quick" under a server's command line, what drafts, and its settings."""
+    """What follows "the quick" under a server's command line, what drafts, its settings, and what
+    the draft model may propose.
+    """
     config, settings = prepared(parsed(["serve", *shlex.split(line)]))
     options = {**asdict(config), "threads": 1, "draft_on_error": "stop", **changes}
     with LLM(**options) as llm:
         (answer,) = llm.generate("the quick", max_tokens=16, ignore_eos=True)
-        return answer.tokens, llm.loaded.config, settings
+        model = llm.loaded.target.draft_model
+        ids = None if model is None else model.traits.target_ids.tolist()
+        return answer.tokens, llm.loaded.config, settings, ids
 
 
 @pytest.mark.parametrize(
@@ -157,7 +180,7 @@ def answered(line, **changes):
 def test_line(folder, monkeypatch, name):
     monkeypatch.chdir(folder)
     method, line = LINES[name]
-    tokens, config, settings = answered(line)
+    tokens, config, settings, _ = answered(line)
     shape = line.split()
     assert config.speculative_algorithm == method
     for option, value in (
@@ -165,10 +188,30 @@ def test_line(folder, monkeypatch, name):
         ("--speculative-eagle-topk", config.speculative_eagle_topk),
         ("--speculative-num-draft-tokens", config.speculative_num_draft_tokens),
     ):
-        assert value == int(shape[shape.index(option) + 1])
+        assert option not in shape or value == int(shape[shape.index(option) + 1])
     assert tokens == answered(line, speculative_algorithm="OFF")[0] and len(tokens) == 16
     named = ("glm-4.5-air",) if "GLM" in name else ()
     assert settings.served_name == named
+
+
+def test_a_map_of_a_hub_is_fetched(folder, monkeypatch):
+    """FR-Spec's line where no such folder lies: the map is a file of a repository."""
+    monkeypatch.chdir(folder)
+    repository, fetched = "thunlp/another-FR-Spec", []
+
+    def snapshot(name, *, allow_patterns, **_):
+        fetched.append((name, allow_patterns))
+        return str(folder / "made" / "map")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    line = LINES["EAGLE-2"][1] + " --speculative-token-map "
+    here, there, alone = (answered(line + at) for at in (
+        *("thunlp/LLaMA3-Instruct-8B-FR-Spec/map.json", f"{repository}/map.json"), "none",
+    ))  # fmt: skip
+    assert fetched == [(repository, ["map.json"])]
+    assert here[3] == there[3] != alone[3]
+    with pytest.raises(ModelError, match="there is no token map"):
+        answered(line + f"{repository}/x.json")
 
 
 def test_no_draft_is_named(folder, monkeypatch):
@@ -204,5 +247,5 @@ def test_experts_over_two_processes_write_the_same(folder, monkeypatch):
     line = LINES["GLM-4.5, float8"][1]
     how = {"executor": "torch", "dtype": "float32"}
     one = answered(line, **how)[0]
-    tokens, config, _ = answered(line.replace("-size 1", "-size 2"), **how)
+    tokens, config, *_ = answered(line.replace("-size 1", "-size 2"), **how)
     assert (config.tp_size, config.ep_size) == (2, 2) and tokens == one
