@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 import torch
-from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from forerun.checkpoints.folder import FolderCheckpoint
@@ -233,11 +232,9 @@ def counting_layers(kinds, which):
 
 def right(kinds, method):
     """A target that looks at the last token alone, with a prediction layer, and an EAGLE-1 head;
-    both do the same, so that what they propose is what the target says. Or, negated, the least
-    likely.
+    both do the same, so that what they propose is what the target says.
     """
-    method, _, negated = method.partition(", ")
-    root, name = kinds.folder("right"), "shared_head.norm.weight"
+    root = kinds.folder("right")
     hf = tiny.model("llama", num_hidden_layers=6, max_position_embeddings=512)
     layer, width = LlamaDecoderLayer(hf.config, 0), hf.config.hidden_size
     blind(hf, layer)
@@ -255,10 +252,6 @@ def right(kinds, method):
         export_head(head, np.arange(arch.vocab, dtype=np.int32), root / "head")
     target = root / "target"
     draft = {"EAGLE": root / "head", "NEXTN": None, "STANDALONE": target}[method]
-    if negated and draft is None:
-        target = opposite(target, name)
-    elif negated:
-        draft = opposite(draft, "fc.weight" if method == "EAGLE" else "model.norm.weight")
     return Kind(method, target, draft)
 
 
@@ -274,20 +267,6 @@ def qwen(kinds, count):
     own = *(torch.zeros(width) for _ in range(3)), fuse
     folder = kinds.folder(f"qwen {count}")
     return Kind("NEXTN", with_layers(hf, [(each, *own) for each in layers], folder, "qwen3-next"))
-
-
-def opposite(folder, name):
-    """A copy of which one tensor has the other sign: the likeliest is the least likely."""
-    made = folder.with_name(f"not {folder.name} {name}")
-    if not made.exists():
-        made.mkdir()
-        for file in folder.iterdir():
-            (made / file.name).write_bytes(file.read_bytes())
-        tensors = load_file(made / "model.safetensors")
-        (key,) = (key for key in tensors if key.endswith(name))
-        tensors[key] = -tensors[key]
-        save_file(tensors, made / "model.safetensors")
-    return made
 
 
 def random_head(kinds, _):

@@ -1,4 +1,4 @@
-"""Drafts in JAX, inside of rounds: torch's texts, draft tokens and acceptance; adversaries; one
+"""Drafts in JAX, inside of rounds: torch's texts, draft tokens and acceptance; one
 dispatch and one copy a step, and nothing compiled after start-up. What every executor keeps is in
 tests/drafters/test_contract.py.
 """
@@ -12,13 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from forerun.build import drafting as build_drafting
 from forerun.build import engine
 from forerun.build.engine import make_engine
 from forerun.build.target import open_target
 from forerun.client.completion import make_request
 from forerun.constrain.matcher.tree_mask import TreeGrammars
-from forerun.control.policy import FixedPolicy
 from forerun.errors import ModelError
 from forerun.executors.jax import executor as jax_executor
 from forerun.executors.jax.drafts import drafting
@@ -32,17 +30,14 @@ from forerun.interface.grammars import Committed
 from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import NodeMasks, full_size
-from tests.covering import covering, every, values
 from tests.drafters.conftest import kinds  # noqa: F401 - a fixture
 from tests.drafters.kinds import prediction
 from tests.drafters.prediction import random_layer
 from tests.drafters.served import Cell, Cells, on_xla, settings
 from tests.models import tiny
-from tests.parity.heads import counted, opened, serve
 from tests.parity.test_jax_executor import compilations  # noqa: F401 - a fixture
 from tests.parity.test_rounds_that_draft import mixed, noted, priced  # noqa: F401 - a fixture
-from tests.worlds import answers
-from tests.worlds.answers import answered, plain, same_drafts, tokens
+from tests.worlds.answers import same_drafts
 
 PROMPTS = [
     np.random.default_rng(n).integers(3, 250, 9 + 13 * n).astype(np.int32) for n in (1, 2, 3)
@@ -134,17 +129,6 @@ def test_a_level_stands_one_position_below_the_level_above(quickly, runs_root):
 # --- any kind ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "shape"), covering(every(["EAGLE", "NEXTN", "STANDALONE"], [CHAIN, TREE]), values)
-)
-def test_an_adversary_is_never_accepted_and_changes_nothing(cells, method, shape):
-    cell = cells(f"right, {method}, negated")
-    found = cell.served(shape=shape)
-    assert (found.accepted, found.steps) == (0, [cell.tokens] * len(cell.prompts))
-    assert all(item.stats.draft_tokens > cell.tokens for item in found.done)
-
-
 BLOCKS = (4, 4, 1), (9, 4, 3), (16, 4, 3)
 """The last is no part of a full tree: blocks are proposed beside rounds."""
 
@@ -157,7 +141,7 @@ BLOCKS = (4, 4, 1), (9, 4, 3), (16, 4, 3)
         *(("STANDALONE, first layers", CHAIN, 0.0), ("STANDALONE, first layers", TREE, 1.0)),
         *(("NEXTN of, glm4_moe", CHAIN, 0.8), ("NEXTN of, deepseek_v3", TREE, 0.8)),
         *(("ASSISTANT, shared", TREE, 0.8), ("ASSISTANT, values of keys", CHAIN, 0.0)),
-        ("ASSISTANT, ordered", TREE, 1.0),
+        *(("ASSISTANT, ordered", TREE, 1.0), ("EAGLE", CHAIN, 0.8), ("EAGLE", TREE, 1.0)),
         *(("DFLASH, both ways", BLOCKS[0], 1.0), ("DFLASH, both ways", BLOCKS[1], 0.8)),
         *(("DFLASH, causal", BLOCKS[1], 0.0), ("DFLASH, own head and map", BLOCKS[0], 0.8)),
         *(("DFLASH, DSpark", BLOCKS[1], 0.0), ("DFLASH, DSpark", BLOCKS[2], 0.8)),
@@ -228,59 +212,6 @@ def test_layers_for_several_depths_are_refused_in_words(tmp_path, compiled, quic
         target = open_target(settings(two, "jax", **SMALL, **one, speculative_eagle_topk=1))
     assert target.draft_model.describe()["layers"] == 1
     target.close()
-
-
-# --- a head that has learned ---------------------------------------------------------------------
-
-
-LEARNED = {"max_sequences": 2, "chunked_prefill_size": 64, "context": 128, "kv_tokens": 1024}
-
-
-@pytest.fixture(scope="module")
-def target(folder, learned, compiled, quickly):
-    with on_xla(compiled):
-        made = opened(folder, learned[0], executor="jax", **LEARNED)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def judge(folder, learned):
-    """The same on the torch executor, pass by pass."""
-    made = opened(folder, learned[0], **LEARNED)
-    yield made
-    made.close()
-
-
-SHAPES = (0.8, 3, 3, 1), (0.0, 7, 3, 2), (1.0, 7, 3, 2)
-"""Temperature, draft tokens, depth, width."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-def test_drafts_and_texts_are_those_of_torch(target, judge, noted, learned, shape):  # noqa: F811
-    temperature, nodes, depth, width = shape
-    prompts = list(learned[1][:3, :12])
-    found = []
-    for which in (target, judge):
-        run = which, prompts, "EAGLE", 30, temperature
-        found.append(noted.during(serve, *run, **answers.drafting(nodes, depth, width)))
-    (mine, drafts, _), (others, expected, _) = found
-    assert [item.tokens for item in mine] == [item.tokens for item in others]
-    assert sum(item.stats.accepted for item in mine) > 0
-    assert counted(mine, depth) == counted(others, depth)
-    same_drafts(drafts, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1, 2])
-def test_rows_come_go_and_rest(target, judge, learned, monkeypatch, width):
-    """Prompts between rounds, rows that the host decides, steps without draft tokens."""
-    monkeypatch.setattr(build_drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
-    requests = mixed(learned[1])
-    found, _ = answered(target, requests, 5, **answers.drafting(5, 5, width, "EAGLE"))
-    monkeypatch.undo()
-    assert tokens(found) == plain(judge, requests)
 
 
 # --- programs ------------------------------------------------------------------------------------
