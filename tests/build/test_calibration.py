@@ -13,14 +13,10 @@ from forerun.build.calibration import (
     smoothed,
     with_draft_model,
 )
-from forerun.build.engine import make_engine
-from forerun.build.target import open_target
-from forerun.client.completion import complete, make_request
 from forerun.errors import ConfigError
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import Capabilities, ExecutorLimits
 from forerun.interface.next_draft import NextDrafts
-from forerun.options.config import EngineConfig
 from tests.cli.toys import toy_target
 
 
@@ -308,18 +304,6 @@ def test_tokens_that_need_not_be_there_are_not_computed():
 def test_an_executor_too_small_to_measure_says_so():
     with pytest.raises(ConfigError, match="chunked-prefill-size"):
         measure_costs(ToyExecutor(ExecutorLimits(16, 4, 4, 1, 64, 259)))
-
-
-def test_adaptive_and_fixed_policies_give_the_same_text():
-    prompt, texts = np.frombuffer(b"Hello", np.uint8).astype(np.int32), []
-    for policy in ("adaptive", "fixed"):
-        target = open_target(EngineConfig(model="toy", policy=policy, kv_tokens=2048))
-        assert (target.costs is not None) == (policy == "adaptive")
-        engine = make_engine(target, target.config)
-        engine.start()
-        texts.append(complete(engine, [make_request(prompt, max_tokens=80)])[0][0].text)
-        engine.shutdown()
-    assert texts[0] == texts[1]
 
 
 def test_the_toys_automatic_policy_is_fixed():

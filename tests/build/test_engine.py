@@ -168,24 +168,6 @@ def test_the_default_model_is_small_in_memory_and_knows_paris():
     assert "Paris" in text
 
 
-@pytest.mark.slow
-@native
-@pytest.mark.model
-def test_adaptive_speculation_gives_the_same_text(default_model):
-    prompt = encode_chat(default_model, [{"role": "user", "content": "Count from 1 to 30."}])
-    texts = []
-    for config in (
-        replace(default_model.config, speculative_algorithm="OFF"),
-        default_model.config,
-        replace(default_model.config, speculative_num_draft_tokens=4, speculative_num_steps=3),
-    ):
-        engine = make_engine(default_model, config)
-        engine.start()
-        texts.append(complete(engine, [make_request(prompt, max_tokens=48)])[0][0].tokens)
-        engine.shutdown()
-    assert texts[0] == texts[1] == texts[2]
-
-
 @pytest.mark.parametrize("collects", [True, False])
 def test_cycles_are_collected_later_only_where_they_were(collects):
     try:

@@ -8,9 +8,7 @@ from forerun.build.registry import choose_executor
 from forerun.build.target import open_target
 from forerun.build.tuned import Setting
 from forerun.checkpoints.folder import FolderCheckpoint
-from forerun.constrain.grammar import Grammar
 from forerun.errors import ConfigError
-from forerun.measure.prove import Trial, prove
 from forerun.measure.sweep import OFF, Sweep, halving
 from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
@@ -108,22 +106,6 @@ def test_start_up_tells_how_far_it_is(target):
     told = [said for said in target.executor.told if said[0] == compiling]
     assert [done for _, done, _ in told] == [*range(told[-1][2] + 1)]
     assert target.config.executor == "jax" and target.config.dtype == "float32"
-
-
-@pytest.mark.slow
-def test_speculation_changes_no_text(target):
-    """Two prompts, alone and together, at temperatures 0 and 0.8; then under a grammar."""
-    messages = ("the quick brown fox", "jumps over the quick brown fox the quick")
-    prompts = tuple(
-        Prompt(str(n), "text", ({"role": "user", "content": text},))
-        for n, text in enumerate(messages)
-    )
-    proof = prove(target, target.config, Trial(prompts, tokens=30, group=2))
-    assert proof.holds, proof
-    grammar = Grammar("regex", "(the|fox|quick)( the| quick| fox){3,9}", "regex")
-    proof = prove(target, target.config, Trial(prompts, tokens=30, group=2, grammar=grammar))
-    assert proof.identical, proof
-    assert target.executor.describe()["compiled_late"] == 0
 
 
 @pytest.mark.slow

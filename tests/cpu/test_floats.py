@@ -8,11 +8,10 @@ from forerun.build.registry import EXECUTORS
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import ConfigError
 from forerun.executors.cpu import CpuExecutor
-from forerun.executors.torch import TorchExecutor
 from forerun.options.config import EngineConfig
 from tests.cpu.test_logits import distance, fp32, logits_of
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, as_draft, first_is_fast, limits
+from tests.parity.driver import Driver, Row, as_draft, limits
 
 FOLDERS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -38,25 +37,6 @@ def test_logits_are_those_of_transformers_in_float32(
     source = checkpoint("qwen3", kind) if family == "GGUF" else folder(kind, family)
     tokens = random.integers(0, tiny.VOCAB, 60)
     assert distance(logits_of(executor(source), tokens), fp32(source, tokens)) < 2e-6
-
-
-def greedy(made, prompt, count):
-    with Driver(made) as driver:
-        driver.open(0, prompt)
-        sequence = driver.sequences[0]
-        while len(sequence.tokens) < len(prompt) + count:
-            driver.step([Row(0)])
-        return sequence.tokens[len(prompt) :]
-
-
-@pytest.mark.parametrize("seed", first_is_fast([*range(4)]))
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_greedy_text_is_the_torch_executors(executor, folder, random, kind, seed):
-    source = folder(kind, "llama", seed)
-    prompt = random.integers(0, tiny.VOCAB, 20)
-    expected = greedy(TorchExecutor(source, limits(tiny.VOCAB)), prompt, 64)
-    assert greedy(executor(source), prompt, 64) == expected
-    assert len(set(expected)) > 5
 
 
 def cuts_change_no_bit(at_once, made, tokens):

@@ -16,10 +16,8 @@ from forerun.checkpoints.mapped import Packed
 from forerun.errors import ModelError
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.cpu.few_bits import check_fp4
-from forerun.executors.torch import TorchExecutor
 from forerun.networks.layer_spec import Experts, Router
 from tests.covering import covering, every, rarely, some_of, thinned, values
-from tests.cpu.test_floats import greedy
 from tests.cpu.test_logits import SAME, distance, farthest, fp32, logits_of
 from tests.cpu.test_products import k_quantised
 from tests.cpu.twin import forward
@@ -72,6 +70,13 @@ FEW = (*tiny.DELTAS, "glm4_moe_lite", "gemma4_text")
 IN_GGUF = [family for family in FAMILIES if family not in ("exaone4", "ministral3")]
 
 
+def in_chunks(made, tokens, chunks):
+    """float32[T,V] of a text run in chunks of these lengths."""
+    with Driver(made) as driver:
+        driver.open(0, tokens)
+        return np.concatenate([driver.step([Row(0, known=n)]).every().numpy() for n in chunks])
+
+
 WINDOWS = [(family, n) for family in ("mistral", "qwen2", "qwen3") for n in (1, 16, 100)]
 
 
@@ -79,22 +84,21 @@ WINDOWS = [(family, n) for family in ("mistral", "qwen2", "qwen3") for n in (1, 
 def test_contexts_longer_than_the_window(executor, checkpoint, random, family, window):
     source = checkpoint(family, None, **windowed(family, window))
     tokens = random.integers(0, tiny.VOCAB, 180)
-    with Driver(executor(source, 2)) as driver:
-        driver.open(0, tokens)
-        found = [driver.step([Row(0, known=known)]).every().numpy() for known in (178, 1, 1)]
-    assert np.abs(np.concatenate(found) - fp32(source, tokens)).max() < 1e-4
+    found = in_chunks(executor(source, 2), tokens, (178, 1, 1))
+    assert np.abs(found - fp32(source, tokens)).max() < 1e-4
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_texts_of_more_positions_than_all_heads_read_at_a_time(
-    executor, checkpoint, random, threads
-):
-    """32,768 numbers of keys (csrc/attention.inl, kTogether): 816 positions of 40 numbers each."""
-    source = checkpoint("deepseek_v3", None, max_position_embeddings=1024)
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_long_texts(executor, checkpoint, random, family, threads):
+    """32,768 numbers of keys (csrc/attention.inl, kTogether) are 816 positions of 40 numbers each;
+    of a single token behind many positions all threads share each head (csrc/attend.cpp).
+    """
+    source = checkpoint(family, None, max_position_embeddings=1024)
     tokens = random.integers(0, tiny.VOCAB, 840)
     made = executor(source, threads, max_nodes=1024, context=1024, pages=80)
-    found, expected = logits_of(made, tokens), fp32(source, tokens)
-    assert np.abs(found - expected).max() < 1e-4
+    found = in_chunks(made, tokens, (838, 1, 1))
+    assert farthest(found, source, tokens) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -112,19 +116,6 @@ KINDS = "Q8_0", "Q4_1", "F16"
 OWN = "deepseek_v3", "qwen2_moe", "gpt_oss", "qwen3_next", "lfm2", "gemma4_text"
 """Families whose products are not those of the others: a latent, experts, states, embeddings by
 layer."""
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in OWN)) for f in FAMILIES]
-)
-def test_forty_greedy_tokens_are_torchs(executor, checkpoint, random, family):
-    source = checkpoint(family, None)
-    prompt = random.integers(0, tiny.VOCAB, 30)
-    expected = greedy(TorchExecutor(source, limits(tiny.VOCAB)), prompt, 40)
-    for page_size, threads in ((1, 1), (16, 2)):
-        made = executor(source, threads, page_size=page_size, pages=1024 // page_size)
-        assert greedy(made, prompt, 40) == expected
-    assert len(set(expected)) > 5
 
 
 @pytest.mark.parametrize(("family", "page_size"), thinned(every(FAMILIES, [1, 16]), values))

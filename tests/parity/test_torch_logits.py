@@ -10,11 +10,9 @@ from forerun.build.shapes import SHAPES, RandomCheckpoint
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.decoder.decoder import Decoder
-from forerun.speculative.sampling import Sampling
 from tests.covering import every, some_of, thinned, values
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
-from tests.parity.test_torch_invariance import half_true_draft
 from tests.worlds.checkpoints import expected_logits
 
 VARIANTS = {
@@ -274,29 +272,6 @@ def test_logits_are_those_of_transformers(checkpoint, random, family, name, chan
     logits = forward(executor, tokens, [170, 10, 106, *[1] * 4])
     assert expected.std() > 0.5
     assert (logits - expected).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("family", [*FURTHER][::5])
-def test_forty_greedy_tokens_are_those_of_transformers(checkpoint, random, family):
-    found = checkpoint(family)
-    prompt, reference = random.integers(0, tiny.VOCAB, 30), tiny.reference(found)
-    expected = [None] * (len(prompt) + 40)
-    for page_size, guesses in ((16, 0), (1, 7)):
-        executor = TorchExecutor(found, limits(tiny.VOCAB, page_size=page_size, pages=400))
-        with Driver(executor) as driver:
-            driver.open(0, prompt, Sampling(temperature=0.0))
-            sequence = driver.sequences[0]
-            driver.step([Row(0)])
-            while len(sequence.tokens) < len(expected):
-                rest = expected[len(sequence.tokens) :]
-                draft, _ = half_true_draft(random, rest, tiny.VOCAB, guesses)
-                driver.step([Row(0, draft=draft)])
-        if not guesses:
-            expected = sequence.tokens[: len(expected)]
-            with torch.no_grad():
-                best = reference(torch.tensor([expected])).logits[0].argmax(-1)
-            assert best[len(prompt) - 1 : -1].tolist() == expected[len(prompt) :]
-        assert sequence.tokens[: len(expected)] == expected
 
 
 BRANCHING = ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe", *FURTHER]
