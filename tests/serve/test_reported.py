@@ -17,8 +17,6 @@ from forerun.serve.app import create_app
 from forerun.serve.bodies.fields import read
 from forerun.serve.dialects.anthropic.schema import CountBody
 from forerun.text.chat import ChatTemplate
-from forerun.text.harmony import HarmonyReader
-from forerun.text.tools import FORMATS, ToolReader
 from tests.cli.toys import toy_loaded
 from tests.covering import spread
 from tests.drafters.prediction import random_layer, with_layers
@@ -97,60 +95,6 @@ def said(role, content):
     return {"role": role, "content": content}
 
 
-CALLS = {
-    "hermes": 'Well.<tool_call>{"name": "find", "arguments": {"city": "Tokyo"}}</tool_call>',
-    "llama3": '{"name": "find", "parameters": {"city": "Tokyo"}}',
-    "mistral": 'Well.[TOOL_CALLS][{"name": "find", "arguments": {"city": "Tokyo"}}]',
-    "granite": 'Well.<|tool_call|>[{"name": "find", "arguments": {"city": "Tokyo"}}]',
-    "phi4": 'Well.<|tool_call|>{"name": "find", "arguments": {"city": "Tokyo"}}<|/tool_call|>',
-    "kimi": "Well.<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0"
-    '<|tool_call_argument_begin|>{"city": "Tokyo"}<|tool_call_end|><|tool_calls_section_end|>',
-    "harmony": "<|channel|>commentary<|message|>Well.<|end|><|start|>assistant to=functions.find"
-    '<|channel|>commentary json<|message|>{"city": "Tokyo"}<|call|>',
-    "mistral-args": 'Well.[TOOL_CALLS]find[ARGS]{"city": "Tokyo"}',
-    "lfm2": 'Well.<|tool_call_start|>[find(city="Tokyo")]<|tool_call_end|>',
-    "qwen3-coder": "Well.<tool_call>\n<function=find>\n<parameter=city>\nTokyo\n</parameter>\n"
-    "</function>\n</tool_call>",
-    "seed-oss": "Well.<seed:tool_call><function=find><parameter=city>Tokyo</parameter></function>"
-    "</seed:tool_call>",
-    "gemma4": 'Well.<|tool_call>call:find{city:<|"|>Tokyo<|"|>}<tool_call|>',
-    "minimax-m2": 'Well.<minimax:tool_call>\n<invoke name="find">\n<parameter name="city">Tokyo'
-    "</parameter>\n</invoke>\n</minimax:tool_call>",
-    "deepseek-v3.2": 'Well.<|DSML|function_calls>\n<|DSML|invoke name="find">\n'
-    '<|DSML|parameter name="city" string="true">Tokyo</|DSML|parameter>\n</|DSML|invoke>\n'
-    "</|DSML|function_calls>".replace("|", "\uff5c"),
-    "glm": "Well.<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>Tokyo</arg_value>\n"
-    "</tool_call>",
-}
-
-
-def read_in(name, pieces):
-    """The content and the calls of an answer that comes in these pieces."""
-    parameters = {"properties": {"city": {"type": "string"}}}
-    tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
-    reader = HarmonyReader(["find"]) if name == "harmony" else ToolReader(FORMATS[name], tools)
-    content, calls = "", {}
-    parsed = [reader.push(piece) for piece in pieces]
-    for part in [*parsed, reader.finish()]:
-        content += part.content
-        for piece in part.calls:
-            held = calls.setdefault(piece.index, ["", ""])
-            held[0] += piece.name or ""
-            held[1] += piece.arguments
-    return content, [(name, json.loads(arguments)) for name, arguments in calls.values()]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_arguments_are_whole_however_many_tokens_come_at_once(name):
-    """vLLM #51577: cut where a verified step brought the end of the arguments and more."""
-    text = CALLS[name]
-    wanted = read_in(name, text)
-    assert wanted[1] == [("find", {"city": "Tokyo"})]
-    assert read_in(name, [text]) == wanted
-    for cut in range(1, len(text)):
-        assert read_in(name, [text[:cut], text[cut:]]) == wanted, text[:cut]
-
-
 def test_log_probabilities_of_prompts_do_not_depend_on_speculation(predicting):
     """vLLM #53488: wrong for some requests, with prediction layers and prompts in chunks."""
 
@@ -220,6 +164,9 @@ ODD = [
     {"type": "object", "properties": {"a": {"type": "string", "pattern": r"^\d{3}[^\s]+$"}}},
     {"type": "object", "properties": {"a": {"not": {"type": "null"}, "x-odd": 3}}},
     {"properties": {"foo": "bar"}},
+    {"properties": {"a": {"pattern": "(["}}},
+    {"properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}}},
+    {"properties": {"a": {"$ref": "#/nowhere"}}},
 ]
 
 
@@ -250,26 +197,6 @@ def test_a_prompt_is_read_once_not_every_turn(predicting):
         assert reread <= 32, (turn, usage)
         last = usage["prompt_tokens"]
         messages.append(said("assistant", found["choices"][0]["message"]["content"]))
-
-
-CODEX = [
-    {"type": "web_search", "external_web_access": False},
-    {"type": "image_generation", "output_format": "png"},
-    {"type": "namespace", "name": "mcp__a", "tools": [{"type": "function", "name": "js"}]},
-]
-
-
-@pytest.mark.parametrize("other", CODEX, ids=lambda tool: tool["type"])
-def test_types_of_tools_that_codex_offers(client, other):
-    """unsloth #5141: every request of Codex is refused, for not all of its tools are functions."""
-    function = {
-        **{"type": "function", "name": "shell", "strict": False, "description": "Runs."},
-        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
-    }
-    body = {"input": "Hi", "tools": [function, other], "max_output_tokens": 8}
-    answer = client.post("/v1/responses", json=body)
-    assert answer.status_code == 200, answer.text
-    assert [tool["type"] for tool in answer.json()["tools"]] == ["function", other["type"]]
 
 
 STRICT = (

@@ -124,23 +124,3 @@ def test_a_regex_that_is_not_supported_is_named(client, pattern):
     answer = client.post("/v1/chat/completions", json=CHAT | {"guided_json": of_pattern(pattern)})
     assert answer.status_code == 200, answer.text
     assert answer.headers.get(HEADER) == "guided_json.properties.code.pattern"
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"properties": {"foo": "bar"}},
-        of_pattern("(["),
-        {"properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}}},
-        {"properties": {"a": {"$ref": "#/nowhere"}}},
-    ],
-)
-def test_one_odd_tool_does_not_refuse_the_others(client, odd):
-    tools = [
-        {"type": "function", "function": {"name": name, "parameters": schema}}
-        for name, schema in [("odd", odd), ("even", {"properties": {"b": {"type": "integer"}}})]
-    ]
-    answer = client.post(
-        "/v1/chat/completions", json=CHAT | {"tools": tools, "tool_choice": "auto"}
-    )
-    assert answer.status_code == 200, answer.text
