@@ -305,9 +305,13 @@ def assistant(kinds, which):
         made = assistants.beside(hf, ordered=which == "ordered")
 
         def read(moving):
-            return lambda text, path: (
-                assistants.dense(hf, made, text, path, moving).log_softmax(-1).numpy()
-            )
+            def logits(text, path):
+                found = assistants.dense(hf, made, text, path, moving)
+                if which == "ordered":  # Unscored tokens have what the least of the others has.
+                    found[found == found.min(-1, keepdim=True).values] = -torch.inf
+                return found.log_softmax(-1).numpy()
+
+            return logits
 
         reference, others = read(0), (read(1),)
     target = kinds.folder("blind gemma" if reference is None else f"target of {which}")

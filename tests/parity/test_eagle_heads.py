@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from forerun.build.engine import load
 from forerun.build.target import open_target
-from forerun.client.completion import complete, make_request
 from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafts.eagle_folder import open_draft
@@ -23,7 +21,6 @@ from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
 from forerun.executors.torch import TorchEagleModel, TorchExecutor
 from forerun.interface.features import HostFeatures
 from forerun.interface.slot_init import SlotInit
-from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, chain_draft, limits
@@ -284,45 +281,3 @@ def test_the_price_of_a_head_is_measured(target, learned, changes):
         assert [item.tokens for item in served] == [
             item.tokens for item in serve(adaptive, prompts, "OFF")
         ]
-
-
-@pytest.mark.slow
-def test_lookup_and_head_together(target, learned):
-    """The same text, in no more steps than the better of the two takes, but for a few."""
-    prompts = [np.concatenate([text[:40], text[20:40]]) for text in learned[1][:2]]
-    plain = serve(target, prompts, "OFF")
-    steps = {}
-    for speculation in ("EAGLE", "NGRAM", "EAGLE+NGRAM"):
-        served = serve(target, prompts, speculation)
-        assert [item.tokens for item in served] == [item.tokens for item in plain]
-        steps[speculation] = sum(item.stats.steps for item in served)
-    assert steps["EAGLE+NGRAM"] < 1.02 * min(steps.values()), steps
-
-
-@pytest.mark.parametrize("damage", ["gone", "too narrow"])
-def test_a_draft_that_cannot_be_used_disables_speculation(folder, dense, tmp_path, damage):
-    if damage == "too narrow":
-        twin = Twin(dense, tmp_path, {"hidden": 48, "trained_head": True})
-        tensors = load_file(tmp_path / "model.safetensors")
-        del tensors["embed_tokens.weight"]
-        save_file(tensors, tmp_path / "model.safetensors")
-        assert twin.draft
-    config = EngineConfig(
-        model=str(folder),
-        executor="torch",
-        speculative_draft_model_path=str(tmp_path),
-        max_sequences=2,
-        kv_tokens=512,
-    )
-    with pytest.raises(ModelError):
-        open_target(replace(config, draft_on_error="stop"))
-    with pytest.warns(UserWarning, match="speculation is off: "):
-        loaded = load(config)
-    try:
-        assert loaded.config.speculative_algorithm == "OFF"
-        assert loaded.engine.fault.startswith("speculation is off: ")
-        assert loaded.engine.describe()["drafter"]["fault"] == loaded.engine.fault
-        request = make_request(np.array([5, 6, 7], np.int32), max_tokens=4, ignore_eos=True)
-        assert len(complete(loaded.engine, [request])[0][0].tokens) == 4
-    finally:
-        loaded.close()

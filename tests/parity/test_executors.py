@@ -1,7 +1,8 @@
 """One suite for all executors: plain steps, trees, chunks and batches emit the same tokens.
 
-torch and jax compute in float32 and must agree with each other, too. cpu computes in the numbers of
-its files (Q8_0 here) and toy has its own model: they are held to their own plain steps.
+torch, its captured rounds (on the recorder) and jax compute in float32 and must agree with each
+other, too. cpu computes in the numbers of its files (Q8_0 here) and toy has its own model: they are
+held to their own plain steps.
 """
 
 from dataclasses import replace
@@ -23,18 +24,20 @@ from forerun.speculative.tree import NodeMasks
 from tests.drafters.served import padded
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, chain_draft, emitted_within_a_page, limits
+from tests.parity.tape import Tape, on_tape
 from tests.parity.test_torch_invariance import half_true_draft
 
 SMALL = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
 COUNT = 10
 PROMPTS = [np.random.default_rng(n).integers(8, 250, n).tolist() for n in (30, 4, 17, 40)]
-KINDS = ["toy", "torch", "jax", pytest.param("cpu", marks=pytest.mark.skipif(
+KINDS = ["toy", "torch", "rounds", "jax", pytest.param("cpu", marks=pytest.mark.skipif(
     bool(cpu.available()), reason="the native core is not built"))]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def executor_of(checkpoint, compiled, quickly):
     """(kind) -> the executor of the model; (kind, of) -> its own, of that model or another."""
+    tape = Tape()
 
     def made(kind, found):
         if kind == "toy":
@@ -46,13 +49,18 @@ def executor_of(checkpoint, compiled, quickly):
                 return JaxExecutor(found, SMALL, options)
         if kind == "cpu":
             return CpuExecutor(found, SMALL)
-        torch_one = TorchExecutor(found, SMALL)
+        with pytest.MonkeyPatch.context() as patch:
+            if kind == "rounds":
+                on_tape(patch, tape)
+            torch_one = TorchExecutor(found, SMALL)
+            torch_one = torch_one.capture() if kind == "rounds" else torch_one
         torch_one.pages = TorchPages(torch_one)
         return torch_one
 
     model = checkpoint("qwen3")
     shared = cache(lambda kind: made(kind, model))
-    return lambda kind, *of: made(kind, of[0] or model) if of else shared(kind)
+    yield lambda kind, *of: made(kind, of[0] or model) if of else shared(kind)
+    assert tape.replays > 5 or not tape.captures
 
 
 @pytest.fixture(params=KINDS)
@@ -90,7 +98,7 @@ def plain(temperature):
 
 def judge_of(kind):
     """Whose plain steps an executor is held to."""
-    return "torch" if kind == "jax" else kind
+    return "torch" if kind in ("jax", "rounds") else kind
 
 
 @pytest.fixture(scope="module")

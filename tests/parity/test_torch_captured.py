@@ -82,39 +82,6 @@ def plain(pair):
     return texts(pair[1], no_draft)
 
 
-def test_plain_rounds_give_the_eager_text(pair, plain):
-    captured, _, tape = pair
-    before = tape.replays
-    tokens, reports = texts(captured, no_draft)
-    assert tokens == plain[0]
-    found, expected = (
-        np.array([r.logprob for r in staging[3]][:COUNT]) for staging in (reports, plain[1])
-    )
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert tape.replays > before + COUNT - 4
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_rounds_with_any_trees_give_the_eager_text(pair, plain, seed):
-    captured, _, tape = pair
-    random = np.random.default_rng(seed)
-    most = (1, 5, 14)[seed]  # One draft token at most: a chain of two, for large batches.
-    accepted = []
-
-    def draft_tokens(slot, tokens):
-        draft, true_depth = half_true_draft(random, plain[0][slot][len(tokens) :], tiny.VOCAB, most)
-        accepted.append(any(true_depth))
-        return draft
-
-    before = tape.replays
-    tokens, _ = texts(captured, draft_tokens, seed)
-    assert tokens == plain[0]
-    assert tape.replays > before
-    assert sum(accepted) > 10
-    sizes = captured.describe()["captured"]
-    assert any(size[:2] in ((4, 1 if most == 1 else 8), (4, 2)) for size in sizes)
-
-
 FAMILIES = ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"]
 
 
