@@ -3,6 +3,7 @@ the vanilla rule, which its tensors alone say. `target_layers` counts as BlockHe
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def open_block_file(path: Path, target: Architecture) -> BlockFile:
     target, or of a kind that is not built; keys and tensors in the way are named.
     """
     file = read_gguf(path)
+    if (row := file.tensors.get(_CONFIDENCE)) is not None:  # Headers lose a shape's leading 1.
+        file.tensors[_CONFIDENCE] = replace(row, shape=(1, *row.shape[-1:]))
     files = {_canonical(name): (file, name) for name in file.tensors}
     try:
         head = _describe(file, target)

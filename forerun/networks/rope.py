@@ -215,11 +215,11 @@ def _divisors(divisors: tuple[float, ...], turned: int) -> dict[str, float]:
     return {"smallest divisor": float(np.min(divisors)), "largest divisor": float(np.max(divisors))}
 
 
-def yarn_attention_factor(factor: float) -> float:
+def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
     """Return YaRN's recommended factor for a context that is `factor` times as long (section 3.4):
-    0.1 ln(factor) + 1; 1 if it is not longer.
+    0.1 scale ln(factor) + 1; 1 if it is not longer.
     """
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3(plain: Floats, scaling: Llama3) -> Floats:

@@ -256,6 +256,8 @@ BLOCKS = {
     "lfm2": {},
     "lfm2_moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0},
     "gemma4_text": {},
+    "ministral3": {},
+    "exaone4": {},
 }
 
 
@@ -318,9 +320,33 @@ def test_the_layers_with_states_may_be_listed(tmp_path):
         "qwen3next.full_attention_interval": None,
         "qwen3next.attention.recurrent_layers": listed,
     }
-    path = tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=metadata)
-    specs = GgufCheckpoint(path).architecture.layer_specs
-    assert [spec.recurrent is not None for spec in specs] == listed
+    predicted = {  # Converters list prediction layers too.
+        "qwen3next.attention.recurrent_layers": [*listed, False],
+        "qwen3next.nextn_predict_layers": 1,
+        "qwen3next.block_count": 5,
+    }
+    for said in (metadata, metadata | predicted):
+        path = tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=said)
+        specs = GgufCheckpoint(path).architecture.layer_specs
+        assert [spec.recurrent is not None for spec in specs] == listed
+
+
+def test_a_rope_of_their_own_in_layers_with_windows(tmp_path):
+    hf, said = tiny.model("olmo3", **BLOCKS["olmo3"]), {"olmo2.rope.freq_base_swa": 3000.0}
+    checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=said))
+    thetas = [spec.rope.theta for spec in checkpoint.architecture.layer_specs]
+    assert thetas == [1e4, *[3000.0] * 3]
+
+
+def test_files_of_ministral_without_growing_queries_are_mistrals(tmp_path):
+    """Converters of 2026 call all of Mistral's multimodal models mistral3."""
+    hf = tiny.model("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.GGUF_NAMES, "llama", "mistral3")
+        path = tiny.write_gguf(hf, tmp_path / "x.gguf")
+    checkpoint = GgufCheckpoint(path)
+    assert checkpoint.architecture.family == "llama"
+    holds(checkpoint, hf)
 
 
 def test_a_decay_that_grows_is_refused(tmp_path):
@@ -448,6 +474,8 @@ def test_prediction_layers_are_left_aside(tmp_path):
         ("granite", "residual_scale", None, None),
         ("olmo2", "embedding_scale", 3.0, r"olmo2\.embedding_scale"),
         ("smollm3", "attention.sliding_window", 20, r"smollm3\.attention\.sliding_window"),
+        ("exaone4", "attention.sliding_window_pattern", [True], "sliding_window_pattern"),
+        ("ministral3", "rope.scaling.original_context_length", 1024, None),
     ],
 )
 def test_metadata_is_honoured_or_refused_by_name(family, key, value, named, tmp_path):

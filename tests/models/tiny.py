@@ -476,7 +476,8 @@ def write_gguf(
             raw, raw_kind = stored[source]
             writer.add_tensor(gguf_name(source, name), raw, raw_dtype=raw_kind)
         elif array.ndim == 1 or source.endswith(AS_FLOATS):
-            writer.add_tensor(gguf_name(source, name), np.atleast_1d(array.squeeze()))
+            flat = array.squeeze(1) if array.ndim == 3 else array
+            writer.add_tensor(gguf_name(source, name), flat)
         else:
             writer.add_tensor(gguf_name(source, name), quantize(array, quant), raw_dtype=quant)
     for source, array in (extra or {}).items():
@@ -579,9 +580,10 @@ GGUF_NAMES = {
     "granitemoehybrid": "granite",
     "gemma4_text": "gemma4",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "ministral3": "mistral3",
 }
 """What llama.cpp calls families that it does not call by their names here."""
-INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", *GRANITES)
+INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "ministral3", *GRANITES)
 """Whose heads llama.cpp's converter turns (`undo_permute`)."""
 
 
@@ -621,12 +623,18 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
             break
     if hasattr(settings, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(settings.moe_intermediate_size)
-    if family == "olmo3":
+    if family in ("olmo3", "exaone4") and settings.sliding_window:
         writer.add_sliding_window(settings.sliding_window)
         flags = [kind == "sliding_attention" for kind in settings.layer_types]
         writer.add_sliding_window_pattern(flags)
-        if factor := settings.rope_parameters["full_attention"].get("attention_factor"):
+    if family == "olmo3":
+        ropes = settings.rope_parameters
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+        if factor := ropes["full_attention"].get("attention_factor"):
             writer.add_rope_scaling_attn_factors(factor)
+    if family == "ministral3":
+        writer.add_attn_temperature_scale(settings.rope_parameters["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(settings.rope_parameters["mscale_all_dim"])
     if family == "minimax_m2":
         writer.add_expert_feed_forward_length(settings.intermediate_size)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)

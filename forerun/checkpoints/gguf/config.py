@@ -52,10 +52,13 @@ _FAMILIES: dict[str, Family] = {
     "lfm2moe": "lfm2_moe",
     "gemma4": "gemma4_text",
     "hunyuan-dense": "hunyuan_v1_dense",
+    "exaone4": "exaone4",
+    "mistral3": "ministral3",
 }
-"""general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
-experts; DeepSeek V2's call themselves as V3's, and score experts by a softmax; GLM-4.7-Flash's are
-V3's; OLMo 3's call themselves olmo2, and have windows; a Granite 4 without Mamba layers is Granite.
+"""general.architecture -> family. Mistral's files call themselves llama, or mistral3 without
+Ministral's growing queries; Mixtral's llama, and have experts; DeepSeek V2's call themselves as
+V3's, and score experts by a softmax; GLM-4.7-Flash's are V3's; OLMo 3's call themselves olmo2, and
+have windows; a Granite 4 without Mamba layers is Granite.
 """
 _LACKS = {
     "llama4": "chunked attention, query and key norms without weights, attention scores scaled by "
@@ -80,8 +83,13 @@ _OF_MAMBA = tuple(
 )
 """Granite 4's converter writes these of models without Mamba layers, too."""
 _WINDOWED = 4
-"""OLMo 3: in every group of this many layers the last has no window."""
-_NORMED: tuple[Family, ...] = ("qwen3", "qwen3_moe", "hunyuan_v1_dense", *CONVOLUTIONS)
+"""OLMo 3, EXAONE 4: in every group of this many layers the last has no window."""
+_GROWING = "attention.temperature_scale"
+"""Ministral 3: by how much queries grow beyond the original context."""
+_NORMED: tuple[Family, ...] = (
+    *("qwen3", "qwen3_moe", "hunyuan_v1_dense", "exaone4"),
+    *CONVOLUTIONS,
+)
 """Architectures with norms on queries and keys, also where the first layer does not attend."""
 _QWENS: tuple[Family, ...] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
@@ -139,6 +147,8 @@ def architecture_of(file: GgufFile) -> Architecture:
         family = "deepseek_v2"
     if family == "olmo2" and _window(keys):
         family = "olmo3"
+    if family == "ministral3" and not keys.real(_GROWING, 0.0):
+        family = "llama"
     fourth = family == "gemma4_text"
     sizes = gemma4_sizes(keys, _vocab(file)) if fourth else _sizes(keys, file, family)
     latent = latent_of(keys, sizes) if family in _LATENT else None
@@ -215,7 +225,9 @@ def assistant_of(file: GgufFile) -> tuple[Architecture, int]:
 
 def _sizes(keys: Keys, file: GgufFile, family: Family) -> ArchitectureSizes:
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
-    mixed = family in CONVOLUTIONS
+    mixed, context = family in CONVOLUTIONS, keys.integer("context_length")
+    if family == "ministral3":  # As in folders (families_dense.ministral_sizes).
+        context = min(context, keys.integer("rope.scaling.original_context_length", context))
     return ArchitectureSizes(
         # Prediction layers are counted, and left aside here.
         layers=keys.integer("block_count") - keys.integer("nextn_predict_layers", 0),
@@ -224,7 +236,7 @@ def _sizes(keys: Keys, file: GgufFile, family: Family) -> ArchitectureSizes:
         kv_heads=attending_heads(keys) if mixed else keys.integer("attention.head_count_kv", heads),
         head_size=keys.integer("attention.key_length", hidden // max(heads, 1)),
         vocab=_vocab(file),
-        context=keys.integer("context_length"),
+        context=context,
     )
 
 
@@ -252,8 +264,7 @@ def _plain(
             keys.get(name)
     own_scale = _factor(keys, family, "attention.scale", sizes.head_size**-0.5)
     normed = family in _NORMED or "blk.0.attn_q_norm.weight" in file.tensors
-    behind = family in ("olmo2", "olmo3")
-    wide = behind or family == "minimax_m2"
+    wide = family in ("olmo2", "olmo3", "minimax_m2")
     attention = AttentionSpec(own_scale, window)
     if latent is not None:
         attention = latent_attention(keys, latent)
@@ -261,7 +272,7 @@ def _plain(
         attention,
         _rope(keys, sizes, file, family, latent),
         Dense(whole, "blk.0.ffn_up.bias" in file.tensors),
-        norms="post" if behind else "pre",
+        norms="post" if family in ("olmo2", "olmo3", "exaone4") else "pre",
         qk_norm=normed and not wide,
         wide_qk_norm=wide,
         late_qk_norm=family == "hunyuan_v1_dense",
@@ -274,6 +285,10 @@ def _plain(
         return tuple(spec if (i + 1) % _NO_POSITIONS else still for i in range(sizes.layers))
     if family == "olmo3":
         return _olmo3(keys, sizes, spec)
+    if family == "exaone4" and (window := _window(keys)):
+        local = replace(spec, attention=replace(attention, window=window))
+        still = replace(spec, rope=Rope(spec.rope.theta, rotated=0))
+        return tuple(local if slide else still for slide in _slides(keys, sizes.layers, _WINDOWED))
     mixed = spec
     if family in _EXPERTS:
         mixed = replace(spec, feed_forward=experts_of(keys, sizes, file, family))
@@ -297,7 +312,8 @@ def _olmo3(keys: Keys, sizes: ArchitectureSizes, whole: LayerSpec) -> tuple[Laye
         scaling = replace(scaling, attention_factor=factor)
         whole = replace(whole, rope=replace(whole.rope, scaling=scaling))
     attention = replace(whole.attention, window=_window(keys))
-    local = replace(whole, attention=attention, rope=Rope(whole.rope.theta))
+    rope = Rope(keys.real("rope.freq_base_swa", whole.rope.theta))
+    local = replace(whole, attention=attention, rope=rope)
     slides = _slides(keys, sizes.layers, _WINDOWED)
     return tuple(local if slide else whole for slide in slides)
 
@@ -408,7 +424,8 @@ def _vocab(file: GgufFile) -> int:
 def scaling_of(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
     """Return how the context was stretched.
 
-    llama.cpp multiplies YaRN's own attention factor by `attn_factor`; Llama 3's bands come as
+    llama.cpp multiplies YaRN's own attention factor by `attn_factor`, and divides it by that of the
+    `yarn_log_multiplier`, transformers' mscale_all_dim; Llama 3's bands come as
     one divisor per frequency in the tensor rope_freqs, LongRoPE's two sets in two tensors, and its
     own factor as `attn_factor`.
     """
@@ -424,7 +441,10 @@ def scaling_of(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
     if kind == "linear":
         scaling = LinearScaling(factor) if factor != 1.0 else None
     elif kind == "yarn":
-        scaling = Yarn(factor, original, extra * yarn_attention_factor(factor), fast, slow)
+        whole = extra * yarn_attention_factor(factor)
+        lasting = keys.real("rope.scaling.yarn_log_multiplier", 0.0)
+        whole /= yarn_attention_factor(factor, lasting)
+        scaling = Yarn(factor, original, whole, fast, slow)
     elif kind != "none":
         raise ModelError(f"{keys.prefix}rope.scaling.type is {kind!r}; known: none, linear, yarn")
     if extra != 1.0 and kind != "yarn":

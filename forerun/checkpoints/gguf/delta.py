@@ -72,6 +72,8 @@ def _recurrent(keys: Keys, layers: int) -> list[bool]:
         raise keys.unfit("full_attention_interval", every, "positive")
     default = [(layer + 1) % every != 0 for layer in range(layers)]
     flags = keys.get("attention.recurrent_layers", default)
+    if isinstance(flags, list) and len(flags) == layers + keys.integer("nextn_predict_layers", 0):
+        flags = flags[:layers]  # Prediction layers, which attend, are listed too.
     if not isinstance(flags, list) or len(flags) != layers or not {*flags} <= {True, False}:
         raise keys.unfit("attention.recurrent_layers", flags, f"{layers} times true or false")
     return [bool(recurrent) for recurrent in flags]

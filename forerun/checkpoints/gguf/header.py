@@ -300,6 +300,8 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, TensorEntry]:
     if not 1 <= dimensions <= _DIMENSIONS:
         raise ModelError(f"tensor {name!r} has {dimensions} dimensions")
     shape = tuple(int(cursor.scalar(10)) for _ in range(dimensions))[::-1]
+    while len(shape) > 1 and shape[0] == 1:  # Lost when llama.cpp quantises.
+        shape = shape[1:]
     kind, block, block_bytes = _storage(name, int(cursor.scalar(4)))
     elements = 1
     for length in shape:

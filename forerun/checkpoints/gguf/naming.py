@@ -83,7 +83,7 @@ _NORMS = {
 """Names of norms by where they stand (layer_spec.NormNames)."""
 _AS_TRANSFORMERS: tuple[Family, ...] = ("glm4_moe", "gpt_oss", "seed_oss", *DELTA_FAMILIES)
 """Architectures whose norm before the feed-forward has transformers' name."""
-_INTERLEAVED: tuple[Family, ...] = ("llama", "mixtral", "smollm3", "granite")
+_INTERLEAVED: tuple[Family, ...] = ("llama", "mixtral", "smollm3", "granite", "ministral3")
 """Architectures whose queries and keys llama.cpp rotates in neighbouring pairs; their rows are in
 that order.
 """
