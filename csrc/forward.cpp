@@ -2,6 +2,7 @@
 //
 // Every thread runs the same program (`run`) and takes its share of each phase; a barrier ends a
 // phase. The order in which one number is computed never depends on the shares.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -18,6 +19,13 @@ std::string Model::forward(const Step& step, const Walk* walk) {
     plan_logits(step, walk);
     const std::function<void(int)> work = [&](int thread) { run(step, thread); };
     pool.run(work);
+    row_slots_.clear();
+    if (!ring_ || !walk) return "";
+    row_slots_.assign(walk->slots, walk->slots + step.rows);
+    for (int b = 0; b < step.rows; b++) {
+        const int end = step.root_of(b) + 1, kept = std::min(step.known[b], ring_tokens_);
+        for (int n = end - kept; n < end; n++) store_in_ring(n);
+    }
     return "";
 }
 

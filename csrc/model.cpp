@@ -241,11 +241,18 @@ void Model::request_aux_hidden_states(const int32_t* layers, int count) {
     aux_hidden_states_.resize((size_t)sizes.max_nodes * count * sizes.hidden);
 }
 
-std::string Model::copy_aux_hidden_states(int count, float* out) const {
-    if (count < 0 || count > last_nodes_) return "more nodes than the last step had";
-    const size_t numbers = (size_t)count * aux_layers_.size() * sizes.hidden;
-    if (numbers) memcpy(out, aux_hidden_states_.data(), numbers * sizeof(float));
+std::string Model::set_ring(float* ring, int tokens, int width) {
+    row_slots_.clear();
+    ring_ = nullptr;
+    if (ring && (size_t)width != aux_layers_.size() * sizes.hidden) return "features of another width";
+    ring_ = ring, ring_tokens_ = tokens;
     return "";
+}
+
+void Model::store_in_ring(int node) {
+    const size_t slot = row_slots_[row_of_[node]], numbers = aux_layers_.size() * sizes.hidden;
+    const size_t place = slot * ring_tokens_ + position_[node] % ring_tokens_;
+    memcpy(ring_ + place * numbers, aux_hidden_states(node), numbers * sizeof(float));
 }
 
 uint8_t* Model::take(size_t bytes) {

@@ -340,8 +340,10 @@ public:
     const float* aux_hidden_states(int node) const {
         return &aux_hidden_states_[(size_t)node * aux_layers_.size() * sizes.hidden];
     }
-    // The kept states of the last step's first `count` nodes. Empty, or what was wrong.
-    std::string copy_aux_hidden_states(int count, float* out) const;
+    // From now on those of known nodes, and of those given to commit_paths, go into this ring too (null:
+    // into none): float[slot][tokens][width], `width` numbers for all taps, by the slots of a step's Walk
+    // and by position. Empty, or what was wrong.
+    std::string set_ring(float* ring, int tokens, int width);
 
     // Hidden states of these nodes of the last step, after the final norm: float[count][hidden].
     // Empty, or what was wrong.
@@ -401,6 +403,7 @@ protected:
     int64_t plan_division(const Step& step, Division& division);
 
     void run(const Step& step, int thread);
+    void store_in_ring(int node);
     void embed(const Step& step, int thread);
     void keep_taps(const Step& step, int layer, int thread);
     void attention_layer(const Step& step, int layer, int thread);
@@ -536,6 +539,9 @@ protected:
 
     std::vector<int32_t> aux_layers_;
     std::vector<float> aux_hidden_states_;
+    float* ring_ = nullptr;
+    int ring_tokens_ = 0;
+    std::vector<int32_t> row_slots_;  // of the last step's rows; empty: nothing goes into the ring
 
     // Adapters (lora.cpp): how many, their padded rank, and what each adds to a matrix.
     int32_t adapters_ = 0, rank_ = 0;

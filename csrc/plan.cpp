@@ -103,6 +103,7 @@ std::string Model::commit_paths(const int32_t* pages, int page_width, const int3
         window_slots[i] = window_place(row, position);
     }
     commit(nodes, slots.data(), count, window_slots.data());
+    for (int i = 0; !row_slots_.empty() && i < count; i++) store_in_ring(nodes[i]);
     return "";
 }
 

@@ -19,6 +19,7 @@ from forerun.checkpoints.gguf.header import is_gguf
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.policy import FixedPolicy, Lookahead, Policy, off
 from forerun.control.step_costs import StepCosts
+from forerun.draft_shape import DraftShape
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafts.assistant import Assistant, holds_assistant
@@ -270,15 +271,17 @@ def resolved_drafting(
     if block and asked == (None, None):
         config = replace(config, speculative_num_steps=block)
     bought = config.executor == "cpu" and config.policy == "adaptive"
-    if bought and asked == (None, None):
-        if config.algorithm.name == "NGRAM":
-            config = replace(config, speculative_num_steps=NGRAM_STEPS)
-        elif config.algorithm.kind == "whole" and config.speculative_eagle_topk is None:
+    if bought and asked == (None, None) and not block and config.speculative_eagle_topk is None:
+        nodes, width, depth = DraftShape()
+        if config.algorithm.kind == "whole":
             nodes, width, depth = WHOLE_SHAPE
+        if config.algorithm.lookup:  # A draft model ends where it does not pay.
+            nodes = depth = NGRAM_STEPS
+        if nodes:
             config = replace(
                 config,
                 speculative_num_steps=depth,
-                speculative_eagle_topk=width,
+                speculative_eagle_topk=width or None,
                 speculative_num_draft_tokens=nodes + 1,
             )
     shape = config.draft_shape
@@ -428,7 +431,7 @@ def with_draft(needs: Needs, draft: AnyDraft, item: int | None, slots: int) -> N
     scratch of a node, and the ring of features of all slots; in captured rounds also the tables of
     a block drafter whose tokens depend on those above.
 
-    item  bytes of a number; None: at most 8 bits of weights, 16 of keys and values
+    item  bytes of a number; None: at most 8 bits of weights, 16 of keys and values, 32 of features
     """
     count = draft.parameters
     weights = count * 34 // 32 if item is None else count * item
@@ -440,7 +443,7 @@ def with_draft(needs: Needs, draft: AnyDraft, item: int | None, slots: int) -> N
         per_token=needs.per_token + (item or 2) * sum(layer.numbers for layer in draft.cache),
         per_node=needs.per_node + 4 * draft.node_numbers,
         per_scored=needs.per_scored + 4 * (draft.vocab // 4),
-        fixed=needs.fixed + (item or 2) * (slots + 1) * RING_TOKENS * draft.feature_numbers,
+        fixed=needs.fixed + (item or 4) * (slots + 1) * RING_TOKENS * draft.feature_numbers,
     )
 
 

@@ -121,10 +121,13 @@ class Account:
         self.last_with_model = False
         # The last step: whether it had a prompt, its rows, and most draft tokens allowed to a row.
         self._last_prefill, self._last_rows, self._last_allowed, self.steady = False, 1, 0, False
+        self._last_used_model = False
         # Slow steps that wait for the next, and whether nodes can take that long; the last step's
         # time over the expected one.
         self._slow: list[tuple[StepReport, float, bool]] = []
         self._over = 0.0
+        # Milliseconds that drafters take in steps without draft tokens: no search saves them.
+        self._idle = Mean()
 
     def balance(self, with_draft_model: bool) -> Balance:
         """Return the balance of steps with or without a draft model."""
@@ -189,11 +192,21 @@ class Account:
         # Whether the step would have been carried without draft tokens; under a grammar none is.
         can_carry = costs.seen(rows, True) > 0.0 and not report.constrained
         plain, late = costs.plain(rows, cached, can_carry), can_carry and not report.carried
-        total, search = _unmasked(report) / plain, report.ms["draft"] / plain
+        if not allowed and not report.prompt_tokens:
+            self._idle.learn(report.ms["draft"] - self._idle.value)
+        total = _unmasked(report) / plain
+        search = max(0.0, report.ms["draft"] - self._idle.value) / plain
         with_draft_model = report.used_draft_model if allowed else self.last_with_model
         self.last_with_model = with_draft_model
         balance = self.balance(with_draft_model)
         returns, found_none = balance.of(rows), allowed > 0 and not any(report.draft_tokens)
+        # In the step after one in which the draft model drafted it reads what was accepted: its
+        # loss, not that of drafters without one.
+        extension = 0.0
+        if allowed and self._last_used_model and not report.used_draft_model:
+            extension = max(0.0, search - returns.search.value)
+            total, search = total - extension, search - extension
+        self._last_used_model = report.used_draft_model
         if report.prompt_tokens or (late and (prompt or drafts_in_step)):
             return total
         known = costs.seen(rows, can_carry) >= MIN_REPEATS
@@ -215,7 +228,8 @@ class Account:
             returns.learn(tokens, time, search, allowed > 0)
             gain = tokens - time * (baseline_speed if balance is not self.main else 1.0)
             for each in {self.main, self.model}:
-                each.book(gain if each is balance and (allowed or before) else 0.0)
+                own = gain if each is balance and (allowed or before) else 0.0
+                each.book(own - extension * (each is not self.main))
         return total
 
     def _learn(

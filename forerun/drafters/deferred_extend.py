@@ -40,17 +40,19 @@ class DeferredDraftExtend:
         return np.where(begin < 0, 0, plan.kv_len - begin)
 
     def defer_step(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> bool:
-        """Store the token that a plain step adds to each row, if the model is behind in every row
-        already and the ring has room; then the step needs nothing else. Else returns False and
-        changes nothing; call `extend`.
+        """Store the tokens that a step without the model adds to each row, if the model is behind
+        in every row already and the ring has room; then the step needs nothing else. Else returns
+        False and changes nothing; call `extend`.
         """
         begin = self.begin[plan.slots]
-        if begin.min() < 0 or not trees.decode_only or not outcome.n_tokens.all():
+        if begin.min() < 0 or not outcome.n_tokens.all():
             return False
         if self._reads:
-            if (plan.kv_len - begin).max() >= MAX_LAG or outcome.features is None:
+            ends = plan.kv_len + np.array(outcome.committed(plan), np.int32)
+            features = self._features(trees, outcome, np.arange(plan.rows))
+            if features is None or (ends - begin).max() > MAX_LAG:
                 return False
-            self._ring = outcome.features.store()
+            self._ring = features.store()
         return True
 
     def take(self, plan: Plan, rows: AnyArray, most: int) -> tuple[Ints, Ints]:
@@ -127,5 +129,8 @@ class DeferredDraftExtend:
             return None
         if trees.decode_only:
             return outcome.features.select(rows)
-        nodes = [outcome.permanent(trees, row) for row in rows.tolist()]
-        return outcome.features.select(np.concatenate(nodes))
+        nodes: list[int] = []  # NumPy's calls, cold after a forward pass, take longer.
+        for row in rows.tolist():
+            nodes += range(int(trees.start[row]), trees.root(row) + 1)
+            nodes += outcome.paths[row].tolist()
+        return outcome.features.select(np.array(nodes, np.int32))

@@ -36,16 +36,16 @@ def ring_places(plan: Plan, trees: TreeBatch, nodes: AnyArray) -> AnyArray:
 
 
 class HostFeatureRing:
-    """A feature ring in host memory, in 16 bits.
+    """A feature ring in host memory.
 
-    values  float16[S*RING_TOKENS,F*H]; the system allots memory for slots that were written
+    values  float32[S*RING_TOKENS,F*H]; the system allots memory for slots that were written
     """
 
     def __init__(self, slots: int, width: int) -> None:
-        self.values = np.zeros((ring_size(slots), width), np.float16)
+        self.values = np.zeros((ring_size(slots), width), np.float32)
 
     def at(self, slots: Ints, positions: Ints) -> HostFeatures:
-        """Return copies float16[n,F*H] of the rows of slots int32[n] at positions int32[n]. A
+        """Return copies float32[n,F*H] of the rows of slots int32[n] at positions int32[n]. A
         position that was never stored, or is overwritten, gives arbitrary values.
         """
         return HostFeatures(self.values[ring_place(slots.astype(np.int64), positions)])

@@ -51,7 +51,7 @@ class FeatureRing(Protocol):
 class HostFeatures:
     """Features in host memory, as rows of a HostFeatureRing.
 
-    values  float16[n,F*H]: some 3 KB per token for a small target
+    values  float32[n,F*H]: some 7 KB per token for a small target
     """
 
     values: AnyArray

@@ -51,8 +51,8 @@ def test_it_drafts_beside_n_grams(start, folders):
     config = target.config
     assert config.speculative_algorithm == "STANDALONE+NGRAM"
     assert config.speculative_draft_model_path == "small"
-    assert (config.speculative_num_steps, config.speculative_eagle_topk) == (8, 2)
-    assert config.speculative_num_draft_tokens == 9
+    assert (config.speculative_num_steps, config.speculative_eagle_topk) == (15, 2)
+    assert config.speculative_num_draft_tokens == 16
     assert target.draft_model is not None and target.fault is None
     assert "no draft is given, and small, a much smaller model, is on this machine" in sentence
 

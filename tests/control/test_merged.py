@@ -17,7 +17,7 @@ from forerun.interface.plan import Outcome
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource
-from tests.control.steps import plan_of, report_of, slots_of
+from tests.control.steps import plan_of, report_of, seen, slots_of
 from tests.covering import every, rarely, values
 
 NODES, DEPTH = 3, 3
@@ -266,6 +266,26 @@ def test_a_head_that_loses_does_not_disable_the_ngrams():
         world.run(1)
         searched.append(world.policy.account.main.empty)
     assert not any(searched) and world.head.asked > 5
+
+
+def test_what_a_head_costs_where_it_rests_is_not_the_ngrams_loss():
+    """Neither what it stores in every step, plain ones too, nor what it reads behind its last
+    draft.
+    """
+    saved = []
+    for rest, after in ((0.0, 0.0), (0.5, 0.0), (0.5, 1.0)):
+        account = seen(World(CORE, 1, SOME, GOOD).policy).account
+        for _ in range(8):
+            account.observe(report_of([[1]], [0], 2.9, draft_ms=rest))
+        account.observe(report_of([[1, 1]], [1], 3.1, draft_ms=rest + 1))
+        of_the_head = account.model.saved
+        for extension in (after, 0.0, 0.0):
+            took = {"draft_ms": rest + extension, "used_draft_model": False}
+            account.observe(report_of([[1, 1]], [1], 3.1, **took))
+        saved.append((account.main.saved, account.model.saved - of_the_head))
+    assert saved[0][0] > 2.5 and saved[0][1] == 0.0
+    assert saved[1] == pytest.approx(saved[0], abs=0.01)
+    assert saved[2] == pytest.approx((saved[0][0], -1 / 2.9), abs=0.03)
 
 
 def test_a_text_whose_ngrams_stop_paying_gets_the_head_and_back():

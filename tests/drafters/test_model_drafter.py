@@ -8,7 +8,9 @@ import pytest
 from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.draft_shape import DraftShape
 from forerun.drafters import deferred_extend
+from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
+from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.feature_ring import HostFeatureRing, ring_places
 from forerun.executors.toy import ToyExecutor
@@ -145,10 +147,11 @@ class Watched(ModelDrafter):
         super().observe(plan, trees, outcome)
 
 
-def engine_with_head(policy=None, **shape):
+def engine_with_head(policy=None, beside=None, **shape):
     executor = FeaturedToy(limits(**shape))
     device = executor.head
     drafter = Watched(device, executor.limits, DraftShape(width=2, depth=3))
+    drafter = CombinedDrafter(beside, drafter) if beside else drafter
     made = Engine(
         executor, drafter, policy or FixedPolicy(4, 3), TOKENIZER, NoGrammars(), EngineOptions()
     )  # fmt: skip
@@ -257,6 +260,30 @@ def test_a_head_catches_up_in_one_pass(rest):
     stats = made.stats()
     assert stats.accepted > 0 and stats.failed_steps == 0 and device.looked
     assert (device.late > 0) == (rest > PATIENCE)
+
+
+class Alternating(FixedPolicy):
+    """Has n-grams draft in all steps, and the head beside them in some."""
+
+    def decide(self, slots, kv_len, constrained=False):
+        wanted = 3 if kv_len.min() % 40 >= 30 else 0
+        rows = (Budget(4, 3, "", model_depth=wanted),) * len(slots)
+        return Decision("", rows)
+
+
+@pytest.mark.parametrize("most", [7, 250])
+def test_a_head_catches_up_on_what_n_grams_had_accepted(monkeypatch, most):
+    """Steps that verify trees without it leave it behind by whole paths."""
+    monkeypatch.setattr(deferred_extend, "MAX_LAG", most)
+    made, device = engine_with_head(
+        Alternating(4, 3), beside=NgramDrafter(8), page_size=2, pages=200
+    )
+    requests = asked("A prompt, a prompt, a prompt", "Another, another one", max_tokens=100)
+    ear = run(made, *requests)
+    ear.expect(*requests)
+    stats = made.stats()
+    assert stats.accepted > 50 and stats.failed_steps == 0 and device.looked
+    assert 6 <= device.late <= (60 if most == 7 else 12)
 
 
 @pytest.mark.parametrize("most", [7, 30])

@@ -209,17 +209,12 @@ def test_features_that_were_kept_do_as_well(dense, made, tmp_path, changes):
         at_once = device.extend(work, features)
         slots, positions = np.ones(8, np.int32), np.arange(8, dtype=np.int32)
         kept = features.select(positions[::-1]).store().at(slots, positions)
-        whole = HostFeatures(made.model.features(8, kept.values.shape[1]))
-        assert (kept.values == whole.values.astype(np.float16)).all()
         driver.open(0, tokens[:3])
         driver.step([Row(0)])
-        later = device.extend(work, whole)
+        later = device.extend(work, kept)
         assert (at_once.ids == later.ids).all() and (at_once.log_probs == later.log_probs).all()
         wrong = device.extend(work, features.select(np.zeros(8, np.int32)))
         assert (wrong.log_probs != later.log_probs).any()
-        near_it = device.extend(work, kept)
-    # Sixteen bits move a product's 8-bit scales by a step here and there.
-    assert np.corrcoef(near_it.log_probs.ravel(), later.log_probs.ravel())[0, 1] > 0.99
 
 
 @NATIVE

@@ -142,7 +142,7 @@ class CpuExecutor(Executor):
         if round.plan.hidden is not None:
             round.hidden = self.model.final_hidden_states(hidden_nodes(round.plan, round.trees))
         if self.model.ring is not None:
-            features = CpuFeatures(self.model, round, np.arange(len(round.trees.tokens)))
+            features = CpuFeatures(self.model, np.arange(len(round.trees.tokens)))
         outcome = self._sampler.finish(
             round, self._logits_of, masks, buffers.choice, features=features
         )

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from forerun.executors.cpu.model import CpuModel
-from forerun.executors.feature_ring import HostFeatureRing, ring_places
-from forerun.interface.plan import Round
+from forerun.executors.feature_ring import HostFeatureRing
 from forerun.types import AnyArray
 
 
@@ -16,7 +15,6 @@ class CpuFeatures:
     """
 
     model: CpuModel
-    round: Round
     nodes: AnyArray
 
     def __len__(self) -> int:
@@ -28,9 +26,6 @@ class CpuFeatures:
         return replace(self, nodes=self.nodes[nodes])
 
     def store(self) -> HostFeatureRing:
-        """Copy them into the model's ring, before its next step only. Raises EngineError."""
-        ring, round, nodes = self.model.ring, self.round, self.nodes
-        assert ring is not None, "no draft model reads features"
-        values = self.model.features(int(nodes.max()) + 1, ring.values.shape[1])
-        ring.values[ring_places(round.plan, round.trees, nodes)] = values[nodes]
-        return ring
+        """Return the model's ring: the core stores features of all accepted nodes there."""
+        assert self.model.ring is not None, "no draft model reads features"
+        return self.model.ring

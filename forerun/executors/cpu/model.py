@@ -22,7 +22,7 @@ from forerun.executors.cpu.weights import (
     cache_item,
     sentence,
 )
-from forerun.executors.feature_ring import HostFeatureRing
+from forerun.executors.feature_ring import HostFeatureRing, ring_size
 from forerun.interface.executor import ExecutorLimits
 from forerun.machine import physical_cores
 from forerun.types import AnyArray, Floats, Ints
@@ -130,12 +130,13 @@ class CpuModel:
         return cache_bytes_per_token(caches, self.cache_item)
 
     def adopt(self, draft: int | None, features_width: int) -> None:
-        """Take over a native draft model, to close it with the target whose threads it uses, and
-        store features [M,features_width] of the target from now on.
+        """Take over a native draft model, to close it with the target whose threads it uses. From
+        now on the core stores features [M,features_width] of known and accepted tokens in `ring`.
         """
         self._drafts += [] if draft is None else [draft]
-        ring = HostFeatureRing(self._limits.slots, features_width) if features_width else None
-        self.ring = ring
+        self.ring = HostFeatureRing(self._limits.slots, features_width) if features_width else None
+        at = None if self.ring is None else self.ring.values.ctypes.data
+        self._library.forerun_set_ring(self.handle, at, ring_size(1), features_width)
 
     @property
     def page_bytes(self) -> int:
@@ -236,14 +237,6 @@ class CpuModel:
         values = np.empty((len(nodes), self._arch.hidden), np.float32)
         arguments = self._models()[0], nodes.ctypes.data, len(nodes), values.ctypes.data
         self._library.forerun_final_hidden_states(*arguments)
-        return values
-
-    def features(self, count: int, width: int) -> Floats:
-        """Return float32[count,width], features of the last step's first `count` nodes. Raises
-        EngineError if the core has none.
-        """
-        target, values = self._models()[0], np.empty((count, width), np.float32)
-        self._library.forerun_aux_hidden_states(target, count, values.ctypes.data)
         return values
 
     def describe(self) -> dict[str, Any]:
