@@ -118,10 +118,8 @@ class Account:
         # (Simulated, twelve pairs of n-grams and a head, 30 starts of each on a busy machine: two
         # did without a head that pays with CREDIT, one with four times that.)
         self.model = Balance(4.0 * CREDIT) if merged else self.main
-        self.last_with_model = False
-        # The last step: whether it had a prompt, its rows, and most draft tokens allowed to a row.
-        self._last_prefill, self._last_rows, self._last_allowed, self.steady = False, 1, 0, False
-        self._last_used_model = False
+        self.last_with_model = self.steady = False
+        self._last = StepReport(1, [[]], [0], [0], 1, 0, 0, False, {}, used_draft_model=False)
         # Slow steps that wait for the next, and whether nodes can take that long; the last step's
         # time over the expected one.
         self._slow: list[tuple[StepReport, float, bool]] = []
@@ -168,7 +166,7 @@ class Account:
         if known and max(report.allowed) and over > OUTLIER and not self.in_doubt:
             possible = took <= OUTLIER * costs.upper_bound(rows, report.nodes)
             self._slow.append((report, baseline_speed, possible))
-            self._last_allowed, self.steady = max(report.allowed), False
+            self._last, self.steady = report, False
             return took
         waiting, alone, self._slow = self._slow, not self.in_doubt, []
         if known and took < 1.0 / OUTLIER:  # No step takes less than a plain one.
@@ -183,34 +181,25 @@ class Account:
 
     def _observe(self, report: StepReport, baseline_speed: float) -> float:
         """Update costs and balances with one step. Returns as `observe`."""
-        prompt, before, allowed = self._last_prefill, self._last_allowed, max(report.allowed)
-        self._last_prefill = report.prompt_tokens > 0
-        self._last_allowed, self.steady = allowed, False
-        self._last_rows = rows = report.rows
+        last, self._last, self.steady = self._last, report, False
+        rows, allowed, before = report.rows, max(report.allowed), max(last.allowed)
         costs, drafts_in_step = self.costs, self.costs.measured.drafts_in_step
         cached = report.cached * rows // report.nodes
         # Whether the step would have been carried without draft tokens; under a grammar none is.
         can_carry = costs.seen(rows, True) > 0.0 and not report.constrained
         plain, late = costs.plain(rows, cached, can_carry), can_carry and not report.carried
-        if not allowed and not report.prompt_tokens:
-            self._idle.learn(report.ms["draft"] - self._idle.value)
-        total = _unmasked(report) / plain
-        search = max(0.0, report.ms["draft"] - self._idle.value) / plain
-        with_draft_model = report.used_draft_model if allowed else self.last_with_model
-        self.last_with_model = with_draft_model
-        balance = self.balance(with_draft_model)
+        beyond_idle = report.ms["draft"] - self._idle.value
+        self._idle.learn(beyond_idle, weight=float(not (allowed or report.prompt_tokens)))
+        total, search = _unmasked(report) / plain, max(0.0, beyond_idle) / plain
+        # Behind its last draft the model reads what was accepted: that step is its own, too.
+        if allowed:
+            self.last_with_model = report.used_draft_model or last.used_draft_model
+        balance = self.balance(self.last_with_model)
         returns, found_none = balance.of(rows), allowed > 0 and not any(report.draft_tokens)
-        # In the step after one in which the draft model drafted it reads what was accepted: its
-        # loss, not that of drafters without one.
-        extension = 0.0
-        if allowed and self._last_used_model and not report.used_draft_model:
-            extension = max(0.0, search - returns.search.value)
-            total, search = total - extension, search - extension
-        self._last_used_model = report.used_draft_model
-        if report.prompt_tokens or (late and (prompt or drafts_in_step)):
+        if report.prompt_tokens or (late and (last.prompt_tokens or drafts_in_step)):
             return total
         known = costs.seen(rows, can_carry) >= MIN_REPEATS
-        self.steady = known and not prompt and before == allowed and not late
+        self.steady = known and not last.prompt_tokens and before == allowed and not late
         if drafts_in_step and (allowed or before):
             time = min(total, search + OUTLIER * max(report.nodes / rows, 2.0))
         elif found_none and not late:
@@ -228,8 +217,7 @@ class Account:
             returns.learn(tokens, time, search, allowed > 0)
             gain = tokens - time * (baseline_speed if balance is not self.main else 1.0)
             for each in {self.main, self.model}:
-                own = gain if each is balance and (allowed or before) else 0.0
-                each.book(own - extension * (each is not self.main))
+                each.book(gain if each is balance and (allowed or before) else 0.0)
         return total
 
     def _learn(
@@ -259,7 +247,7 @@ class Account:
             "step_time_over_startup": round(self.costs.pace, 2),
             "plain_steps_saved": round(self.main.saved, 1),
             "speed_over_plain": round(
-                self.balance(self.last_with_model).of(self._last_rows).speed, 3
+                self.balance(self.last_with_model).of(self._last.rows).speed, 3
             ),
             "credit": round(self.main.credit, 1),
             "disabled": self.main.empty,

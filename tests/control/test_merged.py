@@ -283,9 +283,9 @@ def test_what_a_head_costs_where_it_rests_is_not_the_ngrams_loss():
             took = {"draft_ms": rest + extension, "used_draft_model": False}
             account.observe(report_of([[1, 1]], [1], 3.1, **took))
         saved.append((account.main.saved, account.model.saved - of_the_head))
-    assert saved[0][0] > 2.5 and saved[0][1] == 0.0
+    assert saved[0][0] > 1.5
     assert saved[1] == pytest.approx(saved[0], abs=0.01)
-    assert saved[2] == pytest.approx((saved[0][0], -1 / 2.9), abs=0.03)
+    assert saved[2] == pytest.approx((saved[0][0], saved[0][1] - 1 / 2.9), abs=0.05)
 
 
 def test_a_text_whose_ngrams_stop_paying_gets_the_head_and_back():
