@@ -14,10 +14,11 @@ from forerun.errors import ConfigError
 DEFAULT_STEPS, MOST_STEPS, MOST_TREE_TOKENS = 8, 64, 64
 NGRAM_STEPS = 15
 """Default of n-grams, alone and beside a draft model, where the policy selects nodes one by one, on
-the compiled core: a step of 16 nodes. (Replayed with prices of Gemma 3 270M, texts that loop and others, speed over plain
-decoding with 8, 15 and 16: 3.44, 3.71, 3.73 and 2.39, 2.45, 2.47 at T=0; 1.552, 1.550, 1.522 and
-1.327, 1.330, 1.296 at .8. Default model: the same within .005. Beside SmolLM2-135M for Qwen2.5 Coder 1.5B in Q4_K_M, twice six
-prompts, tokens a step: 1.91 and 1.78 at T=0, 1.37 and 1.38 at .8; with 8: 1.90, 1.72, 1.36, 1.35.)
+the compiled core: a step of 16 nodes. (Replayed with prices of Gemma 3 270M, texts that loop and
+others, speed over plain decoding with 8, 15 and 16: 3.44, 3.71, 3.73 and 2.39, 2.45, 2.47 at T=0;
+1.552, 1.550, 1.522 and 1.327, 1.330, 1.296 at .8. Default model: the same within .005. Beside
+SmolLM2-135M for Qwen2.5 Coder 1.5B in Q4_K_M, twice six prompts, tokens a step: 1.91 and 1.78 at
+T=0, 1.37 and 1.38 at .8; with 8: 1.90, 1.72, 1.36, 1.35.)
 """
 WHOLE_SHAPE = DraftShape(nodes=8, width=2, depth=8)
 """Default of whole models that draft on the compiled core, where the policy buys part of it.
