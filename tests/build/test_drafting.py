@@ -5,8 +5,14 @@ import pytest
 
 from forerun.build import engine
 from forerun.build.drafting import drafting_sentence, resolved_drafting, with_shipped
-from forerun.errors import ConfigError
+from forerun.build.registry import choose_executor
+from forerun.build.target import open_target
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.errors import ConfigError, ModelError
+from forerun.executors import cpu
 from forerun.options.config import EngineConfig
+from tests.models import tiny
+from tests.worlds.configs import small
 
 
 def test_what_train_worked_in_names_its_draft(tmp_path):
@@ -150,3 +156,16 @@ def test_answers_are_counted_beside_a_table_that_has_none(monkeypatch, answers, 
     monkeypatch.setattr(engine, "ngram_drafter", lambda slots, table, capacity: capacity)
     capacity = engine._lookup(EngineConfig(), SimpleNamespace(table=table, memory=memory))
     assert bool(capacity) is counts
+
+
+def test_what_cannot_run_recurrent_layers_says_so(tmp_path):
+    model = tiny.save_folder(tiny.model("qwen3_next"), tmp_path / "model")
+    target = tiny.save_folder(tiny.model("llama"), tmp_path / "target")
+    with pytest.raises(ConfigError, match="2 key heads of a gated delta net do not divide by that"):
+        open_target(small(model, tp_size=4))
+    if cpu.available() is None:
+        auto = small(model, "auto", dtype="auto")
+        arch = FolderCheckpoint(model).architecture
+        assert choose_executor(auto, arch).executor == "cpu"
+    with pytest.raises(ModelError, match="which a draft model cannot have"):
+        open_target(small(target, draft=model, speculative_algorithm="STANDALONE"))

@@ -10,7 +10,7 @@ from forerun.build.memory import human
 from forerun.build.shapes import SHAPES
 from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.cli.main import main
-from tests.e2e.test_recurrent import layered_folder
+from tests.drafters.kinds import Kinds
 from tests.models import tiny
 from tests.shape.tree import ROOT
 
@@ -172,7 +172,7 @@ def test_windows_leave_memory_for_longer_contexts(capsys, tmp_path):
 
 
 def test_the_targets_own_layers_are_counted(capsys, tmp_path):
-    folder = layered_folder("qwen3_5_text", tmp_path)
+    folder = Kinds(tmp_path)["NEXTN of, qwen3_5_text"].model
     words = ["--model", str(folder), "--executor", "cpu"]
     assert planned(capsys, *words)["draft_bytes"] > 0
     assert planned(capsys, *words, "--speculative-algorithm", "OFF")["draft_bytes"] == 0

@@ -65,7 +65,7 @@ def test_texts_do_not_depend_on_it(kinds, executor, page):
         kind, executor, page_size=page, chunked_prefill_size=320, kv_tokens=176, context=None
     )
     trial = Trial(PROMPTS[-4:], tokens=6, temperatures=(0.0, 1.0), group=4, mixed=True)
-    proved(config, trial, None, shapes=("tree",))
+    proved(config, trial, shapes=("tree",))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -17,11 +17,13 @@ from forerun.client.llm import LLM
 from forerun.drafts.gguf_prediction import open_in_gguf, open_layers_alone
 from forerun.drafts.prediction_layers import open_prediction_layers
 from forerun.errors import ConfigError, ModelError
+from forerun.executors import cpu
 from forerun.options.config import EngineConfig
-from tests.drafters.kinds import Kind
+from tests.drafters.kinds import Kind, Kinds
 from tests.drafters.prediction import NAMINGS, alone, in_gguf, prefix_of, random_layer, with_layers
 from tests.drafters.served import settings
 from tests.models import tiny
+from tests.worlds.configs import small
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +176,15 @@ def test_a_right_layer_is_accepted_beside_n_grams_as_alone(kinds, executor):
     for method in ("NEXTN", "NEXTN+NGRAM"):
         answer, accepted, _ = counted(model, method, executor=executor)
         assert answer == plain and accepted >= 7
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+def test_auto_takes_layers_beside_recurrent_states(tmp_path):
+    model = Kinds(tmp_path)["NEXTN of, qwen3_5_text"].model
+    config = small(model, "auto", dtype="auto", policy="auto", kv_tokens=256, page_size=4)
+    with closing(open_target(config)) as target:
+        found = target.config
+        assert (found.executor, found.speculative_algorithm) == ("cpu", "NEXTN+NGRAM")
 
 
 @pytest.mark.parametrize("depths", [1, 2])

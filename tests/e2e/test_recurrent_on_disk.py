@@ -16,7 +16,8 @@ from forerun.errors import EngineError
 from forerun.executors import cpu
 from forerun.executors.state_slots import StateSlots
 from forerun.interface.executor import ExecutorLimits
-from tests.e2e.test_recurrent import configured, layered_folder, on
+from tests.drafters.kinds import Kinds
+from tests.e2e.test_equality_matrix import numbers, recurrent
 from tests.models import tiny
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
@@ -25,10 +26,10 @@ PROMPT = np.random.default_rng(5).integers(5, 60, 60).astype(np.int32)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made = {name: tmp_path_factory.mktemp(name) for name in ("qwen3_5_text", "lfm2")}
+    root = tmp_path_factory.mktemp("made")
     return {
-        "qwen3_5_text": layered_folder("qwen3_5_text", made["qwen3_5_text"]),
-        "lfm2": tiny.save_folder(tiny.model("lfm2"), made["lfm2"]),
+        "qwen3_5_text": Kinds(root)["NEXTN of, qwen3_5_text"].model,
+        "lfm2": tiny.save_folder(tiny.model("lfm2"), root / "lfm2"),
     }
 
 
@@ -66,7 +67,7 @@ def served(config, *prompts, salt=""):
     ],
 )
 def test_a_restart_continues_behind_a_state(folders, tmp_path, family, executor, algorithm, page):
-    config = configured(folders[family], page, speculative_algorithm=algorithm, **on(executor))
+    config = recurrent(folders[family], page, speculative_algorithm=algorithm, **numbers(executor))
     (plain,), _ = served(config, PROMPT)
     config = replace(config, kv_store=str(tmp_path / "kv"), kv_store_size=1 << 24)
     long = np.append(PROMPT, PROMPT[:5])
@@ -80,7 +81,7 @@ def test_a_restart_continues_behind_a_state(folders, tmp_path, family, executor,
 
 
 def test_a_state_is_kept_where_texts_part_that_another_server_read(folders, tmp_path):
-    config = configured(folders["lfm2"], 4, **on("cpu"))
+    config = recurrent(folders["lfm2"], 4, **numbers("cpu"))
     config = replace(config, kv_store=str(tmp_path / "kv"), kv_store_size=1 << 24)
     for tail, expected in ((6, 0), (7, 0), (8, 48)):
         ((cached, _),), _ = served(config, np.append(PROMPT[:50], [tail] * 20).astype(np.int32))
@@ -88,7 +89,7 @@ def test_a_state_is_kept_where_texts_part_that_another_server_read(folders, tmp_
 
 
 def test_a_damaged_state_is_a_miss(folders, tmp_path):
-    config = configured(folders["lfm2"], 4, **on("cpu"))
+    config = recurrent(folders["lfm2"], 4, **numbers("cpu"))
     config = replace(config, kv_store=str(tmp_path / "kv"), kv_store_size=1 << 24)
     (first,), _ = served(config, PROMPT)
     (file,) = (tmp_path / "kv").glob("*/*.states")
@@ -105,7 +106,7 @@ def test_a_damaged_state_is_a_miss(folders, tmp_path):
 
 
 def test_states_that_do_not_fit(folders, monkeypatch):
-    executor = load(configured(folders["lfm2"], 4, **on("cpu"))).target.executor
+    executor = load(recurrent(folders["lfm2"], 4, **numbers("cpu"))).target.executor
     states = executor.state_contents
     with pytest.raises(EngineError, match="bytes are not a state of"):
         states.write_state(PROMPT, b"x")

@@ -1,6 +1,7 @@
 """docs/reference/families.md: every cell of its tables is what the code does, and tested."""
 
 import re
+from itertools import chain
 
 import pytest
 
@@ -16,8 +17,7 @@ from forerun.executors.cpu import limits as cpu
 from forerun.networks.arch import FAMILIES
 from forerun.networks.config_json import INDEXED, architecture_from
 from tests.cpu.test_layer_kinds import FAMILIES as ON_THE_CORE
-from tests.e2e.test_families import FAMILIES as WITH_DRAFTS
-from tests.e2e.test_recurrent import CONVOLUTION
+from tests.e2e.test_equality_matrix import FAMILIES as WITH_DRAFTS
 from tests.models import test_gguf, tiny
 from tests.parity.test_jax_logits import CASES as ON_JAX
 from tests.parity.test_torch_logits import FURTHER
@@ -120,11 +120,11 @@ def test_own_layers_are_those_that_are_read(name):
 
 
 def test_every_family_is_run_with_drafts_somewhere():
-    """Llama's block in the equality matrix, recurrent states in test_recurrent.py; Gemma 2 and the
-    Qwens, LFM2 with experts and Granite 4 differ from one that is here in what no draft sees.
+    """In the equality matrix. LFM2 with experts and Granite 4 differ from one that is there in what
+    no draft sees.
     """
-    seen = {*WITH_DRAFTS, *tiny.LLAMAS, *tiny.DELTAS, CONVOLUTION}
-    assert set(FAMILIES) - seen == {"gemma2", "qwen2_moe", "lfm2_moe", "granitemoehybrid"}
+    seen = {*chain.from_iterable(WITH_DRAFTS.values()), *tiny.LLAMAS, *tiny.DELTAS, "lfm2"}
+    assert set(FAMILIES) - seen == {"lfm2_moe", "granitemoehybrid"}
 
 
 def test_drafts_are_those_that_executors_offer():
