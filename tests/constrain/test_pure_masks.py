@@ -197,10 +197,11 @@ def test_every_node_of_every_tree_of_a_text_has_the_mask_of_its_path(name):
             draft = walk.draft(output, 12, 5)
             if walk.random.random() < 0.7:
                 draft = grammars.filter_and_extend_drafts(slots, [draft], many, many)[0]
-            trees = batch([np.array([1], np.int32)], [draft])
+            trees = batch([np.array([1, 2], np.int32)], [draft])
             masks = grammars.masks(slots, trees)
+            assert masks.row[0] == -1, "a known token needs no mask"
             below = in_order(draft)
-            for node, path in enumerate([(), *below]):
+            for node, path in enumerate([(), *below], 1):
                 expected = walk.oracle(output + path)
                 if expected is None or expected[2]:
                     assert masks.row[node] == -1

@@ -1,4 +1,6 @@
-"""Masks over trees against one fresh matcher per node, and drafts that a grammar guides."""
+"""Drafts that a grammar guides, against one fresh matcher per node, and what masks cost. What masks
+say: test_pure_masks.py.
+"""
 
 from functools import cache
 from random import Random
@@ -88,37 +90,6 @@ def some_output(grammar: Grammar, random: Random, most: int = 25) -> list[int]:
         if token in BYTES.eos_ids or not matcher.advance(token) or matcher.complete:
             break
         out.append(token)
-    return out
-
-
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_every_node_has_the_mask_of_its_own_path(name):
-    grammar, random = GRAMMARS[name], Random(1)
-    for _ in range(25):
-        output = some_output(grammar, random)
-        legal = fresh(grammar, output).mask
-        tokens = [*members(legal)[:4], *ids('ab" :P'), 0, 257, 299]
-        draft = random_draft(random, tokens, 12, 5)
-        trees = batch([np.array([1, 2], np.int32), np.array([3], np.int32)], [draft, Draft()])
-        grammars = TreeGrammars(VOCAB)
-        grammars.open(5, compiled(grammar), output)
-        masks = grammars.masks(np.array([5, 6], np.int32), trees)
-        assert masks.row[0] == -1, "a known token needs no mask"
-        assert masks.row[-1] == -1, "nor does an unconstrained row"
-        for node, path in zip(range(1, 14), [(), *in_order(draft)], strict=False):
-            alone = fresh(grammar, [*output, *path])
-            if alone is None or alone.complete:
-                assert masks.row[node] == -1
-                continue
-            wanted = set(members(alone.mask))
-            assert set(np.flatnonzero(unpack(masks.bits[masks.row[node]], VOCAB))) == wanted
-        assert len({row.tobytes() for row in masks.bits}) == len(masks.bits), "equal masks twice"
-
-
-def in_order(draft: Draft) -> list[tuple[int, ...]]:
-    out: list[tuple[int, ...]] = []
-    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
-        out.append((*(out[parent] if parent >= 0 else ()), token))
     return out
 
 
