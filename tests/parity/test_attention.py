@@ -21,7 +21,7 @@ from forerun.executors.torch.sizes import KEYS, MOST_PARTS, programs_for, split_
 from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import batch
-from forerun.speculative.verify import intervals, positions
+from forerun.speculative.verify import positions
 from tests.covering import every, rarely, thinned, values
 from tests.parity.driver import limits
 from tests.parity.interpreted import load
@@ -288,16 +288,6 @@ def test_chains_are_paths_and_every_node_reads_once(draft, known, other):
 
 
 # --- kernels -------------------------------------------------------------------------------------
-
-
-@settings(max_examples=200)
-@given(drafts(12), st.integers(1, 4))
-def test_intervals_are_the_ancestor_mask(draft, known):
-    trees = batch([np.zeros(2, np.int32), np.zeros(known, np.int32)], [as_draft([], []), draft])
-    first = int(trees.start[1])
-    enter, leave = intervals(trees.parents[first:] - first)
-    mask = (enter <= enter[:, None]) & (enter[:, None] < leave)
-    assert np.array_equal(mask, verify.ancestor_mask(trees, 1))
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 256])

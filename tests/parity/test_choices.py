@@ -37,7 +37,6 @@ from tests.parity.driver import limits
 from tests.parity.interpreted import load
 from tests.speculative.worlds import drafts
 from tests.twins import rounds as twins
-from tests.twins.verify import ancestor_mask
 from tests.worlds.choices import (
     MIXED,
     POSITIONS,
@@ -389,12 +388,3 @@ def walked(trees, chosen, room, decided):
     spans[:, 0, :count] = intervals(trees.parents)
     real = ((places < count) & decided)[None]
     return WALK(choices, Trees(tokens, parents, ancestors(spans), real))[0]
-
-
-@given(draft=drafts())
-@settings(max_examples=50)
-def test_intervals_are_the_ancestor_mask(draft):
-    trees = batch([np.array([3, 4], np.int32)], [draft])
-    enter, leave = intervals(trees.parents)
-    mask = (enter <= enter[:, None]) & (enter[:, None] < leave)
-    assert (mask == ancestor_mask(trees, 0)).all()

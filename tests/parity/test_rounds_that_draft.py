@@ -153,6 +153,7 @@ def priced(monkeypatch, heard=lambda what: None):
         [
             *(("NEXTN, by depth", "tree", 16, 1.0), ("EAGLE", "one", 16, 0.8)),
             *(("EAGLE", "whole tree", 16, 0.8), ("EAGLE", "tree", 16, 0.0)),
+            ("STANDALONE", "chain", 1, 0.8),  # Whose roots wait for the next step.
         ],
     ),
 )
