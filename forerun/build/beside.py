@@ -48,7 +48,7 @@ def with_beside(
         return replace(config, speculative_algorithm=meant(config, "NEXTN")) if alone else config
     auto = auto and not layered
     if method.kind == "assistant" or (auto and _runs(config)):
-        found = assistant_beside(config.model, config.speculative_known_drafts)
+        found = assistant_beside(config.model)
         if found is not None and (not auto or _opens(config, found, target)):
             return _chosen(config, found)
     unlayered = method.kind == "layers" and not layered
@@ -117,17 +117,15 @@ def _runs(config: EngineConfig) -> bool:
     )
 
 
-def assistant_beside(reference: str, known_drafts: str | None = None) -> Path | None:
+def assistant_beside(reference: str) -> Path | None:
     """Return the assistant beside a model: beside the folder NAME the folder NAME-assistant; beside
     a file also NAME-assistant*.gguf; for a hub id the one published for that model, if it is on
     this machine. None if there is none. Contacts no host.
-
-    known_drafts  the user's table of published drafts. Raises ConfigError for what is wrong in it
     """
     found = _beside(reference, "{}-assistant", holds_assistant)
     if found is not None or hub_reference(reference) is None or _path(reference) is not None:
         return found
-    known = known_draft(reference, algorithm(ALGORITHM), known_drafts)
+    known = known_draft(reference, algorithm(ALGORITHM))
     if known is None:
         return None
     folder = huggingface.here(known)

@@ -103,7 +103,7 @@ def _besides(config: EngineConfig, layered: bool) -> str:
     """Return, as the rest of a sentence, a draft that a model without a named one could use."""
     if layered:
         return ", or use NEXTN: the model has prediction layers of its own"
-    draft = known_draft(config.model, config.algorithm, config.speculative_known_drafts)
+    draft = known_draft(config.model, config.algorithm)
     return f", such as {draft}" if draft else ""
 
 
@@ -182,7 +182,7 @@ def drafting_sentence(
 
 def _published(config: EngineConfig) -> str:
     """Return the note which drafts the hub has for the model; "" if none is known."""
-    rows = known_drafts(config.model, config.speculative_known_drafts)
+    rows = known_drafts(config.model)
     named = ", ".join(f"{row.draft} ({row.method.name})" for row in rows)
     return f"; the hub has {named}: --speculative-draft-model-path takes one" if rows else ""
 

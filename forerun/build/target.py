@@ -43,7 +43,6 @@ from forerun.errors import ConfigError, RequestError
 from forerun.executors.toy import HIDDEN as TOY_HIDDEN
 from forerun.executors.toy import ToyExecutor
 from forerun.hub.catalog import Model, open_model
-from forerun.hub.known_drafts import known_drafts
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor
 from forerun.machine import collected_later, cores, cpu_name, memory_available, trim_memory
@@ -130,7 +129,6 @@ def open_target(config: EngineConfig, progress: Progress | None = None) -> Targe
     Raises ModelError (DownloadError if it cannot be fetched), MemoryPlanError if it does not
     fit, ConfigError if options contradict the model or the machine.
     """
-    known_drafts(config.model, config.speculative_known_drafts)  # Refused before a download.
     return _open_toy(config) if config.toy else _open_model(config, progress)
 
 

@@ -12,6 +12,7 @@ from forerun.options.flags import Option, gather, own_option
 
 MOVED = {
     "speculative-grid": "forerun tune compares settings of speculation",
+    "speculative-known-drafts": "--speculative-draft-model-path names a draft",
     "model-shape": "name the shape as the model",
     "out": "--json prints results",
     "author": "the engine that serves writes all answers",

@@ -58,7 +58,6 @@ class EngineArgs(TypedDict, total=False):
     speculative_ngram_text: bool
     speculative_draft_model_path: str | None
     speculative_draft_model_revision: str | None
-    speculative_known_drafts: str | None
     speculative_token_map: str | None
     speculative_num_steps: int | None
     speculative_eagle_topk: int | None

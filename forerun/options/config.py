@@ -219,12 +219,6 @@ class EngineConfig:
     speculative_draft_model_revision: str | None = option(
         None, "branch, tag or commit of a draft that is named by its hub id (default: main)"
     )
-    speculative_known_drafts: str | None = option(
-        None,
-        "TOML file of drafts that the hub has for models ([[draft]] rows of model, algorithm and "
-        "draft), which the start and errors name; its rows replace those that ship "
-        "(docs/use/drafts.md)",
-    )
     speculative_token_map: str | None = option(
         None,
         "file of the target ids that a draft model may propose (.json, .safetensors, .pt), or "

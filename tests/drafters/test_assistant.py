@@ -302,20 +302,13 @@ def architecture_at(path):
     return open_model(str(path)).architecture
 
 
-def test_a_hub_id_has_the_published_one_where_it_is_on_this_machine(kinds, tmp_path, monkeypatch):
+def test_a_hub_id_has_the_published_one_where_it_is_on_this_machine(kinds, monkeypatch):
     asked, draft = [], kinds["ASSISTANT, shared"].draft
     monkeypatch.setattr(beside.huggingface, "here", lambda name: asked.append(name) or draft)
     for name in ("google/gemma-4-E2B-it", "unsloth/gemma-4-E2B-it-GGUF:Q4_K_M"):
         assert assistant_beside(name) == draft
     assert asked == ["google/gemma-4-E2B-it-assistant"] * 2
     assert assistant_beside("google/gemma-3-4b-it") is None and len(asked) == 2
-    own = tmp_path / "own.toml"
-    own.write_text(
-        '[[draft]]\nmodel = "gemma-4-E2B-it"\nalgorithm = "MTP"\ndraft = "org/layers"\n'
-        '[[draft]]\nmodel = "mine"\nalgorithm = "ASSISTANT"\ndraft = "org/assistant"\n'
-    )
-    assert assistant_beside("org/Mine", str(own)) == draft == assistant_beside(name, str(own))
-    assert asked[2:] == ["org/assistant", "google/gemma-4-E2B-it-assistant"]
     monkeypatch.setattr(beside.huggingface, "here", lambda name: None)
     wanted = EngineConfig(model="google/gemma-4-31B-it", speculative_algorithm="FROZEN_KV_MTP")
     with pytest.raises(ConfigError, match="FOLDER, such as google/gemma-4-31B-it-assistant"):

@@ -1,6 +1,5 @@
 """A model that the hub does not have is said before anything is loaded."""
 
-import re
 import socket
 import time
 
@@ -10,12 +9,12 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-from forerun.build.drafting import drafting_sentence, resolved_drafting, with_shipped
-from forerun.build.target import open_target
+from forerun.build.drafting import with_shipped
 from forerun.cli.main import main
 from forerun.errors import ConfigError, DownloadError
 from forerun.hub import huggingface
-from forerun.hub.known_drafts import SHIPPED, known_draft, known_drafts, read_known_drafts
+from forerun.hub.known_drafts import known_draft, table
+from forerun.hub.reference import hub_reference
 from forerun.options.algorithms import algorithm
 from forerun.options.config import EngineConfig
 
@@ -87,26 +86,15 @@ def test_a_hub_that_says_nothing_is_not_asked_for_minutes(monkeypatch, tmp_path)
 
 
 HEAD, BLOCK = algorithm("EAGLE3"), algorithm("DSPARK")
-ROW = '[[draft]]\nmodel = "org/Some-1B"\nalgorithm = "EAGLE"\ndraft = "org/head"\n'
 
 
-@pytest.fixture
-def own(tmp_path):
-    """Write a table of one's own."""
-
-    def write(text):
-        path = tmp_path / "own.toml"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
-def test_the_table_that_ships_is_valid():
-    rows = read_known_drafts(SHIPPED)
+def test_the_table_is_valid():
+    rows = table()
     assert {row.method.name for row in rows} >= {"EAGLE3", "DFLASH", "FROZEN_KV_MTP"}
+    assert len({(row.model, row.method.kind, row.method.block) for row in rows}) == len(rows)
     for row in rows:
         assert known_draft(row.model, row.method) == row.draft, "its name means itself"
+        assert hub_reference(row.draft) is not None and row.method.model and not row.method.lookup
 
 
 @pytest.mark.parametrize(
@@ -122,48 +110,9 @@ def test_a_model_is_known_in_any_form(reference):
     assert known_draft(reference, HEAD) == "AngelSlim/Qwen3-4B_eagle3"
     assert known_draft(reference, BLOCK) == "deepseek-ai/dspark_qwen3_4b_block7"
     assert known_draft(reference, algorithm("NEXTN")) is None
-
-
-def test_rows_of_ones_own_go_before(own):
-    table = own(ROW + ROW.replace("org/Some-1B", "unsloth/Qwen3-4B-GGUF"))
-    assert [row.draft for row in known_drafts("Qwen/Qwen3-4B", table)] == [
-        "org/head", "deepseek-ai/dspark_qwen3_4b_block7",
-    ]  # fmt: skip
-    assert known_draft("Some-1B-Q8_0.gguf", HEAD, table) == "org/head"
     assert known_draft("Some-1B", HEAD) is None
-    asked = EngineConfig(model="org/Some-1B", speculative_known_drafts=table)
-    told = drafting_sentence(asked, resolved_drafting(asked, False, None), False, None)
-    assert "; the hub has org/head (EAGLE): --speculative-draft-model-path takes one)" in told
-    wanted = EngineConfig(
-        model="org/Some-1B", speculative_algorithm="EAGLE3", speculative_known_drafts=table
-    )
-    with pytest.raises(ConfigError, match=r"FOLDER, such as org/head\."):
-        with_shipped(wanted)
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("[[draft]\n", r"own.toml cannot be read: .*line 1"),
-        ("other = 1\n" + ROW, r"own.toml has the key 'other'"),
-        ("draft = 1\n", r"own.toml has a key 'draft' that is no list of tables"),
-        (ROW + ROW.replace("draft =", "drafts ="), r"own.toml, .* 2: unknown key 'drafts'"),
-        (ROW.replace('algorithm = "EAGLE"\n', ""), r" 1: no 'algorithm'; a row has model"),
-        (ROW.replace('"org/Some-1B"', "7"), r" 1: model is 7, but must be a text"),
-        (ROW.replace("org/Some-1B", "org/:Q8_0"), r" 1: model is 'org/:Q8_0', which names none"),
-        (ROW.replace('"EAGLE"', '"EGALE"'), r" 1: speculative-algorithm is 'EGALE'"),
-        (ROW.replace('"EAGLE"', '"NGRAM"'), r" 1: algorithm is 'NGRAM', which runs no"),
-        (ROW.replace('"EAGLE"', '"AUTO"'), r" 1: algorithm is 'AUTO', which runs no"),
-        (ROW.replace("org/head", "head"), r" 1: draft is 'head', which is no hub id"),
-        (ROW + ROW.replace("org/Some-1B", "Some-1B-GGUF"), r" 2: .* 1 has a draft of that kind"),
-    ],
-)  # fmt: skip
-def test_a_bad_row_is_named_before_anything_is_loaded(text, named, own):
-    with pytest.raises(ConfigError, match=named):
-        open_target(EngineConfig(model="org/absent", speculative_known_drafts=own(text)))
-
-
-def test_a_table_that_is_not_there_is_named(tmp_path):
-    path = str(tmp_path / "absent.toml")
-    with pytest.raises(ConfigError, match=re.escape(f"{path} cannot be read: No such file")):
-        open_target(EngineConfig(model="toy", speculative_known_drafts=path))
+def test_what_the_hub_has_is_named_in_errors():
+    with pytest.raises(ConfigError, match=r"FOLDER, such as AngelSlim/Qwen3-4B_eagle3\."):
+        with_shipped(EngineConfig(model="Qwen/Qwen3-4B", speculative_algorithm="EAGLE3"))
