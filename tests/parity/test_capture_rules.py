@@ -1,4 +1,4 @@
-"""CUDA's rules of capturing, held by a recorder without a device; and the code that broke them."""
+"""CUDA's rules of capturing, held by a recorder without a device (tape.py)."""
 
 import gc
 
@@ -10,34 +10,8 @@ from forerun.executors.torch.captured.graphs import CapturedPrograms
 from forerun.executors.torch.triton import kernels
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
-from tests.parity.tape import FakeCuda, Tape, Watch, on_tape
+from tests.parity.tape import FakeCuda, Tape, on_tape
 from tests.parity.test_torch_captured import SAMPLINGS
-
-
-class AsItWas(Tape):
-    """The recorder at dd53157: one pool for ever, the shared capture stream, a new stream for every
-    warm-up, the device that happens to be current.
-    """
-
-    def __init__(self, device=None, cuda=None):
-        super().__init__(device, cuda)
-        self._pool = self.cuda.graph_pool_handle()
-
-    def warm(self, work):
-        staging = self.cuda.Stream()
-        staging.wait_stream(self.cuda.current_stream())
-        with self.cuda.stream(staging), Watch(cuda=self.cuda):
-            work()
-        self.cuda.current_stream().wait_stream(staging)
-
-    def capture(self, work):
-        graph = self.cuda.CUDAGraph()
-        with self.cuda.graph(graph, pool=self._pool):
-            work()
-        return graph.replay
-
-    def forget(self):
-        pass
 
 
 class Work:
@@ -60,53 +34,36 @@ def captured(programs, *sizes):
             programs[size]()
 
 
-def breaks(recorder, message):
-    """Only the code as it was breaks the rule."""
-    if recorder is AsItWas:
-        return pytest.raises(AssertionError, match=message)
-    return pytest.MonkeyPatch.context()  # Nothing.
-
-
-RECORDERS = pytest.mark.parametrize("recorder", [Tape, AsItWas])
-
-
-@RECORDERS
 @pytest.mark.parametrize("keeps", [True, False])
-def test_what_outlives_its_graphs_is_in_nobodys_way(recorder, keeps):
+def test_what_outlives_its_graphs_is_in_nobodys_way(keeps):
     """A tensor of the program, or a workspace that a product in a capture took."""
     work = Work(keeps)
-    programs = CapturedPrograms(work, recorder())
+    programs = CapturedPrograms(work, Tape())
     captured(programs, 1, 2)
     programs.forget()
-    with breaks(recorder, "use_count > 0"):
-        captured(programs, 1, 2)
-        assert programs.captured == (1, 2)
+    captured(programs, 1, 2)
+    assert programs.captured == (1, 2)
 
 
-@RECORDERS
-def test_no_recorder_takes_anothers_workspace(recorder):
+def test_no_recorder_takes_anothers_workspace():
     cuda = FakeCuda()
-    captured(CapturedPrograms(Work(), recorder(cuda=cuda)), 1)
-    with breaks(recorder, "workspace lies in a pool of other graphs"):
-        captured(CapturedPrograms(Work(), recorder(cuda=cuda)), 1)
+    captured(CapturedPrograms(Work(), Tape(cuda=cuda)), 1)
+    captured(CapturedPrograms(Work(), Tape(cuda=cuda)), 1)
 
 
-@RECORDERS
-def test_the_second_device_is_as_good_as_the_first(recorder):
+def test_the_second_device_is_as_good_as_the_first():
     work, cuda = Work(), FakeCuda(home=1)
     assert cuda.current_device() == 0
-    programs = CapturedPrograms(work, recorder(torch.device("cuda", 1), cuda))
-    with breaks(recorder, "another device"):
-        captured(programs, 1)
-        work.x.fill_(2.0)
-        programs[1]()
-        assert work.out[0, 0] == 12.0
+    programs = CapturedPrograms(work, Tape(torch.device("cuda", 1), cuda))
+    captured(programs, 1)
+    work.x.fill_(2.0)
+    programs[1]()
+    assert work.out[0, 0] == 12.0
     assert cuda.current_device() == 0
 
 
-@RECORDERS
-def test_no_graph_is_destroyed_while_it_may_run(recorder):
-    tape = recorder()
+def test_no_graph_is_destroyed_while_it_may_run():
+    tape = Tape()
     programs = CapturedPrograms(Work(), tape)
     captured(programs, 1)
 
@@ -116,18 +73,16 @@ def test_no_graph_is_destroyed_while_it_may_run(recorder):
     wait = tape.launch(work)
     programs.forget()
     gc.collect()
-    with breaks(recorder, "destroyed while it ran"):
-        captured(programs, 1)
-        wait()
+    captured(programs, 1)
+    wait()
 
 
-@RECORDERS
-def test_no_graph_is_destroyed_during_a_capture(recorder):
+def test_no_graph_is_destroyed_during_a_capture():
     """As seen on an H100: an engine that was closed is collected while the next one captures."""
     cuda, before = FakeCuda(), gc.get_threshold()
     gc.set_threshold(1_000_000)  # Nothing is collected before the capture.
     try:
-        gone = CapturedPrograms(lambda size: torch.ones(2).add_(size), recorder(cuda=cuda))
+        gone = CapturedPrograms(lambda size: torch.ones(2).add_(size), Tape(cuda=cuda))
         captured(gone, 1)
         gone.itself = gone
 
@@ -136,11 +91,10 @@ def test_no_graph_is_destroyed_during_a_capture(recorder):
             boxes = [[] for _ in range(3000)]
             torch.ones(2).add_(len(boxes))
 
-        tape = recorder(cuda=cuda)
-        with breaks(recorder, "destroyed during a capture"):
-            del gone
-            tape.capture(lambda: work(1))
-            assert gc.isenabled()
+        tape = Tape(cuda=cuda)
+        del gone
+        tape.capture(lambda: work(1))
+        assert gc.isenabled()
     finally:
         gc.set_threshold(*before)
 
@@ -172,10 +126,9 @@ def test_a_launch_outside_of_the_capture_is_seen():
         tape.capture(work)
 
 
-@RECORDERS
-def test_a_head_that_comes_after_the_first_capture(recorder, checkpoint, monkeypatch):
+def test_a_head_that_comes_after_the_first_capture(checkpoint, monkeypatch):
     """Loading a head asks for features: what start-up captured is forgotten, then captured anew."""
-    on_tape(monkeypatch, recorder())
+    on_tape(monkeypatch, Tape())
     small = limits(tiny.VOCAB, context=128, pages=40, slots=1)
     made = TorchExecutor(checkpoint("qwen3"), small).capture()
 
@@ -188,9 +141,8 @@ def test_a_head_that_comes_after_the_first_capture(recorder, checkpoint, monkeyp
 
     tokens = decode()
     made.request_aux_hidden_states((1,))
-    with breaks(recorder, "use_count > 0"):
-        assert decode() == tokens
-        assert made.describe()["captured"]
+    assert decode() == tokens
+    assert made.describe()["captured"]
 
 
 def test_kernels_are_launched_on_their_own_device(monkeypatch):
