@@ -62,16 +62,6 @@ class Load:
         return np.array(made[steps // 2 :]), tokens / ms / plain
 
 
-def test_the_table_is_what_was_published():
-    def speed(draft_tokens, tokens):
-        return 62.0 * tokens / float(COSTS.verify(np.array((1 + draft_tokens) * BUSY)))
-
-    assert speed(0, 1.0) == pytest.approx(0.62)
-    assert speed(1, 1 + FIRST) == pytest.approx(0.68)
-    assert speed(NODES, TREE) == pytest.approx(0.54)
-    assert (np.diff(COSTS.verify_ms) / np.diff(COSTS.nodes) > 0).all()
-
-
 def test_saturated_it_is_one_draft_token():
     load = Load()
     nodes, speed = load.run(BUSY, 600)

@@ -38,15 +38,3 @@ def test_logits_are_those_of_transformers(tmp_path, kind, context, length, parti
             driver.open(0, tokens)
             found = np.asarray(driver.step([Row(0)]).every())
         assert np.abs(found - expected).max() < 1e-4
-
-
-def test_long_and_short_factors_differ(tmp_path):
-    """Else the test above could not tell which of them is used."""
-    hf = tiny.model("phi3", rope=tiny.longrope(8))
-    found = []
-    for context in (None, 256):
-        checkpoint = opened("folder", hf, tmp_path, context)
-        with Driver(TorchExecutor(checkpoint, limits(tiny.VOCAB, context=64))) as driver:
-            driver.open(0, np.arange(60))
-            found.append(driver.step([Row(0)]).every())
-    assert (found[0] - found[1]).abs().max() > 0.1

@@ -52,16 +52,6 @@ class LateLane:
         self.waiting = []
 
 
-class Hasty(LateLane):
-    """Does not wait for what was sent of its buffer."""
-
-    def buffer(self, size):
-        waiting, self.waiting = self.waiting, []
-        held = super().buffer(size)
-        self.waiting = waiting
-        return held
-
-
 @pytest.fixture(scope="module", params=["F32", "F16", "BF16", "Q8_0", "folder BF16"])
 def stored(request, tmp_path_factory):
     folder, hf = tmp_path_factory.mktemp("staged"), tiny.model("llama")
@@ -90,14 +80,6 @@ def test_staged_weights_are_those_of_plain_copies(stored, dtype, lanes, monkeypa
     found = matrices(stored, dtype, [LateLane] * lanes)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_a_buffer_that_is_filled_too_early_would_be_seen(stored, monkeypatch):
-    monkeypatch.setattr(module, "PIECE", 1000)
-    widened = stored.packed("model.layers.0.self_attn.o_proj.weight").kind == "Q8_0"
-    expected, found = (matrices(stored, torch.float32, lanes) for lanes in ([], [Hasty]))
-    same = all(torch.equal(found[name], expected[name]) for name in expected)
-    assert same == widened, "what is widened on the host is copied from there, not staged"
 
 
 def test_what_a_thread_raises_is_raised():

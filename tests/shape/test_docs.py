@@ -10,7 +10,7 @@ from forerun.cli.command_line import build_parser
 from forerun.cli.commands import COMMANDS
 from forerun.cli.verbs import SAME
 from tests import everything
-from tests.shape.tree import PACKAGE, ROOT, nodes, sources
+from tests.shape.tree import ROOT, sources
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#\n]+)(?:#[^)]*)?\)")
@@ -174,44 +174,6 @@ def test_the_glossary_has_every_word_and_the_code_uses_them():
             re.escape(word.split("/")[0].strip()).replace(r"\ ", r"[ _]?").replace(r"\-", "[-_ ]?")
         )
         assert re.search(rf"\b{spelled}", code), f"{word} is used nowhere"
-
-
-RETIRED = re.compile(
-    r"guess|guesses|guessed|guessing|turns?_?|seats?|opening|lone|stopwatch|ledger|resting|dearest"
-    r"|lately|hope|hiccup|ranking|habits|walkers?|headdevice|headdrafter|headpass|wish|wishes|taps?"
-    r"|tapped|rounds_|carry_|heat|mailbox|gate_|exchange|speech|shelf|said|growth|grown_ahead"
-)
-ELSEWHERE = dict.fromkeys(("turn", "turns"), ("text", "cli", "train", "bench", "serve"))
-"""A word that the field uses elsewhere: a conversation has turns."""
-
-
-def test_retired_words_are_no_identifiers():
-    """The glossary's converse: a word that was replaced names nothing any more."""
-    found = []
-    for path in sources("forerun"):
-        room = path.relative_to(PACKAGE).parts[0]
-        for node in nodes(path):
-            name = getattr(node, "name", None) or getattr(node, "id", None)
-            name = name or getattr(node, "attr", None) or getattr(node, "arg", None)
-            for word in retired_in(name) if isinstance(name, str) else ():
-                if room not in ELSEWHERE.get(word, ()):
-                    found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}")
-    assert not found
-
-
-@cache
-def retired_in(name):
-    """The words of an identifier that are retired."""
-    words = map(str.lower, re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name))
-    return [word for word in words if RETIRED.fullmatch(word)]
-
-
-def test_words_we_decided_against_are_not_names():
-    """One word per thing: these are other projects' words for what has a name here."""
-    wrong = re.compile(r"\b(proposer|spec_token|block_table|kv_block|scorer_model)\w*")
-    found = [f"{p.relative_to(PACKAGE)}: {m}" for p in sources("forerun")
-             for m in wrong.findall(p.read_text())]  # fmt: skip
-    assert not found
 
 
 def test_the_readmes_python_runs(capsys):

@@ -1,7 +1,5 @@
 """The drawing of the rooms is the one that the imports give, and no two rooms import each other."""
 
-import pytest
-
 from tests.shape.rooms import DRAWING, drawing, reduced, rooms
 
 
@@ -12,8 +10,3 @@ def test_the_drawing_is_fresh():
 
 def test_rooms_do_not_import_each_other():
     assert reduced(rooms())["serve"]
-
-
-def test_a_cycle_is_seen():
-    with pytest.raises(ValueError, match="a -> b -> a"):
-        reduced({"a": {"b"}, "b": {"a"}})
