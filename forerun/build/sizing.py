@@ -6,15 +6,17 @@ from dataclasses import dataclass, replace
 
 from forerun.build.beside import with_beside
 from forerun.build.draft_file import holds_model, open_draft_file
-from forerun.build.drafting import AUTO, own_layers, with_draft
+from forerun.build.drafting import AUTO, NO_DRAFT, own_layers, with_draft
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.build.shapes import SHAPES, PlannedCheckpoint, RandomCheckpoint
+from forerun.build.small_draft import SMALL, fits, wants_small
 from forerun.build.token_map import sized
 from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
+from forerun.checkpoints.gguf.header import is_gguf
 from forerun.drafts.assistant import holds_assistant
 from forerun.drafts.gguf_block import holds_block_file
 from forerun.drafts.gguf_prediction import holds_layers_alone
@@ -22,7 +24,7 @@ from forerun.drafts.ngram_table import FILE as TABLE
 from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.hub import huggingface
-from forerun.hub.catalog import BUILT_IN, open_model
+from forerun.hub.catalog import BUILT_IN, is_here, open_model
 from forerun.hub.reference import hub_reference
 from forerun.networks.arch import Architecture
 from forerun.networks.config_json import architecture_from
@@ -108,13 +110,17 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
     needs = entry.needs(config, arch, model.checkpoint)
     draft = _draft(config, model.checkpoint)
     whole = needs
-    if draft is not None:
-        draft = sized(config, draft)
-        whole = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     if memory is None:
         free = entry.free_memory(config)
     else:
         free = memory * config.tp_size if entry.together else memory
+    unnamed = config.speculative_draft_model_path is None and draft is None
+    if unnamed and wants_small(config, needs.weights) and is_here(SMALL):
+        small = _whole(config, SMALL, model.checkpoint)
+        draft = small if fits(config, small, needs, entry, free) else None
+    if draft is not None:
+        draft = sized(config, draft)
+        whole = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     plan, refusal = _planned(config, whole, free)
     return Sizing(model, config, whole, whole.weights - needs.weights, free, plan, refusal)
 
@@ -126,11 +132,17 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
     layered = bool(getattr(target, "prediction_files", None))
     config = with_beside(config, layered, target)
     named = config.speculative_draft_model_path
-    if named is None or not config.speculates:
+    if named in (None, NO_DRAFT) or not config.speculates:
         return own_layers(config, target)
     folder = home_path(named)
     if holds_assistant(folder) or holds_layers_alone(folder) or holds_block_file(folder):
         return open_draft_file(config, folder, target)
+    auto = config.algorithm.name == AUTO
+    if config.algorithm.kind == "whole" or (auto and (is_gguf(folder) or holds_model(named))):
+        return _whole(config, named, target)
+    if not folder.exists() and (hub := hub_reference(named)) is not None:
+        revision = config.speculative_draft_model_revision
+        folder = huggingface.here(hub.repository, revision=revision) or folder
     if not (folder / "config.json").is_file():
         if (folder / TABLE).is_file():  # A few megabytes on the host, which no plan counts.
             return None
@@ -138,12 +150,17 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
             f"speculative-draft-model-path is {named}, but there is no config.json in it. The "
             "memory of a draft is computed from a folder on this machine: download it first."
         )
-    auto = config.algorithm.name == AUTO
-    if config.algorithm.kind == "whole" or (auto and holds_model(str(folder))):
-        arch, vocab = architecture_from(config_of(folder), folder), target.architecture.vocab
-        vocabulary = equal_vocabulary(vocab, arch.vocab)
-        return WholeDraft(folder.name, RandomCheckpoint(arch), vocabulary)
     return open_draft_file(config, folder, target)
+
+
+def _whole(config: EngineConfig, named: str, target: Checkpoint) -> WholeDraft:
+    """Open a whole model that drafts as far as planning needs it, as if it had the target's
+    tokens.
+    """
+    revision = config.speculative_draft_model_revision
+    draft = described(replace(config, model=named, revision=revision, context=None))
+    vocabulary = equal_vocabulary(target.architecture.vocab, draft.architecture.vocab)
+    return WholeDraft(draft.name, draft.checkpoint, vocabulary)
 
 
 def _planned(config: EngineConfig, needs: Needs, free: int) -> tuple[MemoryPlan | None, str]:

@@ -67,16 +67,17 @@ def with_small(
     except ModelError as error:
         log.warning("%s drafts nothing: %s", SMALL, error)
         return parts
-    if not fits(config, draft, needs, entry):
+    if not fits(config, draft, needs, entry, entry.free_memory(config)):
         log.info("%s drafts nothing: memory is short", SMALL)
         return parts
     return replace(parts, model=draft)
 
 
-def fits(config: EngineConfig, draft: WholeDraft, needs: Needs, entry: ExecutorEntry) -> bool:
-    """Return whether as many tokens are cached with the draft as without it."""
+def fits(
+    config: EngineConfig, draft: WholeDraft, needs: Needs, entry: ExecutorEntry, free: int
+) -> bool:
+    """Return whether as many tokens are cached with the draft as without it. free: usable bytes."""
     with_it = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
-    free = entry.free_memory(config)
     try:
         plans = [plan_memory(config, each, free) for each in (needs, with_it)]
     except MemoryPlanError:

@@ -123,5 +123,4 @@ def test_it_takes_no_memory_of_cached_tokens(folders):
     plan = plan_memory(config, needs, 1 << 36)
     enough = int(sum(plan.describe().values()) / HOST_SHARE) + needs.per_token
     for free, holds in ((enough, False), (1 << 36, True)):
-        there = replace(entry, free_memory=lambda _, free=free: free)
-        assert small_draft.fits(config, draft, needs, there) == holds
+        assert small_draft.fits(config, draft, needs, entry, free) == holds

@@ -2,14 +2,16 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
-from forerun.build import device, registry
+from forerun.build import device, registry, small_draft
 from forerun.build.memory import human
 from forerun.build.shapes import SHAPES
 from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.cli.main import main
+from forerun.hub.catalog import open_model
 from tests.drafters.kinds import Kinds
 from tests.models import tiny
 from tests.shape.tree import ROOT
@@ -269,6 +271,21 @@ def test_a_whole_model_that_drafts_is_counted_from_its_configuration(capsys, tmp
     tiny.save_folder(tiny.model("llama"), tmp_path)  # Of AUTO the tensors say it.
     auto = planned(capsys, "tiny", *DRAFT, str(tmp_path), *CARD)
     assert auto["draft_bytes"] == found["draft_bytes"]
+
+
+@pytest.mark.model
+def test_a_draft_in_a_file_or_built_in_is_counted_as_it_runs(capsys, monkeypatch):
+    """Named in any way, and where AUTO takes the built-in one unasked."""
+    target = "smollm2-135m"
+    alone, file = planned(capsys, target), str(Path(open_model(target).checkpoint.path))
+    for words in (("--speculative-algorithm", "STANDALONE", *DRAFT, target), (*DRAFT, file)):
+        found = planned(capsys, target, *words)
+        bytes_at_most = alone["parameters"] * 34 / 32
+        assert found["draft_bytes"] == pytest.approx(bytes_at_most, rel=0.01)
+    assert alone["draft_bytes"] == 0
+    monkeypatch.setattr(small_draft, "RATIO", 0.5)
+    assert planned(capsys, target)["draft_bytes"] == found["draft_bytes"]
+    assert planned(capsys, target, *DRAFT, "none")["draft_bytes"] == 0
 
 
 def test_people_get_a_table(capsys):
