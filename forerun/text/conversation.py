@@ -145,10 +145,15 @@ class TemplateTraits:
 
     @cached_property
     def thinking(self) -> bool:
-        """Whether the template reads thoughts in a field `thinking` (gpt-oss), and with a call
-        either them or content.
-        """
+        """Whether the template reads thoughts in a field `thinking` (gpt-oss, LFM2.5)."""
         return _THINKING.search(self._source) is not None
+
+    @cached_property
+    def thought_alone(self) -> bool:
+        """Whether it takes, with a call, either a thought in `thinking` or content (gpt-oss)."""
+        asked, call, result = _tool_turns(self.calls)[:3]
+        call = _styled({**call, "content": _ANSWER, "thinking": _SYSTEM}, self.calls)
+        return not _holds(self._try([asked, call, result], [_tool()]), [_SYSTEM, _ANSWER])
 
     @cached_property
     def adjacent_users(self) -> bool:
@@ -182,7 +187,7 @@ def adapted(
     elif offered and not traits.bare_tools:
         offered = [_complete(tool) for tool in offered]
     if traits.thinking:
-        result = [_with_thinking(message) for message in result]
+        result = [_with_thinking(message, traits) for message in result]
     if any(message.get("tool_calls") or message["role"] == "tool" for message in result):
         result = _with_calls(result, traits)
     if any(message["role"] == "system" for message in result):
@@ -194,15 +199,15 @@ def adapted(
     return result, offered
 
 
-def _with_thinking(message: Message) -> Message:
-    """Return a message whose thought is in `thinking`, with the text before a call as part of
-    it.
+def _with_thinking(message: Message, traits: TemplateTraits) -> Message:
+    """Return a message whose thought is in `thinking`, with the text before a call as part of it
+    where the template takes but one of them.
     """
     thought = message.get("reasoning_content")
     if not thought:
         return message
     left = {name: value for name, value in message.items() if name != "reasoning_content"}
-    if left.get("tool_calls") and left.get("content"):
+    if left.get("tool_calls") and left.get("content") and traits.thought_alone:
         return {**left, "thinking": f"{thought}\n\n{left['content']}", "content": ""}
     return {**left, "thinking": thought}
 
@@ -318,7 +323,11 @@ def _complete(tool: Mapping[str, Any]) -> Message:
 
 
 def _short(id: object) -> str:
-    """Return nine letters or digits for a call's id, always the same for the same id."""
+    """Return nine letters or digits for a call's id, always the same for the same id: itself if it
+    has that form, as the model's own have.
+    """
+    if re.fullmatch("[a-zA-Z0-9]{9}", str(id)):
+        return str(id)
     return hashlib.sha256(str(id).encode()).hexdigest()[:9]
 
 

@@ -331,6 +331,12 @@ def test_the_layers_with_states_may_be_listed(tmp_path):
         assert [spec.recurrent is not None for spec in specs] == listed
 
 
+def test_a_granite_without_positions(tmp_path):
+    hf = tiny.model("granitemoehybrid", position_embedding_type="nope")
+    said = {"granite.rope.scaling.finetuned": False}
+    logits_are_those_of(hf, GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=said)))
+
+
 def test_a_rope_of_their_own_in_layers_with_windows(tmp_path):
     hf, said = tiny.model("olmo3", **BLOCKS["olmo3"]), {"olmo2.rope.freq_base_swa": 3000.0}
     checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=said))

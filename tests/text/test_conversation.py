@@ -177,6 +177,25 @@ def test_ids_are_shortened_alike_for_call_and_result():
     made = {each["id"] for m in found for each in m.get("tool_calls") or ()}
     assert {m["tool_call_id"] for m in found if m["role"] == "tool"} == made
     assert all(len(id) == 9 and id.isalnum() for id in made)
+    own = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "tool_calls": [call("D681PevKs", 1)]},
+    ]
+    assert adapted(own, TOOLS, traits)[0][1]["tool_calls"][0]["id"] == "D681PevKs"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_thought_stands_beside_the_text_of_a_call_where_the_template_takes_both(alone):
+    """LFM2.5 does; gpt-oss takes one of them."""
+    refusal = (
+        "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    )
+    thought = "{% for message in [m] %}<think>{{ message.thinking }}</think>{% endfor %}"
+    source = habit((refusal if alone else "") + thought + "{{ m.content }}" + CALLS)
+    said = {"content": "TEXT", "reasoning_content": "THOUGHT", "tool_calls": [call("c1", "v")]}
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", **said}]
+    text = prompt(source, messages, TOOLS)[0]
+    assert ("<think>THOUGHT\n\nTEXT</think>" if alone else "<think>THOUGHT</think>TEXT") in text
 
 
 def test_tools_that_are_null_are_not_iterable():

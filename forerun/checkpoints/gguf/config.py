@@ -360,6 +360,8 @@ def _rope(
     if rotated != sizes.head_size and family not in _PARTLY_TURNED:
         raise keys.unfit("rope.dimension_count", rotated, f"{sizes.head_size} to run here")
     theta, scaling = keys.real("rope.freq_base", 10000.0), scaling_of(keys, sizes.context, file)
+    if family == "granite" and not keys.flag("rope.scaling.finetuned", True):
+        return Rope(theta, rotated=0)  # llama.cpp's switch of Granite's positions.
     return Rope(theta, scaling, None if rotated == sizes.head_size else rotated)
 
 
