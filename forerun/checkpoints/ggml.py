@@ -56,11 +56,15 @@ STORAGE = {
     "MXFP4": StorageType(39, 32, 17),
     "NVFP4": StorageType(40, 64, 36),
     "Q1_0": StorageType(41, 128, 18),
+    "Q2_0": StorageType(42, 64, 18),
 }
 """By ggml's name."""
 
-UNREADABLE = frozenset(("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0"))
-"""What the gguf package turns into no floats."""
+UNREADABLE = frozenset(("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"))
+"""What is turned into no floats: of activations, and whole numbers."""
+_LEVELS = {"Q1_0": (1, np.array([-1, 1], np.float32)), "Q2_0": (2, np.arange(-1, 3, dtype="f4"))}
+"""Bits of a number, lowest first behind the block's scale, and what they stand for; the gguf
+package does not turn these into floats."""
 
 NAMES = {storage.number: name for name, storage in STORAGE.items()}
 """Names by the numbers in files."""
@@ -73,6 +77,13 @@ def floats_of(kind: str, rows: NDArray[np.uint8]) -> Floats:
     """Return float32[n,K] of rows uint8[n,bytes of a row], contiguous, of a readable type."""
     if kind == "F16":
         return rows.view("<f2").astype(np.float32)
+    if kind in _LEVELS:
+        bits, levels = _LEVELS[kind]
+        blocks = rows.reshape(-1, STORAGE[kind].size)
+        scales = blocks[:, :2].copy().view("<f2").astype(np.float32)
+        numbers = blocks[:, 2:, None] >> np.arange(0, 8, bits, np.uint8) & (len(levels) - 1)
+        made: Floats = (levels[numbers].reshape(len(blocks), -1) * scales).reshape(len(rows), -1)
+        return made
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
