@@ -81,9 +81,9 @@ def floats_of(kind: str, rows: NDArray[np.uint8]) -> Floats:
         bits, levels = _LEVELS[kind]
         blocks = rows.reshape(-1, STORAGE[kind].size)
         scales = blocks[:, :2].copy().view("<f2").astype(np.float32)
-        numbers = blocks[:, 2:, None] >> np.arange(0, 8, bits, np.uint8) & (len(levels) - 1)
-        made: Floats = (levels[numbers].reshape(len(blocks), -1) * scales).reshape(len(rows), -1)
-        return made
+        codes = blocks[:, 2:, None] >> np.arange(0, 8, bits, dtype=np.uint8) & (len(levels) - 1)
+        made: Floats = levels[codes].reshape(len(blocks), -1) * scales
+        return made.reshape(len(rows), -1)
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 

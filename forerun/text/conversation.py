@@ -193,9 +193,9 @@ def adapted(
     if any(message["role"] == "system" for message in result):
         result = _with_system(result, traits)
     if any(a["role"] == "tool" and b["role"] == "user" for a, b in pairwise(result)):
-        result = result if traits.user_after_results else _after_results(result)
+        result = result if traits.user_after_results else _merged(result, "tool", "user")
     if any(a["role"] == b["role"] == "user" for a, b in pairwise(result)):
-        result = result if traits.adjacent_users else _merged_users(result)
+        result = result if traits.adjacent_users else _merged(result, "user", "user")
     return result, offered
 
 
@@ -294,21 +294,13 @@ def _with_system(messages: list[Message], traits: TemplateTraits) -> list[Messag
     return [*head, *rest]
 
 
-def _after_results(messages: Iterable[Message]) -> list[Message]:
-    """Return a user's text after a tool's result, as the end of that result."""
-    return _merged(messages, lambda before, role: (before, role) == ("tool", "user"))
-
-
-def _merged_users(messages: Iterable[Message]) -> list[Message]:
-    """Merge neighbouring user messages into one."""
-    return _merged(messages, lambda before, role: before == role == "user")
-
-
-def _merged(messages: Iterable[Message], joins: Callable[[str, str], bool]) -> list[Message]:
-    """Return the messages, merging each into the one before it if their roles join."""
+def _merged(messages: Iterable[Message], before: str, behind: str) -> list[Message]:
+    """Return the messages, merging each of role `behind` into one of role `before` right before
+    it.
+    """
     result = list[Message]()
     for message in messages:
-        if result and joins(result[-1]["role"], message["role"]):
+        if result and (result[-1]["role"], message["role"]) == (before, behind):
             both = (result[-1]["content"], message["content"])
             result[-1] = {**result[-1], "content": "\n\n".join(both)}
         else:
@@ -326,9 +318,9 @@ def _short(id: object) -> str:
     """Return nine letters or digits for a call's id, always the same for the same id: itself if it
     has that form, as the model's own have.
     """
-    if re.fullmatch("[a-zA-Z0-9]{9}", str(id)):
-        return str(id)
-    return hashlib.sha256(str(id).encode()).hexdigest()[:9]
+    text = str(id)
+    own = re.fullmatch("[a-zA-Z0-9]{9}", text)
+    return text if own else hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
 def _holds(text: str | None, words: Iterable[str]) -> bool:
