@@ -42,6 +42,7 @@ _ALIASES: dict[str, Family] = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "gemma4_unified_text": "gemma4_text",
+    "qwen3_vl_text": "qwen3",
 }
 """Names of configurations that another family's code reads; Qwen3.5's without a text_config."""
 
@@ -186,6 +187,7 @@ _WRAPPERS = {
     "gemma3": _Wrapper("Gemma3ForConditionalGeneration", ("gemma3_text",), _GEMMA3, tied=True),
     "qwen3_5": _Wrapper("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",), {}),
     "qwen3_5_moe": _Wrapper("Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",), {}),
+    "qwen3_vl": _Wrapper("Qwen3VLForConditionalGeneration", ("qwen3_vl_text",), {}),
     "gemma4": _Wrapper("Gemma4ForConditionalGeneration", ("gemma4_text",), {}, tied=True),
     "gemma4_unified": _Wrapper(
         "Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",), _UNIFIED, tied=True

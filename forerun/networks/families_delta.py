@@ -10,10 +10,7 @@ from forerun.networks.families_experts import qwen_experts
 from forerun.networks.family_parts import FULL, LINEAR, Layers, kinds_of, plain_attention
 from forerun.networks.keys import Keys
 from forerun.networks.layer_spec import Dense, Experts, GatedDelta, LayerSpec, Router
-from forerun.networks.rope_config import rope_from
-
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Keys of the rope that divide a position in three, which are one for a token of text."""
+from forerun.networks.rope_config import OF_IMAGES, rope_from
 
 
 def qwen3_next(keys: Keys, sizes: ArchitectureSizes) -> Layers:
@@ -74,7 +71,7 @@ def _layers(
         keys.integer("linear_conv_kernel_dim", 4),
     )
     attention = replace(plain_attention(sizes), gated=True)
-    rope = rope_from(keys, sizes.context, head_size=sizes.head_size, share=0.25, ignored=_OF_IMAGES)
+    rope = rope_from(keys, sizes.context, head_size=sizes.head_size, share=0.25, ignored=OF_IMAGES)
     made = []
     for kind, feed_forward in zip(_kinds(keys, sizes), feed_forwards, strict=True):
         spec = LayerSpec(attention, rope, feed_forward)

@@ -16,7 +16,7 @@ from forerun.networks.family_parts import (
 from forerun.networks.keys import Keys
 from forerun.networks.layer_spec import AttentionSpec, Dense, LayerSpec
 from forerun.networks.rope import Rope
-from forerun.networks.rope_config import rope_from, rope_of_fixed_alpha, ropes_by_kind
+from forerun.networks.rope_config import OF_IMAGES, rope_from, rope_of_fixed_alpha, ropes_by_kind
 
 
 def llama(keys: Keys, sizes: ArchitectureSizes) -> Layers:
@@ -93,7 +93,8 @@ def qwen3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     ModelError for a key that is missing or cannot be used.
     """
     biased = keys.flag("attention_bias", False)
-    feed_forward, rope = Dense(keys.integer("intermediate_size")), rope_from(keys, sizes.context)
+    rope = rope_from(keys, sizes.context, ignored=OF_IMAGES)
+    feed_forward = Dense(keys.integer("intermediate_size"))
     return tuple(
         LayerSpec(
             plain_attention(sizes, window),

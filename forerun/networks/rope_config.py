@@ -16,6 +16,9 @@ from forerun.networks.rope import (
     yarn_attention_factor,
 )
 
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Keys of the rope that divide a position in three, which are one for a token of text."""
+
 
 def rope_from(
     keys: Keys,

@@ -54,11 +54,14 @@ _FAMILIES: dict[str, Family] = {
     "hunyuan-dense": "hunyuan_v1_dense",
     "exaone4": "exaone4",
     "mistral3": "ministral3",
+    "qwen2vl": "qwen2",
+    "qwen3vl": "qwen3",
+    "qwen3vlmoe": "qwen3_moe",
 }
 """general.architecture -> family. Mistral's files call themselves llama, or mistral3 without
 Ministral's growing queries; Mixtral's llama, and have experts; DeepSeek V2's call themselves as
 V3's, and score experts by a softmax; GLM-4.7-Flash's are V3's; OLMo 3's call themselves olmo2, and
-have windows; a Granite 4 without Mamba layers is Granite.
+have windows; a Granite 4 without Mamba layers is Granite. Of those that see, the language model.
 """
 _LACKS = {
     "llama4": "chunked attention, query and key norms without weights, attention scores scaled by "
@@ -92,6 +95,8 @@ _NORMED: tuple[Family, ...] = (
 )
 """Architectures with norms on queries and keys, also where the first layer does not attend."""
 _QWENS: tuple[Family, ...] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+_OF_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
+"""Of a token of text all positions are one, and it has no features of an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,9 @@ def architecture_of(file: GgufFile) -> Architecture:
     name = str(metadata["general.architecture"])
     keys = Keys(_below(metadata, f"{name}."), f"{name}.")
     family = _FAMILIES[name]
+    if family in _QWENS:
+        for key in _OF_IMAGES:
+            keys.get(key)
     if family == "llama" and keys.integer("expert_count", 0):
         family = "mixtral"
     if family == "deepseek_v3" and scored_by_softmax(keys):
