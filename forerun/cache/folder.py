@@ -42,6 +42,7 @@ class StoreFolder:
     root     made if it is missing
     limit    most bytes of all files; None: DEFAULT_BYTES, or a quarter of what is free on the disk
              without them
+    chosen   words for what decides the limit
     secret   of the folder, random
     deleted  files that were deleted to keep within the limit
 
@@ -56,6 +57,7 @@ class StoreFolder:
                 self.secret = _secret(root)
                 free = shutil.disk_usage(root).free + self.size()
                 self.limit = limit or min(DEFAULT_BYTES, free // 4)
+        self.chosen = "kv-store-size" if limit else "a quarter of what is free on its disk"
 
     def size(self) -> int:
         """Return the bytes of all files, of every fingerprint."""

@@ -83,8 +83,9 @@ class PageStore:
         self._segment = HEADER.size + self._capacity * slot
         if 4 * (HEADER.size + slot) > folder.limit:
             raise ConfigError(
-                f"kv-store-size is {folder.limit:,} bytes, but {_WHAT[kind]} of this model takes "
-                f"{slot:,}; make it {8 * slot:,} at least."
+                f"kv-store {folder.root} may take {folder.limit:,} bytes ({folder.chosen}), but "
+                f"{_WHAT[kind]} of this model takes {slot:,}; set kv-store-size to "
+                f"{8 * slot:,} at least, on a disk with that much room."
             )
         with usable(folder.root):
             with folder.locked():

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -30,6 +31,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with argparse's sentence."""
+        if message.startswith("argument COMMAND: invalid choice: "):
+            word, *commands = re.findall("'([^']*)'", message)
+            for near in difflib.get_close_matches(word, commands, n=1):
+                message = f"there is no command {word!r}; did you mean {near}?"
         end = "" if message.endswith((".", "?")) else "."
         raise ConfigError(f"{message}{end} See: {self.prog} --help")
 

@@ -1,6 +1,7 @@
 """Model references -> opened models: built-in names, local folders and files, hub ids."""
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,7 +175,7 @@ def _no_model(path: Path) -> ModelError:
 
 def _unknown(reference: str) -> ModelError:
     if "/" in reference or "\\" in reference or reference.endswith(".gguf"):
-        return ModelError(f"there is no file or folder {reference}")
+        return ModelError(f"there is no file or folder {reference}{_neighbour(Path(reference))}")
     known = well_known(reference)
     close = difflib.get_close_matches(reference.lower(), BUILT_IN, n=1, cutoff=0.4)
     hint = f", did you mean {close[0]}?" if close else "."
@@ -184,6 +185,18 @@ def _unknown(reference: str) -> ModelError:
         f"there is no model {reference[:200]!r}{hint} Built in: {', '.join(BUILT_IN)}. Otherwise "
         "give a folder, a .gguf file or a hub id like organisation/name"
     )
+
+
+def _neighbour(path: Path) -> str:
+    """Return a question about the closest name beside a path that does not exist; "" if none is
+    close.
+    """
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def _open_hub(

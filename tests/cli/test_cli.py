@@ -182,6 +182,7 @@ def test_seeds_and_stops_reach_the_sampler(capsys):
 @pytest.mark.parametrize(
     ("line", "code", "says"),
     [
+        (["serv"], 2, "there is no command 'serv'; did you mean serve?"),
         (["run", "Hi", "--model", "smollm2-135"], 3, "did you mean smollm2-135m"),
         (["run", "Hi", "--model", "/nowhere/x.gguf"], 3, "/nowhere/x.gguf"),
         (["run", "Hi", *TOY, "--page-size", "0"], 2, "page-size is 0"),

@@ -164,6 +164,13 @@ def test_keep_alive_comments_during_silence(server):
                 assert next(lines) == ": ping"
                 assert next(lines) == ""
                 assert next(lines) == ": ping"
+            body = {"input": "Hi", "stream": True}
+            with other.stream("POST", "/v1/responses", json=body) as answer:
+                events = (json.loads(line[6:]) for line in answer.iter_lines() if "data: " in line)
+                found = [next(events) for _ in range(4)]  # Codex waits for events, not for bytes.
+                kinds = [one["type"].removeprefix("response.") for one in found]
+                assert kinds == ["created", *["in_progress"] * 3]
+                assert [one["sequence_number"] for one in found] == [0, 1, 2, 3]
         finally:
             for sock in crowd:
                 sock.close()

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from hashlib import shake_256
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -280,8 +281,13 @@ def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
     (tmp_path / "mine" / "thesis.txt").write_text("")
     with pytest.raises(ConfigError, match="holds other files"):
         opened(tmp_path / "mine")
-    with pytest.raises(ConfigError, match=r"kv-store-size is 600 bytes.*takes 156; make it"):
+    with pytest.raises(
+        ConfigError, match=r"600 bytes \(kv-store-size\).*takes 156; set kv-store-size"
+    ):
         opened(tmp_path / "small", limit=600)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2400))
+    with pytest.raises(ConfigError, match=r"600 bytes \(a quarter of what is free on its disk\)"):
+        opened(tmp_path / "full", limit=None)
     opened(tmp_path / "newer")
     about = tmp_path / "newer" / "store.json"
     facts = json.loads(about.read_text())

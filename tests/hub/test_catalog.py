@@ -346,6 +346,7 @@ def test_a_path_with_spaces_is_one_if_it_leads_to_a_model(tmp_path, monkeypatch)
         ("", "config.json"),
         ("./absent", "no file or folder"),
         ("absent.gguf", "no file or folder"),
+        ("./ther.gguf", "no file or folder ./ther.gguf; did you mean there.gguf"),
         ("a/b/c", "no file or folder"),
         ("a\0b", "no model"),
         ("x" * 5000, "cannot be a path on this machine"),
@@ -354,6 +355,7 @@ def test_a_path_with_spaces_is_one_if_it_leads_to_a_model(tmp_path, monkeypatch)
 )
 def test_references_that_lead_nowhere(reference, named, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.gguf").touch()
     with pytest.raises(ModelError, match=named) as caught:
         open_model(reference)
     assert len(str(caught.value)) < 600

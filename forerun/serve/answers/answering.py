@@ -78,7 +78,7 @@ class Generated(Response):
             async with aclosing(session.news()) as pieces:
                 async for news in pieces:
                     ended = session.ended
-                    events = dialect.ping
+                    events = dialect.ping()
                     if news:
                         size, told = dialect.size(news), (news, session.tally, ended)
                         events = await workers.run(size, dialect.events, *told)

@@ -48,11 +48,9 @@ class Dialect(ABC):
     its body, the others write its answer and may count along it.
 
     media_type  of an answer in pieces
-    ping        written after a silence, so that proxies keep the connection open
     """
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
-    ping: ClassVar[bytes] = b": ping\n\n"
     _served: Served
 
     @abstractmethod
@@ -76,6 +74,12 @@ class Dialect(ABC):
             size += len(delta.text) + reported * sum(REPORT * (1 + len(one.top)) for one in first)
             size += STEP * len(delta.trace)
         return size
+
+    def ping(self) -> bytes:
+        """Return what is written after a silence, so that proxies and clients keep the connection
+        open.
+        """
+        return b": ping\n\n"
 
     @abstractmethod
     def events(self, news: News, tally: Tally, last: bool) -> bytes:

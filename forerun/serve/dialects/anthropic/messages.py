@@ -26,7 +26,6 @@ class MessagesDialect(Dialect):
     field that cannot be taken.
     """
 
-    ping = event({"type": "ping"}, "ping")
     _reader: ChoiceReader
     _blocks: Blocks
     _id: str
@@ -57,6 +56,10 @@ class MessagesDialect(Dialect):
         self._stats = body.speculative.stats
         self._id = f"msg_{uuid.uuid4().hex}"
         return ParsedRequest(replace(made, id=self._id), self._served, left)
+
+    def ping(self) -> bytes:
+        """Implement Dialect.ping."""
+        return event({"type": "ping"}, "ping")
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
         """Implement Dialect.events: message_start at first, content blocks, and with `last` the

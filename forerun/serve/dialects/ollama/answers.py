@@ -35,7 +35,6 @@ class OllamaChat(Dialect):
     """
 
     media_type = b"application/x-ndjson"
-    ping = b""
     _body: OllamaBody
     _generation: Generation
     _reader: ChoiceReader
@@ -63,6 +62,10 @@ class OllamaChat(Dialect):
         self._generation = within(self._prepare(body, service), self._served.loaded.context)
         self._reader = ChoiceReader(self._generation)
         return ParsedRequest(self._generation, self._served, self._ignored)
+
+    def ping(self) -> bytes:
+        """Implement Dialect.ping: nothing, because a line of JSON has no comment."""
+        return b""
 
     def _read(self, value: Any) -> OllamaBody:
         """Return the checked body."""

@@ -79,15 +79,15 @@ class ResponsesDialect(Dialect):
         self._base = self._described(value)
         return ParsedRequest(self._generation, self._served, unused)
 
+    def ping(self) -> bytes:
+        """Implement Dialect.ping: clients that wait for an event (Codex: 300 s) count no comment."""
+        return b"".join(map(self._worded, self._progress()))
+
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
         """Implement Dialect.events: response.created at first, the items' events, and with `last`
         the whole answer, which is stored.
         """
-        events: list[Event] = []
-        if not self._number:
-            begun = {**self._base, "status": "in_progress", "output": []}
-            events.append({"type": "response.created", "response": begun})
-            events.append({"type": "response.in_progress", "response": begun})
+        events = [] if self._number else self._progress()
         events += self._push(news)
         if last:
             events += self._output.close("completed" if self._complete else "incomplete")
@@ -109,6 +109,16 @@ class ResponsesDialect(Dialect):
         details = {"code": code, "message": str(error)}
         failed = {**self._base, "status": "failed", "error": details, "output": self._output.items}
         return self._worded({"type": "response.failed", "response": failed})
+
+    def _progress(self) -> list[Event]:
+        """Return response.in_progress, and response.created where nothing was written before."""
+        begun = {**self._base, "status": "in_progress", "output": []}
+        kinds = (
+            ("response.in_progress",)
+            if self._number
+            else ("response.created", "response.in_progress")
+        )
+        return [{"type": kind, "response": begun} for kind in kinds]
 
     def _push(self, news: News) -> list[Event]:
         events: list[Event] = []
