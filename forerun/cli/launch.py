@@ -20,6 +20,10 @@ from forerun.errors import ConfigError
 BEGIN, END = "# >>> forerun launch >>>", "# <<< forerun launch <<<"
 FIT_HEADER = "x-forerun-fit-max-tokens"
 """Asks the server to cut max_tokens to what there is room for, instead of refusing the request."""
+PATIENCE_MS = "3600000"
+"""Milliseconds that Claude Code waits for text. It counts no ping, and by itself it left a first
+prompt of 18,816 tokens after 300 s and sent it again (a 1.5B model on two busy cores).
+"""
 NO_KEY = "none"
 """Programs want a key even where the server wants none."""
 
@@ -120,11 +124,14 @@ def _claude(at: Server) -> Setup:
     models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
     environment = {"ANTHROPIC_BASE_URL": at.url, "ANTHROPIC_AUTH_TOKEN": at.key}
     quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    patience = {"CLAUDE_STREAM_IDLE_TIMEOUT_MS": PATIENCE_MS}
     limits = {
         "ANTHROPIC_CUSTOM_HEADERS": f"{FIT_HEADER}: true",
         **_limits(at, "CLAUDE_CODE_MAX_CONTEXT_TOKENS", "CLAUDE_CODE_MAX_OUTPUT_TOKENS"),
     }
-    return Setup(environment | dict.fromkeys(models, at.model) | quiet | limits, ("claude",))
+    return Setup(
+        environment | dict.fromkeys(models, at.model) | quiet | patience | limits, ("claude",)
+    )
 
 
 def _limits(at: Server, context: str, output: str) -> dict[str, str]:

@@ -181,6 +181,7 @@ def test_claude_code_is_told_the_context(server, capsys):
     _, environment, _ = started_with(capsys, server, "claude")
     assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
     assert environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "1024"
+    assert environment["CLAUDE_STREAM_IDLE_TIMEOUT_MS"] == launch.PATIENCE_MS
     assert environment["ANTHROPIC_CUSTOM_HEADERS"] == "x-forerun-fit-max-tokens: true"
 
 

@@ -18,6 +18,7 @@ from forerun.constrain.isolation import remote_matcher
 from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.isolation.remote_matcher import RemoteMatcher, RemoteMatchers
 from forerun.constrain.matcher.automaton import MatcherAnswer
+from forerun.constrain.matcher.limits import SLOW_STEPS
 from forerun.constrain.matcher.matcher import Translated
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
@@ -252,15 +253,32 @@ def test_a_slow_matcher_leaves_the_engines_thread(monkeypatch):
 
 
 def test_a_bad_moment_of_the_machine_is_forgotten(monkeypatch):
-    grammar = fresh(CASES["city"][0])
+    grammar = fresh(Grammar.regex("[ab]{4}"))
     for _ in range(3):
         with monkeypatch.context() as patch:
             patch.setattr("forerun.constrain.matcher.tree_mask.SLOW", -1.0)
-            run(engine("random", "bytes"), request("city", grammar))
+            run(engine("random", "bytes"), request("letters", grammar))
         assert grammar.translated.slow == 1
         for _ in range(8):
-            run(engine("random", "bytes"), request("city", grammar))
+            run(engine("random", "bytes"), request("letters", grammar))
         assert grammar.translated.slow == 0 and not grammar.expensive
+
+
+def test_one_slow_step_of_an_answer_moves_no_matcher():
+    """It would draft nothing to its end. A second one soon after it moves the matcher."""
+    grammars, y = TreeGrammars(300), ord("y")
+    grammars.open(0, fresh(Grammar.regex("y+")), ())
+
+    def moved(seconds):
+        grammars._states[0].seconds = seconds
+        grammars.commit(0, [y])
+        return 0 in grammars._remote
+
+    assert [moved(seconds) for seconds in (1e9, *[0.0] * SLOW_STEPS, 1e9, 0.0)] == (
+        [False] * (SLOW_STEPS + 3)
+    )
+    assert moved(1e9)
+    grammars.close(0)
 
 
 def sixteen() -> Tokenizer:

@@ -69,7 +69,7 @@ def test_lines_are_for_requests_and_refusals_not_for_polls(logged):
     assert [line.split(" id=")[0] for line in found if " id=" in line] == [
         "POST /v1/completions 200", "GET /v1/nothing 404", "POST /v1/completions 400",
     ]  # fmt: skip
-    assert "in=2 out=5" in " ".join(found)
+    assert "in=2 cached=0 out=5" in " ".join(found)
     assert next(line for line in found if "completions 400" in line).endswith(
         "(invalid_value prompt)"
     )
@@ -141,7 +141,8 @@ def test_json_has_the_same_as_fields(logged):
         "/v1/completions",
         200,
     )
-    assert (request["in"], request["out"], request["trace"]) == (2, 5, TRACE)
+    assert (request["in"], request["cached"], request["out"]) == (2, 0, 5)
+    assert request["trace"] == TRACE
     assert request["ms"] >= request["ttft_ms"] >= 0 and request["level"] == "info"
     assert [line["status"] for line in found if line.get("path") == "/v1/nothing"] == [404]
 

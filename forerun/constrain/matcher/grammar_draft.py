@@ -34,7 +34,8 @@ class GrammarState:
 
     failed   why the matcher failed at a path when computing a mask, or in what `guarded` ran
     output   the tokens over which the root has moved
-    seconds  of processor time under `timed`
+    seconds  of processor time under `timed`, in this step
+    slow     slow steps that are not forgotten (TreeGrammars.commit)
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class GrammarState:
         self._tail: list[int] = []
         self._predicted: list[PredictedToken] | None = None
         self.output: list[int] = []
-        self.seconds = 0.0
+        self.seconds = self.slow = 0.0
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -54,6 +54,13 @@ it takes 400 and with 12,000 four seconds. 1,000 are enough for 200 optional pro
 SLOW = 0.02
 """Seconds of processor time that a matcher may take of one step on the engine's thread."""
 
+SLOW_STEPS = 64
+"""Steps after which a slow one is forgotten: the machine may have had a bad moment. A second one
+before that moves the matcher. (An agent's calls, 151,936 token ids, a busy machine: 15 nodes take
+3.3 ms on average, and one step of 870 took 20. Moved at the first, 2,250 more tokens of that answer
+came at 6 a second instead of 20.)
+"""
+
 RECURSION = 20_000
 """Python frames inside one another in a process that rewrites schemas."""
 

@@ -8,13 +8,14 @@ A matcher that takes too long, or reaches a limit, goes on in a process of its o
 The sequence then misses the steps for which it has no mask yet, and others do not wait for it.
 """
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from forerun.constrain.matcher.grammar_draft import GrammarState, children, filter_and_extend
-from forerun.constrain.matcher.limits import SLOW
+from forerun.constrain.matcher.limits import SLOW, SLOW_STEPS
 from forerun.constrain.matcher.matcher import CompiledGrammar, words
 from forerun.constrain.matcher.remote_state import RemoteState
 from forerun.constrain.matcher.token_prior import shared_places
@@ -23,6 +24,8 @@ from forerun.errors import RequestError
 from forerun.interface.grammars import Committed
 from forerun.speculative.tree import NO_DRAFT, Draft, NodeMasks, TreeBatch
 from forerun.types import Ints, Words
+
+log = logging.getLogger("forerun.engine")
 
 
 class TreeGrammars:
@@ -149,8 +152,8 @@ class TreeGrammars:
         return table.masks()
 
     def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
-        """Advance the slot's matcher over emitted tokens. One that failed, or took more than SLOW
-        seconds of processor time, moves to a process of its own.
+        """Advance the slot's matcher over emitted tokens. One that failed, or was slow in two steps
+        of few, moves to a process of its own.
 
         Raises KeyError for a slot without a matcher.
         """
@@ -164,11 +167,13 @@ class TreeGrammars:
             # A process, whose limits are wider, decides whether it is an error at all.
             compiled.translated.moved(limit=True)
             return Committed(committed.kept, must_reopen=True)
-        if state.seconds > SLOW and not (committed.complete or compiled.free):
+        slow, state.seconds = state.seconds > SLOW, 0.0
+        state.slow = state.slow + 1.0 if slow else max(0.0, state.slow - 1.0 / SLOW_STEPS)
+        if state.slow > 1.0 and not (committed.complete or compiled.free):
+            log.info("a grammar is slow: a process of its own follows it, without draft tokens")
             compiled.translated.moved(limit=False)
             del self._states[slot]
             self._remote[slot] = RemoteState(compiled, self._answered.set, state.output)
-        state.seconds = 0.0
         return committed
 
 

@@ -94,7 +94,11 @@ class RequestRecord:
         found["ms"] = round((monotonic() - self.began) * 1000)
         if self.session is not None:
             tally, first = self.session.tally, self.first_seconds()
-            found |= {"in": tally.prompt_tokens, "out": tally.output_tokens}
+            found |= {
+                "in": tally.prompt_tokens,
+                "cached": tally.cached_tokens,
+                "out": tally.output_tokens,
+            }
             if first is not None:
                 found["ttft_ms"] = round(first * 1000)
             steps = sum(stats.steps for stats in tally.stats)
