@@ -1,7 +1,6 @@
 """Model references -> opened models: built-in names, local folders and files, hub ids."""
 
 import difflib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,7 +191,7 @@ def _neighbour(path: Path) -> str:
     close.
     """
     try:
-        names = os.listdir(path.parent)
+        names = [each.name for each in path.parent.iterdir()]
     except OSError:
         return ""
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)

@@ -136,7 +136,7 @@ def test_a_damaged_tensor_is_named(executor, checkpoint, kind):
 
 
 def test_a_cache_that_does_not_fit(checkpoint):
-    with pytest.raises(MemoryPlanError, match=r"lower the number of cached tokens \(kv-tokens"):
+    with pytest.raises(MemoryPlanError, match="lower kv-tokens"):
         CpuExecutor(checkpoint(), limits(tiny.VOCAB, page_size=1 << 15, pages=1 << 30))
 
 

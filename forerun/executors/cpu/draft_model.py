@@ -100,7 +100,7 @@ class CpuDraftModel(DraftModelBase):
         if model is None:
             raise MemoryPlanError(
                 f"{self.traits.name} ({weight_bytes:,} bytes and its cache) does not fit: "
-                f"{self._library.forerun_error().decode()}; lower the number of cached tokens (kv-tokens)"
+                f"{self._library.forerun_error().decode()}; lower kv-tokens"
             )
         self._executor.model.adopt(model, features)
         return model

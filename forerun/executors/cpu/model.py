@@ -111,7 +111,7 @@ class CpuModel:
             raise MemoryPlanError(
                 f"weights ({self._weight_bytes:,} bytes) and the cache of {limits.pages} pages x "
                 f"{limits.page_size} tokens ({self.cache_bytes:,} bytes) do not fit: "
-                f"{self._library.forerun_error().decode()}; lower the number of cached tokens (kv-tokens)"
+                f"{self._library.forerun_error().decode()}; lower kv-tokens"
             )
         return model
 

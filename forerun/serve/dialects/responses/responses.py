@@ -80,7 +80,7 @@ class ResponsesDialect(Dialect):
         return ParsedRequest(self._generation, self._served, unused)
 
     def ping(self) -> bytes:
-        """Implement Dialect.ping: clients that wait for an event (Codex: 300 s) count no comment."""
+        """Implement Dialect.ping: what waits for an event (Codex, 300 s) counts no comment."""
         return b"".join(map(self._worded, self._progress()))
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
