@@ -80,8 +80,9 @@ class Generated(Response):
                     ended = session.ended
                     events = dialect.ping()
                     if news:
-                        size, told = dialect.size(news), (news, session.tally, ended)
-                        events = await workers.run(size, dialect.events, *told)
+                        events = await workers.run(
+                            dialect.size(news), dialect.events, news, session.tally, ended
+                        )
                     if not ended:
                         await self._write(send, events)
             await self._write(send, events + dialect.end(None), last=True)
