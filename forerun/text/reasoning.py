@@ -88,6 +88,8 @@ class ReasoningReader:
     """Splits the text of one answer into reasoning and answer, however it is cut.
 
     White space next to the marks belongs to neither; a closer that is repeated at once vanishes.
+    Models with a label behind their opener (Gemma 4) also repeat marks later: a closer vanishes
+    anywhere, and an opener begins one more thought.
 
     bare  the text goes on right behind a mark, not within what was begun in the prompt
     ends  texts of an answer that end a thought which was not closed, such as the opener of a call
@@ -102,19 +104,26 @@ class ReasoningReader:
         self._bare = bare
         self._label = marks.label if bare else ""
         self._unclosed: list[str] = []
+        self._again = False
 
     def push(self, text: str) -> tuple[str, str]:
         """Return the (reasoning, answer) text that the next piece of text makes certain, either
         possibly empty; text that may be part of a mark is held back.
         """
-        if self._stage == Stage.ANSWERING and not self._bare:
+        if self._stage == Stage.ANSWERING and not self._bare and not self._marks.label:
             return "", text
         self._held += text
         if self._stage == Stage.UNDECIDED:
             self._decide()
-        reasoning = self._thought() if self._stage == Stage.THINKING else ""
+        reasoning = answer = ""
+        begun = True
+        while begun:
+            reasoning += self._thought() if self._stage == Stage.THINKING else ""
+            answers = self._stage == Stage.ANSWERING
+            answer += self._answer() if answers else ""
+            begun = answers and self._stage == Stage.THINKING
         self._unclosed.append(reasoning)
-        return reasoning, self._answer() if self._stage == Stage.ANSWERING else ""
+        return reasoning, answer
 
     def finish(self, cut: bool = False) -> tuple[str, str]:
         """Return the (reasoning, answer) text that was held back, once no text will follow.
@@ -124,7 +133,7 @@ class ReasoningReader:
         held, self._held = self._held, ""
         if self._stage == Stage.THINKING:
             held = held.rstrip()
-            return held, "" if cut else "".join([*self._unclosed, held]).lstrip()
+            return held, "" if cut or self._again else "".join([*self._unclosed, held]).lstrip()
         return "", held
 
     def _decide(self) -> None:
@@ -138,10 +147,11 @@ class ReasoningReader:
     def _thought(self) -> str:
         """Move reasoning out; hold back white space and what may begin the closer."""
         text = self._held.lstrip() if self._bare else self._held
-        if self._label.startswith(text) and self._label:
-            self._held = text
-            return ""
         if self._label:
+            text = text.removeprefix(self._marks.opener)
+            if self._label.startswith(text) or self._marks.opener.startswith(text):
+                self._held = text
+                return ""
             text, self._label = text.removeprefix(self._label).lstrip(), ""
         marks = (self._marks.closer, *self._ends)
         found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
@@ -166,7 +176,22 @@ class ReasoningReader:
             self._held = text
             return ""
         self._bare = False
-        return text
+        return self._without_marks(text) if self._marks.label else text
+
+    def _without_marks(self, text: str) -> str:
+        """Return the answer in a text with marks that models with labels repeat; hold back what may
+        begin one, or what follows an opener.
+        """
+        opener, closer = self._marks.opener, self._marks.closer
+        answer, found, thought = text.partition(opener)
+        answer = answer.replace(closer, "")
+        if found:
+            self._stage, self._bare, self._again = Stage.THINKING, True, True
+            self._label, self._held = self._marks.label, thought
+            return answer
+        cut = len(answer) - max(overlap(answer, mark) for mark in (opener, closer))
+        self._held = answer[cut:]
+        return answer[:cut]
 
 
 def overlap(text: str, mark: str) -> int:

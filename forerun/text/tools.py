@@ -87,7 +87,7 @@ class ToolFormat:
     @property
     def ends_thoughts(self) -> tuple[str, ...]:
         """Texts that end a thought although it was not closed."""
-        return (self.opener,) if self.bare else ()
+        return (self.opener,) if self.bare or self.together else ()
 
     @property
     def marks(self) -> tuple[str, ...]:

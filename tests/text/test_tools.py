@@ -590,6 +590,7 @@ def test_a_call_ends_a_thought_that_is_not_closed():
         found.add(tuple(map("".join, zip(*parts, strict=True))))
     assert found == {("Hm.", "<tool_call>\nx")}
     assert QWEN.ends_thoughts == ("<tool_call>",) and HERMES.ends_thoughts == ()
+    assert all(each.ends_thoughts == (each.opener,) for each in (KIMI, MINIMAX, DSML))
 
 
 def test_the_declared_types_say_what_is_text():
@@ -626,6 +627,11 @@ def test_marks_and_stages_are_found():
         (Stage.THINKING, "thought\n\n<channel|>C", "", "C"),
         (Stage.THINKING, "A<channel|><channel|>C", "A", "C"),
         (Stage.ANSWERING, "thought", "", "thought"),
+        (Stage.UNDECIDED, "<|channel>thought\n<channel|>C<channel|>", "", "C"),
+        (Stage.UNDECIDED, "<|channel>thought\n<channel|>C<|channel>thought\n<channel|>", "", "C"),
+        (Stage.UNDECIDED, "<|channel><|channel>thought\n<channel|>C", "", "C"),
+        (Stage.ANSWERING, "C <|channel>thought\nA<channel|><channel|>D<|chan", "A", "C D<|chan"),
+        (Stage.ANSWERING, "C<|channel>thought\nA", "A", "C"),
     ],
 )
 def test_the_word_behind_gemmas_opener_is_no_reasoning(stage, text, reasoning, answer):
