@@ -30,9 +30,9 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: setup tools demo serve test suite test-slow stand-ins everything test-slower test-arm test-browser chaos chaos-nightly sanitize vocabularies reachability soak fuzz-loaders mutants check prove bench \
 	bench-peers test-ray gpu-test gpu-bench docs wheel clean
 
-# What running a model needs: the package, its CPU core, the default model.
+# What running a model needs: the package, its compiled core, the default model.
 setup: | $(PYTHON3)
-	@test -e $(CORE) || echo "1 of 2: installing the package and compiling its CPU core, about a minute"
+	@test -e $(CORE) || echo "1 of 2: installing the package and compiling its core, about a minute"
 	$(BESIDE) $(CORE) $(NEEDED)
 	@$(MAKE) --no-print-directory $(READY)
 
@@ -65,7 +65,7 @@ $(WANTED): $(NEEDED)
 	$(BIN)/python -c "import torch"
 	@touch $@
 
-# Without a compiler there is no CPU core, and torch has to do its work.
+# Without a compiler there is no compiled core, and torch has to do its work.
 $(READY): $(CORE) $(NEEDED)
 	@$(BIN)/forerun doctor --no-torch > /dev/null || $(PIP) torch
 	@echo "2 of 2: fetching the default model, 98 MB"
@@ -141,11 +141,11 @@ vocabularies: tools
 reachability: tools
 	$(BIN)/python -m pytest -q tests/constrain/test_reachability.py
 
-# The native core under AddressSanitizer and UndefinedBehaviorSanitizer.
+# The compiled core under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: tools
 	$(BIN)/python -m tests.chaos.sanitize
 
-# The native core's tests as an ARM machine runs them (Debian: qemu-user, g++-aarch64-linux-gnu).
+# The compiled core's tests as an ARM machine runs them (Debian: qemu-user, g++-aarch64-linux-gnu).
 TESTS ?=
 test-arm: tools
 	$(BIN)/python -m tests.cpu.emulated_arm $(TESTS)

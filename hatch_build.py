@@ -1,4 +1,4 @@
-"""Build hook: compiles the CPU core into the package with whatever C++ compiler is there.
+"""Build hook: compiles the core (csrc) into the package with whatever C++ compiler is there.
 
 No compiler, or one that fails, is a warning and not an error: the package then runs on its torch
 executor, and says so. A wheel is made of a core compiled for it, beside the checkout: the one that
@@ -33,7 +33,7 @@ class CustomBuildHook(BuildHookInterface):
             if editable:
                 target.unlink(missing_ok=True)  # Better none than one of other sources.
             reason = built.stderr.strip()
-            print(f"warning: forerun's CPU core was not built: {reason}", file=sys.stderr)
+            print(f"warning: forerun's compiled core was not built: {reason}", file=sys.stderr)
             return
         machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{machine}"

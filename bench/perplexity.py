@@ -5,7 +5,7 @@
     python bench/perplexity.py FOLDER --device cpu --dtypes float32,file,q8_0
     python bench/perplexity.py --device cpu --dtypes file --kv-dtype same,q8_0
 
-Formats of the native core (file, q8_0, q4_1, q4_k) run there, the others with torch.
+Formats of the compiled core (file, q8_0, q4_1, q4_k) run there, the others with torch.
 
 The text is this repository's own documentation, cut into pieces of 512 tokens that are scored from
 their second token on. Prints a table: mean negative log-likelihood in nats, perplexity, and the

@@ -6,17 +6,17 @@
 
 A row has `context` cached tokens and a chain of random draft tokens, nearly all rejected:
 embedding, norms, products, attention, head, and the choices. Logits are computed of all nodes, but
-on the native core in rows of kind plain: there of the root and of draft tokens that a path reaches
-(decision 0055), so a step takes longer where many of them are accepted. Rounds go over all
+on the compiled core in rows of kind plain: there of the root and of draft tokens that a path
+reaches (decision 0055), so a step takes longer where many of them are accepted. Rounds go over all
 sizes in turn, and over the executors in an order drawn anew, so that a slow moment of the machine
 hits all alike. Rows of kind plain have a temperature, cut ones top_k and top_p too, shaped ones
 penalties, a cut-off and log-probabilities. Milliseconds: minimum and median over the rounds, and,
 of several executors, the quartiles of the rounds' ratios to the first. `--clock cpu` counts the
 process's own time, for a machine that others use.
 
-Of the native core, "cpu products" are the matrix products alone, "cpu forward" is the step without
-choosing (and the logits that paths reach then), and "cpu reading" is what the weights take to be
-read once and not used: no step is faster than its least time. `--kernels` takes turns with
+Of the compiled core, "cpu products" are the matrix products alone, "cpu forward" is the step but
+for choosing (and the logits that paths reach then), and "cpu reading" is what the weights take to
+be read once and not used: no step is faster than its least time. `--kernels` takes turns with
 executors of the core that use other instruction sets ("all": each that this machine has but plain
 C++), a block of rounds each, since each holds weights of its own and those of all together fit no
 cache. `--peers` (of one row) takes turns with llama.cpp and ik_llama.cpp (one llama_decode) and

@@ -1,4 +1,4 @@
-"""Compile the CPU core: `python csrc/build.py [library]`. Needs nothing but a C++ compiler.
+"""Compile the core: `python csrc/build.py [library]`. Needs nothing but a C++ compiler.
 
 hatch_build.py runs this on installation; run it by hand while working on csrc/.
 Ends with code 1 and the reason on standard error where the library could not be built.
@@ -106,6 +106,6 @@ def build(target: Path, extra: tuple[str, ...] = ()) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Compile the CPU core.")
+    parser = argparse.ArgumentParser(description="Compile the core.")
     parser.add_argument("library", nargs="?", type=Path, default=LIBRARY, help="file to write")
     build(parser.parse_args().library)

@@ -1,8 +1,10 @@
 """Ids, array aliases, and the project's one legend of dimension letters.
 
-Every shape in a docstring or signature uses these letters and no others:
+Shapes in docstrings and signatures use these letters; one that is not here is explained beside it:
 
     B   planned rows in a step (one row = one sequence)
+    R   rows of one pass: some of B, or with padding more
+    n   any number, such as of the nodes that are passed
     M   nodes of all rows in a step, flattened row after row
     N   nodes of one tree, root chain included
     K   draft tokens of one draft (nodes a drafter added)
@@ -10,6 +12,7 @@ Every shape in a docstring or signature uses these letters and no others:
     S   slots an executor owns
     P   pages in the pool; W = width of a page-table row, in pages
     L   decoder layers
+    F   layers whose hidden states are features
     H   hidden size; A = attention heads; G = key/value heads; E = head size
     I   feed-forward size
     V   vocabulary of the target; Vd = vocabulary of a draft

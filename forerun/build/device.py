@@ -45,7 +45,7 @@ def choose_device(config: EngineConfig) -> DeviceChoice:
     if KV_DTYPES.get(config.kv_dtype) == "cpu":
         native = f"kv-dtype {config.kv_dtype}"
     if native and config.executor != "torch":
-        return DeviceChoice("cpu", f"{native} needs the native CPU core")
+        return DeviceChoice("cpu", f"{native} needs the compiled core")
     return _gpu(gpu_devices())
 
 

@@ -354,8 +354,9 @@ def _standalone(config: EngineConfig, named: str, target: Model) -> WholeDraft:
 
 
 def own_layers(config: EngineConfig, target: Checkpoint) -> PredictionLayers | None:
-    """Return the target's own prediction layers if the configuration drafts with them, else None.
-    Raises ConfigError, ModelError.
+    """Return the target's own prediction layers, as many as are used, if the configuration drafts
+    with them; else None. Raises ModelError for layers that cannot be read, ConfigError if the
+    algorithm needs a draft and none is named.
     """
     layered = bool(getattr(target, "prediction_files", None))
     if not layered or not config.speculates:

@@ -1,4 +1,4 @@
-"""The entry of the executor on the compiled CPU core."""
+"""The entry of the executor on the compiled core."""
 
 import hashlib
 from dataclasses import replace
@@ -36,9 +36,11 @@ def _unsuited(config: EngineConfig) -> str | None:
     if config.device != "cpu":
         return f"device is {config.device}"
     if config.dtype not in ("auto", *NATIVE_DTYPES):
-        return f"dtype is {config.dtype}, and the native core computes with the file's own numbers"
+        return (
+            f"dtype is {config.dtype}, and the compiled core computes with the file's own numbers"
+        )
     if config.kv_dtype == "float8":
-        return "kv-dtype is float8, which the native core does not support"
+        return "kv-dtype is float8, which the compiled core does not support"
     return "enable-torch-compile is set" if config.enable_torch_compile else None
 
 
@@ -117,7 +119,7 @@ def _arithmetic(config: EngineConfig) -> str:
 
 ENTRY = ExecutorEntry(
     name="cpu",
-    title="native CPU core",
+    title="compiled core",
     unsuited=_unsuited,
     refusal=_refusal,
     needs=_needs,

@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def examine(with_torch: bool) -> dict[str, Any]:
-    """Return facts of this machine as JSON values: memory, compiler, native core, torch, caches,
+    """Return facts of this machine as JSON values: memory, compiler, compiled core, torch, caches,
     packages.
 
     with_torch  import torch and list CUDA devices
@@ -100,8 +100,8 @@ def _show(facts: dict[str, Any]) -> None:
         "instruction sets": " ".join(machine["features"]) or "none that matter here",
         "memory": f"{human(machine['memory_available_bytes'])} free of "
         f"{human(machine['memory_bytes'])}",
-        "compiler": facts["compiler"] or "none: needed only to install the native core",
-        "native CPU core": "works" if core["works"] else core["why_not"],
+        "compiler": facts["compiler"] or "none: needed only to install the compiled core",
+        "compiled core": "works" if core["works"] else core["why_not"],
         "torch": f"{torch['version']}, {devices}" if torch["installed"] else "not installed",
         "model cache": f"{cache['folder']}, {human(cache['free_bytes'])} free"
         + ("" if cache["writable"] else ", NOT WRITABLE"),

@@ -13,8 +13,8 @@ def adapter_names(info: Mapping[str, Any]) -> list[str]:
 
 
 def adapter_number(info: Mapping[str, Any], name: str, field: str) -> int:
-    """Return the number of the adapter `name`, which a request gave in `field`. Raises RequestError
-    if it is not there.
+    """Return the number of the adapter `name`, its place in `adapter_names`. Raises RequestError,
+    which blames the request's `field`, if the model has no such adapter. info: Loaded.info.
     """
     names = adapter_names(info)
     if name not in names:

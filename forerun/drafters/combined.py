@@ -104,11 +104,14 @@ def _place(source_mask: int, depth: int, drafter_prob: float) -> tuple[int, int,
 
 @dataclass(slots=True)
 class _MergedTree:
-    """All nodes proposed for a row, parents before children.
+    """All nodes proposed for a row, parents before children. A list has an entry per node.
 
     first_mask    the initial bits of every node's `source_mask`
-    source_mask   of each node: its drafters, a bit each
-    drafter_probs  of each node: the greatest of its drafters' probabilities
+    parents       number of the node above; -1 = the root
+    depth         1 below the root
+    source_mask   the drafters that proposed it: bit i = drafter i
+    drafter_probs  the greatest probability, given the node above, that a drafter says it has
+    sources       the DraftSource of that drafter's proposal
     below         by node, -1 = the root: its children by token
     """
 
@@ -122,7 +125,7 @@ class _MergedTree:
     below: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def add(self, draft: Draft, bit: int) -> None:
-        """Add all proposals of one drafter."""
+        """Add all proposals of one drafter, whose bit of `source_mask` is set in `bit`."""
         node_of: list[int] = []
         scores = draft.score.tolist()
         nodes = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.sources(), strict=True)

@@ -1,8 +1,8 @@
 """The methods of drafting, under the names that SGLang gave them: one table.
 
 A new method is a row here, and a case of `_drafter` in build/engine.py, which opens its drafter:
-without a draft model by the row's name. A row with neither `model` nor `lookup` drafts nothing
-(EngineConfig.speculates).
+without a draft model by the row's name. Such a row sets `lookup`: with neither `model` nor `lookup`
+a row drafts nothing (EngineConfig.speculates).
 """
 
 from dataclasses import dataclass

@@ -58,7 +58,7 @@ MAX_CHOICES = 128
 
 
 NATIVE_DTYPES = ("file", "q8_0", "q4_1", "q4_k")
-"""Values of `dtype` for the native core."""
+"""Values of `dtype` for the compiled core."""
 KV_DTYPES = {"q8_0": "cpu", "float8": "torch"}
 """Formats of keys and values that one executor alone has, and its name."""
 
@@ -96,8 +96,8 @@ class EngineConfig:
     )
     executor: str = option(
         "auto",
-        "engine that runs the model: the native CPU core, torch, jax, or the toy; auto prefers the "
-        "native core, and jax on a machine with a TPU",
+        "what runs the model: cpu (the compiled core), torch, jax, or the toy; auto prefers the "
+        "compiled core, and jax on a machine with a TPU",
         choices=("auto", "cpu", "torch", "jax", "toy"),
     )
     device: str = option(
@@ -136,10 +136,10 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "format of the weights: file, as stored (native core and torch); q8_0, q4_1, q4_k, which "
-        "quantise floats to 8 or 4 bits (native core; embedding and output head 8); or a torch "
+        "format of the weights: file, as stored (compiled core and torch); q8_0, q4_1, q4_k, which "
+        "quantise floats to 8 or 4 bits (compiled core; embedding and output head 8); or a torch "
         "format, to which all weights are converted; auto is file, but with torch float32 on cpu, "
-        "and on cuda bfloat16 for unquantised weights; float8 rounds the blocks' weights to it, "
+        "and on cuda bfloat16 for unquantised weights; float8 rounds the layers' weights to it, "
         "with a scale per row, and computes in bfloat16",
         choices=("auto", *NATIVE_DTYPES, "float32", "bfloat16", "float16", "float8"),
         spellings=lambda name: {"half": "float16", "float": "float32"}.get(name, name),
@@ -147,7 +147,7 @@ class EngineConfig:
     kv_dtype: str = option(
         "same",
         "format of the key/value cache: the same as in computation; q8_0, 8 bits with a 16-bit "
-        "scale for every 32 numbers (native core); or float8 with a scale per head and token "
+        "scale for every 32 numbers (compiled core); or float8 with a scale per head and token "
         "(torch executor); not for a draft model's cache",
         choices=("same", *KV_DTYPES),
     )
@@ -205,8 +205,9 @@ class EngineConfig:
         "AUTO",
         "how to draft: a draft head (EAGLE, EAGLE3), a block drafter (DFLASH), n-grams (NGRAM: "
         "lookup in the text so far, and the draft's n-gram table, or counts of finished answers), "
-        "or not at all (OFF); AUTO uses what a named draft holds, on a CPU with n-grams beside it; "
-        "with none named the model's own prediction layers (jax: just one), else NGRAM",
+        "or not at all (OFF); AUTO uses what a named draft holds, with n-grams beside a head, and "
+        "on a CPU beside any; with none named the model's own prediction layers (jax: just one) or "
+        "assistant, else NGRAM",
         choices=NAMES,
         spellings=lambda name: algorithm(name).name,
     )

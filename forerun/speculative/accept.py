@@ -23,6 +23,8 @@ independent of all earlier noise, hence of x_<n, so the joint distribution is th
 these conditionals: the target's. Nothing is assumed of the draft tokens, which may even depend on
 g_n. Log-probabilities may be replaced by logits, since a constant moves no argmax; greedy
 decoding is g = 0 at temperature 0.
+
+Thresholds below 1 (thresholds.py) are another rule, on request, and not lossless.
 """
 
 from collections.abc import Callable

@@ -35,10 +35,13 @@ _MARK = "\u2603FORERUN\u2603"
 class Recipe:
     """How answers are generated.
 
+    answers     how many chats are finished before the work ends
+    max_tokens  longest answer, in tokens
     greedy      share of answers at T=0
     hot         share of answers at T=1; the rest at `temperature`
     follow_up   share of chats that get a second turn, written by the target
     minutes     no new chat is begun after this long; 0 = no limit
+    seed        with a chat's number: decides its temperature, noise and whether it goes on
     """
 
     answers: int

@@ -21,7 +21,7 @@ Report = Callable[[str, int, int], None]
 class TrainingTarget:
     """The target: its weights, its words and how it is talked to.
 
-    core     the compiled CPU core will serve it, so that is what the draft should learn from
+    core     the compiled core will serve it, so that is what the draft should learn from
     threads  of the core; None = its own choice
     """
 

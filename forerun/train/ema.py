@@ -13,6 +13,8 @@ WARM = 10.0
 class WeightEma:
     """Exponential moving average of a module's trained parameters (Polyak averaging).
 
+    module   is read at the beginning and by `update`; only `worn` changes it
+    decay    the most of an average that an update keeps, 0 to 1
     weights  parameter name -> its average; frozen parameters have none
     """
 

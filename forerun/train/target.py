@@ -33,6 +33,9 @@ class DenseTarget:
     """A target's weights on `device` in `dtype`, and one causal pass over them.
 
     embed, head  its embedding and output rows, each [V,H]; one tensor where tied
+
+    Raises ModelError for a target with recurrent states, or whose layers differ in the shape of
+    their keys and values or share them.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> None:

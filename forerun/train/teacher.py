@@ -47,6 +47,7 @@ def dense_teacher(target: DenseTarget, features: tuple[int, ...]) -> Iterator[Te
 
     @torch.no_grad()
     def teach(tokens: Ints, scored: Ints) -> tuple[Floats, Floats]:
+        """Implement Teacher; both results are in the CPU's memory."""
         found, last = target.run(torch.tensor(tokens, dtype=torch.int64)[None], features)
         logits = target.logits(last[0, torch.from_numpy(np.asarray(scored, np.int64))])
         return found[0].numpy(), logits.numpy()

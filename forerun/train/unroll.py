@@ -167,7 +167,11 @@ def unrolled(
 
 
 class _History:
-    """Keys and values of earlier steps, and the attention of the turn's rows over them."""
+    """Keys and values of earlier steps, and the attention of the turn's rows over them.
+
+    batch  B texts, by which rows [B*T,...] are divided
+    turn   the step in progress; set before every `attend`, which adds that step's keys and values
+    """
 
     turn: Turn
 

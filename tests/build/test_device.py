@@ -37,7 +37,7 @@ def machine(monkeypatch):
         (["/dev/nvidia0"], None, {}, "cpu", "torch is not installed"),
         (["/dev/nvidia0"], 1, {"executor": "cpu"}, "cpu", "the cpu executor runs on the CPU"),
         (["/dev/nvidia0"], 1, {"model": "toy"}, "cpu", "the toy runs on the CPU"),
-        (["/dev/nvidia0"], 1, {"dtype": "file"}, "cpu", "native CPU core"),
+        (["/dev/nvidia0"], 1, {"dtype": "file"}, "cpu", "compiled core"),
         (["/dev/nvidia0"], 1, {"device": "cpu"}, "cpu", "from --device"),
         ([], 0, {"device": "cuda:1"}, "cuda:1", "from --device"),
     ],

@@ -24,7 +24,7 @@ from forerun.options.config import EngineConfig
 from tests.cli.toys import toy_loaded, toy_target
 from tests.models import tiny
 
-native = pytest.mark.skipif(bool(cpu.available()), reason="no native core on this machine")
+native = pytest.mark.skipif(bool(cpu.available()), reason="no compiled core on this machine")
 
 
 def test_loading_resolves_everything_into_new_values():

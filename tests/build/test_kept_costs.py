@@ -185,7 +185,7 @@ def facts_of():
     return facts
 
 
-@pytest.mark.skipif(bool(cpu.available()), reason="no native core on this machine")
+@pytest.mark.skipif(bool(cpu.available()), reason="no compiled core on this machine")
 @pytest.mark.parametrize(
     ("one", "two", "same"),
     [

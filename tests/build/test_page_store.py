@@ -20,7 +20,7 @@ from forerun.options.config import EngineConfig
 from forerun.options.fields import whole
 from tests.models import tiny
 
-native = pytest.mark.skipif(bool(cpu.available()), reason="no native core on this machine")
+native = pytest.mark.skipif(bool(cpu.available()), reason="no compiled core on this machine")
 TOY = EngineConfig(model="toy", context=2048, kv_tokens=8192)
 PROMPT = np.random.default_rng(3).integers(97, 120, 1100).astype(np.int32)
 

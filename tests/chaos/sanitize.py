@@ -1,4 +1,4 @@
-"""The native core under AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`.
+"""The compiled core under AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`.
 
     python -m tests.chaos.sanitize [pytest arguments]
 

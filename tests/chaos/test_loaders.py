@@ -1,6 +1,6 @@
 """Model and draft folders that were damaged in a structured way: a clear error, or they run.
 
-Whatever opens must also run: three tokens on the native core, so that what a loader lets through
+Whatever opens must also run: three tokens on the compiled core, so that what a loader lets through
 cannot crash later. Nothing may hang (processor time) or take much memory.
 """
 

@@ -325,7 +325,7 @@ def test_doctor_describes_the_machine(capsys):
     works = facts["native_core"]["works"] or facts["torch"]["installed"]
     assert code == (0 if works else 1)
     assert main(["doctor", "--no-torch"]) == code
-    assert "native CPU core" in capsys.readouterr().out
+    assert "compiled core" in capsys.readouterr().out
 
 
 def test_doctor_names_the_models_that_forerun_list_has(capsys, monkeypatch, tmp_path):

@@ -184,7 +184,7 @@ def test_why_the_core_is_not_planned_with_is_a_sentence(capsys, tmp_path):
     odd = tiny.config("qwen3", head_dim=12).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(odd))
     assert main(["plan", "--model", str(tmp_path), "--device", "cpu"]) == 0
-    assert capsys.readouterr().err.startswith("forerun: The native CPU core is not used (")
+    assert capsys.readouterr().err.startswith("forerun: The compiled core is not used (")
 
 
 def test_what_captured_rounds_take_is_told(capsys):

@@ -238,7 +238,7 @@ def test_forced_tokens_need_no_budget(nodes):
 
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.skipif(bool(cpu.available()), reason="no native core on this machine"),
+    pytest.mark.skipif(bool(cpu.available()), reason="no compiled core on this machine"),
 ]
 
 TEXT = {"type": "string"}

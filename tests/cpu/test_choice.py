@@ -1,4 +1,4 @@
-"""The native core's steps are the specification's: what it leaves to it, whole paths, texts. Its
+"""The compiled core's steps are the specification's: what it leaves to it, whole paths, texts. Its
 choices node by node: tests/parity/test_choices.py.
 """
 

@@ -28,7 +28,7 @@ SAMPLINGS = (
     Sampling(temperature=0.8, seed=6, top_k=5, logit_bias=((3, 0.5),)),
     Sampling(temperature=0.0, logprobs=2, prompt_logprobs=1),
 )
-"""The native core decides all but the third, the specification that."""
+"""The compiled core decides all but the third, the specification that."""
 
 
 class AllExecutor(CpuExecutor):

@@ -145,8 +145,8 @@ class Cell:
 
 
 def settings(kind, executor, **changes):
-    """How a kind is opened. Drafts beside the CPU core are 8 bits, and a target that is its own
-    draft must be, too.
+    """How a kind is opened. Drafts beside the compiled core are 8 bits, and a target that is its
+    own draft must be, too.
     """
     whole = kind.method == "STANDALONE"
     dtypes = {"cpu": "q8_0" if whole else "auto", "jax": "float32", "torch": "float32"}

@@ -21,7 +21,7 @@ from forerun.executors.toy import ToyExecutor
 from forerun.interface.grammars import NoGrammars
 from tests.engine.toys import TOKENIZER, ask, limits, run
 
-native = pytest.mark.skipif(bool(cpu.available()), reason="no native core on this machine")
+native = pytest.mark.skipif(bool(cpu.available()), reason="no compiled core on this machine")
 BOTH = pytest.mark.parametrize("kind", [NgramDrafter, pytest.param(CpuNgramDrafter, marks=native)])
 LIMIT = 1 << 20
 

@@ -26,7 +26,7 @@ from tests.engine.toys import TOKENIZER, ask, run
 from tests.models import tiny
 from tests.models.lora import merged, save_adapter
 
-NATIVE = pytest.mark.skipif(bool(cpu.available()), reason="the native core is not built")
+NATIVE = pytest.mark.skipif(bool(cpu.available()), reason="the compiled core is not built")
 KINDS = [TorchExecutor, pytest.param(AdaptedCpuExecutor, marks=NATIVE)]
 LIMITS = ExecutorLimits(16, 64, 6, 40, 160, tiny.VOCAB)
 

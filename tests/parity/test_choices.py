@@ -1,4 +1,4 @@
-"""The contract "choices of an executor": whatever chooses - the native core, plain torch and its
+"""The contract "choices of an executor": whatever chooses - the compiled core, plain torch and its
 twin, Triton's kernels (interpreted here), XLA - chooses what the host's rule does: same noise, same
 argmax, ties to the lowest id, no choice of what is not finite. Then the same walk and the same
 texts. With other parameters than a temperature: test_shaped_choices.py.

@@ -15,7 +15,7 @@ from tests.engine.test_embeddings import embed, vector
 from tests.engine.toys import ask, make, run
 from tests.models import tiny
 
-NATIVE = pytest.mark.skipif(bool(cpu.available()), reason="the native core is not built")
+NATIVE = pytest.mark.skipif(bool(cpu.available()), reason="the compiled core is not built")
 LENGTHS = (1, 2, 33, 90)
 
 

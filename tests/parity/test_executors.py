@@ -31,7 +31,7 @@ SMALL = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
 COUNT = 10
 PROMPTS = [np.random.default_rng(n).integers(8, 250, n).tolist() for n in (30, 4, 17, 40)]
 KINDS = ["toy", "torch", "rounds", "jax", pytest.param("cpu", marks=pytest.mark.skipif(
-    bool(cpu.available()), reason="the native core is not built"))]  # fmt: skip
+    bool(cpu.available()), reason="the compiled core is not built"))]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """Layers with a window give back what lies behind it, in memory and beside a store, and no text
-changes: on the native core; in torch, eager, by kernels' twins, and in rounds that are captured and
+changes: on the compiled core; in torch, eager, by kernels' twins, in rounds that are captured, and
 begin from each other; and in JAX, whose rounds do too. Against an engine that keeps everything.
 """
 

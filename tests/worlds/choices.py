@@ -1,5 +1,5 @@
 """Nodes that choose, each by a seed, an output position and a temperature: as the host's rule, the
-native core and the programs of torch take them.
+compiled core and the programs of torch take them.
 """
 
 from dataclasses import dataclass

@@ -49,7 +49,9 @@ def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def forbid_references(schema: Any, target: str) -> None:
-    """Replace, in place, every schema that refers to `target` by one that no value satisfies."""
+    """Replace, in place, every schema within `schema` whose "$ref" is the string `target` by one
+    that no value satisfies.
+    """
     for _, inner in list(schemas(schema)):
         if inner.get("$ref") == target:
             inner.clear()

@@ -1,4 +1,4 @@
-"""The executor on the compiled CPU core (built by hatch_build.py); needs no torch."""
+"""The executor on the compiled core (built by hatch_build.py); needs no torch."""
 
 from forerun.executors.cpu.adapted import AdaptedCpuExecutor
 from forerun.executors.cpu.assistant_model import CpuAssistantModel

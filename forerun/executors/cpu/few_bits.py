@@ -64,6 +64,6 @@ def check_fp4(rows: NDArray[np.uint8], name: str) -> None:
     # The core stores the numbers doubled and the scale halved, as a float16.
     if exponents.min() < 128 - 24 or exponents.max() > 128 + 15:
         raise ModelError(
-            f"{name}: a scale of MXFP4 is beyond the range of 16-bit floats, in which the CPU core "
-            "stores it; use the torch executor (--executor torch)"
+            f"{name}: a scale of MXFP4 is beyond the range of 16-bit floats, in which the compiled "
+            "core stores it; use the torch executor (--executor torch)"
         )

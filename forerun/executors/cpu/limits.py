@@ -10,14 +10,16 @@ def refusal(arch: Architecture) -> str | None:
     """
     for size in (cached.head_size for cached in arch.cache_shapes):
         if size % 8:
-            return f"the CPU core needs a head size that is a multiple of 8, not {size}"
+            return f"the compiled core needs a head size that is a multiple of 8, not {size}"
     if arch.token_vector % 8:
         return (
-            "the CPU core needs per-layer embeddings whose size is a multiple of 8, not "
+            "the compiled core needs per-layer embeddings whose size is a multiple of 8, not "
             f"{arch.token_vector}"
         )
     if arch.latent is not None and arch.latent.rank % 8:
-        return f"the CPU core needs a latent that is a multiple of 8 wide, not {arch.latent.rank}"
+        return (
+            f"the compiled core needs a latent that is a multiple of 8 wide, not {arch.latent.rank}"
+        )
     return None
 
 

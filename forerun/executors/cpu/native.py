@@ -327,13 +327,13 @@ def available() -> str | None:
     """
     if not LIBRARY.exists():
         return (
-            "the compiled CPU core is missing (there was no C++ compiler when forerun was "
+            "the compiled core is missing (there was no C++ compiler when forerun was "
             "installed); install g++ or clang++ and reinstall forerun"
         )
     try:
         load()
     except OSError as error:
-        return f"the compiled CPU core cannot be loaded ({error}); reinstall forerun"
+        return f"the compiled core cannot be loaded ({error}); reinstall forerun"
     return None
 
 

@@ -74,7 +74,9 @@ class AcceptedStep(NamedTuple):
         return kept, kept.sum(1, dtype=jnp.int32)
 
     def end(self, kept: Array) -> tuple[Array, Array]:
-        """Return the last of the nodes kept bool[R,N], int32[R], and the next root int32[R,1]."""
+        """Return int32[R], the number of the deepest of the nodes `kept` bool[R,N] of each row, and
+        int32[R,1], the target's choice there, the next root; 0 and its choice if none is kept.
+        """
         last = jnp.where(kept, self.given.depth + 1, 0).argmax(1)
         return last, jnp.maximum(jnp.take_along_axis(self.choices, last[:, None], 1), 0)
 

@@ -148,7 +148,7 @@ class JaxDecoder(NamedTuple):
         return tuple(int(kind.near) for kind in self.kinds)
 
     def kind(self, spec: LayerSpec) -> int:
-        """Return the number of the kind of a layer's keys and values, or of those that it reads."""
+        """Return the place in `kinds` of a layer's keys and values, or of those that it reads."""
         return self.kinds.index(CacheKind.of(self.arch, spec, self.windowed))
 
     def forward(

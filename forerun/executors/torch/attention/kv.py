@@ -185,15 +185,19 @@ Move = Callable[["PagedCache", Tensor, Tensor, Tensor | None], None]
 
 @dataclass(frozen=True, slots=True)
 class CachePart:
-    """Keys and values of the L layers of one shape: numbers [L,planes,G,slots,E], and in float8
-    their scales float32[L,planes,G,slots].
+    """Keys and values of the L layers of one shape.
+
+    numbers  [L,planes,G,slots,E]; planes: 2, keys and values, or 1 where values are the keys' first
+    scales   float32[L,planes,G,slots], what multiplies numbers of float8; None: another dtype
     """
 
     numbers: Tensor
     scales: Tensor | None
 
     def layer(self, number: int, value_size: int | None) -> tuple[CacheTensor, CacheTensor]:
-        """Return keys and values of one layer; value_size as of CacheLayer."""
+        """Return keys and values of layer `number` of the part, as views; value_size as of
+        CacheLayer.
+        """
         planes = self.numbers[number]
         keys, values = planes[0], planes[1] if value_size is None else planes[0, ..., :value_size]
         if self.scales is None:
