@@ -52,7 +52,9 @@ def kept_or_measured(facts: Sequence[Any], measure: Callable[[], StepCosts]) -> 
 
 
 def medians(measured: Sequence[StepCosts]) -> StepCosts:
-    """Return the medians of measurements with the same counts of nodes."""
+    """Return the medians of one or more measurements with the same counts of nodes; what is no
+    time is the first one's.
+    """
     first = measured[0]
     every = zip(*(costs.verify_ms for costs in measured), strict=True)
     middle = {

@@ -62,7 +62,7 @@ class DiskStates(DiskRecords):
     page_size: int
 
     def usable(self, text: CachedText) -> int:
-        """Return after how many pages the last state stands."""
+        """Return after how many pages of the text its last state stands; 0 without one."""
         lengths = self.contents.state_lengths(text.tokens, text.salt)
         return max(lengths, default=0) // self.page_size
 

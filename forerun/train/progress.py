@@ -25,9 +25,13 @@ class Check(TypedDict):
 class Progress:
     """Where training stands. Plain values only: checkpoints keep it as JSON.
 
+    step     updates so far
     seconds  spent training so far, in all runs together
+    total    updates of the whole schedule
     tokens   answer tokens learnt from
+    loss     of the first draft token when last looked at, nats
     best     simulated length of the best checkpoint
+    history  every check, oldest first
     """
 
     step: int = 0
