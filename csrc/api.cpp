@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 52; }
+int forerun_abi() { return 53; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -281,6 +281,11 @@ int forerun_request_aux_hidden_states(Model* model, const int32_t* layers, int c
         model->request_aux_hidden_states(layers, count);
         return "";
     });
+}
+
+// Copies what the last step kept of its first `count` nodes: float32[count][layers][hidden].
+int forerun_aux_hidden_states(const Model* model, int count, float* out) {
+    return guarded([&] { return model->copy_aux_hidden_states(count, out); });
 }
 
 // See Model::set_ring.

@@ -241,6 +241,13 @@ void Model::request_aux_hidden_states(const int32_t* layers, int count) {
     aux_hidden_states_.resize((size_t)sizes.max_nodes * count * sizes.hidden);
 }
 
+std::string Model::copy_aux_hidden_states(int count, float* out) const {
+    if (count < 0 || count > last_nodes_) return "more nodes than the last step had";
+    const size_t numbers = (size_t)count * aux_layers_.size() * sizes.hidden;
+    if (numbers) memcpy(out, aux_hidden_states_.data(), numbers * sizeof(float));
+    return "";
+}
+
 std::string Model::set_ring(float* ring, int tokens, int width) {
     row_slots_.clear();
     ring_ = nullptr;

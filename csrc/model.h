@@ -340,6 +340,9 @@ public:
     const float* aux_hidden_states(int node) const {
         return &aux_hidden_states_[(size_t)node * aux_layers_.size() * sizes.hidden];
     }
+    // The kept states of the last step's first `count` nodes. Empty, or what was wrong.
+    std::string copy_aux_hidden_states(int count, float* out) const;
+
     // From now on those of known nodes, and of those given to commit_paths, go into this ring too (null:
     // into none): float[slot][tokens][width], `width` numbers for all taps, by the slots of a step's Walk
     // and by position. Empty, or what was wrong.

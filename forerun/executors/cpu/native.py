@@ -24,7 +24,7 @@ AddressOf = Callable[[Any], int | None]
 """The address of what the core reads for some tokens; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 52
+ABI = 53
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -212,6 +212,7 @@ _CALLS = {
     "forerun_delta_close": (None, [c_void_p]),
     "forerun_delta_run": (c_int, [c_void_p, POINTER(DeltaStep)]),
     "forerun_request_aux_hidden_states": (c_int, [c_void_p, c_void_p, c_int]),
+    "forerun_aux_hidden_states": (c_int, [c_void_p, c_int, c_void_p]),
     "forerun_set_ring": (c_int, [c_void_p, c_void_p, c_int, c_int]),
     "forerun_final_hidden_states": (c_int, [c_void_p, c_void_p, c_int, c_void_p]),
     "forerun_open_adapters": (c_int, [c_void_p, c_int, c_int]),
@@ -268,6 +269,7 @@ _SHORT_CALLS = {
 
 _REFUSED = {
     "forerun_request_aux_hidden_states": "features",
+    "forerun_aux_hidden_states": "features",
     "forerun_set_ring": "features",
     "forerun_final_hidden_states": "hidden states",
     "forerun_open_adapters": "an adapter",
