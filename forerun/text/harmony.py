@@ -113,13 +113,13 @@ class HarmonyReader:
         return True
 
     def _open(self, header: str) -> None:
-        channel, recipient = _HEADER.search(header), _RECIPIENT.search(header)
+        channels, recipient = _HEADER.findall(header), _RECIPIENT.search(header)
         name = recipient[1].removeprefix("functions.") if recipient else ""
         self._fresh = True
         if name in self._names:
             self._kind = f"call {name}"
         else:
-            self._kind = "thought" if channel and channel[1] == "analysis" else "content"
+            self._kind = "thought" if channels[-1:] == ["analysis"] else "content"
 
     def _text(self, pieces: list[ParsedDelta]) -> bool:
         """Move a message's text out; False if more text is needed."""

@@ -2,16 +2,12 @@
 of a widely used family, and all official ones in a public package (slow).
 """
 
-import io
-import subprocess
-import sys
-import tarfile
-
 import pytest
 
 from forerun.errors import RequestError
 from forerun.text.conversation import TemplateTraits, adapted
 from forerun.text.template import Template
+from tests.worlds.llama_cpp import source
 
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 WORDS = ["SYS1", "U1", "look_up", "ARG1", "ARG2", "RES1", "RES2", "SYS2", "ANS", "U2", "U3"]
@@ -227,23 +223,16 @@ def test_a_template_that_refuses_everything_says_so_itself():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_official_templates_render_an_agents_conversation(tmp_path):
-    """The templates that llama-cpp-python's source archive ships, of some 70 models."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path]
-    wanted = ["--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36"]
-    subprocess.run([*command, *wanted], check=True)
-    (archive,) = tmp_path.glob("*.tar.gz")
-    missing, sources = {}, {}
-    with tarfile.open(fileobj=io.BytesIO(archive.read_bytes())) as files:
-        for member in files:
-            if member.name.endswith(".jinja") and "/models/templates/" in member.name:
-                name = member.name.rpartition("/")[2].removesuffix(".jinja")
-                sources[name] = files.extractfile(member).read().decode()
+def test_official_templates_render_an_agents_conversation():
+    """The templates that llama.cpp ships, of some 70 models."""
+    folder = source() / "models" / "templates"
+    missing = {}
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.jinja")}
     # It renders nothing without a variable `functions`, which no server sets.
     del sources["fireworks-ai-llama-3-firefunction-v2"]
     assert len(sources) >= 69
-    for name, source in sources.items():
-        text, _ = prompt(source, hard(), TOOLS)
+    for name, template in sources.items():
+        text, _ = prompt(template, hard(), TOOLS)
         if absent := [word for word in WORDS if word not in text]:
             missing[name] = absent
     assert missing == {}

@@ -19,6 +19,7 @@ CALLED = [["look_up", '{"x": "<|"}']]
 VECTORS = [
     (f"{ANALYSIS}Hm.{NEXT}{FINAL}Four.", "Hm.", "Four.", []),
     (f"{ANALYSIS}Hm.{NEXT}{FINAL}Four.<|return|>", "Hm.", "Four.", []),
+    (f"<|channel|>commentary to=assistant{ANALYSIS}Hm.{NEXT}{FINAL}Four.", "Hm.", "Four.", []),
     (f"{FINAL} a < b <| c ", "", " a < b <| c ", []),
     (f"{ANALYSIS}Hm.{NEXT}{CALL}", "Hm.", "", CALLED),
     (f"{ANALYSIS}Hm.{NEXT}{BEFORE}<|call|>", "Hm.", "", CALLED),
