@@ -1,5 +1,5 @@
 """Block drafters in GGUF files, by llama.cpp's names (dflash): DFlash and JetSpec, and DSpark with
-the vanilla rule, which its tensors alone say. `target_layers` counts as BlockHead.features does.
+the vanilla rule and DFlash2, which tensors alone say. `target_layers` counts as BlockHead.features.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 from forerun.checkpoints.gguf.config import harmless, scaling_of
 from forerun.checkpoints.gguf.header import DRAFT_IDS, GgufFile, declared, is_gguf
 from forerun.checkpoints.gguf.parts import read_gguf
-from forerun.drafts.block_config import BlockHead, expected_block_tensors
+from forerun.drafts.block_config import KERNEL_SIZE, BlockHead, PairRule, expected_block_tensors
 from forerun.drafts.block_folder import BlockFile, check_tensors
 from forerun.drafts.eagle_folder import mapped_ids
 from forerun.errors import ModelError
@@ -22,7 +22,8 @@ ARCHITECTURE = "dflash"
 _MASK = "tokenizer.ggml.mask_token_id"
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _W1, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+_SELECTOR = "selector_hidden.weight"
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)(\.weight|)")
 _NAMES = {
     "fc.weight": "fc.weight",
     "enc.output_norm.weight": "hidden_norm.weight",
@@ -34,6 +35,9 @@ _NAMES = {
     "markov_w2.weight": "markov_head.markov_w2.weight",
     _CONFIDENCE: "confidence_head.proj.weight",
     "conf_proj.bias": "confidence_head.proj.bias",
+    _SELECTOR: "candidate_selector.hidden_projection.weight",
+    "selector_predecessor.weight": "candidate_selector.predecessor_codebook",
+    "selector_successor.weight": "candidate_selector.successor_codebook",
 }
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -47,6 +51,10 @@ _IN_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "attn_conv_base": "attention_conv.base_kernel",
+    "attn_conv_proj": "attention_conv.kernel_projection",
+    "ffn_conv_base": "mlp_conv.base_kernel",
+    "ffn_conv_proj": "mlp_conv.kernel_projection",
 }
 """Names in the file and canonical ones; `blk.N.` is `layers.N.`."""
 
@@ -87,7 +95,7 @@ def open_block_file(path: Path, target: Architecture) -> BlockFile:
 def _canonical(stored: str) -> str:
     match = _LAYER.fullmatch(stored)
     if match is not None and match[2] in _IN_LAYER:
-        return f"layers.{match[1]}.{_IN_LAYER[match[2]]}.weight"
+        return f"layers.{match[1]}.{_IN_LAYER[match[2]]}{match[3]}"
     return _NAMES.get(stored, stored)
 
 
@@ -108,6 +116,10 @@ def _describe(file: GgufFile, target: Architecture) -> BlockHead:
     size = keys.integer("attention.key_length", hidden // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
         keys.require(name, size)
+    keys.get("rope.dimension_sections")  # Of a token of text all positions are one.
+    if keys.flag("has_confidence_head", _CONFIDENCE in shapes) != (_CONFIDENCE in shapes):
+        raise keys.unfit("has_confidence_head", _CONFIDENCE not in shapes, "as the tensors say")
+    pair, rank = _pair(keys, shapes)
     vocab = keys.integer("vocab_size", target.vocab)
     context = keys.integer("context_length", target.context)
     layers = keys.integer("block_count")
@@ -133,10 +145,15 @@ def _describe(file: GgufFile, target: Architecture) -> BlockHead:
         qk_norm="blk.0.attn_q_norm.weight" in shapes,
         own_embedding=_EMBEDDING in shapes,
         own_head=_HEAD in shapes,
-        pair="vanilla" if _W1 in shapes else "",
-        rank=shapes[_W1][-1] if _W1 in shapes else 0,
+        pair=pair,
+        rank=rank,
         confidence=shapes[_CONFIDENCE][-1] if _CONFIDENCE in shapes else 0,
+        top_k=_positive(keys, "selector_top_k") if pair == "selector" else 0,
+        convolved=_convolved(keys, hidden) if pair == "selector" else 0,
         windows=_windows(keys, layers),
+        embedding_scale=keys.real("embedding_scale") if keys.has("embedding_scale") else None,
+        logit_scale=keys.real("logit_scale", 0.0) or 1.0,
+        logit_cap=keys.real("final_logit_softcapping", 0.0),
     )
     if not 2 <= head.places <= 1024:
         raise keys.unfit("block_size", head.places, "2 to 1024")
@@ -144,6 +161,27 @@ def _describe(file: GgufFile, target: Architecture) -> BlockHead:
         raise keys.unfit("context_length", context, "1 or more")
     keys.refuse_the_rest(harmless)
     return head
+
+
+def _pair(keys: Keys, shapes: dict[str, tuple[int, ...]]) -> tuple[PairRule, int]:
+    """Return how a token's scores depend on the one above, and the rank of its tables."""
+    if _SELECTOR in shapes:
+        return "selector", _positive(keys, "selector_rank")
+    return ("vanilla", shapes[_W1][-1]) if _W1 in shapes else ("", 0)
+
+
+def _convolved(keys: Keys, hidden: int) -> int:
+    """Return how many numbers share a kernel. Raises ModelError for another kind of convolution."""
+    keys.require("conv_kernel_size", KERNEL_SIZE)
+    if hidden % (group := _positive(keys, "conv_group_size")):
+        raise keys.unfit("conv_group_size", group, f"a divisor of embedding_length {hidden}")
+    return group
+
+
+def _positive(keys: Keys, name: str) -> int:
+    if (value := keys.integer(name)) < 1:
+        raise keys.unfit(name, value, "1 or more")
+    return value
 
 
 def _features(keys: Keys) -> tuple[int, ...]:

@@ -329,9 +329,24 @@ def test_a_file_is_the_folder(tmp_path, name):
     assert with_shipped(asked).speculative_algorithm == "AUTO"  # Not a whole model.
 
 
+def test_a_file_of_dflash2_is_the_folder(tmp_path):
+    folder = random_block(TARGET, tmp_path / "folder", **PAIRED["DFlash2"])
+    said = {"dflash.attention.sliding_window": 7}
+    said["dflash.attention.sliding_window_pattern"] = [True, True]
+    found = open_block_file(in_gguf(folder, tmp_path / "x.gguf", said), TARGET)
+    assert found.head == folder.head and found.head.algorithm == "dflash2"
+    for tensor in expected_block_tensors(found.head):
+        np.testing.assert_array_equal(found.tensor(tensor), folder.tensor(tensor))
+    for name, value in (("conv_kernel_size", 3), ("conv_group_size", 7), ("selector_top_k", 0)):
+        wrong = in_gguf(folder, tmp_path / "y.gguf", said | {f"dflash.{name}": value})
+        with pytest.raises(ModelError, match=name):
+            open_block_file(wrong, TARGET)
+
+
 @pytest.mark.parametrize(
     ("metadata", "named"),
     [
+        ({"dflash.has_confidence_head": False}, "has_confidence_head"),
         ({"tokenizer.ggml.mask_token_id": None}, "mask_token_id"),
         ({"dflash.target_layers": None}, "target_layers"),
         ({"dflash.target_layers": [1, 7]}, "within the target's 6 layers"),
@@ -354,7 +369,6 @@ def test_metadata_that_cannot_be_is_named(tmp_path, metadata, named):
 
 
 def test_tensors_of_other_kinds_are_named(tmp_path):
-    """DFlash2's convolutions."""
     folder = random_block(TARGET, tmp_path / "folder")
     extra = {"layers.0.attn_conv.weight": np.zeros((4, 4), np.float32)}
     with pytest.raises(ModelError, match=r"unexpected blk\.0\.attn_conv"):

@@ -94,6 +94,12 @@ GGUF_NAMES = {
     "self_attn.q_norm.": "attn_q_norm.", "self_attn.k_norm.": "attn_k_norm.",
     **{f"self_attn.{part}_proj.": f"attn_{part}." for part in "qkv"},
     **{f"mlp.{part}_proj.": f"ffn_{part}." for part in ("gate", "up", "down")},
+    "attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base",
+    "attention_conv.kernel_projection.": "attn_conv_proj.",
+    "mlp_conv.kernel_projection.": "ffn_conv_proj.",
+    "candidate_selector.hidden_projection.": "selector_hidden.",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
 }  # fmt: skip
 
 
@@ -118,8 +124,16 @@ def in_gguf(draft, path, metadata=None, extra=None):
         "dflash.target_layers": list(head.features),
         "dflash.sample_from_anchor": head.anchored,
         "dflash.attention.causal": head.causal,
+        "dflash.has_confidence_head": head.confidence > 0,
+        "dflash.rope.dimension_sections": [head.head_size // 2, 0, 0, 0],  # Beside Qwen3.5.
         "tokenizer.ggml.mask_token_id": head.mask,
     }
+    if head.algorithm == "dflash2":
+        known |= {"dflash.conv_kernel_size": 2, "dflash.conv_group_size": head.convolved}
+        known |= {"dflash.selector_rank": head.rank, "dflash.selector_top_k": head.top_k}
+        known |= {"dflash.embedding_scale": head.embedding_scale}
+        known |= {"dflash.logit_scale": head.logit_scale}
+        known |= {"dflash.final_logit_softcapping": head.logit_cap}
     for key, value in (known | (metadata or {})).items():
         if value is not None:
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
