@@ -16,6 +16,7 @@ from forerun.client.completion import complete, make_request
 from forerun.executors.jax.rounds.batches import Buckets
 from forerun.options.config import EngineConfig
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
+from tests.worlds.answers import drafting
 
 SMALL = {
     "policy": "fixed",
@@ -96,12 +97,7 @@ class Cell:
         if shape is None:
             changes |= {"speculative_algorithm": "OFF"}
         else:
-            nodes, depth, width = shape
-            changes |= {
-                "speculative_num_draft_tokens": nodes + 1,
-                "speculative_num_steps": depth,
-                "speculative_eagle_topk": width,
-            }
+            changes |= drafting(*shape)
         made = replace(self.target, draft_model=model)
         return make_engine(made, replace(self.target.config, **changes))
 

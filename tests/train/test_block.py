@@ -9,7 +9,6 @@ import torch
 
 from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
-from forerun.client.completion import make_request
 from forerun.drafts.block_folder import open_block
 from forerun.executors import cpu
 from forerun.executors.torch.decoder.elementwise import rotation
@@ -29,9 +28,9 @@ from forerun.train.loss import (
 from forerun.train.pairs import PairedDrafter
 from forerun.train.presets import resolve
 from forerun.train.student import block_for
-from tests.drafters.served import answered
 from tests.models import tiny
 from tests.parity.blocks import PAIRED, VARIANTS, dense_block, random_block, streams
+from tests.train.test_prediction import served
 
 ANCHORS = 6
 
@@ -202,15 +201,7 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least)
         speculative_algorithm="DFLASH",
     )  # fmt: skip
     with closing(open_target(config)) as target:
-        prompts = [
-            target.chat.encode([{"role": "user", "content": text}])
-            for text in dict.fromkeys(prompt.text for prompt in untrained.questions)
-        ]
-        plain = served(target, prompts, speculative_algorithm="OFF")
-        chain = served(target, prompts)
-        tree = served(target, prompts, speculative_eagle_topk=4, speculative_num_draft_tokens=13)
-        for found in (chain, tree):
-            assert [item.tokens for item in found] == [item.tokens for item in plain]
+        chain, tree = served(target, untrained)
         lengths = [sum(len(item.tokens) for item in found) / sum(i.stats.steps for i in found)
                    for found in (chain, tree)]  # fmt: skip
         print(lengths)
@@ -218,22 +209,9 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least)
         question = Question("seen", tuple(untrained.questions), 0.0, 40, at_once=4)
         (judged,) = ask(target, alone(target.config), question, [CHAIN], lambda *_: None)
         assert judged.same == judged.answers == 8 and judged.length > least
-    if cpu.available() is None:
-        on_the_core(config, prompts, least)
-
-
-def on_the_core(config, prompts, least):
-    """In 8 bits as much is accepted, but for a little, and texts are as without."""
-    with closing(open_target(replace(config, executor="cpu", dtype="auto", threads=1))) as target:
-        plain = served(target, prompts, speculative_algorithm="OFF")
-        chain = served(target, prompts)
-        assert [item.tokens for item in chain] == [item.tokens for item in plain]
+    if cpu.available() is None:  # In 8 bits as much is accepted, but for a little.
+        config = replace(config, executor="cpu", dtype="auto", threads=1)
+        with closing(open_target(config)) as target:
+            chain, _ = served(target, untrained)
         steps = sum(item.stats.steps for item in chain)
         assert sum(len(item.tokens) for item in chain) / steps > least - 0.1
-
-
-def served(target, prompts, **changes):
-    """Answers up to their ends: behind these nothing was learnt."""
-    eos = target.tokenizer.eos_ids
-    requests = [make_request(p, eos, max_tokens=40, temperature=0.0) for p in prompts]
-    return answered(target, replace(target.config, **changes), requests)[0]

@@ -2,7 +2,6 @@
 
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from forerun.train.unroll import Unrolling, turns, unrolled
 from tests.drafters.prediction import dense, random_layer
 from tests.drafters.served import answered
 from tests.models import tiny
+from tests.worlds.answers import drafting
 
 NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
@@ -101,14 +101,7 @@ def test_a_prediction_layer_is_trained_and_served(untrained, tmp_path, executor)
     )  # fmt: skip
     with closing(open_target(config)) as target:
         assert target.config.speculative_algorithm == "NEXTN+NGRAM"
-        plain = served(target, untrained, speculative_algorithm="OFF")
-        alone = partial(served, target, untrained, speculative_algorithm="NEXTN")
-        one = alone(speculative_num_steps=1, speculative_num_draft_tokens=2)
-        chain = alone(speculative_num_steps=3, speculative_num_draft_tokens=4)
-        tree = alone(speculative_num_steps=3, speculative_eagle_topk=4,
-                     speculative_num_draft_tokens=13)  # fmt: skip
-    for found in (one, chain, tree):
-        assert [item.tokens for item in found] == [item.tokens for item in plain]
+        one, chain, tree = served(target, untrained, (1, 1, 1), speculative_algorithm="NEXTN")
     share = sum(i.stats.accepted for i in one) / sum(i.stats.draft_tokens for i in one)
     lengths = [1 + sum(i.stats.accepted for i in found) / sum(i.stats.steps for i in found)
                for found in (chain, tree)]  # fmt: skip
@@ -116,9 +109,17 @@ def test_a_prediction_layer_is_trained_and_served(untrained, tmp_path, executor)
     assert share > 0.97 and lengths[0] > 3.5 and lengths[1] >= lengths[0] - 0.05
 
 
-def served(target, small, **changes):
-    """Answers to what was asked in training, up to their ends: behind these nothing was learnt."""
+def served(target, small, *more, **changes):
+    """Answers to what was asked in training, up to their ends, behind which nothing was learnt: by
+    chains of 3, by trees of 12, and first by `more`. Texts are those without drafts.
+    """
     texts = dict.fromkeys(prompt.text for prompt in small.questions)
     prompts = [target.chat.encode([{"role": "user", "content": text}]) for text in texts]
     requests = [make_request(each, target.tokenizer.eos_ids, max_tokens=73) for each in prompts]
-    return answered(target, replace(target.config, **changes), requests)[0]
+    config, found = replace(target.config, **changes), []
+    for shape in (*more, (3, 3, 1), (12, 3, 4)):
+        found.append(answered(target, replace(config, **drafting(*shape)), requests)[0])
+    off = replace(config, speculative_algorithm="OFF")
+    plain = [item.tokens for item in answered(target, off, requests)[0]]
+    assert all([item.tokens for item in each] == plain for each in found)
+    return found
