@@ -21,7 +21,7 @@ from forerun.interface.plan import Outcome
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits, scored
+from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits, logits_in_chunks, scored
 from tests.worlds.servers import wait_for
 
 
@@ -97,9 +97,7 @@ def test_matrices_that_are_several_in_one_give_llamas_bits(executor, tmp_path):
     prompt, found = np.arange(20, 60), []
     for name, hf in (("fused", fused), ("plain", plain)):
         made = executor(FolderCheckpoint(tiny.save_folder(hf, tmp_path / name)))
-        with Driver(made) as driver:
-            driver.open(0, prompt)
-            found.append(driver.step([Row(0)]).every())
+        found.append(logits_in_chunks(made, prompt))
     assert torch.equal(*found)
 
 
@@ -271,13 +269,7 @@ def test_idle_threads_sleep(executor, random):
 def test_other_threads_and_float_settings_do_not_matter(executor, random):
     """Steps from changing threads, as an engine's and a test's, give the same bits."""
     tokens = random.integers(0, tiny.VOCAB, 30)
-    found = []
-    for _ in range(2):
-        made = executor(threads=2)
-        with Driver(made) as driver:
-            driver.open(0, tokens)
-            found.append(driver.step([Row(0)]).every().numpy())
-    assert np.array_equal(*found)
+    assert np.array_equal(*(logits_in_chunks(executor(threads=2), tokens) for _ in range(2)))
 
 
 def test_why_the_core_is_not_available(monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ from tests.cpu.test_logits import SAME, distance, farthest, fp32, logits_of
 from tests.cpu.test_products import k_quantised
 from tests.cpu.twin import forward
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, as_draft, limits
+from tests.parity.driver import Driver, Row, limits, paths_of_a_tree
 from tests.parity.test_torch_logits import EXPERTS, FURTHER, GEMMAS, ONLY, own, windowed
 
 LATER = ("seed_oss", "olmo3", "exaone4", "glm4_moe_lite", "minimax_m2", "ministral3")
@@ -70,13 +70,6 @@ FEW = (*tiny.DELTAS, "glm4_moe_lite", "gemma4_text")
 IN_GGUF = [family for family in FAMILIES if family not in ("exaone4", "ministral3")]
 
 
-def in_chunks(made, tokens, chunks):
-    """float32[T,V] of a text run in chunks of these lengths."""
-    with Driver(made) as driver:
-        driver.open(0, tokens)
-        return np.concatenate([driver.step([Row(0, known=n)]).every().numpy() for n in chunks])
-
-
 WINDOWS = [(family, n) for family in ("mistral", "qwen2", "qwen3") for n in (1, 16, 100)]
 
 
@@ -84,7 +77,7 @@ WINDOWS = [(family, n) for family in ("mistral", "qwen2", "qwen3") for n in (1, 
 def test_contexts_longer_than_the_window(executor, checkpoint, random, family, window):
     source = checkpoint(family, None, **windowed(family, window))
     tokens = random.integers(0, tiny.VOCAB, 180)
-    found = in_chunks(executor(source, 2), tokens, (178, 1, 1))
+    found = logits_of(executor(source, 2), tokens, (178, 1, 1))
     assert np.abs(found - fp32(source, tokens)).max() < 1e-4
 
 
@@ -97,7 +90,7 @@ def test_long_texts(executor, checkpoint, random, family, threads):
     source = checkpoint(family, None, max_position_embeddings=1024)
     tokens = random.integers(0, tiny.VOCAB, 840)
     made = executor(source, threads, max_nodes=1024, context=1024, pages=80)
-    found = in_chunks(made, tokens, (838, 1, 1))
+    found = logits_of(made, tokens, (838, 1, 1))
     assert farthest(found, source, tokens) < 1e-4
 
 
@@ -124,21 +117,9 @@ def test_every_node_of_a_tree_is_a_token_of_its_path(
 ):
     changes = {"sliding_window": 5} if family in ("gpt_oss", "mixtral") else {}
     source = checkpoint(family, None, **changes)
-    prompt = random.integers(0, tiny.VOCAB, 40)
-    parents = [-1, 0, 1, 2, 3, 4, -1, 6, 7, 1, 9, 10]
-    draft = as_draft(random.integers(0, tiny.VOCAB, len(parents)), parents)
-    with Driver(executor(source, 2, page_size=page_size, pages=400)) as driver:
-        driver.open(0, prompt)
-        driver.step([Row(0, known=33)])
-        result = driver.step([Row(0, draft=draft)])
-        found = np.stack([result.logits(0, node) for node in range(7 + len(parents))])
-    for leaf in (5, 8, 11):
-        path = [leaf]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        text = np.concatenate([prompt, draft.tokens[path]])
-        alone = logits_of(executor(source), text)
-        assert np.array_equal(found[[7 + node for node in path]], alone[len(prompt) :])
+    made = executor(source, 2, page_size=page_size, pages=400)
+    for text, logits in paths_of_a_tree(made, random):
+        assert np.array_equal(logits, logits_of(executor(source), text)[40:])
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from forerun.executors.cpu import CpuExecutor
 from tests.cpu.test_products import K_QUANTS, matrix_of
 from tests.cpu.twin import forward
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, limits
+from tests.parity.driver import limits, logits_in_chunks
 from tests.shape.tree import ROOT
+from tests.worlds.checkpoints import expected_logits
 
 SAME, CLOSE = 0.012, 0.07
 """Models this small are noisy: one activation that rounds the other way is felt everywhere."""
@@ -24,16 +25,13 @@ SAME, CLOSE = 0.012, 0.07
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "F16", "BF16", "F32", "Q5_0", "Q5_1", None)
 
 
-def logits_of(executor, tokens):
-    """float32[T,V] of one sequence in one chunk."""
-    with Driver(executor) as driver:
-        driver.open(0, tokens)
-        return driver.step([Row(0)]).every().numpy()
+def logits_of(executor, tokens, chunks=(None,)):
+    """float32[T,V] of one sequence."""
+    return logits_in_chunks(executor, tokens, chunks).numpy()
 
 
 def fp32(checkpoint, tokens):
-    with torch.no_grad():
-        return tiny.reference(checkpoint)(torch.tensor(tokens).long()[None]).logits[0].numpy()
+    return expected_logits(checkpoint, tokens).numpy()
 
 
 def farthest(found, checkpoint, tokens):

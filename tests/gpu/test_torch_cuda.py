@@ -7,7 +7,7 @@ import torch
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.torch import TorchExecutor
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, chain_draft, limits
+from tests.parity.driver import Driver, Row, chain_draft, limits, logits_in_chunks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,12 +25,7 @@ def pair(tmp_path_factory):
 
 def test_logits_equal_those_of_the_cpu(pair):
     tokens = np.random.default_rng(0).integers(0, tiny.VOCAB, 300)
-    found = []
-    for executor in pair:
-        with Driver(executor) as driver:
-            driver.open(0, tokens)
-            logits = [driver.step([Row(0, known=150)]).every() for _ in range(2)]
-            found.append(torch.cat(logits))
+    found = [logits_in_chunks(executor, tokens, (150, 150)) for executor in pair]
     assert (found[0] - found[1]).abs().max() < 1e-3  # TF32 is off unless the user turns it on.
 
 

@@ -12,10 +12,10 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import ModelError
 from forerun.executors.cpu import CpuExecutor, available
 from forerun.executors.torch import TorchExecutor
-from tests.cpu.test_logits import SAME, distance
+from tests.cpu.test_logits import SAME, distance, logits_of
 from tests.cpu.twin import forward
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, limits
+from tests.parity.driver import limits
 
 EXPERTS = ("gate_up_proj", "down_proj")
 SETTINGS = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -55,12 +55,6 @@ def test_experts_are_the_numbers_of_transformers(tmp_path):
             assert checkpoint.packed(name).kind == "MXFP4"
 
 
-def logits(executor, tokens):
-    with Driver(executor) as driver:
-        driver.open(0, tokens)
-        return np.asarray(driver.step([Row(0)]).every())
-
-
 def test_logits(tmp_path, random):
     """On torch those of transformers; on the core, in 4 bits, those of the slow twin."""
     folder, hf = saved(tmp_path)
@@ -68,11 +62,11 @@ def test_logits(tmp_path, random):
     with torch.no_grad():
         expected = hf(torch.from_numpy(tokens).long()[None]).logits[0].numpy()
     room = limits(tiny.VOCAB)
-    assert np.abs(logits(TorchExecutor(checkpoint, room), tokens) - expected).max() < 1e-4
+    assert np.abs(logits_of(TorchExecutor(checkpoint, room), tokens) - expected).max() < 1e-4
     if available() is None:
         core = CpuExecutor(checkpoint, room, 2)
         assert "MXFP4" in core.describe()["dtype"]
-        assert distance(logits(core, tokens), forward(checkpoint, tokens)) < SAME
+        assert distance(logits_of(core, tokens), forward(checkpoint, tokens)) < SAME
         core.shutdown()
 
 

@@ -21,6 +21,7 @@ from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch
+from tests.models import tiny
 
 EVERYTHING = Sampling(temperature=0.0, prompt_logprobs=0, logprobs=0)
 """Greedy, and the logits of every node are computed."""
@@ -200,6 +201,32 @@ def as_draft(tokens, parents) -> Draft:
 
 def chain_draft(tokens) -> Draft:
     return as_draft(tokens, np.arange(len(tokens)) - 1)
+
+
+def logits_in_chunks(executor, tokens, chunks=(None,)):
+    """float32[T,V] of a text that is run in chunks of these lengths."""
+    with Driver(executor) as driver:
+        driver.open(0, tokens)
+        return torch.cat([driver.step([Row(0, known=chunk)]).every() for chunk in chunks])
+
+
+def paths_of_a_tree(executor, random, length=40, last=7):
+    """Run a text of `length` tokens and, together with its `last` ones, a tree; yield each longest
+    path with the text before it, and the logits [n,V] of its draft tokens.
+    """
+    prompt = random.integers(0, tiny.VOCAB, length)
+    parents = [-1, 0, 1, 2, 3, 4, -1, 6, 7, 1, 9, 10]
+    draft = as_draft(random.integers(0, tiny.VOCAB, len(parents)), parents)
+    with Driver(executor) as driver:
+        driver.open(0, prompt)
+        driver.step([Row(0, known=length - last)])
+        result = driver.step([Row(0, draft=draft)])
+        logits = [result.logits(0, last + node) for node in range(len(parents))]
+    for leaf in (5, 8, 11):
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        yield np.concatenate([prompt, draft.tokens[path]]), torch.stack([logits[n] for n in path])
 
 
 def emitted_behind(executor, text, kept):

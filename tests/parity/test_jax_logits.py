@@ -13,7 +13,7 @@ from forerun.executors.jax.network.weights import Pattern
 from forerun.networks.arch import FAMILIES
 from tests.models import tiny
 from tests.parity.conftest import little_optimised
-from tests.parity.driver import Driver, Row, as_draft, limits
+from tests.parity.driver import Driver, Row, limits, paths_of_a_tree
 from tests.parity.test_torch_logits import FURTHER, GEMMAS, VARIANTS
 from tests.worlds.checkpoints import expected_logits
 
@@ -128,23 +128,9 @@ def test_a_tree_sees_its_prefix_and_its_ancestors(checkpoint, compiled, random, 
     """Logits at every node of a tree are those of its path as plain text."""
     found = checkpoint("qwen3")
     small = limits(tiny.VOCAB, context=320, page_size=page_size, pages=1024 // page_size, slots=2)
-    executor = opened(found, compiled, small, draft_nodes=7)
-    prompt = random.integers(0, tiny.VOCAB, 127).tolist()
-    tokens, parents = [5, 6, 7, 8, 9, 5], [-1, -1, 0, 0, 3, 1]
-    with Driver(executor) as driver:
-        driver.open(0, prompt)
-        driver.step([Row(0, known=126)])
-        result = driver.step([Row(0, draft=as_draft(tokens, parents))])
-        logits = [result.logits(0, node) for node in range(7)]
-    reference = tiny.reference(found)
-    for node in range(7):
-        path, above = [], node - 1
-        while above >= 0:
-            path.insert(0, tokens[above])
-            above = parents[above]
-        with torch.no_grad():
-            expected = reference(torch.tensor([prompt + path])).logits[0, -1]
-        assert (logits[node] - expected).abs().max() < 1e-4
+    executor = opened(found, compiled, small, draft_nodes=13)
+    for text, logits in paths_of_a_tree(executor, random, 127, last=1):
+        assert (logits - expected_logits(found, text)[127:]).abs().max() < 1e-4
 
 
 def test_gguf(tmp_path, compiled, random):

@@ -9,7 +9,7 @@ from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.torch import TorchExecutor
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, limits
+from tests.parity.driver import limits, logits_in_chunks
 
 
 def opened(kind, hf, path, context):
@@ -34,7 +34,5 @@ def test_logits_are_those_of_transformers(tmp_path, kind, context, length, parti
     if native.available() is None:
         executors.append(CpuExecutor(checkpoint, room, 2))
     for executor in executors:
-        with Driver(executor) as driver:
-            driver.open(0, tokens)
-            found = np.asarray(driver.step([Row(0)]).every())
+        found = logits_in_chunks(executor, tokens).numpy()
         assert np.abs(found - expected).max() < 1e-4

@@ -30,7 +30,16 @@ from forerun.networks.config_json import architecture_from
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import batch
 from tests.models import tiny
-from tests.parity.driver import EVERYTHING, Driver, Row, Sequence, as_draft, chain_draft, limits
+from tests.parity.driver import (
+    EVERYTHING,
+    Driver,
+    Row,
+    Sequence,
+    as_draft,
+    chain_draft,
+    limits,
+    logits_in_chunks,
+)
 from tests.twins.gated_delta import Recurrence
 from tests.twins.states import STATES
 
@@ -285,20 +294,11 @@ def executor(checkpoint):
     return TorchExecutor(checkpoint("qwen3_next"), bounds(pages=200))
 
 
-def logits_of(executor, tokens, chunk):
-    with Driver(executor) as driver:
-        driver.open(0, tokens)
-        found = [
-            driver.step([Row(0, known=chunk)]).every() for _ in range(-(-len(tokens) // chunk))
-        ]
-        return torch.cat(found)[: len(tokens)]
-
-
 def test_going_on_from_a_checkpoint_is_running_the_text(either, random):
     """Bits of all later tokens, behind pages and a state that another sequence has left."""
     executor, source = either
     tokens = random.integers(0, tiny.VOCAB, 30).astype(np.int32)
-    expected = logits_of(executor, tokens, 30)
+    expected = logits_in_chunks(executor, tokens)
     fresh = TorchExecutor(source, executor.limits)
     with Driver(fresh) as driver:
         driver.open(0, tokens[:22], GREEDY)
@@ -377,7 +377,7 @@ def test_what_a_step_costs_is_measured_behind_a_kept_state(executor):
 def test_sixteen_bits_are_near(checkpoint, executor, random):
     tokens = random.integers(0, tiny.VOCAB, 40)
     found = TorchExecutor(checkpoint("qwen3_next"), bounds(pages=200), dtype="bfloat16")
-    exact, rounded = (logits_of(each, tokens, 16) for each in (executor, found))
+    exact, rounded = (logits_in_chunks(each, tokens, (16, None)) for each in (executor, found))
     assert np.corrcoef(exact.flatten(), rounded.flatten())[0, 1] > 0.98
 
 

@@ -27,11 +27,10 @@ from forerun.options.config import EngineConfig
 from tests.covering import spread
 from tests.models import packers, tiny
 from tests.models.test_quantised import AWQ, FP8, GPTQ, GROUP, compressed, shuffled
-from tests.parity.driver import limits
+from tests.parity.driver import limits, logits_in_chunks
 from tests.parity.tape import Tape, on_tape
 from tests.parity.test_torch_captured import no_draft, texts
 from tests.parity.test_torch_invariance import half_true_draft
-from tests.parity.test_torch_logits import forward
 
 CPU = torch.device("cpu")
 IN_32 = {"group_size": 32}
@@ -168,7 +167,7 @@ def executor(checkpoint, dtype="file", **changes):
 def test_logits_are_those_of_widened_weights(made, name):
     tokens = np.random.default_rng(0).integers(3, tiny.VOCAB, 20)
     kept, wide = (
-        forward(executor(made(name), dtype), tokens, [20]) for dtype in ("file", "float32")
+        logits_in_chunks(executor(made(name), dtype), tokens, [20]) for dtype in ("file", "float32")
     )
     torch.testing.assert_close(kept, wide, atol=1e-4, rtol=1e-4)
 

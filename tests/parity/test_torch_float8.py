@@ -15,11 +15,10 @@ from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
 from forerun.executors.torch.decoder.kept import FewBitsLinear
 from forerun.options.config import EngineConfig
 from tests.models import tiny
-from tests.parity.driver import limits
+from tests.parity.driver import limits, logits_in_chunks
 from tests.parity.tape import on_tape
 from tests.parity.test_torch_captured import no_draft, texts
 from tests.parity.test_torch_invariance import half_true_draft
-from tests.parity.test_torch_logits import forward
 
 
 def test_rows_are_scaled_by_their_greatest():
@@ -62,7 +61,7 @@ def test_the_executor_in_float8(checkpoint, random, family):
     tokens = random.integers(0, tiny.VOCAB, 60)
     narrow = TorchExecutor(checkpoint(family), limits(tiny.VOCAB), dtype="float8")
     wide = TorchExecutor(checkpoint(family), limits(tiny.VOCAB))
-    found, expected = (forward(executor, tokens, [40, 20]) for executor in (narrow, wide))
+    found, expected = (logits_in_chunks(executor, tokens, [40, 20]) for executor in (narrow, wide))
     assert 0.01 < (found - expected).norm() / expected.norm() < 0.3
     buffers = narrow.describe()
     assert (buffers["dtype"], buffers["batch_invariant"]) == ("float8", False)
@@ -104,7 +103,7 @@ def test_float8_pages_cost_little_and_take_half(checkpoint, random):
     tokens = random.integers(0, tiny.VOCAB, 60)
     narrow = TorchExecutor(checkpoint(), limits(tiny.VOCAB), kv_dtype="float8")
     wide = TorchExecutor(checkpoint(), limits(tiny.VOCAB))
-    found, expected = (forward(executor, tokens, [40, 20]) for executor in (narrow, wide))
+    found, expected = (logits_in_chunks(executor, tokens, [40, 20]) for executor in (narrow, wide))
     assert 1e-4 < (found - expected).norm() / expected.norm() < 0.1
     buffers = narrow.describe()
     assert (buffers["kv_dtype"], buffers["batch_invariant"]) == ("float8", True)
@@ -113,7 +112,7 @@ def test_float8_pages_cost_little_and_take_half(checkpoint, random):
     held = sum(part.numbers.nbytes + part.scales.nbytes for part in narrow._cache.parts)
     assert held == buffers["cache_bytes"]
     # The same bits in other chunks: what a chunk's own tokens see is rounded too.
-    again = forward(narrow, tokens, [7, 33, 20])
+    again = logits_in_chunks(narrow, tokens, [7, 33, 20])
     assert torch.equal(found, again)
 
 

@@ -12,7 +12,7 @@ from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.decoder.decoder import Decoder
 from tests.covering import every, some_of, thinned, values
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, as_draft, limits
+from tests.parity.driver import Driver, Row, limits, logits_in_chunks, paths_of_a_tree
 from tests.worlds.checkpoints import expected_logits
 
 VARIANTS = {
@@ -74,16 +74,6 @@ ONLY = {
         }
     },
 }
-
-
-def forward(executor, tokens, chunks):
-    """float32[T,V] of a text run in chunks of the given lengths."""
-    found = []
-    with Driver(executor) as driver:
-        driver.open(0, tokens)
-        for chunk in chunks:
-            found.append(driver.step([Row(0, known=chunk)]).every())
-    return torch.cat(found)
 
 
 GEMMA_31B = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
@@ -269,7 +259,7 @@ def test_logits_are_those_of_transformers(checkpoint, random, family, name, chan
     expected = expected_logits(found, tokens)
     executor = TorchExecutor(found, limits(tiny.VOCAB))
     assert executor.describe()["batch_invariant"]
-    logits = forward(executor, tokens, [170, 10, 106, *[1] * 4])
+    logits = logits_in_chunks(executor, tokens, [170, 10, 106, *[1] * 4])
     assert expected.std() > 0.5
     assert (logits - expected).abs().max() < 1e-4
 
@@ -282,25 +272,9 @@ def test_every_node_of_a_tree_is_a_token_of_its_path(checkpoint, random, family,
     """Branches longer than the window, from a prefix longer than it, over shuffled pages."""
     changes = {"sliding_window": 5} if family.startswith(("gemma", "gpt")) else {}
     found = checkpoint(family, **changes)
-    prompt = random.integers(0, tiny.VOCAB, 40)
-    parents = [-1, 0, 1, 2, 3, 4, -1, 6, 7, 1, 9, 10]
-    draft = as_draft(random.integers(0, tiny.VOCAB, len(parents)), parents)
     executor = TorchExecutor(found, limits(tiny.VOCAB, page_size=page_size, pages=400))
-    reference = tiny.reference(found)
-    with Driver(executor) as driver:
-        driver.open(0, prompt)
-        driver.step([Row(0, known=33)])
-        result = driver.step([Row(0, draft=draft)])
-    for leaf in (5, 8, 11):
-        path = [leaf]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        text = torch.from_numpy(np.concatenate([prompt, draft.tokens[path]])).long()
-        with torch.no_grad():
-            expected = reference(text[None]).logits[0]
-        for depth, node in enumerate(path):
-            logits = result.logits(0, len(prompt) - 33 + node)
-            assert (logits - expected[len(prompt) + depth]).abs().max() < 1e-4
+    for text, logits in paths_of_a_tree(executor, random):
+        assert (logits - expected_logits(found, text)[40:]).abs().max() < 1e-4
 
 
 def test_norms_after_attention_and_feed_forward_alone():
@@ -373,7 +347,7 @@ def test_the_default_model_equals_transformers(default_model, default_executor):
         reference = tiny.reference(default_model.checkpoint)
         theirs = reference(torch.from_numpy(tokens)[None]).logits[0]
         exact = reference.double()(torch.from_numpy(tokens)[None]).logits[0]
-    logits = forward(default_executor, tokens, [30, 18])
+    logits = logits_in_chunks(default_executor, tokens, [30, 18])
     assert len(tokens) == 48
     assert (logits.argmax(-1) == theirs.argmax(-1)).all()
     assert (theirs - exact).abs().max() < 1e-3
