@@ -112,6 +112,7 @@ class FunctionTags:
     parameter      before a value; {} is its key, {string} is true or false
     parameter_end  behind it
     on_lines       of the white space around a value one line break at each side belongs to the tags
+    quotes         may stand around a value
     """
 
     function: str
@@ -119,6 +120,7 @@ class FunctionTags:
     parameter: str
     parameter_end: str
     on_lines: bool = False
+    quotes: tuple[str, str] = ("", "")
 
     @property
     def opens(self) -> re.Pattern[str]:
@@ -145,6 +147,13 @@ QWEN_TAGS = FunctionTags(
 MINIMAX_TAGS = FunctionTags(
     '<invoke name="{}">', "</invoke>", '<parameter name="{}">', "</parameter>"
 )
+MINICPM_TAGS = FunctionTags(
+    '<function name="{}">',
+    "</function>",
+    '<param name="{}">',
+    "</param>",
+    quotes=("<![CDATA[", "]]>"),
+)
 _DSML = "\uff5cDSML\uff5c"
 DSML_TAGS = FunctionTags(
     f'<{_DSML}invoke name="{{}}">',
@@ -160,7 +169,7 @@ class FunctionCalls(KeyedCalls):
     A value ends at the first closing tag behind which another parameter or the function's end
     stands, so that it may contain such a tag.
 
-    closer  behind the functions; without it the last function's end, where no opener was written
+    closer  behind the functions; without it, or where it is "", the last function's end
     """
 
     def __init__(self, tools: Tools, closer: str, tags: FunctionTags) -> None:
@@ -168,6 +177,7 @@ class FunctionCalls(KeyedCalls):
         self._tags, self._opens, self._begins = tags, tags.opens, tags.begins
         self._function_mark = tags.function.partition("{}")[0]
         self._behind = tags.parameter.partition("{}")[0], tags.function_end
+        self._closers = (closer,) if closer else ()
         # By how a declared parameter begins: its key, and whether it is said to be a string.
         self._declared_as: dict[str, tuple[str, bool]] = {}
         self._heads = Openings(())
@@ -181,7 +191,7 @@ class FunctionCalls(KeyedCalls):
         while True:
             begun = text.lstrip()
             if self._name is None:
-                if begun.startswith(self._closer):
+                if begun.startswith(self._closers):
                     return begun[len(self._closer) :], False
                 opened = self._opens.match(begun)
                 if opened is None:
@@ -191,7 +201,7 @@ class FunctionCalls(KeyedCalls):
                 self._declared_as = self._declared_heads(opened[1].strip())
                 self._heads = Openings(self._declared_as)
                 text = begun[opened.end() :]
-            elif begun.startswith((self._tags.function_end, self._closer)):
+            elif begun.startswith((self._tags.function_end, *self._closers)):
                 self._end()
                 text = begun.removeprefix(self._tags.function_end)
             elif (found := self._parameter(begun)) is None:
@@ -208,7 +218,7 @@ class FunctionCalls(KeyedCalls):
         if head is None:
             return None
         key, is_string, begin = head
-        marks = (*self._behind, self._closer)
+        marks = (*self._behind, *self._closers)
         end = text.find(closing, max(begin, self._open_until))
         while end >= 0:
             behind = end + len(closing)
@@ -250,6 +260,9 @@ class FunctionCalls(KeyedCalls):
         """Return a parameter's value as JSON."""
         if self._tags.on_lines:
             value = value.removeprefix("\n").removesuffix("\n")
+        before, behind = self._tags.quotes
+        if before and value.startswith(before) and value.endswith(behind):
+            value = value[len(before) : -len(behind)]
         if is_string:
             return json.dumps(value, ensure_ascii=False)
         return self._declared.json_of(self._name or "", key, value)

@@ -20,6 +20,7 @@ Coder does: an answer, or a fence in it, that begins with an offered function's 
     minimax-m2   <minimax:tool_call>\n<invoke name="f">\n<parameter name="k">v</parameter>\n
              </invoke>\n...</minimax:tool_call>                                  MiniMax M2
     deepseek-v3.2  the same in tags of their own, which say what is a string     DeepSeek V3.2
+    minicpm5     <function name="f"><param name="k">v</param></function>             MiniCPM5
     gemma4   <|tool_call>call:f{k:<|"|>v<|"|>,n:1}<tool_call|>                   Gemma 4
     lfm2     <|tool_call_start|>[f(k='v', n=1), g()]<|tool_call_end|>   LFM2, LFM2.5
 """
@@ -34,6 +35,7 @@ from forerun.text.python_calls import PythonCalls
 from forerun.text.reasoning import overlap
 from forerun.text.tagged_calls import (
     DSML_TAGS,
+    MINICPM_TAGS,
     MINIMAX_TAGS,
     QWEN_TAGS,
     FunctionCalls,
@@ -65,7 +67,7 @@ class ToolFormat:
     divider    stands between name and arguments, if they are separate
     listed     calls are a JSON list, which is opened once
     each       begins and ends one call among several
-    bare       begins a call too, where a model leaves the opener out
+    bare       begins a call too, where a model leaves the opener out or has none
     quote      stands around strings
     tags       around functions and parameters, if calls are written so
     together   all calls stand between one opener and one closer
@@ -85,9 +87,14 @@ class ToolFormat:
     alone: bool = False
 
     @property
+    def begin(self) -> str:
+        """What begins calls: the opener, where there is none the beginning of a function."""
+        return self.opener or self.bare
+
+    @property
     def ends_thoughts(self) -> tuple[str, ...]:
         """Texts that end a thought although it was not closed."""
-        return (self.opener,) if self.bare or self.together else ()
+        return (self.begin,) if self.bare or self.together else ()
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -95,6 +102,15 @@ class ToolFormat:
         if self.opener == CHANNEL:
             return MARKS
         return tuple(filter(None, (self.opener, self.closer, self.divider, self.quote, *self.each)))
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """Texts that the reader needs even if they are control tokens: marks, and what tags begin
+        with.
+        """
+        tags = self.tags
+        ends = (tags.function_end, tags.parameter, tags.parameter_end) if tags is not None else ()
+        return (*self.marks, *(text.partition(" ")[0] for text in (self.bare, *ends) if text))
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments", alone=True)
@@ -134,6 +150,7 @@ DSML = ToolFormat(
     tags=DSML_TAGS,
     together=True,
 )
+MINICPM = ToolFormat("minicpm5", "", "", "", bare='<function name="', tags=MINICPM_TAGS)
 GEMMA = ToolFormat("gemma4", "<|tool_call>", "<tool_call|>", "", quote=QUOTE)
 LFM2 = ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", "", listed=True)
 
@@ -141,7 +158,7 @@ FORMATS = {
     format.name: format
     for format in (
         *(HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, QWEN, SEED),
-        *(GRANITE, PHI4, KIMI, HARMONY, LFM2, GEMMA, MINIMAX, DSML),
+        *(GRANITE, PHI4, KIMI, HARMONY, LFM2, GEMMA, MINIMAX, DSML, MINICPM),
     )
 }
 
@@ -151,6 +168,7 @@ _SIGNS = (
     (MINIMAX.opener, MINIMAX),
     ("\uff5cDSML\uff5c", DSML),
     ("<function=", QWEN),
+    (MINICPM.bare, MINICPM),
     (KIMI.opener, KIMI),
     ("[ARGS]", MISTRAL_ARGS),
     ("[TOOL_CALLS]", MISTRAL),
@@ -247,7 +265,7 @@ class ToolReader:
         for want of room, so the beginning of a call is no content.
         """
         held, self._held = self._held, ""
-        opener = self._format.opener
+        opener = self._format.begin
         if cut and opener and (self._inside or (held and opener.startswith(held.strip()))):
             return ParsedDelta()
         if self._inside:

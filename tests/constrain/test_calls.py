@@ -85,7 +85,11 @@ TOGETHER = ("minimax-m2", "deepseek-v3.2")
 WRITTEN["gemma4"] = (
     '<|tool_call>call:note{text:<|"|>a < b<|"|>,mood:<|"|>sad<|"|>,at:[1, 2]}<tool_call|>'
 )
-NOTED = (*TAGGED, *TOGETHER, "lfm2", "gemma4")
+WRITTEN["minicpm5"] = (
+    '<function name="note"><param name="text">a < b</param><param name="mood">sad</param>'
+    '<param name="at">[1, 2]</param></function>'
+)
+NOTED = (*TAGGED, *TOGETHER, "lfm2", "gemma4", "minicpm5")
 CALLED = {name: [("weather", json.loads(ROME))] for name in WRITTEN} | {
     name: [("note", {"text": "a < b", "mood": "sad", "at": [1, 2]})] for name in NOTED
 }
@@ -102,7 +106,7 @@ MORE = {
         WRITTEN["kimi"].removeprefix("<|tool_calls_section_begin|>").replace(":0", ":1"),
     ),
     "granite": WRITTEN["granite"][:-1] + ", " + WRITTEN["granite"][len("<|tool_call|>[") :],
-    **{name: WRITTEN[name] + "\n" + WRITTEN[name] for name in TAGGED},
+    **{name: WRITTEN[name] + "\n" + WRITTEN[name] for name in (*TAGGED, "minicpm5")},
 }
 MORE["gemma4"] = 2 * WRITTEN["gemma4"].replace('<|"|>sad<|"|>', '"glad"')
 MORE["lfm2"] = WRITTEN["lfm2"].replace(

@@ -18,6 +18,7 @@ from forerun.text.tools import (
     KIMI,
     LFM2,
     LLAMA3,
+    MINICPM,
     MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
@@ -379,6 +380,7 @@ def test_the_template_shows_the_format(name):
         "seed-oss": "<seed:tool_call>\n<function={{ name }}>\n<parameter=a>",
         "minimax-m2": "{%- set toolcall_begin_token   = '<minimax:tool_call>' -%}",
         "deepseek-v3.2": "{%- set dsml_token = '\uff5cDSML\uff5c' -%}",
+        "minicpm5": """{{- '<function name="' ~ tool_call.name ~ '">' }}""",
         "mistral": "{{ '[TOOL_CALLS]' }}",
         "mistral-args": "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}",
         "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}",
@@ -420,6 +422,14 @@ def is_a_call(format, tools, text, wanted):
         content, calls = listened(ToolReader(format, tools), pieces(text, [cut]))
         assert (content, [name for name, _ in calls]) == ("", ["f"]), cut
         assert json.loads(calls[0][1]) == wanted, cut
+
+
+def test_values_in_cdata_may_contain_the_closing_tag():
+    text = '<function name="f"><param name="a"><![CDATA[<b></param>]]></param></function>'
+    parameters = {"properties": {"a": {"type": "string"}}}
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+    is_a_call(MINICPM, tools, text, {"a": "<b></param>"})
+    assert MINICPM.seen == ("<function", "</function>", "<param", "</param>")
 
 
 @pytest.mark.parametrize("value", ["'it, k k is'", '"a)"', "[1, 'a']", "12"])

@@ -158,7 +158,7 @@ def _in_channels(tools: Sequence[Signature], calling: Calling, answer: Grammar |
 
 def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> list[str]:
     """Return the rules from `start` down to the calls."""
-    opener = calling.mark(format.opener)
+    opener = calling.mark(format.begin)
     between = {LLAMA3: '"; "', **dict.fromkeys((MISTRAL_ARGS, PHI4, GEMMA), opener)}
     again = '", "' if format.listed else between.get(format, f'"\\n" {opener}')
     again = "" if format.together else again
@@ -185,14 +185,14 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
     free, rules = calling.free("TEXT")
     if format is LLAMA3:
         return [*lines, *rules, f"start: {free} | calls", r"TEXT: /\s*([^{\s](.|\n)*)?/"]
-    if format.opener in calling.special:
+    if format.begin in calling.special:
         return [*lines, *rules, f"start: {free} calls?", f"TEXT: {ANY_TEXT}"]
     many = "*" if calling.several else "?"
     # Some calls are opened once, others one by one, with text between them.
     whole = format.listed or format.together
     rest = calls.removeprefix(f"{opener} ") if whole else "call"
     head = f"head[suffix={opener}]: {ANY_TEXT}"
-    tail = f"TAIL: {without([format.opener])}"
+    tail = f"TAIL: {without([format.begin])}"
     if not calling.others:
         return [f"start: (head {rest}){many} TAIL", head, tail]
     rules = [line for line in rules if line.startswith("other")]
@@ -213,7 +213,10 @@ def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> 
         return [f"call_{index}: {head} arguments_{index} {end}", written]
     if format is GLM or format.tags is not None:
         head, end = f"{tool.name}\n", calling.mark(format.closer)
-        if format.tags is not None:
+        if format.tags is not None and not format.opener:
+            head = format.tags.function.format(tool.name).removeprefix(format.bare)
+            end = literal(format.tags.function_end)
+        elif format.tags is not None:
             head = f"{format.tags.function.format(tool.name)}\n"
             head, close = head if format.together else f"\n{head}", f"{format.tags.function_end}\n"
             end = literal(close) if format.together else f"{literal(close)} {end}"

@@ -36,13 +36,15 @@ class Tags:
     begin    before it, `{}` for its key, `{string}` for true or false
     closer   behind it
     never    what no string contains, for its reader would find the end there; "" = strings are JSON
-    between  stands between two arguments; "" = the closer and a line break do
+    between  stands between two arguments; "" = the closer and what is behind it do
+    behind   stands behind the closer
     """
 
     begin: str
     closer: str
     never: str
     between: str = ""
+    behind: str = "\n"
 
 
 GLM_TAGS = Tags("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</arg_value>")
@@ -54,7 +56,8 @@ def tags_of(format: ToolFormat) -> Tags | None:
     """Return what stands around arguments that are no JSON object; None where they are one."""
     if format.tags is not None:
         line, end = "\n" * format.tags.on_lines, format.tags.parameter_end
-        return Tags(f"{format.tags.parameter}{line}", f"{line}{end}", end)
+        behind = "\n" if format.opener else ""
+        return Tags(f"{format.tags.parameter}{line}", f"{line}{end}", end, behind=behind)
     return {GLM: GLM_TAGS, LFM2: PYTHON_TAGS, GEMMA: GEMMA_TAGS}.get(format)
 
 
@@ -150,7 +153,7 @@ class _Writer:
         if self._tags.between:
             self._out.pairs = self._listed(index, pairs)
             return self._out
-        end = self._literal("\n")
+        end = self._literal(self._tags.behind)
         self._out.pairs = " ".join(f"({pair} {end}){'' if must else '?'}" for pair, must in pairs)
         return self._out
 

@@ -99,10 +99,10 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
         budget = replace(budget, call="".join(ends))
     if marks is None or (not _apart(body) and rules is banned and budget is None):
         # It stays in the content.
-        control = bool(plain) and _is_control(loaded, format.opener)
+        control = bool(plain) and any(_is_control(loaded, mark) for mark in format.seen)
         made = (lambda: OutputParser(None, tools())) if plain else None
         return Dialogue(prompt, rules, made, control)
-    heard = (marks.opener, marks.closer, *([format.opener] if plain else []))
+    heard = (marks.opener, marks.closer, *(format.seen if plain else ()))
     control = any(_is_control(loaded, mark) for mark in heard)
     stage, bare = stage_behind(body, tail, marks)
     if banned is None and not (free and stage == Stage.UNDECIDED and budget is None):
