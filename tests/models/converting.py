@@ -28,8 +28,9 @@ def main() -> None:
 
 
 def _plain_vocabularies(model: type) -> None:
+    """Drafters have their targets' vocabularies."""
     for one in model.__subclasses__():
-        if "set_vocab" in one.__dict__:
+        if "set_vocab" in one.__dict__ and "DFlash" not in one.__name__:
             one.set_vocab = lambda self: self._set_vocab_gpt2()  # type: ignore[attr-defined]
         _plain_vocabularies(one)
 

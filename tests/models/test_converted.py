@@ -9,11 +9,18 @@ import pytest
 
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.drafts.assistant import open_assistant
+from forerun.drafts.block_config import expected_block_tensors
+from forerun.drafts.block_folder import open_block
+from forerun.drafts.gguf_block import open_block_file
 from forerun.drafts.gguf_prediction import open_in_gguf
 from forerun.drafts.prediction_layers import open_prediction_layers
 from forerun.networks.arch import FAMILIES
+from forerun.networks.rope import Rope
+from tests.drafters import assistants
 from tests.drafters.prediction import random_layer, with_layers
 from tests.models import tiny
+from tests.parity.blocks import PAIRED, VARIANTS, random_block
 from tests.shape.tree import ROOT
 from tests.worlds.checkpoints import logits_are_those_of
 from tests.worlds.llama_cpp import source
@@ -38,6 +45,7 @@ AS_PUBLISHED = {
 }
 """Keys of config.json that transformers does not write."""
 PREDICTING = ("glm4_moe", "qwen3_5_text")
+DRAFTERS = ("both ways", "causal", "DSpark", "DFlash2")
 NAMES = (*FAMILIES, *(f"{family} predicts" for family in PREDICTING))
 
 
@@ -50,6 +58,8 @@ def save(name, folder):
     """A model in a folder as the converter wants it."""
     hf, family = model(name), name.split()[0]
     said = AS_PUBLISHED.get(family, {})
+    if name == "qwen3_5_text":
+        hf.config.rope_parameters["mrope_section"] = [1, 1, 0]
     if "predicts" in name:
         last = hf.model.layers[-1]
         made = type(last)(hf.config, len(hf.model.layers) - 1)
@@ -59,10 +69,24 @@ def save(name, folder):
         said = said | {"mtp_num_hidden_layers": 1}
     else:
         tiny.save_folder(hf, folder)
+    as_converters_want(folder, said)
+
+
+def as_converters_want(folder, said):
     config = json.loads((folder / "config.json").read_text()) | said
     (folder / "config.json").write_text(json.dumps(config))
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    (folder / "tokenizer.json").write_text(tiny.tokenizer().to_str())
+
+
+def drafter(name, root):
+    """A block drafter in a folder, beside a target whose positions are divided in three."""
+    target = FolderCheckpoint(root / "qwen3_5_text").architecture
+    changes = {"rope": Rope(1e4), **(VARIANTS | PAIRED)[name]}
+    draft = random_block(target, root / name, **changes)
+    as_converters_want(root / name, {"use_sliding_window": bool(draft.head.windows)})
+    return draft
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +96,15 @@ def converted(tmp_path_factory):
         save(name, root / name)
         plain = name in tiny.DELTAS
         jobs.append((str(root / name), str(root / f"{name}.gguf"), ["--no-mtp"] * plain))
-    jobs.sort(key=lambda job: len(job[2]))  # A flag stays set for those behind it.
+    beside = ["--target-model-dir", str(root / "qwen3_5_text")]
+    for name in DRAFTERS:
+        drafter(name, root)
+        jobs.append((str(root / name), str(root / f"{name}.gguf"), beside))
+    made = assistants.beside(model("gemma4_text"))
+    made.save_pretrained(root / "assistant")
+    as_converters_want(root / "assistant", {})
+    jobs.append((str(root / "assistant"), str(root / "assistant.gguf"), []))
+    jobs.sort(key=lambda job: "--no-mtp" in job[2])  # It stays set for those behind it.
     command = [sys.executable, "-m", "tests.models.converting", str(source())]
     subprocess.run(command, input=json.dumps(jobs), text=True, check=True, cwd=ROOT)
     return root
@@ -92,3 +124,28 @@ def test_what_the_converter_writes_is_what_transformers_has(converted, name):
         for part in layers.names():
             more = offset if "norm" in part else 0
             np.testing.assert_allclose(layers.tensor(part), expected.tensor(part) + more, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_block_drafters_are_those_of_their_folders(converted, name):
+    target = FolderCheckpoint(converted / "qwen3_5_text").architecture
+    found, folder = (
+        open_block_file(converted / f"{name}.gguf", target),
+        open_block(converted / name, target),
+    )
+    assert found.head == folder.head
+    for tensor in expected_block_tensors(found.head):
+        np.testing.assert_array_equal(found.tensor(tensor), folder.tensor(tensor))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_assistant_is_that_of_its_folder(converted):
+    target = FolderCheckpoint(converted / "gemma4_text").architecture
+    found = open_assistant(converted / "assistant.gguf", target)
+    folder = open_assistant(converted / "assistant", target)
+    assert set(found.names()) == set(folder.names())
+    for name in folder.names():
+        np.testing.assert_allclose(found.tensor(name), folder.tensor(name), atol=1e-6)
