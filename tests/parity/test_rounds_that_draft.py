@@ -148,14 +148,16 @@ def priced(monkeypatch, heard=lambda what: None):
 
 @pytest.mark.parametrize(
     ("method", "shape", "page", "temperature"),
-    rarely(
-        every([*METHODS, "EAGLE"], SHAPES, PAGES, TEMPERATURES),
-        [
-            *(("NEXTN, by depth", "tree", 16, 1.0), ("EAGLE", "one", 16, 0.8)),
-            *(("EAGLE", "whole tree", 16, 0.8), ("EAGLE", "tree", 16, 0.0)),
-            ("STANDALONE", "chain", 1, 0.8),  # Whose roots wait for the next step.
-        ],
-    ),
+    [
+        ("STANDALONE", "chain", 1, 0.8),  # Whose roots wait for the next step.
+        *rarely(
+            every([*METHODS, "EAGLE"], SHAPES, PAGES, TEMPERATURES),
+            [
+                *(("NEXTN, by depth", "tree", 16, 1.0), ("EAGLE", "one", 16, 0.8)),
+                *(("EAGLE", "whole tree", 16, 0.8), ("EAGLE", "tree", 16, 0.0)),
+            ],
+        ),
+    ],
 )
 def test_drafts_and_texts_are_those_of_single_passes(
     targets, noted, learned, monkeypatch, method, shape, page, temperature
@@ -178,7 +180,7 @@ def test_drafts_and_texts_are_those_of_single_passes(
     same_drafts(drafts, others, 2e-3)
     able = temperature or method not in BLIND
     # A map of 64 tokens is right less often; a head that has learned is, but for hot texts.
-    least = 2 if method in PAIRED else 15 if head and temperature < 1 else 3
+    least = 2 if method in PAIRED else 15 if head and temperature < 1 else 5
     assert sum(accepted for _, accepted in counts(found)) > (least if able else -1)
     assert few < many / 2
     # Of a last draft that nothing is left to verify rounds count the outcome too, and of a node
