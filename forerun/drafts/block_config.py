@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from forerun.drafts.eagle_config import foreign
 from forerun.errors import ModelError
 from forerun.networks.arch import Architecture
 from forerun.networks.cache_layer import CacheLayer
@@ -134,16 +135,7 @@ class BlockHead:
 
     def check_against(self, target: Architecture, where: str) -> None:
         """Raise ModelError if this drafter cannot serve `target`, and say why."""
-        faults = []
-        if self.target_hidden != target.hidden:
-            faults.append(
-                f"it reads features of width {self.target_hidden}, the target's are {target.hidden}"
-            )
-        if self.target_vocab != target.vocab:
-            faults.append(
-                f"it was made for a vocabulary of {self.target_vocab}, the target's is "
-                f"{target.vocab}: a draft for another tokenizer"
-            )
+        faults = foreign(self.target_hidden, self.target_vocab, target)
         if not (self.own_mask or 0 <= self.mask < self.target_vocab):
             faults.append(f"mask_token_id {self.mask} has no row in the embedding")
         if self.hidden != target.hidden and not (self.own_embedding and self.own_head):

@@ -7,17 +7,18 @@ named.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from forerun.checkpoints.checkpoint import shortened
 from forerun.checkpoints.folder import files_by_tensor
+from forerun.checkpoints.mapped import TensorFile
 from forerun.checkpoints.shard import MAPS
 from forerun.drafts.block_config import KERNEL_SIZE, BlockHead, PairRule, expected_block_tensors
-from forerun.drafts.eagle_folder import canonical, mapped_ids
+from forerun.drafts.eagle_folder import canonical, check_tensors, mapped_ids
 from forerun.drafts.lenient import lenient_requests
 from forerun.drafts.opened_draft import OpenedDraft
 from forerun.errors import ModelError
@@ -96,14 +97,26 @@ def open_block(folder: Path, target: Architecture) -> BlockFile:
         warnings = _warnings(config, head, target) + lenient_requests(config)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
-    head.check_against(target, str(folder))
-    check_tensors(head, shapes, folder)
-    ids = mapped_ids(head.vocab, head.target_vocab, files, folder)
-    block_file = BlockFile(folder, head, ids, tuple(warnings), files)
-    for name in expected_block_tensors(head):
-        if name != "d2t":
-            block_file.tensor(name)
-    return block_file
+    return checked_block(folder, head, target, files, tuple(warnings))
+
+
+def checked_block(
+    path: Path,
+    head: BlockHead,
+    target: Architecture,
+    files: Mapping[str, tuple[TensorFile, str]],
+    warnings: tuple[str, ...] = (),
+) -> BlockFile:
+    """Return the drafter of a folder or file, arguments as in OpenedDraft. Raises ModelError: not
+    for this target, incomplete, or a number is not finite.
+    """
+    head.check_against(target, str(path))
+    expected = expected_block_tensors(head)
+    check_tensors(files, expected, f"{path}: its tensors are not those of the block drafter")
+    ids = mapped_ids(head.vocab, head.target_vocab, files, path)
+    opened = BlockFile(path, head, ids, warnings, files)
+    opened.read(expected)
+    return opened
 
 
 def _describe(
@@ -369,19 +382,3 @@ def _warnings(config: dict[str, Any], head: BlockHead, target: Architecture) -> 
     if config.get("confidence_temperatures") is not None:
         warnings.append("confidence_temperatures are not read: outcomes calibrate its confidence")
     return warnings
-
-
-def check_tensors(head: BlockHead, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise ModelError naming every missing, unexpected or wrongly shaped tensor."""
-    expected = expected_block_tensors(head)
-    faults = [f"missing {name}" for name in expected if name not in shapes]
-    for name, shape in shapes.items():
-        if name not in expected:
-            faults += [] if name == "d2t" else [f"unexpected {name}"]
-        elif shape != expected[name]:
-            faults.append(f"{name} is {list(shape)}, not {list(expected[name])}")
-    if faults:
-        raise ModelError(
-            f"{folder}: its tensors are not those of the block drafter its configuration "
-            f"describes: {shortened(faults)}"
-        )

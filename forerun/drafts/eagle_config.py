@@ -80,16 +80,7 @@ class DraftHead:
 
     def check_against(self, target: Architecture, where: str) -> None:
         """Raise ModelError if this head cannot serve `target`, and say why."""
-        faults = []
-        if self.target_hidden != target.hidden:
-            faults.append(
-                f"it reads features of width {self.target_hidden}, the target's are {target.hidden}"
-            )
-        if self.target_vocab != target.vocab:
-            faults.append(
-                f"it was made for a vocabulary of {self.target_vocab}, the target's is "
-                f"{target.vocab}: a draft for another tokenizer"
-            )
+        faults = foreign(self.target_hidden, self.target_vocab, target)
         if self.algorithm == "eagle1" and self.hidden != target.hidden:
             faults.append(f"an EAGLE-1 head of width {self.hidden} cannot use the target's head")
         beyond = [index for index in self.features if not 0 <= index <= target.layers]
@@ -97,6 +88,19 @@ class DraftHead:
             faults.append(f"features {beyond} lie beyond the target's {target.layers} layers")
         if faults:
             raise ModelError(f"{where}: this draft does not fit the target: " + "; ".join(faults))
+
+
+def foreign(hidden: int, vocab: int, target: Architecture) -> list[str]:
+    """Return what is wrong with a draft for a target of width `hidden` and vocabulary `vocab`."""
+    faults = []
+    if hidden != target.hidden:
+        faults.append(f"it reads features of width {hidden}, the target's are {target.hidden}")
+    if vocab != target.vocab:
+        faults.append(
+            f"it was made for a vocabulary of {vocab}, the target's is {target.vocab}: a draft for "
+            "another tokenizer"
+        )
+    return faults
 
 
 def default_features(layers: int) -> tuple[int, int, int]:

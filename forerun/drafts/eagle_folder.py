@@ -74,12 +74,13 @@ def open_draft(folder: Path, target: Architecture) -> DraftFile:
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
     head.check_against(target, str(folder))
-    _check_tensors(head, shapes, folder)
+    expected, rows = expected_draft_tensors(head), (head.target_vocab, head.vocab)
+    borrowed = {n: (count, head.hidden) for n, count in zip(TARGET_TENSORS, rows, strict=True)}
+    what = f"{folder}: its tensors are not those of the {head.algorithm} head"
+    check_tensors(files, expected, what, borrowed)
     ids = mapped_ids(head.vocab, head.target_vocab, files, folder)
     draft = DraftFile(folder, head, ids, tuple(warnings), files)
-    for name in expected_draft_tensors(head):
-        if name != "d2t":
-            draft.tensor(name)
+    draft.read(expected)
     return draft
 
 
@@ -221,16 +222,21 @@ def _doubts(keys: Keys, head: DraftHead, target: Architecture) -> list[str]:
     return doubts
 
 
-def _check_tensors(head: DraftHead, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise ModelError naming every missing, unexpected or wrongly shaped tensor."""
-    expected = expected_draft_tensors(head)
-    borrowed = {
-        "embed_tokens.weight": (head.target_vocab, head.hidden),
-        "lm_head.weight": (head.vocab, head.hidden),
-    }
-    faults = [f"missing {name}" for name in expected if name not in shapes]
-    for name, shape in shapes.items():
-        wanted = expected.get(name, borrowed.get(name) if name in TARGET_TENSORS else None)
+def check_tensors(
+    files: Mapping[str, tuple[TensorFile, str]],
+    expected: Mapping[str, tuple[int, ...]],
+    draft: str,
+    borrowed: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Raise ModelError naming every missing, unexpected or wrongly shaped tensor.
+
+    draft     where it is and what, for the message
+    borrowed  shapes of tensors that may be missing, because the target has them
+    """
+    optional = borrowed or {}
+    faults = [f"missing {name}" for name in expected if name not in files]
+    for name, (file, stored) in files.items():
+        shape, wanted = file.tensors[stored].shape, expected.get(name, optional.get(name))
         if name == "d2t" and wanted is None:
             continue  # A map onto the full vocabulary is the identity; checked with the ids.
         if wanted is None:
@@ -238,10 +244,7 @@ def _check_tensors(head: DraftHead, shapes: dict[str, tuple[int, ...]], folder: 
         elif shape != wanted:
             faults.append(f"{name} is {list(shape)}, not {list(wanted)}")
     if faults:
-        raise ModelError(
-            f"{folder}: its tensors are not those of the {head.algorithm} head its configuration "
-            f"describes: {shortened(faults)}"
-        )
+        raise ModelError(f"{draft} its configuration describes: {shortened(faults)}")
 
 
 def mapped_ids(

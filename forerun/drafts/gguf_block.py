@@ -10,9 +10,8 @@ from typing import Any
 from forerun.checkpoints.gguf.config import harmless, scaling_of
 from forerun.checkpoints.gguf.header import DRAFT_IDS, GgufFile, declared, is_gguf
 from forerun.checkpoints.gguf.parts import read_gguf
-from forerun.drafts.block_config import KERNEL_SIZE, BlockHead, PairRule, expected_block_tensors
-from forerun.drafts.block_folder import BlockFile, check_tensors
-from forerun.drafts.eagle_folder import mapped_ids
+from forerun.drafts.block_config import KERNEL_SIZE, BlockHead, PairRule
+from forerun.drafts.block_folder import BlockFile, checked_block
 from forerun.errors import ModelError
 from forerun.networks.arch import Architecture
 from forerun.networks.keys import Keys
@@ -81,15 +80,7 @@ def open_block_file(path: Path, target: Architecture) -> BlockFile:
         head = _describe(file, target)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    head.check_against(target, str(path))
-    shapes = {name: file.tensors[stored].shape for name, (_, stored) in files.items()}
-    check_tensors(head, shapes, path)
-    ids = mapped_ids(head.vocab, head.target_vocab, files, path)
-    opened = BlockFile(path, head, ids, (), files)
-    for name in expected_block_tensors(head):
-        if name != "d2t":
-            opened.tensor(name)
-    return opened
+    return checked_block(path, head, target, files)
 
 
 def _canonical(stored: str) -> str:

@@ -1,6 +1,6 @@
 """The common part of all kinds of drafts on disk, after reading their folder."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -104,3 +104,9 @@ class OpenedDraft(Generic[Head]):
         if not np.isfinite(values).all():
             raise ModelError(f"{self.path}: {stored} holds NaN or infinity; the draft is damaged")
         return values
+
+    def read(self, names: Iterable[str]) -> None:
+        """Read these weights, but for the map of ids. Raises ModelError as `tensor`."""
+        for name in names:
+            if name != "d2t":
+                self.tensor(name)
