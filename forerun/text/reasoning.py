@@ -5,13 +5,14 @@ templates of some models open it, others close it at once when it is disabled.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
 CLOSERS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>", "<channel|>")
 """Ends of reasoning known from chat templates."""
 
+_RESPONSE = ("<response>", "</response>")
 TAIL = 64
 """Characters at the end of a prompt that are looked at."""
 
@@ -30,12 +31,14 @@ class Marks:
 
     gap    stands behind the opener that this server writes
     label  a word behind the opener that is no reasoning: Gemma 4's `<|channel>thought`
+    shell  stands around an answer behind a thought: Granite 3.3's `<response>`
     """
 
     opener: str
     closer: str
     gap: str = "\n"
     label: str = ""
+    shell: tuple[str, str] = ("", "")
 
     @classmethod
     def of(cls, closer: str) -> Self:
@@ -53,7 +56,10 @@ class Marks:
         """
         known = (closer for closer in CLOSERS if closer in (template or ""))
         closer = next(known, None)
-        return None if closer is None else cls.of(closer)
+        if closer is None:
+            return None
+        shelled = "".join(_RESPONSE) in (template or "")
+        return replace(cls.of(closer), shell=_RESPONSE) if shelled else cls.of(closer)
 
     def stage(self, prompt_tail: str) -> Stage:
         """Return the stage of an answer behind a prompt with this end (TAIL characters suffice)."""
@@ -104,13 +110,14 @@ class ReasoningReader:
         self._bare = bare
         self._label = marks.label if bare else ""
         self._unclosed: list[str] = []
-        self._again = False
+        self._again = self._inside = False
 
     def push(self, text: str) -> tuple[str, str]:
         """Return the (reasoning, answer) text that the next piece of text makes certain, either
         possibly empty; text that may be part of a mark is held back.
         """
-        if self._stage == Stage.ANSWERING and not self._bare and not self._marks.label:
+        reads = self._bare or self._inside or self._marks.label
+        if self._stage == Stage.ANSWERING and not reads:
             return "", text
         self._held += text
         if self._stage == Stage.UNDECIDED:
@@ -134,7 +141,7 @@ class ReasoningReader:
         if self._stage == Stage.THINKING:
             held = held.rstrip()
             return held, "" if cut or self._again else "".join([*self._unclosed, held]).lstrip()
-        return "", held
+        return "", "" if self._inside and held.strip() == self._marks.shell[1] else held
 
     def _decide(self) -> None:
         """Switch to reasoning if the text begins with the opener, to the answer once it cannot."""
@@ -175,8 +182,25 @@ class ReasoningReader:
         if self._bare and self._marks.closer.startswith(text):
             self._held = text
             return ""
+        begin = self._marks.shell[0]
+        if self._bare and begin.startswith(text) and begin:
+            self._held = text
+            return ""
+        if self._bare and begin:
+            self._inside, text = text.startswith(begin), text.removeprefix(begin)
         self._bare = False
+        if self._inside:
+            return self._within_shell(text)
         return self._without_marks(text) if self._marks.label else text
+
+    def _within_shell(self, text: str) -> str:
+        """Return a text up to what may be the end of the answer's shell, which is held back."""
+        end = self._marks.shell[1]
+        at = text.rfind(end)
+        if at < 0 or text[at + len(end) :].strip():
+            at = len(text) - overlap(text, end)
+        self._held = text[at:]
+        return text[:at]
 
     def _without_marks(self, text: str) -> str:
         """Return the answer in a text with marks that models with labels repeat; hold back what may

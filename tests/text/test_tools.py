@@ -592,6 +592,23 @@ def test_any_cut_gives_the_same_reasoning(stage, text, reasoning, answer):
         assert tuple(map("".join, zip(*output_tokens, strict=True))) == (reasoning, answer), cut
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>A</think><response>B</response>", "B"),
+        ("<think>A</think>\n<response>B </response> C</response>\n", "B </response> C"),
+        ("<think>A</think><response>B</resp", "B</resp"),
+        ("<think>A</think><res B</response>", "<res B</response>"),
+    ],
+)
+def test_granites_answers_stand_in_a_shell(text, answer):
+    marks = Marks.found_in("between <think></think> and write between <response></response>")
+    for cut in [(), range(1, len(text)), *combinations(range(1, len(text)), 2)]:
+        reader = ReasoningReader(marks, Stage.UNDECIDED)
+        found = [*map(reader.push, pieces(text, cut)), reader.finish()]
+        assert ["".join(part) for part in zip(*found, strict=True)] == ["A", answer], cut
+
+
 def test_a_call_ends_a_thought_that_is_not_closed():
     text, found = "Hm. <tool_call>\nx", set()
     for cut in [(), range(1, len(text)), *combinations(range(1, len(text)), 2)]:
