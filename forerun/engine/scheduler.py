@@ -161,8 +161,8 @@ class Scheduler(Admission):
         room -= sum(budget.nodes for budget in budgets)
         rows, known = rows + fresh, [1] * len(decoding)
         kv_len += [sequence.table.length for sequence in fresh]
-        if decoding and prefill:
-            room = self.pace.bound(room)
+        if prefill:
+            room = self.pace.bound(room, not decoding)
         chunks = self.shares.divide(prefill, room) if prefill else []
         for sequence, chunk in zip(prefill, chunks, strict=True):
             if chunk:

@@ -1,10 +1,10 @@
-"""Prompt tokens of steps beside decoding rows: a stream's gap is bounded, a prompt alone is not."""
+"""Prompt tokens of steps: a stream's gap is bounded, and so is, more widely, a step of prompts."""
 
 import numpy as np
 import pytest
 
 from forerun.control.policy import FixedPolicy
-from forerun.engine.chunked_prefill import LEAST, STEP_MS, PromptPace
+from forerun.engine.chunked_prefill import ALONE_MS, LEAST, STEP_MS, PromptPace
 from forerun.executors.toy import ToyExecutor
 from tests.engine.toys import Ear, ask, finish, limits, make, reference, step
 
@@ -55,12 +55,24 @@ def test_a_prompt_leaves_a_stream_its_steps(monkeypatch, each):
 
 
 def test_a_prompt_alone_takes_whole_steps(monkeypatch):
-    executor = Timed(monkeypatch, 20.0)
+    executor = Timed(monkeypatch, 1.0)
     engine, ear = make(executor=executor, policy=FixedPolicy(0, 0)), Ear()
     for number in range(2):
         engine.submit(ask(str(number), prompt(3000, 65 + number), 4), ear)
         finish(engine, check=False)
     assert [tokens for _, tokens, _ in executor.steps if tokens] == 2 * [*5 * [512], 440]
+
+
+def test_a_prompt_alone_makes_no_long_steps_either(monkeypatch):
+    """A prompt that arrives, and a client that leaves, wait for the step."""
+    executor = Timed(monkeypatch, 10.0)
+    engine, ear = make(executor=executor, policy=FixedPolicy(0, 0)), Ear()
+    engine.submit(ask("long", prompt(3000), 4), ear)
+    step(engine, 3)
+    engine.submit(ask("short", prompt(60, 70), 4), ear)
+    finish(engine, check=False)
+    _, *later = [ms for _, tokens, ms in executor.steps if tokens]
+    assert max(later) <= ALONE_MS and sum(later) >= 25_000.0
 
 
 def test_where_decoding_is_slow_a_prompt_has_as_much_time(monkeypatch):
@@ -102,8 +114,8 @@ def test_short_prompts_say_little_of_long_ones():
     pace.observe(512, 512.0)
     for _ in range(100):
         pace.observe(LEAST - 1, 20.0)
-    assert pace.bound(512) == STEP_MS // LEAST * LEAST
+    assert pace.bound(512, False) == STEP_MS // LEAST * LEAST
 
 
 def test_the_first_prompt_of_all_is_not_bounded():
-    assert PromptPace().bound(512) == 512
+    assert PromptPace().bound(512, True) == PromptPace().bound(512, False) == 512

@@ -131,7 +131,7 @@ def of_every_kind(texts, temperature, kinds=KINDS, length=18, grammar=None):
 @pytest.fixture
 def noted(monkeypatch):
     # How prompts are cut beside rows that decode depends on time.
-    monkeypatch.setattr(PromptPace, "bound", lambda pace, room: room)
+    monkeypatch.setattr(PromptPace, "bound", lambda pace, room, alone: room)
     return Noted(monkeypatch)
 
 
