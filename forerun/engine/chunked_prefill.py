@@ -41,11 +41,13 @@ class PromptPace:
         """Return the most prompt tokens for a step, at most `room`. alone: it has no decoding
         rows.
         """
-        if not self.tokens_per_ms:
-            return room
         most, share = (ALONE_MS, 4.0) if alone else (STEP_MS, 1.0)
         ms = max(most - self.decoding_ms, share * self.decoding_ms)
-        return min(max(int(self.tokens_per_ms * ms) // LEAST, 1) * LEAST, room)
+        return (
+            min(max(int(self.tokens_per_ms * ms) // LEAST, 1) * LEAST, room)
+            if self.tokens_per_ms
+            else room
+        )
 
     def observe(self, prompt_tokens: int, ms: float) -> None:
         """Update the rate with a step with prompt tokens that took `ms` milliseconds.
