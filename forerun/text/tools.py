@@ -252,12 +252,14 @@ class ToolReader:
             before = self._inside
             if self._inside:
                 calls += self._within()
-                content += "" if self._inside else self._no_call()
+                piece = "" if self._inside else self._no_call()
+                self._spoke = self._spoke and not self._read
             else:
-                content += self._outside()
+                piece = self._outside()
+            content += piece
+            self._spoke = self._spoke or bool(piece)
             if self._inside == before:
                 break
-        self._spoke = self._spoke or bool(content)
         return ParsedDelta(content=content, calls=tuple(calls))
 
     def finish(self, cut: bool = False) -> ParsedDelta:
@@ -326,13 +328,13 @@ class ToolReader:
         decides; None if there is none before place `opener` (-1: anywhere).
         """
         assert self._heads is not None
-        text, fence = self._held, -len(FENCE)
-        place = fence if self._spoke and not self.called else 0
+        text, fence = self._held, -1
+        place = fence if self._spoke else 0
         while place <= opener or opener < 0:
             brace = self._heads.object_at(text, place) if place >= 0 else -1
             if brace is None or brace >= 0:
                 return place, -1 if brace is None else brace
-            fence = text.find(FENCE, fence + len(FENCE))
+            fence = text.find(FENCE, fence + 1)
             if fence < 0:
                 return None
             place = fence

@@ -250,6 +250,14 @@ VECTORS = [
     ),
     (HERMES, '```json\n{"name": "no', '```json\n{"name": "no', []),
     (
+        HERMES,
+        '<tool_call>{"name": "now"}</tool_call>\nThen {"name": "now"}',
+        '\nThen {"name": "now"}',
+        [["now", "{}"]],
+    ),
+    (HERMES, '{"name": "now"}\n\nThen {"name": "now"}', 'Then {"name": "now"}', [["now", "{}"]]),
+    (HERMES, '``````json\n{"name": "now"}', "```", [["now", "{}"]]),
+    (
         MISTRAL,
         f'Sure. [TOOL_CALLS] [{{"name": "weather", "arguments": {OSLO}}}, '
         '{"name": "now", "arguments": {}}]',
