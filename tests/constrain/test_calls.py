@@ -148,6 +148,63 @@ def test_calls_in_free_text(name):
         assert not fits(grammar, "Let me see. " + BROKEN[name])
 
 
+BARE = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+WRONG = BARE.replace("Oslo", "Bonn")
+UNMARKED = [
+    (BARE, True),
+    (WRONG, False),
+    (f"```json\n{BARE}\n```", True),
+    (f"```json\n{WRONG}\n```", False),
+    (f"Sure:\n```\n{BARE}\n```\nDone.", True),
+    (f"Sure:\n```\n{WRONG}\n```\nDone.", False),
+    ('``` json\n{\n  "name": "weather",\n  "arguments": {"city": "Oslo"}\n}\n```', True),
+    ('{"type": "function", "name": "note", "parameters": {"text": "", "mood": "sad"}}', True),
+    ('```json\n{"name": "weather"}\n```', False),
+    (f"{{{BARE}}}", True),
+    # What no function is called is no call.
+    ('{"a": 1}', True),
+    ('{"name": "weathers", "arguments": {"city": "Bonn"}}', True),
+    ('```json\n{"name": "Ada"}\n``` and ```json\n{"name": "Bo"}\n```', True),
+    (f'```json\n{{"name": "Ada"}}\n``` and ```json\n{WRONG}\n```', False),
+    (f"So: {WRONG}", True),
+    (f"{BARE}\nThen {WRONG}", True),
+]
+ONE_MORE = [
+    (f"{BARE}\n{BARE}", True),
+    (f"{BARE}, {WRONG}", False),
+    (f"[{BARE}, {BARE}]", True),
+    (f'{BARE}\n{{"a": 1}}', False),  # Behind a call the reader takes every object for one.
+    (f"{BARE}\n```\n```json\n{BARE}\n```", True),
+    (f"{BARE}\n```\n```json\n{WRONG}\n```", False),
+]
+
+
+@pytest.mark.parametrize("control", [(), (257,)])
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("name", ["hermes", "llama3"])
+def test_calls_without_marks_follow_their_schema(name, several, control):
+    """The reader takes an object that begins with a function's name for a call of it."""
+    calling = Calling(False, several, {}, control)
+    grammar = tool_rules(FORMATS[name], TOOLS, calling).grammar
+    for text, valid in UNMARKED:
+        assert fits(grammar, text) == valid, text
+    for text, valid in ONE_MORE:
+        assert fits(grammar, text) == (valid and several), text
+    for text, valid in UNMARKED + ONE_MORE:
+        reader = ToolReader(FORMATS[name], SCHEMAS)
+        pieces = [*reader.push(text).calls, *reader.finish().calls]
+        named = [piece.name for piece in pieces if piece.name]
+        if valid:
+            found = "".join(piece.arguments for piece in pieces)
+            assert bool(named) == bool(found) and "Bonn" not in found, text
+        else:
+            assert named, text
+    if name == "hermes":
+        assert fits(grammar, f"{WRITTEN[name]}\n{BARE}") == several
+        assert fits(grammar, f"{BARE}\n{WRITTEN[name]}") == several
+        assert not fits(grammar, f"{WRITTEN[name]}\n{WRONG}")
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_calls_or_a_schema(name):
     grammar = rules(name, False, answer=Grammar.json_schema({"type": "array"}))

@@ -135,7 +135,7 @@ def tool_rules(
     lines.append(f"call: {either('call', len(tools))}")
     for index, tool in enumerate(tools):
         lines += _call(format, calling, index, tool)
-    lines += _around(format, calling, answer)
+    lines += _around(format, calling, answer, [tool.name for tool in tools])
     return Rules(Grammar.grammar("\n".join(lines), "tools"), tuple(parts))
 
 
@@ -156,8 +156,10 @@ def _in_channels(tools: Sequence[Signature], calling: Calling, answer: Grammar |
     ]
 
 
-def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> list[str]:
-    """Return the rules from `start` down to the calls."""
+def _around(
+    format: ToolFormat, calling: Calling, answer: Grammar | None, names: Sequence[str]
+) -> list[str]:
+    """Return the rules from `start` down to the calls of functions with these names."""
     opener = calling.mark(format.begin)
     between = {LLAMA3: '"; "', **dict.fromkeys((MISTRAL_ARGS, PHI4, GEMMA), opener)}
     again = '", "' if format.listed else between.get(format, f'"\\n" {opener}')
@@ -176,6 +178,8 @@ def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> lis
         return [*lines, "start: calls"]
     if answer is not None:
         return [*lines, "start: answer | calls", f"answer: {_content(answer)}"]
+    if format.alone:
+        return _unmarked(format, calling, names)
     return _in_text(format, calling, calls, opener)
 
 
@@ -183,8 +187,6 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
     """Return the rules from `start` down to the calls, with free text allowed before them."""
     lines = [f"calls: {calls}"]
     free, rules = calling.free("TEXT")
-    if format is LLAMA3:
-        return [*lines, *rules, f"start: {free} | calls", r"TEXT: /\s*([^{\s](.|\n)*)?/"]
     if format.begin in calling.special:
         return [*lines, *rules, f"start: {free} calls?", f"TEXT: {ANY_TEXT}"]
     many = "*" if calling.several else "?"
@@ -199,6 +201,91 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
     if calling.several:
         return [f"start: (head {rest} | TAIL? other)* TAIL?", head, tail, *rules]
     return [f"start: plain (head {rest} plain)?", "plain: (TAIL? other)* TAIL?", head, tail, *rules]
+
+
+_BETWEEN = r"[\s\x5B\x5D\x7D`,;]*"
+_FENCED = r"```\s*(json)?[\s\x5B]*"
+_LEAD = rf"{_BETWEEN}(json)?[\s\x5B]*"
+_NAMED = r'\x7B\s*(\x7B\s*|"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"'
+_ARGUED = r'"\s*,\s*"(arguments|parameters)"\s*:'
+"""Regular expressions of what the reader knows of calls without marks (text/tool_bodies.py,
+BareHeads): what may stand between two; what precedes one in a text, and at its beginning; its head
+up to the name, and behind it.
+"""
+
+
+def _unmarked(format: ToolFormat, calling: Calling, names: Sequence[str]) -> list[str]:
+    """Return the rules from `start` down to the calls of a format whose calls may have no opener.
+    An object with a name, in a fence or at the beginning, is a call if a function has that name.
+
+    s, t  what may follow at the beginning, or behind a marked call
+    b, u  behind a call without marks: no other object
+    n, m  behind the head of an object up to its name
+    t, u, m  are without further calls
+    """
+    closed = "" if format.opener in calling.special else format.opener
+    never = ["HEAD", literal(closed)] if closed else ["HEAD"]
+    apart = "".join(f" & ~({ANY_TEXT} {text} {ANY_TEXT})" for text in never)
+    known = "|".join(map(re.escape, names))
+    texts = {
+        "TEXT": f"{ANY_TEXT} & ~(/{_LEAD}{_NAMED}/ {ANY_TEXT})",
+        "AFTER": f"{ANY_TEXT} & ~(/{_BETWEEN}(json)?\\s*\\x7B/ {ANY_TEXT})",
+        "REST": f'{ANY_TEXT} & ~(/({known})"/ {ANY_TEXT})',
+    }
+    lines = [
+        f"HEAD: /{_FENCED}{_NAMED}/",
+        *(f"{name}: {text}{apart}" for name, text in texts.items()),
+        f"OPENED: (TEXT HEAD) | /{_LEAD}{_NAMED}/",
+        "REOPENED: REST HEAD",
+        "opened[lazy]: OPENED",
+        "reopened[lazy]: REOPENED",
+        f"bare: {either('bare', len(names))}",
+    ]
+    if closed:
+        without_head = f" & ~({ANY_TEXT} HEAD {ANY_TEXT})"
+        suffix = f"[suffix={literal(closed)}]"
+        lines += [
+            f"{name.lower()}_head{suffix}: {text}{without_head}" for name, text in texts.items()
+        ]
+    states = [("s", "TEXT"), ("b", "AFTER"), ("n", "REST")]
+    more = ("s", "b", "n") if calling.several else ("t", "u", "m")
+    lines += [_state(format, calling, *state, ("s", "n"), more) for state in states]
+    if not calling.several:
+        states = [("t", "TEXT"), ("u", "AFTER"), ("m", "REST")]
+        lines += [_state(format, calling, *state, ("t", "m"), ()) for state in states]
+    lines += [
+        f"bare_{index}: /{re.escape(name)}{_ARGUED}/ SPACE? json_{index} END"
+        for index, name in enumerate(names)
+    ]
+    if calling.others:
+        lines.append(f"other: <[{','.join(map(str, sorted(calling.others)))}]>")
+    return ["start: s", *lines, r"SPACE: /\s+/", r"END: /\s*\x7D/"]
+
+
+def _state(
+    format: ToolFormat,
+    calling: Calling,
+    rule: str,
+    text: str,
+    here: tuple[str, str],
+    behind: tuple[str, ...],
+) -> str:
+    """Return a rule of `_unmarked`: free text of the terminal `text`, and what may follow it.
+
+    here    rules that go on behind a control token, and behind the head of an object
+    behind  those behind a marked call, and one without marks; () = no call may follow
+    """
+    named = text == "REST"
+    follows = [f"{text}?", f"{'re' * named}opened {here[1]}"]
+    if calling.others:
+        follows.append(f"{text}? other {here[0]}")
+    if behind and named:
+        follows.append(f"bare {behind[1]}")
+    if behind and format.opener in calling.special:
+        follows.append(f"{text}? {calling.mark(format.opener)} call {behind[0]}")
+    elif behind and format.opener:
+        follows.append(f"{text.lower()}_head call {behind[0]}")
+    return f"{rule}: {' | '.join(follows)}"
 
 
 def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
