@@ -264,8 +264,8 @@ def resolved_drafting(
         if isinstance(draft, WholeDraft) and config.speculative_draft_model_path is None:
             config = replace(config, speculative_draft_model_path=draft.name)
     elif chosen == AUTO:
-        chosen = "EAGLE+NGRAM" if head else "NGRAM"
-        chosen = meant(config, "DFLASH") if block else chosen
+        named = meant(config, "DFLASH" if block else "EAGLE")
+        chosen = named if head or block else "NGRAM"
     config = replace(config, speculative_algorithm=chosen)
     asked = (config.speculative_num_steps, config.speculative_num_draft_tokens)
     if block and asked == (None, None):

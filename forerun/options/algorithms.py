@@ -57,7 +57,7 @@ class Algorithm:
 ALGORITHMS = (
     Algorithm(
         "AUTO",
-        "by the draft that is named: a head is EAGLE+NGRAM, a block drafter DFLASH, prediction "
+        "by the draft that is named: a head is EAGLE, a block drafter DFLASH, prediction "
         "layers NEXTN, an assistant FROZEN_KV_MTP, a whole model STANDALONE; with none named, "
         "where they run, NEXTN if the target has prediction layers or mtp-NAME.gguf beside it, "
         "FROZEN_KV_MTP if its assistant is, else NGRAM; on a CPU each with +NGRAM, and STANDALONE "

@@ -25,11 +25,12 @@ def test_what_train_worked_in_names_its_draft(tmp_path):
 
 
 def test_auto_is_decided():
-    auto = EngineConfig(speculative_num_steps=3)
-    for head, fault, found in (
-        (True, None, "EAGLE+NGRAM"), (False, None, "NGRAM"), (True, "broken", "OFF"),
+    auto = EngineConfig(speculative_num_steps=3, device="cpu")
+    for head, fault, device, found in (
+        (True, None, "cpu", "EAGLE+NGRAM"), (True, None, "cuda", "EAGLE"),
+        (False, None, "cuda", "NGRAM"), (False, None, "cpu", "NGRAM"), (True, "broken", "cpu", "OFF"),
     ):  # fmt: skip
-        chosen = resolved_drafting(auto, head, fault)
+        chosen = resolved_drafting(replace(auto, device=device), head, fault)
         assert chosen.speculative_algorithm == found
         assert (chosen.speculative_num_steps, chosen.speculative_num_draft_tokens) == (3, 4)
     wide = replace(auto, speculative_eagle_topk=4)
