@@ -28,7 +28,8 @@ def test_auto_is_decided():
     auto = EngineConfig(speculative_num_steps=3, device="cpu")
     for head, fault, device, found in (
         (True, None, "cpu", "EAGLE+NGRAM"), (True, None, "cuda", "EAGLE"),
-        (False, None, "cuda", "NGRAM"), (False, None, "cpu", "NGRAM"), (True, "broken", "cpu", "OFF"),
+        (False, None, "cpu", "NGRAM"), (False, None, "cuda", "NGRAM"),
+        (True, "broken", "cpu", "OFF"),
     ):  # fmt: skip
         chosen = resolved_drafting(replace(auto, device=device), head, fault)
         assert chosen.speculative_algorithm == found
