@@ -69,7 +69,7 @@ $(WANTED): $(NEEDED)
 $(READY): $(CORE) $(NEEDED)
 	@$(BIN)/forerun doctor --no-torch > /dev/null || $(PIP) torch
 	@echo "2 of 2: fetching the default model, 98 MB"
-	$(BIN)/forerun fetch smollm2-135m
+	$(BIN)/forerun pull smollm2-135m
 	@touch $@
 
 $(TOOLS): $(READY) $(WANTED)

@@ -48,7 +48,7 @@ def missing(asked: EngineConfig, resolved: EngineConfig, weights: int) -> str:
     decided = replace(resolved, speculative_algorithm=asked.speculative_algorithm)
     if not unnamed or is_here(SMALL) or not wants_small(decided, weights):
         return ""
-    return f"; after `forerun fetch {SMALL}` that model drafts, too"
+    return f"; after `forerun pull {SMALL}` that model drafts, too"
 
 
 def with_small(

@@ -105,7 +105,7 @@ def _show(facts: dict[str, Any]) -> None:
         "torch": f"{torch['version']}, {devices}" if torch["installed"] else "not installed",
         "model cache": f"{cache['folder']}, {human(cache['free_bytes'])} free"
         + ("" if cache["writable"] else ", NOT WRITABLE"),
-        "cached models": models or "none: forerun fetch smollm2-135m",
+        "cached models": models or "none: forerun pull smollm2-135m",
         "packages": ", ".join(f"{k} {v}" for k, v in facts["packages"].items() if v),
     }
     table = Table(show_header=False, box=None)

@@ -77,7 +77,7 @@ def test_where_it_is_missing_the_start_says_how_to_get_it(monkeypatch):
     resolved = resolved_drafting(replace(asked, policy="adaptive"), head=False, fault=None)
     large = small_draft.RATIO * small_draft.SMALL_BYTES
     monkeypatch.setattr(small_draft, "is_here", lambda _: False)
-    assert "`forerun fetch smollm2-135m`" in small_draft.missing(asked, resolved, large)
+    assert "`forerun pull smollm2-135m`" in small_draft.missing(asked, resolved, large)
     assert small_draft.missing(asked, resolved, large - 1) == ""
     named = replace(asked, speculative_draft_model_path="none")
     assert small_draft.missing(named, resolved, large) == ""
