@@ -417,6 +417,11 @@ def _check_kind(file: GgufFile) -> None:
             f"{path} is an assistant, which drafts for a Gemma 4: name it with "
             "--speculative-draft-model-path beside that model"
         )
+    if name == "eagle3":
+        raise ModelError(
+            f"{path} is an EAGLE-3 head: such heads are read from folders of safetensors; name the "
+            "one that it was converted from with --speculative-draft-model-path"
+        )
     if not isinstance(name, str) or name not in _FAMILIES:
         raise ModelError(
             f"{path}: the architecture {name!r} does not run here; "
