@@ -129,20 +129,23 @@ class JsonCalls(Body):
 
 
 class BareCalls:
-    """Objects without an opener, one after the other, in fences or not; anything else ends them.
+    """One object without an opener, and what may stand behind it, a fence's end for example.
 
-    objects  reads each of them
+    objects  reads it
     """
 
     def __init__(self, objects: JsonCalls) -> None:
-        self._objects = objects
+        self._objects, self._begun = objects, False
 
     def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
         """Read the next piece of text (see Body.push)."""
         calls: list[CallPiece] = []
         for place, character in enumerate(text):
-            if not self._objects.inside and character not in _BETWEEN_BARE:
-                return merged(calls), text[place:], False
+            if not self._objects.inside:
+                another = self._begun and character == "{"
+                if another or character not in _BETWEEN_BARE:
+                    return merged(calls), text[place:], False
+                self._begun = self._begun or character == "{"
             calls += self._objects.push(character)[0]
         return merged(calls), "", True
 

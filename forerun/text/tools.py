@@ -215,7 +215,7 @@ class ToolReader:
         self._format = format
         objects = JsonCalls(format.closer)
         self._body: Body = objects
-        self._bare = BareCalls(objects)
+        self._objects = objects
         self._heads = BareHeads(tools) if format.alone else None
         self._reading: Body | BareCalls = objects
         if format is GLM:
@@ -305,7 +305,7 @@ class ToolReader:
             if brace < 0:
                 self._held = text[len(content) :]
             else:
-                self._enter(self._bare, text[len(content) : brace], text[brace:])
+                self._enter(BareCalls(self._objects), text[len(content) : brace], text[brace:])
             return content
         alone = text.find(bare, 0, at if at >= 0 else None) if bare else -1
         if alone >= 0:

@@ -319,6 +319,18 @@ VECTORS = [
         "Hm.",
         [["weather", '{"city": "Os</parameter>\\"lo\\n", "days": 3}'], ["now", "{}"]],
     ),
+    (  # Without an opener each object is a call of an offered function, or none.
+        HERMES,
+        '{"name": "now", "arguments": {}}\n{"name": "z", "arguments": {"v": 0}}',
+        '{"name": "z", "arguments": {"v": 0}}',
+        [["now", "{}"]],
+    ),
+    (
+        HERMES,
+        '{{"name": "now", "arguments": {}}}\n{{"name": "weather", "arguments": {"city": {}}}}',
+        "",
+        [["now", "{}"], ["weather", '{"city": {}}']],
+    ),
     (MINIMAX, "<minimax:tool_call>none</", "<minimax:tool_call>none</", []),
     (
         DSML,
