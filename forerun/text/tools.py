@@ -209,10 +209,13 @@ class ToolReader:
     """Reads the text of one answer, however it is cut, into content and calls.
 
     What is no call after all is content, word for word. White space around calls is dropped.
+
+    several  whether more objects without an opener may be calls than the first; of those behind an
+             opener a grammar decides
     """
 
-    def __init__(self, format: ToolFormat, tools: Tools) -> None:
-        self._format = format
+    def __init__(self, format: ToolFormat, tools: Tools, several: bool = True) -> None:
+        self._format, self._several = format, several
         objects = JsonCalls(format.closer)
         self._body: Body = objects
         self._objects = objects
@@ -299,7 +302,8 @@ class ToolReader:
         """Move content out; hold back white space and what may begin a call."""
         text, opener, bare = self._held, self._format.opener, self._format.bare
         at = text.find(opener) if opener else -1
-        if self._heads is not None and (found := self._head_before(at)) is not None:
+        heads = self._heads is not None and (self._several or not self.called)
+        if heads and (found := self._head_before(at)) is not None:
             begin, brace = found
             content = text[:begin].rstrip()
             if brace < 0:

@@ -374,6 +374,13 @@ def test_names_of_many_functions_are_read_when_an_answer_may_begin_with_one():
     assert listened(ToolReader(HERMES, many), ['{"name": "f50000"}'])[1] == []
 
 
+def test_without_parallel_calls_only_the_first_object_is_one():
+    text = '{"name": "now", "arguments": {}}\n{"name": "now"}'
+    for cut in range(len(text)):
+        found = listened(ToolReader(HERMES, TOOLS, several=False), pieces(text, [cut]))
+        assert found == ('{"name": "now"}', [["now", "{}"]])
+
+
 def test_white_space_without_end_is_not_held_back():
     reader = ToolReader(HERMES, TOOLS)
     written = sum(len(reader.push(" ").content) for _ in range(5000))

@@ -78,11 +78,12 @@ class Generated(Response):
             async with aclosing(session.news()) as pieces:
                 async for news in pieces:
                     ended = session.ended
-                    events = dialect.ping()
                     if news:
                         events = await workers.run(
                             dialect.size(news), dialect.events, news, session.tally, ended
                         )
+                    else:
+                        events = dialect.ping()
                     if not ended:
                         await self._write(send, events)
             await self._write(send, events + dialect.end(None), last=True)

@@ -90,7 +90,7 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
         return Dialogue(prompt, rules, parser, control=True, ignored=notice)
 
     def tools() -> ToolReader | None:
-        return ToolReader(format, plain) if plain else None
+        return ToolReader(format, plain, body.parallel_tool_calls) if plain else None
 
     ends = format.ends_thoughts if plain else ()
     known = None if banned else marks
