@@ -2,12 +2,14 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from forerun.serve.bodies.dialogue import effort_names
+from forerun.serve.bodies.dialogue import effort_names, template_of
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.schema import ChatBody, CompletionBody
+from forerun.serve.http.errors import ApiError
 from forerun.text.chat import ChatTemplate
 from tests.cli.toys import toy_loaded
 from tests.shape.tree import ROOT
@@ -246,3 +248,8 @@ def test_an_answer_begins_or_goes_on_but_not_both(client):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "continue_final_message"
     ask(client, **both | {"add_generation_prompt": False})
+
+
+def test_without_a_chat_template_both_ways_on_are_named():
+    with pytest.raises(ApiError, match=r"^base has no .*; use /v1/completions, .*--chat-template"):
+        template_of(SimpleNamespace(chat=None, name="base"))

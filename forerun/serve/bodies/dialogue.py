@@ -274,7 +274,8 @@ def template_of(loaded: Frontend) -> ChatTemplate:
     if loaded.chat is None:
         raise ApiError(
             400,
-            f"{loaded.name} has no chat template; use /v1/completions.",
+            f"{loaded.name} has no chat template; use /v1/completions, or start the server with "
+            "--chat-template chatml, for example.",
             "no_chat_template",
             "messages",
         )
