@@ -31,6 +31,8 @@ def guarded(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def calling(tmp_path_factory):
-    """Calls of tools begin with a brace."""
-    with sound(tmp_path_factory.mktemp("calling"), settings={"tool_parser": "llama3"}) as server:
+    """Calls a tool: Ollama has no way to demand a call."""
+    script = ['{"name": "travel", "parameters": {"city": "Rome", "days": 1}}']
+    settings = {"tool_parser": "llama3"}
+    with sound(tmp_path_factory.mktemp("calling"), settings=settings, script=script) as server:
         yield server

@@ -165,10 +165,9 @@ def test_in_anthropics_words(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_in_ollamas_words(calling, stream):
-    """With this seed the toy begins with the brace of a call; nobody can demand one here."""
-    options = {"temperature": 2.0, "top_k": 60, "seed": 21, "num_predict": 300}
     for stop, count in ((INSIDE, 0), ("no such text", 1)):
-        body = {"messages": ASKED, "tools": [TOOL], "options": {**options, "stop": [stop]}}
+        options = {"num_predict": 300, "stop": [stop]}
+        body = {"messages": ASKED, "tools": [TOOL], "options": options}
         lines = calling.post("/api/chat", {**body, "stream": stream}).text.splitlines()
         answers = [json.loads(line) for line in lines]
         calls = [call for one in answers for call in one["message"].get("tool_calls", ())]
