@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.speculative.tree import Draft, DraftSource, batch
+from forerun.speculative.tree import Draft, DraftSource, batch, unpadded
 from forerun.speculative.verify import intervals, positions
 from tests.speculative.worlds import as_draft, drafts, paths
 from tests.twins.verify import ancestor_mask, attend
@@ -46,6 +46,28 @@ def test_every_node_keeps_its_token_parent_and_depth(rows):
     assert trees.drafts == drafts
 
 
+@settings(max_examples=120)
+@given(st.lists(drafts(), min_size=1, max_size=4), st.integers(0, 2), st.randoms())
+def test_padded_trees_are_those_of_their_drafts(drafts, more, random):
+    """Whatever stands where no node is."""
+    counts = np.array([1 + len(draft) for draft in drafts], np.int32)
+    shape = len(drafts), int(counts.max()) + more
+    tokens, parents = (
+        np.array([[random.randint(-3, 20) for _ in range(shape[1])] for _ in drafts], np.int32)
+        for _ in range(2)
+    )
+    parents[:, 0] = -1
+    for row, draft in enumerate(drafts):
+        below = slice(1, counts[row])
+        tokens[row, below], parents[row, below] = draft.tokens, draft.parents + 1
+    trees, place = unpadded(tokens, parents, counts)
+    expected = batch(tokens[:, :1], drafts)
+    for name in ("tokens", "parents", "start", "known", "depth"):
+        assert np.array_equal(getattr(trees, name), getattr(expected, name)), name
+    places = [row * shape[1] + node for row, n in enumerate(counts) for node in range(n)]
+    assert place.tolist() == places and place.dtype == trees.parents.dtype == np.int32
+
+
 def test_an_empty_draft_is_empty_in_every_field():
     nothing = Draft()
     fields = (nothing.tokens, nothing.parents, nothing.score)
@@ -70,6 +92,7 @@ def test_every_source_is_found_by_its_number():
 
 def test_what_all_steps_of_plain_decoding_share_cannot_be_written_to():
     trees = batch(np.ones((2, 1), np.int32), [Draft(), Draft()])
+    assert trees.roots.tolist() == [0, 1]
     shared = (trees.parents, trees.start, trees.known, trees.depth)
     one_by_one = batch([np.ones(1, np.int32)] * 2, [Draft(), Draft()])
     for name in ("tokens", "parents", "start", "known", "depth"):
