@@ -79,8 +79,7 @@ def paged(made, method, page):
     return configured(made, method, page_size=page, kv_tokens=192 if page > 16 else 144)
 
 
-@pytest.fixture
-def hints(monkeypatch):
+def hinted(monkeypatch):
     """Texts of the reference: what was answered without speculation, newest first."""
     texts = []
 
@@ -95,6 +94,11 @@ def hints(monkeypatch):
 
     monkeypatch.setattr(proving, "answers", noted)
     return texts
+
+
+@pytest.fixture
+def hints(monkeypatch):
+    return hinted(monkeypatch)
 
 
 def shaped(config, shape):
