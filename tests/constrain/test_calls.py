@@ -205,6 +205,30 @@ def test_calls_without_marks_follow_their_schema(name, several, control):
         assert not fits(grammar, f"{WRITTEN[name]}\n{WRONG}")
 
 
+@pytest.mark.parametrize("control", [(), (257,)])
+@pytest.mark.parametrize("marked", ["as text", "as a control token"])
+@pytest.mark.parametrize("name", ["qwen3-coder", "seed-oss"])
+def test_functions_without_an_opener_follow_their_schema(name, marked, control):
+    """The reader takes a function's tag for a call wherever it stands."""
+    opener, closer = FORMATS[name].opener, FORMATS[name].closer
+    special = {opener: 256} if marked == "as a control token" else {}
+    several, one = (
+        tool_rules(FORMATS[name], TOOLS, Calling(False, many, special, control)).grammar
+        for many in (True, False)
+    )
+    bare = WRITTEN[name].removeprefix(f"{opener}\n").removesuffix(f"\n{closer}")
+    for text in (bare, f"{bare}\n{closer}", f"Hi. {bare}\nBye", "a < b <func", ""):
+        assert fits(several, text) and fits(one, text), text
+    assert fits(several, f"{bare}\n{bare}") and not fits(one, f"{bare}\n{bare}")
+    wrong = bare.replace("sad", "odd")
+    for text in (wrong, f"Hi. {wrong}\n{closer}", f"{bare}\n{wrong}", "a <function=x>"):
+        assert not fits(several, text), text
+        assert ToolReader(FORMATS[name], SCHEMAS).push(text).calls
+    if not special:
+        for text in (f"{WRITTEN[name]}\n{bare}", f"{bare}\n{WRITTEN[name]}"):
+            assert fits(several, text) and not fits(one, text), text
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_calls_or_a_schema(name):
     grammar = rules(name, False, answer=Grammar.json_schema({"type": "array"}))

@@ -180,6 +180,8 @@ def _around(
         return [*lines, "start: answer | calls", f"answer: {_content(answer)}"]
     if format.alone:
         return _unmarked(format, calling, names)
+    if format.bare and format.opener:
+        return _opened_or_not(format, calling, names)
     return _in_text(format, calling, calls, opener)
 
 
@@ -201,6 +203,42 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
     if calling.several:
         return [f"start: (head {rest} | TAIL? other)* TAIL?", head, tail, *rules]
     return [f"start: plain (head {rest} plain)?", "plain: (TAIL? other)* TAIL?", head, tail, *rules]
+
+
+def _opened_or_not(format: ToolFormat, calling: Calling, names: Sequence[str]) -> list[str]:
+    """Return the rules from `start` down to the calls of a format whose functions the reader knows
+    by their own tags, too, where a model leaves the opener out.
+    """
+    assert format.tags is not None
+    opener, bare = calling.mark(format.opener), literal(format.bare)
+    marked = f"head[suffix={opener}]: {without([format.bare])}"
+    if format.opener in calling.special:
+        marked = f"head: TEXT? {opener}"
+    texts = [format.bare] if format.opener in calling.special else [format.bare, format.opener]
+    behind = "s" if calling.several else "t"
+    other = [f"other: <[{','.join(map(str, sorted(calling.others)))}]>"] if calling.others else []
+    more = " | TEXT? other s" if calling.others else ""
+    end = literal(format.tags.function_end)
+    return [
+        "start: s",
+        f"s: TEXT? | head call {behind} | opened open {behind}{more}",
+        *([] if calling.several else [f"t: TEXT?{more.replace(' s', ' t')}"]),
+        marked,
+        f"opened[suffix={bare}]: {without(texts[1:]) if texts[1:] else ANY_TEXT}",
+        f"TEXT: {without(texts)}",
+        f"open: {either('open', len(names))}",
+        *(
+            f"open_{index}: {literal(_head(format, name))} arguments_{index} {end}"
+            for index, name in enumerate(names)
+        ),
+        *other,
+    ]
+
+
+def _head(format: ToolFormat, name: str) -> str:
+    """Return the tag of a function behind what it begins with."""
+    assert format.tags is not None
+    return f"{format.tags.function.format(name)}\n".removeprefix(format.bare)
 
 
 _BETWEEN = r"[\s\x5B\x5D\x7D`,;]*"
