@@ -207,31 +207,32 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
 
 def _opened_or_not(format: ToolFormat, calling: Calling, names: Sequence[str]) -> list[str]:
     """Return the rules from `start` down to the calls of a format whose functions the reader knows
-    by their own tags, too, where a model leaves the opener out.
+    by their own tags, too, where a model leaves the opener out. Rules s and t as of `_unmarked`.
     """
     assert format.tags is not None
-    opener, bare = calling.mark(format.opener), literal(format.bare)
-    marked = f"head[suffix={opener}]: {without([format.bare])}"
-    if format.opener in calling.special:
-        marked = f"head: TEXT? {opener}"
-    texts = [format.bare] if format.opener in calling.special else [format.bare, format.opener]
+    special, opener = format.opener in calling.special, calling.mark(format.opener)
     behind = "s" if calling.several else "t"
-    other = [f"other: <[{','.join(map(str, sorted(calling.others)))}]>"] if calling.others else []
-    more = " | TEXT? other s" if calling.others else ""
+    texts = [format.bare] if special else [format.bare, format.opener]
     end = literal(format.tags.function_end)
-    return [
+    lines = [
         "start: s",
-        f"s: TEXT? | head call {behind} | opened open {behind}{more}",
-        *([] if calling.several else [f"t: TEXT?{more.replace(' s', ' t')}"]),
-        marked,
-        f"opened[suffix={bare}]: {without(texts[1:]) if texts[1:] else ANY_TEXT}",
-        f"TEXT: {without(texts)}",
+        f"s: TEXT? | marked call {behind} | opened open {behind}",
+        f"opened[suffix={literal(format.bare)}]: {ANY_TEXT}",
+        f"marked: TEXT? {opener}" if special else f"marked[suffix={opener}]: {ANY_TEXT}",
+        f"TEXT: {ANY_TEXT}",
         f"open: {either('open', len(names))}",
+    ]
+    if not calling.several:
+        lines += ["t: LAST?" + " | LAST? other t" * bool(calling.others), f"LAST: {without(texts)}"]
+    if calling.others:
+        lines[1] += " | TEXT? other s"
+        lines.append(f"other: <[{','.join(map(str, sorted(calling.others)))}]>")
+    return [
+        *lines,
         *(
             f"open_{index}: {literal(_head(format, name))} arguments_{index} {end}"
             for index, name in enumerate(names)
         ),
-        *other,
     ]
 
 
@@ -256,74 +257,51 @@ def _unmarked(format: ToolFormat, calling: Calling, names: Sequence[str]) -> lis
     """Return the rules from `start` down to the calls of a format whose calls may have no opener.
     An object with a name, in a fence or at the beginning, is a call if a function has that name.
 
-    s, t  what may follow at the beginning, or behind a marked call
-    b, u  behind a call without marks: no other object
-    n, m  behind the head of an object up to its name
-    t, u, m  are without further calls
+    s  what may follow at the beginning, or behind a call if more may come
+    n  behind the head of an object, up to its name
+    t  behind the only call
+
+    A lazy rule ends the text before it, so free text needs no exclusions, which take llguidance
+    long.
     """
-    closed = "" if format.opener in calling.special else format.opener
-    never = ["HEAD", literal(closed)] if closed else ["HEAD"]
-    apart = "".join(f" & ~({ANY_TEXT} {text} {ANY_TEXT})" for text in never)
-    known = "|".join(map(re.escape, names))
-    texts = {
-        "TEXT": f"{ANY_TEXT} & ~(/{_LEAD}{_NAMED}/ {ANY_TEXT})",
-        "AFTER": f"{ANY_TEXT} & ~(/{_BETWEEN}(json)?\\s*\\x7B/ {ANY_TEXT})",
-        "REST": f'{ANY_TEXT} & ~(/({known})"/ {ANY_TEXT})',
-    }
-    lines = [
+    special, opener = format.opener in calling.special, calling.mark(format.opener)
+    known = f'/({"|".join(map(re.escape, names))})"/'
+    unknown = f"{ANY_TEXT} & ~({known} {ANY_TEXT})"
+    behind = "s" if calling.several else "t"
+    lines = ["start: s"]
+    for rule, text, prefix in (("s", "TEXT", ""), ("n", "REST", "re")):
+        follows = [f"{text}?", f"{prefix}opened n"]
+        follows += [f"{text}? other s"] if calling.others else []
+        follows += [f"bare {behind}"] if rule == "n" else []
+        if special:
+            follows.append(f"{text}? {opener} call {behind}")
+        elif opener:
+            follows.append(f"{prefix}marked call {behind}")
+            lines.append(f"{prefix}marked[suffix={opener}]: {unknown if prefix else ANY_TEXT}")
+        lines.append(f"{rule}: {' | '.join(follows)}")
+    if calling.others:
+        lines.append(f"other: <[{','.join(map(str, sorted(calling.others)))}]>")
+    if not calling.several:
+        last = without([format.opener]) if opener and not special else ANY_TEXT
+        more = " | LAST? other t" if calling.others else ""
+        lines += [f"t: LAST?{more}", f"LAST: {last}"]
+    return [
+        *lines,
+        f"TEXT: {ANY_TEXT}",
+        f"REST: {unknown}",
         f"HEAD: /{_FENCED}{_NAMED}/",
-        *(f"{name}: {text}{apart}" for name, text in texts.items()),
-        f"OPENED: (TEXT HEAD) | /{_LEAD}{_NAMED}/",
-        "REOPENED: REST HEAD",
+        f"OPENED: ({ANY_TEXT} HEAD) | /{_LEAD}{_NAMED}/",
+        f"REOPENED: ({ANY_TEXT} HEAD) & ~({known} {ANY_TEXT})",
         "opened[lazy]: OPENED",
         "reopened[lazy]: REOPENED",
         f"bare: {either('bare', len(names))}",
+        *(
+            f"bare_{index}: /{re.escape(name)}{_ARGUED}/ SPACE? json_{index} END"
+            for index, name in enumerate(names)
+        ),
+        r"SPACE: /\s+/",
+        r"END: /\s*\x7D/",
     ]
-    if closed:
-        without_head = f" & ~({ANY_TEXT} HEAD {ANY_TEXT})"
-        suffix = f"[suffix={literal(closed)}]"
-        lines += [
-            f"{name.lower()}_head{suffix}: {text}{without_head}" for name, text in texts.items()
-        ]
-    states = [("s", "TEXT"), ("b", "AFTER"), ("n", "REST")]
-    more = ("s", "b", "n") if calling.several else ("t", "u", "m")
-    lines += [_state(format, calling, *state, ("s", "n"), more) for state in states]
-    if not calling.several:
-        states = [("t", "TEXT"), ("u", "AFTER"), ("m", "REST")]
-        lines += [_state(format, calling, *state, ("t", "m"), ()) for state in states]
-    lines += [
-        f"bare_{index}: /{re.escape(name)}{_ARGUED}/ SPACE? json_{index} END"
-        for index, name in enumerate(names)
-    ]
-    if calling.others:
-        lines.append(f"other: <[{','.join(map(str, sorted(calling.others)))}]>")
-    return ["start: s", *lines, r"SPACE: /\s+/", r"END: /\s*\x7D/"]
-
-
-def _state(
-    format: ToolFormat,
-    calling: Calling,
-    rule: str,
-    text: str,
-    here: tuple[str, str],
-    behind: tuple[str, ...],
-) -> str:
-    """Return a rule of `_unmarked`: free text of the terminal `text`, and what may follow it.
-
-    here    rules that go on behind a control token, and behind the head of an object
-    behind  those behind a marked call, and one without marks; () = no call may follow
-    """
-    named = text == "REST"
-    follows = [f"{text}?", f"{'re' * named}opened {here[1]}"]
-    if calling.others:
-        follows.append(f"{text}? other {here[0]}")
-    if behind and named:
-        follows.append(f"bare {behind[1]}")
-    if behind and format.opener in calling.special:
-        follows.append(f"{text}? {calling.mark(format.opener)} call {behind[0]}")
-    elif behind and format.opener:
-        follows.append(f"{text.lower()}_head call {behind[0]}")
-    return f"{rule}: {' | '.join(follows)}"
 
 
 def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
