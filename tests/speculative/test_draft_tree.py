@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.draft_shape import DraftShape
-from forerun.speculative.draft_tree import DraftTree, best_first, block_draft, full_draft, pruned
+from forerun.speculative.draft_tree import (
+    DraftTree,
+    best_first,
+    block_draft,
+    full_draft,
+    path_draft,
+    pruned,
+)
 from forerun.speculative.tree import DraftSource, full_size
 
 WORDS = 5
@@ -248,6 +255,15 @@ def test_a_full_tree_has_width_nodes_and_then_their_squares(width):
         tree.extend(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
 
 
+def test_the_best_path_to_the_newest_level_is_none_where_that_is_empty():
+    tree, best = DraftTree(2), []
+    for probs in ([[0.5, 0.25]], [[0.5], [0.75]], [[0.0], [0.0]]):
+        best.append(tree.best())
+        with np.errstate(divide="ignore"):
+            tree.extend(np.zeros(np.shape(probs), np.int32), np.log(np.array(probs, np.float32)))
+    assert [*best, tree.best()] == [-1.0, 0.5, 0.25, -1.0]
+
+
 def test_a_chain_that_ends_early_is_cut_there():
     tokens, parents = np.array([5, 6, 7], np.int32), np.array([-1, 0, 1], np.int32)
     for end in (-np.inf, np.nan):
@@ -304,6 +320,26 @@ def test_a_blocks_tree_is_the_heaviest_there_is(seed, depth, count, nodes, coars
     np.testing.assert_allclose(draft.score, [weights[path] for path in paths], rtol=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_paths_whose_choices_depend_on_those_above_are_the_heaviest_there_are(seed):
+    model = Model(seed, False)
+
+    def below(path):
+        found = model.log_probs(path)
+        order = np.argsort(-found, kind="stable")
+        return order.tolist(), np.exp(found[order]).tolist()
+
+    draft = path_draft(3, below, 40)
+    weights = {
+        path: float(np.exp(sum(model.log_probs(path[:n])[path[n]] for n in range(length))))
+        for length in (1, 2, 3)
+        for path in product(range(WORDS), repeat=length)
+    }
+    best = sorted(weights.values(), reverse=True)[:40]
+    np.testing.assert_allclose(draft.score, best, rtol=1e-5)
+    np.testing.assert_allclose(draft.score, [weights[p] for p in all_paths(draft)], rtol=1e-5)
+
+
 def test_a_block_of_one_candidate_each_is_a_chain_and_ends_where_there_is_none():
     tokens = np.array([[4], [5], [6], [7]], np.int32)
     with np.errstate(divide="ignore"):
@@ -333,3 +369,5 @@ def test_equal_paths_of_a_block_are_taken_level_by_level():
     draft = block_draft(tokens, np.zeros((3, 2), np.float32), 99)
     assert draft.tokens.tolist() == [9, 8, 3, 3, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0]
     assert draft.parents.tolist() == [-1, -1, 0, 1, 0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
+    many = block_draft(np.arange(50).reshape(2, 25), np.zeros((2, 25), np.float32), 30)
+    assert many.tokens.tolist() == [*range(25), *[25] * 5]
