@@ -18,7 +18,7 @@ from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
 from tests.covering import every, rarely, values
 from tests.models import tiny
-from tests.parallel.test_methods import compared, same_texts
+from tests.parallel.test_methods import on_ranks, same_texts
 from tests.parallel.test_parts import bytes_read
 from tests.parity.interpreted import load
 from tests.twins.kernels import grouped_loop
@@ -82,8 +82,9 @@ def target(tmp_path_factory):
         ("STANDALONE, itself", 2, 2, False),
     ],
 )
-def test_chains_and_trees_of_every_size(target, method, size, experts, whole):
-    compared(target, method, size, ep_size=experts, replicate_shared_expert=whole)
+def test_chains_and_trees_of_every_size(target, monkeypatch, method, size, experts, whole):
+    shares = {"ep_size": experts, "replicate_shared_expert": whole}
+    on_ranks(target, method, monkeypatch, tp_size=size, **shares)
 
 
 # --- parts ---------------------------------------------------------------------------------------

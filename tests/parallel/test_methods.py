@@ -26,18 +26,17 @@ def made(tmp_path_factory):
     return make(tmp_path_factory.mktemp("made"))
 
 
-@pytest.fixture
-def hints(monkeypatch):
-    return hinted(monkeypatch)
+def on_ranks(made, method, monkeypatch, **shares):
+    """Prove that no answer depends on drafting: a cell of tests/e2e/test_equality_matrix.py."""
+    config, hints = configured(made, method, "torch", **shares), hinted(monkeypatch)
+    for trial, *cell in zip(TRIALS.values(), (0.0, 0.8), ("chain", "tree"), strict=True):
+        proved(config, replace(trial, tokens=10, temperatures=cell[:1]), hints, cell[1:])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "size"), covering(every(METHODS, [2, 4]), values))
-def test_every_draft_method(made, hints, method, size):
-    """No answer depends on drafting: a cell of tests/e2e/test_equality_matrix.py on ranks."""
-    config = configured(made, method, "torch", tp_size=size)
-    for trial, *cell in zip(TRIALS.values(), (0.0, 0.8), ("chain", "tree"), strict=True):
-        proved(config, replace(trial, tokens=10, temperatures=cell[:1]), hints, cell[1:])
+def test_every_draft_method(made, monkeypatch, method, size):
+    on_ranks(made, method, monkeypatch, tp_size=size)
 
 
 # --- two ranks write what one process writes, whatever the layers are ----------------------------
