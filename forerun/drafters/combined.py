@@ -187,14 +187,6 @@ def _merge(drafts: Sequence[Draft], first_mask: int) -> _MergedTree:
     return merged
 
 
-def _for_model(plan: Plan) -> Plan:
-    """Return the plan for the draft model."""
-    if plan.model_depth is None or not plan.max_nodes.any():
-        return plan
-    nodes = plan.max_nodes * np.sign(plan.model_depth)
-    return replace(plan, max_nodes=nodes, max_depth=plan.model_depth)
-
-
 class CombinedDrafter:
     """The Drafter contract around several others, which all propose for every row.
 
@@ -205,6 +197,8 @@ class CombinedDrafter:
     def __init__(self, *drafters: Drafter) -> None:
         self._drafters, self._model = drafters, drafters[-1]
         self.calibration = Calibration(len(drafters))
+        # The last plan, and what it is for the draft model.
+        self._planned: tuple[Plan, Plan] | None = None
         # By slot, until the step is observed.
         self._proposed: dict[int, list[_MergedTree]] = {}
         names = [drafter.traits.name for drafter in reversed(drafters)]
@@ -232,7 +226,7 @@ class CombinedDrafter:
         if plan.node_costs is not None:
             return self._drafters[0].propose(plan)
         proposals = [drafter.propose(plan) for drafter in self._drafters[:-1]]
-        model_plan = _for_model(plan)
+        model_plan = self._for_model(plan)
         proposed = self._model.propose(model_plan)
         drafts = []
         for row, (slot, nodes) in enumerate(
@@ -248,11 +242,22 @@ class CombinedDrafter:
             drafts.append(draft)
         return drafts
 
+    def _for_model(self, plan: Plan) -> Plan:
+        """Return the plan for the draft model; of one step it is made once."""
+        if self._planned is not None and plan is self._planned[0]:
+            return self._planned[1]
+        limits, model_plan = plan.model_depth, plan
+        if limits is not None and plan.max_nodes.any():
+            nodes = plan.max_nodes * np.sign(limits)
+            model_plan = replace(plan, max_nodes=nodes, max_depth=limits)
+        self._planned = plan, model_plan
+        return model_plan
+
     def on_device_draft(self, plan: Plan) -> OnDeviceDraftSpec | None:
         """Return the draft model's request, for the rows that it may draft for; None if it has
         none.
         """
-        return self._model.on_device_draft(_for_model(plan))
+        return self._model.on_device_draft(self._for_model(plan))
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
         """Return whether both rounds are plain and every drafter agrees: for draft tokens, lookup
@@ -270,7 +275,7 @@ class CombinedDrafter:
                 merged.learn(self.calibration, tokens)
         for drafter in self._drafters[:-1]:
             drafter.observe(plan, trees, outcome)
-        self._model.observe(_for_model(plan), trees, outcome)
+        self._model.observe(self._for_model(plan), trees, outcome)
 
     def end(self, slot: int) -> None:
         """Discard the slot's state, here and in every drafter."""
