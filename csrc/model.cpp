@@ -237,6 +237,7 @@ const float** Model::vector(int layer, int which) {
 }
 
 void Model::request_aux_hidden_states(const int32_t* layers, int count) {
+    set_ring(nullptr, 0, 0);  // Its rows may be of another width.
     aux_layers_.assign(layers, layers + count);
     aux_hidden_states_.resize((size_t)sizes.max_nodes * count * sizes.hidden);
 }

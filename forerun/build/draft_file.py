@@ -9,6 +9,7 @@ import numpy as np
 from forerun.build.beside import check_meant
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import files_by_tensor
+from forerun.checkpoints.gguf.header import is_gguf
 from forerun.checkpoints.shard import QUANTISED
 from forerun.drafts.assistant import Assistant, holds_assistant, open_assistant
 from forerun.drafts.block_folder import BlockFile, holds_block, open_block
@@ -76,6 +77,12 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
             "head; use EAGLE."
         )
     return head
+
+
+def names_gguf_model(named: str) -> bool:
+    """Return whether a draft that is named is a whole model in a GGUF file, there or not."""
+    path = Path(named)
+    return (named.endswith(".gguf") or is_gguf(path)) and not holds_block_file(path)
 
 
 def holds_model(named: str) -> bool:

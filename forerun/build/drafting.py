@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from forerun.build.beside import meant, runs_layers, with_beside
-from forerun.build.draft_file import holds_model, open_draft_file, open_standalone
+from forerun.build.draft_file import (
+    holds_model,
+    names_gguf_model,
+    open_draft_file,
+    open_standalone,
+)
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import Needs
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
-from forerun.checkpoints.gguf.header import is_gguf
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.policy import FixedPolicy, Lookahead, Policy, off
 from forerun.control.step_costs import StepCosts
@@ -112,8 +116,7 @@ def _automatic(config: EngineConfig, layered: bool, target: Checkpoint | None) -
     opened first.
     """
     named = config.speculative_draft_model_path
-    file = named is not None and (named.endswith(".gguf") or is_gguf(Path(named)))
-    if named is not None and file and not holds_block_file(Path(named)):
+    if named is not None and names_gguf_model(named):
         return meant(config, "STANDALONE")
     own = layered and named is None and _own_run(config, target)
     return meant(config, "NEXTN") if own else AUTO

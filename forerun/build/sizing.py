@@ -5,7 +5,7 @@ reading weights or allocating anything.
 from dataclasses import dataclass, replace
 
 from forerun.build.beside import with_beside
-from forerun.build.draft_file import holds_model, open_draft_file
+from forerun.build.draft_file import holds_model, names_gguf_model, open_draft_file
 from forerun.build.drafting import AUTO, NO_DRAFT, own_layers, with_draft
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
@@ -16,7 +16,6 @@ from forerun.build.token_map import sized
 from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
-from forerun.checkpoints.gguf.header import is_gguf
 from forerun.drafts.assistant import holds_assistant
 from forerun.drafts.gguf_block import holds_block_file
 from forerun.drafts.gguf_prediction import holds_layers_alone
@@ -138,7 +137,9 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
     if holds_assistant(folder) or holds_layers_alone(folder) or holds_block_file(folder):
         return open_draft_file(config, folder, target)
     auto = config.algorithm.name == AUTO
-    if config.algorithm.kind == "whole" or (auto and (is_gguf(folder) or holds_model(named))):
+    if config.algorithm.kind == "whole" or (
+        auto and (names_gguf_model(named) or holds_model(named))
+    ):
         return _whole(config, named, target)
     if not folder.exists() and (hub := hub_reference(named)) is not None:
         revision = config.speculative_draft_model_revision

@@ -250,6 +250,7 @@ def test_a_folder_with_its_weights(capsys, tmp_path):
         (("tiny", "--device-memory", "1e308"), "--device-memory is 1e+308"),
         (("tiny", "--device-memory", "inf"), "--device-memory is inf"),
         (("tiny", *DRAFT, "/no/such", *CARD), "there is no config.json in it"),
+        (("tiny", *DRAFT, "/no/such.gguf", *CARD), "no file or folder /no/such.gguf"),
         (("/no/such/folder",), "no file or folder"),
     ],
 )

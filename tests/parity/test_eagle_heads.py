@@ -2,6 +2,7 @@
 trained. What served ones propose, and what of it is accepted: tests/drafters/test_contract.py.
 """
 
+import ctypes
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -215,6 +216,26 @@ def test_features_that_were_kept_do_as_well(dense, made, tmp_path, changes):
         assert (at_once.ids == later.ids).all() and (at_once.log_probs == later.log_probs).all()
         wrong = device.extend(work, features.select(np.zeros(8, np.int32)))
         assert (wrong.log_probs != later.log_probs).any()
+
+
+@NATIVE
+def test_a_ring_holds_features_of_its_own_width(dense, made, tmp_path):
+    """The core writes into it: other features leave it alone."""
+    CpuEagleModel(made, dense.checkpoint, Twin(dense, tmp_path, {}).draft)
+    library, ring = made.model._library, made.model.ring.values
+    at, width = ring.ctypes.data, ring.shape[1]
+    with pytest.raises(EngineError, match="features of another width"):
+        library.forerun_set_ring(made.native_model(), at, 256, width + 1)
+    library.forerun_set_ring(made.native_model(), at, 256, width)
+    with Driver(made) as driver:
+        for reading in (True, False):
+            if not reading:
+                wider = (ctypes.c_int32 * 4)(0, 1, 1, 1)
+                library.forerun_request_aux_hidden_states(made.native_model(), wider, 4)
+            ring[:] = 0
+            driver.open(int(reading), np.arange(4, 9))
+            driver.step([Row(int(reading))])
+            assert bool(ring.any()) == reading
 
 
 @NATIVE

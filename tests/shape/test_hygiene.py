@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from collections import Counter
 from fnmatch import fnmatch
 from functools import cache
@@ -73,6 +74,17 @@ def test_no_registry_host_is_named():
         if any(host in text for host in HOSTS) and (found := hosts.search(text))
     ]
     assert not named
+
+
+def test_no_link_is_committed():
+    """It leads to a file of one machine. (Where git is not there, nothing is committed.)"""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no repository")
+    listed = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    link = "120000"  # Git's mode of one.
+    assert not [line for line in listed.stdout.splitlines() if line.startswith(link)]
 
 
 IMPORTS = ast.Import | ast.ImportFrom
