@@ -1,1 +1,3 @@
-"""Page bookkeeping: pages, reference counts, prefix index, page tables. No arrays."""
+"""Bookkeeping of the key/value cache: pages, reference counts, prefix index, page tables, pages on
+disk. The arrays belong to the executor.
+"""

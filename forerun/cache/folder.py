@@ -1,15 +1,15 @@
-"""A folder of what an engine keeps on disk, which never exceeds its limit.
+"""The folder in which engines store pages and estimates; its size never exceeds a limit.
 
     PATH/store.json        format and secret of the folder
     PATH/lock              held while a file is made or deleted
     PATH/<fingerprint>/    what only an engine with the same fingerprint can read
-        <name>.pages       keys and values, <name>.windows those that may be given back,
+        <name>.pages       keys and values, <name>.windows those of sliding-window layers,
                            <name>.states recurrent states (store.py)
         <name>.ngrams      tokens of answers that were counted, <name>.prices what steps cost
                            (journal.py)
 
-A file takes its full size when it is made and is cut to what it holds when it is closed, so the sum
-of file sizes never exceeds the limit. Its writer holds a lock on it: several servers can use one
+A file is created at its full size and truncated to its contents when it is closed, so the sum of
+file sizes never exceeds the limit. Its writer holds a lock on it: several servers can use one
 folder. Other files, and links, are never deleted.
 """
 
@@ -39,10 +39,10 @@ KINDS = ("pages", "states", "windows", "ngrams", "prices")
 class StoreFolder:
     """A folder that servers and models share.
 
-    root     made if it is missing
-    limit    most bytes of all files; None: DEFAULT_BYTES, or a quarter of what is free on the disk
-             without them
-    chosen   words for what decides the limit
+    root     created if it is missing
+    limit    most bytes of all files; None: DEFAULT_BYTES, or a quarter of the disk's free space
+             and these files' if that is less
+    chosen   what decided the limit, for messages
     secret   of the folder, random
     deleted  files that were deleted to keep within the limit
 
@@ -64,12 +64,12 @@ class StoreFolder:
         return sum(size for _, size, _ in self._files())
 
     def hash(self, data: bytes) -> bytes:
-        """Return a checksum that nothing without the folder's secret can make."""
+        """Return a checksum of 16 bytes that cannot be computed without the folder's secret."""
         return blake2b(data, key=self.secret, digest_size=16).digest()
 
     def new(self, fingerprint: str, kind: str, size: int) -> IO[bytes]:
-        """Make a file of this size, open and locked; hold the folder's lock. Raises OSError if
-        there is no room.
+        """Create a file of `size` bytes and return it, open and locked. The caller holds the
+        folder's lock. Raises OSError if there is no room.
         """
         self.make_room(size)
         path = self.root / fingerprint / f"{time.time_ns():x}-{os.getpid():x}.{kind}"
@@ -79,9 +79,9 @@ class StoreFolder:
         return file
 
     def make_room(self, size: int, keep: Path | None = None) -> None:
-        """Delete files until `size` more bytes fit the limit, the least recently used first; `keep`
-        counts for nothing. Hold the folder's lock. Raises OSError if other servers write to the
-        rest.
+        """Delete the least recently used files until `size` more bytes fit the limit; `keep` is
+        neither counted nor deleted. The caller holds the folder's lock. Raises OSError if other
+        servers write to the files that are left.
         """
         found = [each for each in self._files() if each[0] != keep]
         total = sum(bytes for _, bytes, _ in found) + size
@@ -95,7 +95,9 @@ class StoreFolder:
             raise OSError(f"its {self.limit:,} bytes are full of files that others write to")
 
     def delete(self, path: Path) -> bool:
-        """Delete a file; hold the folder's lock. Returns False if another server writes to it."""
+        """Delete a file. The caller holds the folder's lock. Returns False if another server writes
+        to it.
+        """
         if (file := owned(path)) is None:
             return False
         with file:
@@ -125,7 +127,7 @@ class StoreFolder:
 
 
 def write_at(file: IO[bytes], offset: int, data: bytes) -> None:
-    """Write all of `data`, or raise OSError."""
+    """Write all of `data` at byte `offset`, or raise OSError."""
     file.seek(offset)
     left = memoryview(data)
     while left:
@@ -133,7 +135,9 @@ def write_at(file: IO[bytes], offset: int, data: bytes) -> None:
 
 
 def read_at(file: IO[bytes], offset: int, into: memoryview) -> int:
-    """Fill `into`. Returns how many bytes there were, fewer where the file ends; or OSError."""
+    """Read bytes from `offset` on into `into`. Returns how many there were, fewer at the end of the
+    file. Raises OSError.
+    """
     file.seek(offset)
     done = 0
     while done < len(into) and (count := file.readinto(into[done:])):  # type: ignore[attr-defined]
@@ -142,7 +146,7 @@ def read_at(file: IO[bytes], offset: int, into: memoryview) -> int:
 
 
 def owned(path: Path) -> IO[bytes] | None:
-    """Return a file, open and locked; None if it is gone or another server writes to it."""
+    """Open and lock a file. Returns None if it is gone or another server writes to it."""
     try:
         file = path.open("r+b", buffering=0)
     except OSError:
@@ -155,7 +159,7 @@ def owned(path: Path) -> IO[bytes] | None:
 
 @contextmanager
 def usable(folder: Path) -> Iterator[None]:
-    """Raise ConfigError in place of OSError: the folder cannot be used."""
+    """Convert an OSError of the block to a ConfigError that the folder cannot be used."""
     try:
         yield
     except OSError as error:
@@ -166,8 +170,8 @@ def usable(folder: Path) -> Iterator[None]:
 
 
 def _secret(folder: Path) -> bytes:
-    """Return the folder's secret; makes it a store if it is empty. Raises ConfigError if it is
-    something else, damaged, or of a newer version; OSError if it cannot be written.
+    """Return the folder's secret; creates it in an empty folder. Raises ConfigError if the folder
+    holds other files, is damaged, or was made by a newer version; OSError if it cannot be written.
     """
     about = folder / "store.json"
     if not about.exists():

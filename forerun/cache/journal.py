@@ -1,10 +1,10 @@
-"""What an engine learnt, on disk: records that are appended one after another, and read at the next
-start. No threads; engine/learning.py writes beside serving.
+"""Saves what an engine learned: records that are appended to files and read at the next start. No
+threads; engine/learning.py writes while the server runs.
 
-A file is records alone: length, payload, checksum. The checksum covers the place in the file too,
-and nothing without the folder's secret can make it. A file is read up to its first record that is
-not whole, which is where a killed writer was, or damage: any doubt is a miss. When all files of a
-kind have their share of the folder, the oldest goes.
+A file consists of records: length, payload, checksum. The checksum also covers the record's place
+in the file, and needs the folder's secret. A file is read up to its first incomplete record, which
+is where a killed writer stopped, or damage: in doubt a record is missing. When all files of a kind
+have used their share of the folder, the oldest is deleted.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from typing import IO
 from forerun.cache.folder import StoreFolder, owned, usable, write_at
 
 FILES = 4
-"""Files among which the records of a kind are divided: a quarter of them is forgotten at once."""
+"""Files among which the records of a kind are divided; a quarter of them is deleted at a time."""
 SHARE = 8
 """The records of a kind take at most this fraction of the folder's limit: one eighth."""
 _LENGTH, _CHECKSUM = 4, 16
@@ -48,8 +48,8 @@ class Journal:
                     yield payload
 
     def append(self, payload: bytes) -> bool:
-        """Append a record. Returns False, and writes nothing, if it is larger than a file; raises
-        OSError if there is no room or the disk fails: the record is not found then.
+        """Append a record. Returns False, and writes nothing, if it is empty or larger than a file.
+        Raises OSError if there is no room or the disk fails: the record is then missing.
         """
         length = len(payload).to_bytes(_LENGTH, "little")
         size = _LENGTH + len(payload) + _CHECKSUM
@@ -65,19 +65,23 @@ class Journal:
         return True
 
     def close(self) -> None:
-        """Cut the open file to what it holds, and release it. Idempotent."""
+        """Truncate the open file to its contents, and close it. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
             with file:
                 file.truncate(self._used)
 
     def _paths(self) -> list[Path]:
-        """Return the files, the oldest first: their names begin with the time. Links are none."""
+        """Return the files, the oldest first: their names begin with the time. Links are left
+        out.
+        """
         found = (self._folder.root / self._fingerprint).glob(f"*.{self._kind}")
         return sorted(path for path in found if path.is_file() and not path.is_symlink())
 
     def _records(self, data: bytes) -> Iterator[tuple[bytes, int]]:
-        """Yield each payload up to the first that is not whole, and where its record ends."""
+        """Yield (payload, end of its record) up to the first record that is incomplete or
+        damaged.
+        """
         begin = 0
         while begin + _LENGTH + _CHECKSUM < len(data):
             length = int.from_bytes(data[begin : begin + _LENGTH], "little")
@@ -93,7 +97,7 @@ class Journal:
         return self._folder.hash(b"record" + begin.to_bytes(8, "little") + payload)
 
     def _open(self, size: int) -> None:
-        """Continue the newest file if it has room for `size` bytes and no writer, or make one.
+        """Continue the newest file if it has room for `size` bytes and no writer, or create one.
         Raises OSError.
         """
         with self._folder.locked():

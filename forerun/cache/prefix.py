@@ -1,15 +1,16 @@
 """The page pool with its prefix index: which pages are free, how many sequences hold each of the
 others, and which full pages can be looked up by the tokens they contain.
 
-A tree of entries, one per full page. The key of an entry is its parent entry together with the
-page's own tokens, compared exactly (a dictionary of bytes): two texts can never be taken for
-one another. Only full pages are shared, so a shared page is never written again; a text that parts
-within it gets a copy (`continue_within`). The first page's key begins with the text's salt, so
-texts of different salts share none: a request's `cache_salt`, and what its adapter is
-(`EngineOptions.salt`).
+The index is a tree of entries, one per full page. The key of an entry is its parent entry together
+with the page's own tokens, compared exactly (a dictionary of bytes), so two different texts never
+match. Only full pages are shared, so a shared page is never written again; a text that differs
+within a page gets a copy of it (`continue_within`). The first page's key begins with the text's
+salt, so texts of different salts share no page. The salt covers a request's `cache_salt` and its
+adapter (`EngineOptions.salt`).
 
-A draft head's cache depends on one token more: its entry for a position combines that position's
-feature and the token after it (drafters/model_drafter.py). Then the key includes that token, too.
+An entry of a draft head's cache depends on one more token: the entry of a position combines that
+position's feature and the token after it (drafters/model_drafter.py). Then the key includes that
+token, too.
 """
 
 from collections import OrderedDict
@@ -22,12 +23,12 @@ from forerun.types import Ints
 
 @dataclass(slots=True, eq=False)
 class CachedPage:
-    """One full page that the index knows by its content.
+    """One full page in the index.
 
     key       the page's tokens, and `lookahead` more, as int32 bytes; for a text's first page
-              behind its salt; "" for the root, which has no page (-1)
-    tenant    of the text that it was known by first (SlotInit.tenant): only texts of that tenant
-              may continue within it
+              after its salt; b"" for the root, which has no page (-1)
+    tenant    of the text that first inserted it (SlotInit.tenant): only texts of that tenant may
+              continue within it
     children  entries of the pages that follow, by key
     """
 
@@ -39,16 +40,16 @@ class CachedPage:
 
 
 class PrefixIndex:
-    """P pages by number: allocated, shared between sequences, cached until memory is needed. Their
-    contents belong to the executor. A page is in one of three states:
+    """The pool of P page numbers: allocated, shared between sequences, cached until memory is
+    needed. Their contents belong to the executor. A page is in one of three states:
 
-        free       in no table, and its content means nothing
+        free       in no table, and its content is undefined
         held       in the tables of one or several sequences, which are counted
-        evictable  in no table, but its content is known: it can be shared again, or evicted
+        evictable  in no table, but in the index: it can be shared again, or evicted
 
-    A sequence that holds an entry's page holds the pages of all its ancestors. Hence
-    an entry becomes idle before its parent does, so the least recently used idle entry is
-    always a leaf, and eviction takes the first of one ordered dictionary.
+    A sequence that holds an entry's page holds the pages of all its ancestors. Hence an entry
+    becomes idle before its parent does, so the least recently used idle entry is always a leaf, and
+    eviction takes the first of one ordered dictionary.
 
     pages      P, at least 1 (ValueError)
     page_size  tokens of a page, 1 to 256 (ValueError)
@@ -69,17 +70,17 @@ class PrefixIndex:
 
     @property
     def evictable(self) -> int:
-        """How many pages are evictable."""
+        """The number of evictable pages."""
         return len(self._idle)
 
     @property
     def held(self) -> int:
-        """How many pages are held."""
+        """The number of held pages."""
         return self.pages - self.available
 
     @property
     def available(self) -> int:
-        """Pages that `take` can supply: free ones and evictable ones."""
+        """The number of pages that `take` can supply: free ones and evictable ones."""
         return len(self._free) + len(self._idle)
 
     def references(self, page: int) -> int:
@@ -148,8 +149,9 @@ class PrefixIndex:
         return taken
 
     def release(self, page: int) -> None:
-        """Drop one reference; after the last one the page is evictable if its content is known,
-        else free. A sequence releases its pages last to first. ValueError: no table holds the page.
+        """Drop one reference. After the last one the page is evictable if it is in the index, else
+        free. A sequence releases its pages last to first. Raises ValueError if no table holds the
+        page.
         """
         if self._references[page] < 1:
             raise ValueError(f"page {page} was released, but no table holds it")
@@ -176,7 +178,7 @@ class PrefixIndex:
         self._free.append(page)
 
     def check(self) -> None:
-        """Prove that every page is free, held or evictable, and that the tree is consistent. Raises
+        """Check that every page is free, held or evictable, and that the tree is consistent. Raises
         AssertionError with the fault. Reads all pages: for tests and idle moments.
         """
         free, held = set(self._free), [page for page, n in enumerate(self._references) if n]

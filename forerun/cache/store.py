@@ -1,16 +1,16 @@
-"""Pages on disk: what full pages of the key/value cache hold, found again by their tokens after a
-restart. No arrays and no threads; engine/disk_pages.py reads and writes beside serving. What layers
-with a window keep of such pages, and recurrent states after them, are stored in the same way, each
+"""Stores full pages of the key/value cache on disk, to be found by their tokens after a restart. No
+arrays and no threads; engine/disk_pages.py reads and writes while the server runs. The pages'
+contents in sliding-window layers, and recurrent states after them, are stored in the same way, each
 under the digest of its page or its last page.
 
-A segment (`<name>.pages` and others, folder.py) is a header, a table of entries, as many
+A segment (`<name>.pages` and others, folder.py) is a header, a table of entries, and as many
 records. Entries have one size, and so have records (a page's tokens, then its content). A record is
-written before its entry, so what a killed process leaves is an entry of zeros: a table is read up
-to its first entry that is not whole. No entry that was read is ever changed.
+written before its entry, so a killed process leaves an entry of zeros: a table is read up to its
+first invalid entry. An entry that was read is never changed.
 
-A page's digest covers its tokens, its salt and all pages before it, under the folder's secret. It
-only finds a record: checksum and tokens decide. Any doubt is a miss. A segment of another format
-is not read, and goes when its room is needed.
+A page's digest covers its tokens, its salt and all pages before it, with the folder's secret. It
+only locates a record: checksum and tokens decide whether it is the right one; in doubt it is
+missing. A segment of another format is not read, and is deleted when its room is needed.
 """
 
 import logging
@@ -39,26 +39,28 @@ _WHAT = {"pages": "a page", "states": "a recurrent state", "windows": "a window'
 
 @dataclass(frozen=True, slots=True)
 class RecordPlace:
-    """Where a record is, and its checksum."""
+    """The location of a record, and its checksum."""
 
     path: Path
     offset: int
     checksum: bytes
 
     def follows(self, other: "RecordPlace", size: int) -> bool:
-        """Return whether it lies behind another record of this size."""
+        """Return whether this record comes directly after `other`, in the same file, with records
+        of `size` bytes.
+        """
         return self.path == other.path and self.offset == other.offset + size
 
 
 class PageStore:
-    """The pages of one fingerprint, in a folder that other servers and models may use too.
+    """The stored pages of one fingerprint, in a folder that other servers and models may use too.
 
-    folder       where, and how much
-    fingerprint  a file name, of all that decides a page's content beside its tokens
-    tokens       of a record, in bytes
-    content      of a record, in bytes
+    folder       the folder and its limit
+    fingerprint  a file name; covers everything besides the tokens that a page's content depends on
+    tokens       bytes of tokens per record
+    content      bytes of content per record
     kind         of its files, as in folder.KINDS
-    corrupt      damaged records that were met
+    corrupt      number of damaged records found so far
 
     For one thread. Raises ConfigError if the folder cannot be used or its limit is too small;
     methods raise OSError if the disk fails.
@@ -99,7 +101,9 @@ class PageStore:
         return len(self._places)
 
     def __contains__(self, digest: bytes) -> bool:
-        """Return whether a page with this digest can be found; its record may prove damaged."""
+        """Return whether a page with this digest is in the index; its record may turn out to be
+        damaged.
+        """
         return digest in self._places
 
     @property
@@ -107,9 +111,9 @@ class PageStore:
         return self.folder.root / self._fingerprint
 
     def digest(self, parent: bytes, key: bytes) -> bytes:
-        """Return the digest of a page behind the page `parent` (b"": a text's first page).
+        """Return the digest of a page after the page `parent` (b"": a text's first page).
 
-        key  its tokens as int32 bytes; behind the salt for a text's first page
+        key  its tokens as int32 bytes; for a text's first page, after the salt
         """
         return self.folder.hash(parent + key)
 
@@ -119,12 +123,12 @@ class PageStore:
         return self._record
 
     def read(self, pages: Sequence[tuple[bytes, bytes]], into: memoryview) -> list[memoryview]:
-        """Read pages, a digest and tokens each, up to the first whose record is gone, damaged or of
-        other tokens, which is not found again.
+        """Read pages, given as (digest, tokens), up to the first whose record is gone, damaged or
+        of other tokens. A bad record is removed from the index.
 
-        into  for the records, side by side
+        into  buffer for the records, one after another
 
-        Returns their contents, parts of `into`.
+        Returns the pages' contents, as views of `into`.
         """
         contents: list[memoryview] = []
         while run := self._run(pages[len(contents) :]):
@@ -144,14 +148,16 @@ class PageStore:
         return contents
 
     def touch(self, digests: Iterable[bytes]) -> None:
-        """Mark the segments of these pages as used now: the least recently used goes first."""
+        """Mark the segments of these pages as used now: the least recently used segment is deleted
+        first.
+        """
         for path in {self._places[each].path for each in digests if each in self._places}:
             with suppress(FileNotFoundError):
                 os.utime(path)
 
     def write(self, digest: bytes, tokens: bytes, content: bytes) -> None:
-        """Append a page; deletes the least recently used segments if it needs their room. Raises
-        OSError if there is none or the disk fails: the page is not found then.
+        """Append a page, deleting the least recently used segments if it needs their room. Raises
+        OSError if there is no room or the disk fails: the page is then missing.
         """
         record = tokens + content
         assert len(record) == self._record, "a record of another size"
@@ -168,14 +174,16 @@ class PageStore:
             self.close()
 
     def close(self) -> None:
-        """Cut the open segment to what it holds, and release it. Idempotent."""
+        """Truncate the open segment to its contents, and close it. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
             with file:
                 file.truncate(self._offset(self._used))
 
     def _run(self, pages: Sequence[tuple[bytes, bytes]]) -> list[RecordPlace]:
-        """Return where the first of these pages are, as far as they lie one behind another."""
+        """Return the places of the first of these pages, as long as their records follow each other
+        in one file.
+        """
         run: list[RecordPlace] = []
         for digest, _ in pages:
             place = self._places.get(digest)
@@ -201,8 +209,8 @@ class PageStore:
         return HEADER.size + self._capacity * ENTRY.size + number * self._record
 
     def _read_table(self, path: Path) -> tuple[int, int]:
-        """Learn the places of a segment's records. Returns how many entries its table has, 0 for a
-        damaged header, and how many of them are whole.
+        """Read the places of a segment's records into the index. Returns how many entries its table
+        has, 0 for a damaged header, and how many of them are valid.
         """
         with suppress(FileNotFoundError), path.open("rb") as file:
             header, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
@@ -227,7 +235,7 @@ class PageStore:
     # --- segments --------------------------------------------------------------------------
 
     def _open_segment(self) -> None:
-        """Open a segment that has room and no writer, or make one. Raises OSError."""
+        """Open a segment that has room and no writer, or create one. Raises OSError."""
         with self.folder.locked():
             file, used = self._with_room()
             if file is None:

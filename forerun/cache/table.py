@@ -1,4 +1,4 @@
-"""A sequence's page table: reserved, then committed or rolled back."""
+"""The page table of a sequence: pages are reserved, then committed or rolled back."""
 
 from array import array
 
@@ -15,8 +15,8 @@ class PageTable:
     length    positions whose keys and values are permanent
     reserved  positions that have a page: len(pages) * page_size. Changed here only
     pages     int32[W] page numbers, readable as a NumPy buffer
-    salt      the sequence shares pages only with sequences of the same salt
-    tenant    and continues only within pages of the same tenant
+    salt      pages are shared only with sequences of the same salt
+    tenant    and the sequence continues within a page only if it is of the same tenant
     """
 
     def __init__(self, index: PrefixIndex, salt: bytes = b"", tenant: int = 0) -> None:
@@ -35,12 +35,13 @@ class PageTable:
 
     @property
     def chain(self) -> list[CachedPage]:
-        """The entries of its pages that are in the index, first page first: a copy."""
+        """A copy of the entries of its pages that are in the index, first page first."""
         return self._chain.copy()
 
     def start(self, tokens: Ints) -> int:
-        """Hold the pages that the index knows of `tokens` int32[T]; return how many tokens they
-        contain. For an empty table only (AssertionError). They are this table's until `release`.
+        """Acquire the pages of the longest prefix of `tokens` int32[T] that the index has; return
+        how many tokens they contain. They are this table's until `release`. Raises AssertionError
+        unless the table is empty.
         """
         assert not self.pages, "a table starts once"
         self._chain = self._index.acquire(tokens, self.salt)
@@ -50,8 +51,8 @@ class PageTable:
         return self.length
 
     def shorten(self, length: int) -> None:
-        """Release the shared pages behind the first `length` positions, which fill whole pages.
-        Right after `start` only (AssertionError).
+        """Release the shared pages after the first `length` positions, a multiple of the page size.
+        Raises AssertionError unless called right after `start`.
         """
         assert self.length == self.reserved and length % self.page_size == 0
         del self._chain[length // self.page_size :]
@@ -99,7 +100,9 @@ class PageTable:
         self._pages_changed()
 
     def rollback(self, growing: int = 0) -> None:
-        """Release the pages beyond position length + `growing`; committed positions keep theirs."""
+        """Release the pages after position length + `growing`; those of committed positions
+        stay.
+        """
         needed = -(-(self.length + growing) // self.page_size)
         while len(self.pages) > needed:
             self._index.release(self.pages.pop())
@@ -114,7 +117,7 @@ class PageTable:
         self._pages_changed()
 
     def check(self) -> None:
-        """Prove that the ranges are in order and every page is held. Raises AssertionError."""
+        """Check that the ranges are in order and every page is held. Raises AssertionError."""
         shared = len(self._chain) * self.page_size
         assert self.reserved == len(self.pages) * self.page_size, "pages are counted wrongly"
         assert self._due == min(shared + self.page_size, self.reserved + 1), "a commit is missed"

@@ -1,1 +1,1 @@
-"""Decides how many draft tokens each sequence gets, in one place."""
+"""Policies: how many draft tokens each sequence gets in a step."""

@@ -1,10 +1,10 @@
-"""One account of time, in plain steps (steps without draft tokens): speculation lives on a credit.
+"""The account of what speculation gained and lost, in plain steps (steps without draft tokens).
 
-Every estimate can be wrong: what draft tokens bring, and what they cost. So the account books the
-result as well. A step that took m times as long as a plain one and gave each row t tokens gained
-t - m plain steps. A loss is taken from a credit that grows by LOSS_SHARE of a step in every step;
-a step may draft only while the credit covers its worst loss (`Balance`). Over n steps
-speculation can therefore lose CREDIT + LOSS_SHARE * n plain steps at most.
+Estimates of what draft tokens bring and cost can be wrong, so their result is recorded as well. A
+step that took m times as long as a plain one and gave each row t tokens gained t - m plain steps. A
+loss is taken from a credit that grows by LOSS_SHARE of a step in every step; a step may draft only
+while the credit covers its worst loss (`Balance`). Over n steps speculation can therefore lose
+CREDIT + LOSS_SHARE * n plain steps at most.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from forerun.control.step_costs import StepCosts
 
 @dataclass(slots=True)
 class Returns:
-    """Running means over the steps that were allowed draft tokens.
+    """Running means over the steps that were allowed to draft.
 
     tokens  emitted tokens per row
     time    the step's time, in plain steps
@@ -44,8 +44,8 @@ class Returns:
         return self.tokens.value / self.time.value
 
     def learn(self, tokens: float, time: float, search: float, drafted: bool) -> None:
-        """Update the means with a step if it `drafted`. Older steps lose weight in any case: texts
-        change.
+        """Update the means with a step if it `drafted`. Older steps lose weight in any case,
+        because texts change.
         """
         for mean, value in ((self.tokens, tokens), (self.time, time), (self.search, search)):
             mean.seen *= DECAY
@@ -54,13 +54,13 @@ class Returns:
 
 
 class Balance:
-    """The gain or loss of one source of draft tokens so far, in plain steps, against decoding
+    """The gain or loss so far of one source of draft tokens, in plain steps, relative to decoding
     without it.
 
     limit   largest credit
     credit  plain steps that it may lose
     saved   plain steps saved so far; negative: lost
-    empty   the credit is used up: no draft tokens until it is back at CREDIT
+    empty   the credit is used up: no draft tokens until it is back at half of CREDIT
     returns  means over steps, by powers of two of rows
     """
 
@@ -70,11 +70,13 @@ class Balance:
         self.returns: dict[int, Returns] = {}
 
     def of(self, rows: int) -> Returns:
-        """Return the means for about so many rows: what pays beside 1 row may not beside 16."""
+        """Return the means for steps of about `rows` rows (the next power of two): what pays with 1
+        row may not with 16.
+        """
         return self.returns.setdefault((rows - 1).bit_length(), Returns())
 
     def covers(self, loss: float) -> bool:
-        """Return whether the credit covers a loss of so many plain steps."""
+        """Return whether the credit covers a loss of `loss` plain steps."""
         return not self.empty and loss <= self.credit
 
     @property
@@ -106,7 +108,7 @@ class Account:
             equal size differ in time, so only plain steps correct them
     main    against plain decoding: of steps without a draft model, or of all if only one source
             drafts
-    model   that of steps in which a draft model drafts, against steps without it
+    model   of steps in which a draft model drafts, against steps without it
     steady  the last step was of the same kind as the one before it, so its time is typical
     last_with_model  whether a draft model had a part in the last draft
     """
@@ -115,8 +117,8 @@ class Account:
         self.costs = LiveCosts(measured)
         # On a device a search for draft tokens delays the next step, so learning takes more credit.
         self.main = Balance(4.0 * CREDIT if measured.padded else CREDIT)
-        # (Simulated, twelve pairs of n-grams and a head, 30 starts of each on a busy machine: two
-        # did without a head that pays with CREDIT, one with four times that.)
+        # (Simulated, twelve pairs of n-grams and a head, 30 starts of each on a busy machine: a
+        # head that pays stayed disabled in two with CREDIT, in one with four times that.)
         self.model = Balance(4.0 * CREDIT) if merged else self.main
         self.last_with_model = self.steady = False
         self._last = StepReport(1, [[]], [0], [0], 1, 0, 0, False, {}, used_draft_model=False)
@@ -124,7 +126,7 @@ class Account:
         # time over the expected one.
         self._slow: list[tuple[StepReport, float, bool]] = []
         self._over = 0.0
-        # Milliseconds that drafters take in steps without draft tokens: no search saves them.
+        # Milliseconds that drafters take in steps without draft tokens, searching or not.
         self._idle = Mean()
 
     def balance(self, with_draft_model: bool) -> Balance:
@@ -132,29 +134,30 @@ class Account:
         return self.model if with_draft_model else self.main
 
     def step_value(self, rows: int, cached: int, with_draft_model: bool) -> float:
-        """Return the tokens, of all rows, that the time of a plain step brings on average in steps
-        with or without a draft model.
+        """Return the tokens, summed over the rows, that steps with or without a draft model bring
+        on average in the time of a plain step.
         """
         speed = self.balance(with_draft_model).of(rows).speed
         return rows * max(1.0, speed) * self.costs.non_overlapped_slowdown(rows, cached)
 
     @property
     def in_doubt(self) -> bool:
-        """Whether DOUBT steps with draft tokens in a row were slow: then a plain step shows whether
-        the machine is slow, or draft tokens cost more than estimated.
+        """Whether DOUBT consecutive steps with draft tokens were slow. Then a plain step shows
+        whether the machine is slow, or draft tokens cost more than estimated.
         """
         return len(self._slow) >= DOUBT
 
     def observe(self, report: StepReport, baseline_speed: float = 1.0) -> float:
-        """Update costs and balances with a step, unless it says nothing about decoding: it has a
-        prompt, or it began late for another reason than draft tokens. Returns the step's time in
-        plain steps, without masks: a plain step under a grammar needs them too.
+        """Update costs and balances with a finished step. Returns the step's time in plain steps,
+        without masks (a plain step under a grammar needs them too).
 
         baseline_speed  speed without the draft model, relative to plain decoding
 
-        A slow step with draft tokens waits for those after it. If the next is not slow although as
-        large, or nodes cannot take that long, it was interrupted; if a plain one is slow as well,
-        the machine is: neither says anything about draft tokens.
+        A step with a prompt, or one that began late for another reason than draft tokens, updates
+        nothing: it says nothing about decoding. A slow step with draft tokens waits for those after
+        it. If the next is not slow although as large, or nodes cannot take that long, it was
+        interrupted; if a plain one is slow as well, the machine is: neither says anything about
+        draft tokens.
         """
         costs, rows, cached = self.costs, report.rows, report.cached * report.rows // report.nodes
         if costs.measured.drafts_in_step or report.prompt_tokens or costs.seen(rows, True):
@@ -223,8 +226,8 @@ class Account:
     def _learn(
         self, report: StepReport, cached: int, plain: float, without: float, late: bool
     ) -> float:
-        """Correct the costs. Returns the step's time without drafting, in steps of `plain` x
-        `without` milliseconds, and at most what its draft tokens can explain.
+        """Correct the costs. Returns the step's time without drafting, in units of `plain` x
+        `without` milliseconds, limited to what its draft tokens can explain.
         """
         rows, costs, nodes = report.rows, self.costs, report.nodes
         ms = _unmasked(report) - report.ms["draft"]

@@ -1,12 +1,12 @@
-"""Decides how many draft tokens a step has, none included. The scheduler may lower that (requests,
+"""Decides how many draft tokens a step gets, possibly none. The scheduler may lower that (requests,
 pages, room), and a native drafter selects by the same costs.
 
-One answer per step, for the whole batch: a plain step, or draft tokens of one shape. For a drafter
-that costs time, the shape that brings most tokens per millisecond (shapes.py). A drafter without a
-draft model proposes all it knows. Proposals on the host, by drafters and grammars, are then cut by
-score and cost: draft tokens are selected while they bring more tokens than their time would bring
-elsewhere, at the speed that steps reach on average (Dinkelbach 1967: the maximum of a ratio of
-means).
+There is one decision per step, for the whole batch: a plain step, or draft tokens of one shape. A
+drafter that takes time gets the shape that brings the most tokens per millisecond (shapes.py). A
+drafter without a draft model proposes everything it finds. Proposals made on the host, by drafters
+and grammars, are then cut by score and cost: draft tokens are selected while they bring more tokens
+than their time would bring elsewhere, at the average speed of steps (Dinkelbach 1967: the maximum
+of a ratio of means).
 """
 
 from array import array
@@ -33,13 +33,13 @@ class AdaptivePolicy:
 
     costs      of steps, measured at start-up
     max_nodes, max_depth  draft tokens of a row, and of a path; a level has max_nodes / max_depth of
-                          them (one, for chains). Raises ValueError if that is none
+                          them (one, for chains). ValueError unless 1 <= max_depth <= max_nodes
     traits     of the drafter
     lookahead  of grammars; None without structured output
 
     since_allowed  steps since draft tokens were last allowed
     in_a_row       consecutive steps that verified some
-    pause          steps until a trial of draft tokens that are believed too dear
+    pause          steps until draft tokens that seem too expensive are tried again
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class AdaptivePolicy:
         return self._no_model_budget(rows, cached)
 
     def _no_model_budget(self, rows: int, cached: int) -> Budget:
-        """Return the budget of a drafter without a draft model: all it knows if some of it may pay.
-        If none may, now and then one draft token, since the costs may be wrong: soon at first, then
-        less and less often.
+        """Return the budget of a drafter without a draft model: everything it proposes, if some of
+        it may pay. If none may, one draft token is tried now and then, since the costs may be
+        wrong: soon at first, then less and less often.
         """
         curve = self.account.costs.curve(rows, rows * (1 + self._nodes), cached)
         if self.since_allowed >= (self.pause if curve.min_mean_cost >= 1.0 else PLAIN_EVERY):

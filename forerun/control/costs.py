@@ -22,7 +22,9 @@ from forerun.control.constants import (
 from forerun.control.step_costs import StepCosts
 
 LARGEST = 14
-"""Powers of two of nodes with an entry of their own in the table: no step has more."""
+"""Number of powers of two, from 1, that have an entry in the table: no step has more nodes than the
+largest.
+"""
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ _UNSEEN = Mean()
 
 
 class Curve(NamedTuple):
-    """What draft tokens cost beside a number of rows.
+    """The costs of draft tokens in steps of some number of rows.
 
     made   the step count at which it was computed
     min_mean_cost, min_marginal_cost  see `LiveCosts`
@@ -95,7 +97,11 @@ class LiveCosts:
         self._curves: dict[tuple[int, int], Curve] = {}  # By rows and nodes.
 
     def plain(self, rows: int, cached: int, carried: bool) -> float:
-        """Return the milliseconds of a plain step, carried or not."""
+        """Return the expected milliseconds of a plain step, carried or not.
+
+        rows    sequences of the step
+        cached  cached tokens of all rows together
+        """
         mean = self.plain_means.get(_kind(rows, cached, carried)) or self._last(rows, carried)
         error = self.log_pace + mean.value + (0.0 if carried else self._error(rows))
         return exp(error) * self._measured_ms(rows, cached)
@@ -104,7 +110,9 @@ class LiveCosts:
         return self.plain_means.get(((rows - 1).bit_length(), None, carried), _UNSEEN)
 
     def seen(self, rows: int, carried: bool) -> float:
-        """Return how many plain steps of about so many rows were observed, carried or not."""
+        """Return the weight of all observed plain steps of about `rows` rows, carried or not, in
+        steps.
+        """
         return self._last(rows, carried).seen
 
     def non_overlapped_slowdown(self, rows: int, cached: int) -> float:
@@ -119,7 +127,7 @@ class LiveCosts:
         """Return the time of a step of `nodes` nodes, in plain steps, without drafting.
 
         cached      cached tokens that the rows see without draft tokens
-        optimistic  return less, the longer ago the last step of this many nodes
+        optimistic  shrink the extra cost, the more so the longer no step had this many nodes
         """
         if nodes == rows:
             return 1.0
@@ -142,16 +150,17 @@ class LiveCosts:
         return inf if self.measured.padded else nodes / rows
 
     def _confidence(self, mean: Mean) -> float:
-        """Return how far to trust the extra cost of a count, 0 to 1: for more steps, the more often
-        it was observed.
+        """Return how far to trust the extra cost of a count of nodes, 0 to 1. The trust lasts for
+        more steps, the more often the count was observed.
         """
         known = mean.seen >= MIN_REPEATS
         steps = PLAIN_EVERY * mean.seen if known else RETRY * (0.5 + mean.seen)
         return min(1.0, steps / max(self.steps - mean.last, 1))
 
     def worst_case(self, rows: int, nodes: int, cached: int) -> float:
-        """Return the longest time of a step, in plain steps, if the optimistic ratio is wrong:
-        beyond the largest observed step at least in proportion to it.
+        """Return an upper estimate of a step's time, in plain steps, for the case that the
+        optimistic ratio is wrong: beyond the largest observed step, at least in proportion to its
+        time.
         """
         ratio = self.relative_cost(rows, nodes, cached, optimistic=True)
         seen = max(self.largest_seen, rows)
@@ -170,9 +179,9 @@ class LiveCosts:
         return rows * min((self.relative_cost(rows, n, cached) - 1.0) / (n - rows) for n in counts)
 
     def min_marginal_cost(self, rows: int, most: int, cached: int) -> float:
-        """Return the least cost of a further draft token, in tokens of plain decoding: a less
-        probable one pays nowhere. Where kernels work in fours, the fifth to eighth node cost less
-        than those before them, and less than the mean.
+        """Return the least cost of a further draft token, in tokens of plain decoding: a draft
+        token of a lower probability never pays. Where kernels work in fours, the fifth to eighth
+        node cost less than those before them, and less than the mean.
         """
         counts = [rows, *self._ends(rows, most)]
         ratios = [self.relative_cost(rows, n, cached, optimistic=True) for n in counts]
@@ -253,7 +262,9 @@ class LiveCosts:
         return one + fraction * (two - one)
 
     def _learn_at(self, nodes: int, error: float) -> None:
-        """Correct the nearer count more: a lucky step of 65 nodes would make 128 look cheap."""
+        """Correct both neighbouring counts, the nearer one more: otherwise a fast step of 65 nodes
+        would make 128 look cheap.
+        """
         self.largest_seen = max(self.largest_seen, nodes)
         below, above, fraction = self._neighbours(nodes)
         for place, weight in ((above, fraction), (below, 1.0 - fraction)):

@@ -1,6 +1,6 @@
-"""Calibrates the scores of the host's draft tokens and selects those to verify.
+"""Calibrates the scores of draft tokens made on the host, and selects those to verify.
 
-For grammars and draft models: the compiled core's n-gram drafter selects by itself.
+Used for grammars and draft models; the compiled core's n-gram drafter selects by itself.
 """
 
 from collections import Counter
@@ -24,8 +24,8 @@ _GRAMMARS = (DraftSource.GRAMMAR, DraftSource.TOKEN_PRIOR)
 
 
 class LevelCounts(NamedTuple):
-    """Levels of one row with draft tokens: those below a level that was right (`tried`), and those
-    of them that were right.
+    """Counts of one draft's levels: `tried`, the levels below a right one, and `right`, those of
+    them that had the right token.
     """
 
     tried: int
@@ -131,17 +131,17 @@ class HostDrafts:
     def select_nodes(
         self, scores: list[float], owners: list[int], kv_len: list[int], with_draft_model: bool
     ) -> tuple[Sequence[int], float]:
-        """Return the tokens to verify, by index, and what they gain in tokens beyond what their
-        time would bring elsewhere.
+        """Return the indices of the draft tokens to verify, and what they gain in tokens beyond
+        what their time would bring elsewhere.
 
-        scores  chances of being right
+        scores  probabilities of being right
         owners  the row of each
         with_draft_model  whether a draft model takes part in the step
 
-        Maximises the gain among the best-first prefixes that lose no more than `max_loss` if
-        every token that is not certain is wrong; of what a draft model proposed, takes at least the
-        best if a plain step may be lost. Uses lists: NumPy's calls, cold after a forward
-        pass, take longer than the step can gain.
+        Maximises the gain among the best-first prefixes that lose no more than `max_loss` if every
+        token that is not certain is wrong. If a draft model took part and a plain step may be lost,
+        at least its best token is selected. Uses lists: NumPy's calls, cold after a forward pass,
+        take longer than the step can gain.
         """
         costs, max_loss = self._account.costs, self._account.balance(with_draft_model).max_loss
         rows, cached, padded = len(kv_len), sum(kv_len), costs.measured.padded
@@ -159,7 +159,7 @@ class HostDrafts:
                 break
             if (gain := tokens - value * (time - 1.0)) > most:
                 best, most = number, gain
-        # What a draft model was run for is verified in part, or a price that is wrong stays.
+        # If a draft model ran, verify at least its best token: a wrong cost is then corrected.
         best = max(best, int(with_draft_model and bool(layers) and max_loss >= 1.0))
         return [index for layer in layers[:best] for index in layer], most
 

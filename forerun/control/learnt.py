@@ -1,5 +1,5 @@
-"""What an adaptive policy learnt while serving, as bytes to keep on disk: costs of steps, gains and
-losses, how often draft tokens were right. A policy that learns them again decides as this one.
+"""Saves and restores what an adaptive policy learned while serving: costs of steps, gains and
+losses, how often draft tokens were right. A restored policy decides as the saved one did.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from forerun.control.shapes import Shapes, ShapeStats
 from forerun.control.step_costs import StepCosts
 
 LEAST_STEPS = 64
-"""Steps after which what was learnt is believed more than what a new start measures."""
+"""Fewest steps in a saved state for it to replace the measurements of a new start."""
 
 State = TypeVar("State")
 
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """Of LiveCosts. plain: (rows, context, whether carried) and the mean of such plain steps, the
-    newest context last.
+    """State of LiveCosts. plain: (rows, context, whether carried) and the mean of such plain steps,
+    the newest context last.
     """
 
     measured: StepCosts
@@ -37,7 +37,7 @@ class _Costs:
 
 @dataclass(frozen=True, slots=True)
 class _Balance:
-    """Of Balance."""
+    """State of Balance."""
 
     credit: float
     saved: float
@@ -48,7 +48,7 @@ class _Balance:
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """Of Shapes."""
+    """State of Shapes."""
 
     baseline_speed: float
     buckets: dict[int, ShapeStats]
@@ -58,9 +58,12 @@ class _Shapes:
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """Of AdaptivePolicy. calibration: draft tokens that were expected to be right, and that were;
-    model, shapes: None without a balance of a draft model's own, or without a draft model;
-    with_model: whether one had a part in the last draft.
+    """State of AdaptivePolicy.
+
+    calibration  draft tokens that were expected to be right, and that were
+    model        None if the draft model has no balance of its own
+    shapes       None without a draft model
+    with_model   whether a draft model had a part in the last draft
     """
 
     costs: _Costs
@@ -73,7 +76,7 @@ class _Policy:
 
 
 class PolicyLearner:
-    """What a policy learnt, and a policy that learns it again."""
+    """The Learner of an adaptive policy."""
 
     def __init__(self, policy: AdaptivePolicy) -> None:
         self._policy = policy
@@ -115,8 +118,8 @@ class PolicyLearner:
 
 
 def decoded(learnt: bytes, kind: type[State]) -> State | None:
-    """Return the state of this type; None if these bytes hold another, or a number that is
-    none.
+    """Return the state of type `kind` that msgpack `learnt` encodes; None if the bytes encode
+    something else, or a number that is not finite.
     """
     try:
         state = msgspec.msgpack.decode(learnt, type=kind)
@@ -134,7 +137,9 @@ def _finite(value: object) -> bool:
 
 
 def _fits(policy: AdaptivePolicy, state: _Policy) -> bool:
-    """Return whether a state is of such a policy, and of enough steps."""
+    """Return whether a saved state has the configuration of `policy`, and at least LEAST_STEPS
+    steps.
+    """
     account, shapes, costs = policy.account, policy.shapes, state.costs
     measured, now = costs.measured, account.costs.measured
     alike = (measured.drafts_in_step, measured.padded) == (now.drafts_in_step, now.padded)

@@ -1,5 +1,5 @@
 """The contract of policies, which decide once per step, for the whole batch, what may be drafted,
-and learn from the step's report; and FixedPolicy.
+and learn from the step's report. Also FixedPolicy.
 """
 
 from collections.abc import Callable
@@ -19,20 +19,21 @@ policy, and in rounds of a device.
 
 
 def off(reason: str) -> str:
-    """Word the reason for disabled speculation as every part of the system does."""
+    """Return the sentence that reports disabled speculation, with its reason."""
     return f"speculation is off: {reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a row may draft in the next step, and why, as text for users.
+    """What a row may draft in the next step.
 
     nodes   most draft tokens
     depth   longest path of draft tokens
-    min_prob  less probable draft tokens would not be verified
+    reason  text for users
+    min_prob  draft tokens of a lower probability are not verified
     model_depth  most levels of `depth` for a draft model that shares a tree with other drafters; 0:
                  only the others propose
-    pass_prob  a pass of the draft model below less probable paths takes longer than it saves
+    pass_prob  below less probable paths, a pass of the draft model takes longer than it saves
     """
 
     nodes: int
@@ -45,13 +46,13 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a step may draft. A value: deciding again, or not using it, changes nothing.
+    """What a step may draft. A value: it may be computed again or dropped without any effect.
 
     reason  text for users
     rows    B budgets; all zero: a plain step
     select  chooses what to verify of the host's proposals, one draft per row; None: all of it.
             Valid until the policy observes the next step
-    node_costs  for a drafter that selects by itself, instead (Plan.node_costs)
+    node_costs  for a drafter that selects by itself, instead of `select` (Plan.node_costs)
     """
 
     reason: str
@@ -61,8 +62,9 @@ class Decision:
 
 
 def with_known(budgets: tuple[Budget, ...], known: list[int]) -> tuple[Budget, ...]:
-    """Return the budgets of rows, extended to the number of tokens that each row's grammar
-    knows.
+    """Return the budgets, raised where a row's grammar predicts more tokens than they allow.
+
+    known  B counts of tokens that each row's grammar predicts
     """
     rows = list(budgets)
     for row, (budget, count) in enumerate(zip(budgets, known, strict=True)):
@@ -74,11 +76,11 @@ def with_known(budgets: tuple[Budget, ...], known: list[int]) -> tuple[Budget, .
 
 
 class Lookahead(Protocol):
-    """What grammars know of the coming tokens."""
+    """Predicts next tokens from grammars."""
 
     def predicted(self, slots: Ints, min_prob: float) -> list[list[float]]:
-        """Return per slot the probabilities of certain or likely next tokens, best first, none
-        below `min_prob`; empty without a grammar.
+        """Return, for each of int32[B] slots, the probabilities of the tokens that its grammar
+        forces or makes likely, best first, none below `min_prob`; empty without a grammar.
         """
         ...
 
@@ -87,8 +89,11 @@ class Policy(Protocol):
     """Decides what is drafted, and learns from the results."""
 
     def decide(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Decision:
-        """Return what the decoding rows of the coming step may draft. slots, kv_len (cached
-        tokens): int32[B], B > 0. constrained: some row has a grammar. Changes no later decision.
+        """Return what the decoding rows of the coming step may draft. Changes no later decision.
+
+        slots        int32[B], B > 0
+        kv_len       int32[B] cached tokens
+        constrained  some row has a grammar
         """
         ...
 
@@ -97,7 +102,9 @@ class Policy(Protocol):
         ...
 
     def disable(self, reason: str) -> None:
-        """Stop drafting, except what grammars know: the drafter failed."""
+        """Stop drafting for `reason` (the drafter failed), except for tokens that grammars
+        predict.
+        """
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -106,14 +113,18 @@ class Policy(Protocol):
 
 
 class FixedPolicy:
-    """The same budget always, plus room for tokens that a grammar forces or makes likely."""
+    """Always returns the same budget, plus room for tokens that a grammar forces or makes
+    likely.
+    """
 
     def __init__(self, nodes: int, depth: int, lookahead: Lookahead | None = None) -> None:
         self._budget = Budget(nodes, depth, FIXED, model_depth=depth)
         self._lookahead = lookahead
 
     def decide(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Decision:
-        """Return the same budgets, larger for rows whose grammars know more."""
+        """Implement Policy.decide: the same budgets, larger for rows whose grammars predict
+        more.
+        """
         rows = (self._budget,) * len(slots)
         if self._lookahead is not None and constrained:
             known = self._lookahead.predicted(slots, FIXED_MIN_PROB)
@@ -124,7 +135,7 @@ class FixedPolicy:
         """Do nothing."""
 
     def disable(self, reason: str) -> None:
-        """Stop drafting, except what grammars know."""
+        """Implement Policy.disable."""
         self._budget = Budget(0, 0, reason)
 
     def describe(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What a step did and what it took, for policy and metrics: made once per step (`step_report` of
-engine/step.py).
+"""The record of a finished step and its times, for policy and metrics; made once per step
+(`step_report` of engine/step.py).
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""Chooses one shape of draft per step, for the whole batch, for a drafter that costs time.
+"""Chooses one draft shape per step, for the whole batch, for a drafter that takes time.
 
-Every row that may draft gets the same shape: a device pays for rows x deepest row, so a smaller
+Every row that may draft gets the same shape: a device computes rows x deepest row, so a smaller
 draft of one row saves nothing. The expected tokens of all shapes follow from how often each level
 was right if the one above was; the time is measured for each shape, in plain steps, by powers of
-two of rows. Drafts that the host grows have one shape, the largest: they end by themselves where a
-further pass of the draft model would take longer than it saves (Budget.pass_prob).
+two of rows. Drafts that are grown on the host have one shape, the largest: they end where a further
+pass of the draft model would take longer than it saves (Budget.pass_prob).
 """
 
 from dataclasses import dataclass, field
@@ -31,13 +31,13 @@ from forerun.draft_shape import DraftShape
 
 @dataclass(slots=True)
 class ShapeStats:
-    """Measurements of steps of about so many rows.
+    """Measurements of steps of about the same number of rows.
 
-    relative_cost  by shape: plain steps that a step of it takes
+    relative_cost  by shape: the step's time, in plain steps
     steps        number of steps that drafted
     enabled      whether to draft
     steps_since  plain steps since the last that drafted
-    cooldown     how many of them to let pass before a new trial
+    cooldown     plain steps before a new trial
     """
 
     relative_cost: dict[DraftShape, Mean] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class ShapeStats:
 class Shapes:
     """Chooses among shapes, by tokens per millisecond.
 
-    drafts  on the host: selects and learns from draft models' proposals
+    drafts  selects among proposals made on the host, and learns from them
     depth   longest path; each level has `width` draft tokens
     merged  drafters without a draft model propose into the same trees
     baseline_speed  speed without this drafter, relative to plain decoding
@@ -87,9 +87,10 @@ class Shapes:
         return rates
 
     def relative_cost(self, rows: int, shape: DraftShape) -> float:
-        """Return the time of a step in plain steps. A shape without observations has the time
-        measured at start-up, of a draft of as many levels as are expected to be right, and less the
-        more steps there were, so that one which was overestimated is tried.
+        """Return the time of a step with this shape, in plain steps. A shape without observations
+        gets the time measured at start-up, for a draft of as many levels as are expected to be
+        right. That estimate shrinks with the number of steps, so that an overestimated shape is
+        tried eventually.
         """
         bucket = self._bucket(rows)
         if (seen := bucket.relative_cost.get(shape)) is not None:
@@ -122,8 +123,8 @@ class Shapes:
         ]
 
     def budget(self, rows: int) -> Budget | None:
-        """Return what every row may draft in the coming step; None = what drafters without a
-        draft model know.
+        """Return what every row may draft in the coming step; None = whatever drafters without a
+        draft model propose.
         """
         if (shape := self.choose(rows)) is not None:
             reason, depth = reasons.ON_LEVELS.format(shape.nodes), shape.depth
@@ -139,7 +140,7 @@ class Shapes:
         return speed * self._pass_cost(rows) / self.rates()[1]
 
     def _off_reason(self, rows: int) -> str:
-        """Return why no shape was chosen, by what was measured."""
+        """Return why no shape was chosen, as text for users."""
         ratios = [self.relative_cost(rows, shape) for shape in self.shapes]
         pairs = zip(ratios, self.shapes, strict=True)
         if all(ratio * self.baseline_speed >= 1.0 + shape.depth for ratio, shape in pairs):
@@ -198,9 +199,10 @@ class Shapes:
         ]
 
     def learn_baseline_speed(self, gain: float) -> None:
-        """Update the baseline speed with the tokens per row that drafters without a draft model
-        would have gained alone in a step that a draft model took part in: the draft model has to
-        beat that.
+        """Update the baseline speed: the speed that drafters without a draft model reach alone,
+        which a draft model has to exceed.
+
+        gain  tokens per row that they would have gained alone in a step with a draft model
         """
         self.baseline_speed += (1.0 - DECAY) / 3.0 * (1.0 + gain - self.baseline_speed)
 

@@ -1,1 +1,1 @@
-"""What proposes continuations."""
+"""Drafters: what proposes draft tokens."""

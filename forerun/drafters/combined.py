@@ -1,4 +1,5 @@
-"""Several drafters, one tree: proposals are merged, and every node has one calibrated score.
+"""Merges the proposals of several drafters into one tree, in which every node has one calibrated
+score.
 
 A node is a path of tokens below the root, from any drafter. The probability that a drafter gives
 it, given the node above, is its `drafter_prob`; how often nodes of such a probability, from that
@@ -6,9 +7,9 @@ drafter and at that depth, were right recently is the node's value (`Calibration
 are verified.
 
 If Plan.model_depth is 0 the draft model, which comes last, does not run, and only the others
-propose. Its opinion is then unknown, so such trees are calibrated separately; they are built in
-other steps too, to measure what they would have gained (Draft.free). A drafter that selects by cost
-(DrafterTraits) needs no tree of this module in such steps.
+propose. Its probabilities are then unknown, so such trees are calibrated separately; they are built
+in other steps too, to measure what they would have gained (Draft.free). A drafter that selects by
+cost (DrafterTraits) needs no tree of this module in such steps.
 """
 
 from collections.abc import Sequence
@@ -31,14 +32,14 @@ PRIOR = 1.0
 with 1, 8 and 32 the accepted draft tokens are the same within 2 of 75.)
 """
 MOST = 1024.0
-"""Most observations of a bin: then both of its counts are halved, so that recent ones weigh
+"""Most observations of a bin. Beyond, both of its counts are halved, so that recent ones weigh
 more.
 """
 
 
 class Calibration:
-    """How often nodes of a probability were right: by drafters (a bit for each, and one more if the
-    draft model did not propose), depth and probability.
+    """Counts how often nodes were right, by the set of drafters that proposed them, depth and
+    probability. A set has a bit per drafter, and one more if the draft model did not propose.
 
     tries, hits  float64[2**(sources+1),DEPTHS,BINS]: nodes below one that was right, and those of
                  them that were right
@@ -110,7 +111,7 @@ class _MergedTree:
     parents       number of the node above; -1 = the root
     depth         1 below the root
     source_mask   the drafters that proposed it: bit i = drafter i
-    drafter_probs  the greatest probability, given the node above, that a drafter says it has
+    drafter_probs  the greatest probability, given the node above, that a drafter assigns to it
     sources       the DraftSource of that drafter's proposal
     below         by node, -1 = the root: its children by token
     """
@@ -171,7 +172,9 @@ class _MergedTree:
         return pruned(tokens, parents, score, keep, np.array(self.sources, np.int32))
 
     def learn(self, calibration: Calibration, tokens: Sequence[int]) -> None:
-        """Learn from the emitted tokens: they decide all children of every node on their path."""
+        """Update the calibration with the emitted tokens: they decide all children of every node on
+        their path.
+        """
         node = -1
         for token in tokens:
             for drafted, child in self.below.get(node, {}).items():
@@ -243,7 +246,7 @@ class CombinedDrafter:
         return drafts
 
     def _for_model(self, plan: Plan) -> Plan:
-        """Return the plan for the draft model; of one step it is made once."""
+        """Return the plan for the draft model, computed once per step."""
         if self._planned is not None and plan is self._planned[0]:
             return self._planned[1]
         limits, model_plan = plan.model_depth, plan

@@ -1,9 +1,9 @@
-"""Calibrates a draft's confidence in its best token by counted outcomes.
+"""Calibrates a draft model's confidence in its best token by counting outcomes.
 
 A confidence head learns the acceptance of rejection sampling at temperature 1, given that all
-before it was accepted. Here a draft token is accepted if it is the target's choice: at temperature
-0 that is another chance, of which the confidence is only an ordering. So outcomes are counted by
-tenths of confidence, by depth, and apart for greedy and sampled texts.
+tokens before were accepted. Here a draft token is accepted if it is the target's choice. At
+temperature 0 that has another probability, which the confidence only orders. So outcomes are
+counted by tenths of confidence, by depth, and separately for greedy and sampled texts.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from forerun.types import Floats
 
 TENTHS = 10
 _WHOLE = -1
-"""The depth that stands for all."""
+"""Key of the counts over all depths."""
 
 
 @dataclass(slots=True)
 class _Count:
-    """Times that a best token was tried below a right one, and right; decayed."""
+    """How often a best token was tried below a right one, and how often it was right; decayed."""
 
     tried: float = 0.0
     right: float = 0.0
@@ -30,7 +30,7 @@ class _Count:
         return (PRIOR * believed + self.right) / (PRIOR + self.tried)
 
     def line(self, start: float, slope: float) -> tuple[float, float]:
-        """Return `rate` of a belief of start + slope * c, in the same form."""
+        """Return (a, b) such that a + b * c equals `rate(start + slope * c)`."""
         weight = PRIOR + self.tried
         return (PRIOR * start + self.right) / weight, PRIOR * slope / weight
 
@@ -40,26 +40,26 @@ class _Count:
 
 
 class Confidence:
-    """Chances that the best token of a node is right, if all above it are."""
+    """Estimates the probability that the best token of a node is right, if all above it are."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[bool, int, int], _Count] = {}
 
     def rate(self, sampled: bool, depth: int, confidence: float) -> float:
-        """Return the calibrated chance. Without observations at a depth (from 0) it is that of all
-        depths, without any the confidence itself.
+        """Return the calibrated probability. A depth (from 0) without observations uses those of
+        all depths; without any, the result is `confidence` itself.
         """
         whole = self._count(sampled, _WHOLE, confidence).rate(confidence)
         return self._count(sampled, depth, confidence).rate(whole)
 
     def learn(self, sampled: bool, depth: int, confidence: float, right: bool) -> None:
-        """Count one outcome."""
+        """Count whether the best token at `depth` was right, of this confidence."""
         for each in (_WHOLE, depth):
             self._count(sampled, each, confidence).learn(right)
 
     def chances(self, depths: int) -> Floats:
-        """Return `rate` of every confidence, as OnDeviceDraftSpec.chances, at depths below
-        `depths`.
+        """Return `rate` as a function of confidence: float32[2,2,depths,TENTHS], see
+        OnDeviceDraftSpec.chances.
         """
         found = np.zeros((2, 2, depths, TENTHS), np.float32)
         found[1] = 1.0
@@ -91,8 +91,9 @@ class Confidence:
 
 
 def scaled(log_probs: Floats, best: float) -> list[float]:
-    """Return probabilities of candidates, best first, of which the best has the chance `best` and
-    the others keep their ratios to it, as far as they are no more than 1 together.
+    """Return probabilities of candidates with float32[k] log_probs, best first: `best` for the
+    first, the others in their ratios to it. If they would sum to more than 1, all are scaled down
+    to 1.
     """
     if not len(log_probs):
         return []

@@ -1,8 +1,8 @@
 """Extends a draft model by the tokens that it has not read yet: at once, or later in one pass.
 
-A step that drafts on the device leaves nothing here. For a sequence without draft tokens the
-model's input is only stored ("at zero the draft costs nothing"); the model catches up when the
-sequence may draft again, or when the ring of features is full.
+A step that drafts on the device leaves nothing to do here. For a sequence without draft tokens the
+model's input is only stored, which costs next to nothing; the model catches up when the sequence
+may draft again, or when the ring of features is full.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from forerun.types import AnyArray, Bools, Ints
 
 MAX_LAG = RING_TOKENS - 4
 """Most tokens a sequence may lag behind with its features stored; then the model must read them. A
-few less than the ring holds: rounds that have begun meanwhile store theirs too.
+few less than the ring holds, because rounds that have begun meanwhile store theirs too.
 """
 
 
@@ -35,14 +35,16 @@ class DeferredDraftExtend:
         self._ring: FeatureRing | None = None
 
     def lag(self, plan: Plan) -> Ints:
-        """Return int32[B]: how many of the tokens in pages the model has not read."""
+        """Return int32[B]: how many tokens of each row are in pages but not read by the draft
+        model.
+        """
         begin = self.begin[plan.slots]
         return np.where(begin < 0, 0, plan.kv_len - begin)
 
     def defer_step(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> bool:
-        """Store the tokens that a step without the model adds to each row, if the model is behind
-        in every row already and the ring has room; then the step needs nothing else. Else returns
-        False and changes nothing; call `extend`.
+        """Store the tokens that a step adds to each row, if the model lags in every row already and
+        the ring has room; then the step needs nothing else. Otherwise returns False and changes
+        nothing; call `extend`.
         """
         begin = self.begin[plan.slots]
         if begin.min() < 0 or not outcome.n_tokens.all():
@@ -56,8 +58,9 @@ class DeferredDraftExtend:
         return True
 
     def take(self, plan: Plan, rows: AnyArray, most: int) -> tuple[Ints, Ints]:
-        """Remove the first tokens of these rows, int[n], `most` in all, row after row. Returns the
-        position of each row's first, int32[n], and the counts int32[n].
+        """Take the next deferred tokens of rows int[n], row after row, at most `most` in all. They
+        no longer count as deferred. Returns int32[n], the position of each row's first one, and
+        int32[n] counts.
         """
         slots, lag = plan.slots[rows], self.lag(plan)[rows]
         begin = self.begin[slots]
@@ -75,12 +78,12 @@ class DeferredDraftExtend:
         pending: Bools,
         idle: Bools,
     ) -> None:
-        """Extend the model by what became permanent of the rows `pending`, bool[B], or store it:
-        for a row that lags already, and for one that is likely not to draft soon (idle, bool[B]).
+        """Extend the model by what became permanent in the rows `pending`, bool[B]. Rows that lag
+        already, and those that will probably not draft soon (`idle`, bool[B]), only store it.
 
-        A prompt is never postponed: its pages are shared. Pages of postponed text lack the draft's
-        entries until it catches up; a sequence that reuses them meanwhile gets slightly worse
-        drafts.
+        A prompt is never deferred, because its pages are shared. Pages of deferred text lack the
+        draft's entries until the model catches up; a sequence that reuses them meanwhile gets
+        slightly worse drafts.
         """
         counts = np.array(outcome.committed(plan), np.int32)
         lag = self.lag(plan)
@@ -106,7 +109,9 @@ class DeferredDraftExtend:
         self, plan: Plan, states: list[DraftState], late: AnyArray, wants_candidates: bool
     ) -> None:
         """Extend those of the rows `late`, int[n], that lag behind, as many tokens at a time as the
-        model takes; wants_candidates: store candidates for them.
+        model takes.
+
+        wants_candidates  store candidates for their next tokens
         """
         while len(late := late[self.begin[plan.slots[late]] >= 0]):
             begin, counts = self.take(plan, late, self._traits.max_nodes)

@@ -1,5 +1,5 @@
-"""The passes of a draft model that the host runs: over what became permanent, and those that grow
-trees, all rows in one per level, or propose blocks, all rows in one.
+"""Runs the passes of a draft model from the host: over permanent tokens; to grow trees, one pass
+per level for all rows; or to propose blocks, one pass for all rows.
 """
 
 from collections.abc import Callable
@@ -49,8 +49,9 @@ class DraftPasses:
         features: Features | None,
         wants_candidates: bool,
     ) -> None:
-        """Run `counts` int32[n] tokens of each of the rows int[n] behind kv_len int32[n] others,
-        with features [sum of counts, .]. If `wants_candidates`, store those of rows that sample.
+        """Run `counts` int32[n] tokens of each of the rows int[n], from position kv_len int32[n]
+        on, with features [sum of counts, .]. If `wants_candidates`, store the candidates of rows
+        that sample.
         """
         row_states = list(map(states.__getitem__, rows.tolist()))
         spans = list(map(DraftState.span, row_states, kv_len.tolist(), counts.tolist()))
@@ -128,7 +129,9 @@ class DraftPasses:
     def _below(
         self, state: DraftState, pairs: PairCandidates, place: int, mask: bytes | None
     ) -> Callable[[Path], Ranked]:
-        """Return what may follow a path of one row, and store how sure the model is of it."""
+        """Return a function from a path of one row to its candidates, which also stores the model's
+        confidence in the best one.
+        """
         state.confident.clear()
         sampled = state.sampling.temperature > 0
 
@@ -147,7 +150,7 @@ class DraftPasses:
         return below
 
     def learn(self, states: list[DraftState], outcome: Outcome) -> None:
-        """Count the outcomes of confident nodes along the tokens that each row emitted."""
+        """Count the outcomes of nodes with a confidence along the tokens that each row emitted."""
         for state, tokens in zip(states, outcome.output_tokens, strict=True):
             sampled = state.sampling.temperature > 0
             for depth, (confidence, best) in enumerate(state.confidences(tokens)):

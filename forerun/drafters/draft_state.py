@@ -21,12 +21,12 @@ class DraftState:
     """A model drafter's state of one slot.
 
     text     the sequence's decided tokens
-    ready    this many of its tokens have run through target and draft model; candidates follow the
+    ready    how many of its tokens have run through target and draft model; candidates follow the
              last of them
     next_candidates  None = unknown, or in `drafted`
-    drafted  what the last step drafted below the last of `ready`, and its row; None = nothing
-    confident  of nodes of the last draft, by the draft tokens down to each: how sure the model was
-               of its best token, and that token
+    drafted  what the last step drafted after these tokens, and its row; None = nothing
+    confident  by path of draft tokens in the last draft: the model's confidence in its best next
+             token, and that token
     """
 
     text: SequenceText
@@ -42,7 +42,7 @@ class DraftState:
         return self.text.tokens[begin : begin + count + 1]
 
     def candidates(self) -> CandidateTokens | None:
-        """Return the candidates behind the last token that is ready; None = unknown."""
+        """Return the candidates that follow the `ready` tokens; None = unknown."""
         if self.next_candidates is None and self.drafted is not None:
             drafts, row = self.drafted
             if drafts.ids is not None and drafts.log_probs is not None:
@@ -51,8 +51,8 @@ class DraftState:
         return self.next_candidates
 
     def confidences(self, tokens: Sequence[int]) -> Iterator[tuple[float, int]]:
-        """Yield, along emitted tokens as far as the last draft reaches, how sure the model was of
-        its best token, and that token; forgets what is in `confident`.
+        """Yield (confidence in the best token, that token) along emitted tokens as far as the last
+        draft reaches. Clears `confident`.
         """
         confident, self.confident = self.confident, {}
         if self.drafted is not None and self.drafted[0].confident is not None:
@@ -65,8 +65,8 @@ class DraftState:
             yield stored
 
     def draft(self, depth: int, nodes: int, constrained: bool) -> Draft | None:
-        """Return what the last step drafted, cut to `depth` and `nodes`; None if it is not as deep,
-        or if a grammar may choose better tokens for the only level.
+        """Return what the last step drafted, cut to `depth` levels and `nodes` tokens; None if it
+        is not as deep, or if a grammar may choose better tokens for the only level.
         """
         if self.drafted is None or self.drafted[0].levels < depth:
             return None
@@ -110,8 +110,8 @@ class DraftState:
 
 
 def not_finite(draft: str) -> EngineError:
-    """Return the error for log-probabilities of which even a node's best is not finite: such a
-    model would silently draft nothing.
+    """Return the error for log-probabilities of which not even the largest is finite: such a model
+    would draft nothing, without a message.
     """
     return EngineError(
         f"the logits of the draft {draft} are not finite; in float16 numbers overflow that "

@@ -1,4 +1,6 @@
-"""How much of what the target writes a draft model can propose at all, of a part of its tokens."""
+"""Measures how many of the target's tokens a draft model with a reduced vocabulary cannot
+propose.
+"""
 
 import logging
 
@@ -10,11 +12,14 @@ from forerun.types import Ints
 log = logging.getLogger("forerun.drafters")
 
 ENOUGH, MUCH = 1_000, 0.2
-"""Emitted tokens after which a share of left out ones is logged once, and that share."""
+"""Emitted tokens, and the share of them outside the vocabulary, from which one warning is
+logged.
+"""
 
 
 class MapCoverage:
-    """Counts tokens of steps behind which the host drafts, and those that a draft vocabulary lacks.
+    """Counts emitted tokens of steps that draft on the host, and those outside the draft
+    vocabulary.
 
     target_ids  int32[Vd] ascending: the draft vocabulary
     vocab       V of the target
@@ -28,7 +33,9 @@ class MapCoverage:
         self._warned = False
 
     def count(self, outcome: Outcome) -> None:
-        """Count the tokens that a step emitted. Logs a warning once if many are left out."""
+        """Count the tokens that a step emitted. Logs one warning if too many are outside the
+        vocabulary.
+        """
         # As lists: NumPy's calls, cold after a forward pass, take longer.
         tokens = [token for emitted in outcome.output_tokens for token in emitted]
         self._emitted += len(tokens)
@@ -48,8 +55,8 @@ class MapCoverage:
         )
 
     def describe(self) -> dict[str, float]:
-        """Return the draft vocabulary's size and the share of emitted tokens that it leaves out, by
-        which acceptance is lower at most: 0 before the first.
+        """Return `size` of the draft vocabulary, and `left_out`, the share of emitted tokens
+        outside it (0 before the first). Acceptance is lower by at most this share.
         """
         share = self._left_out / self._emitted if self._emitted else 0.0
         return {"size": self._size, "left_out": round(share, 4)}

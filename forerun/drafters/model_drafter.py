@@ -1,11 +1,11 @@
-"""Drafting with a draft model: a network that grows a tree level by level, or proposes a block.
+"""Drafts with a draft model: a network that grows a tree level by level, or proposes a block.
 
 After every step the accepted tokens run through the draft model once more, with the target's true
-features if it reads any ("draft-extend"), so that its cache never holds anything drafted: omitting
-this costs acceptance silently. From the last of them the tree grows (speculative/draft_tree.py),
-all rows of a step in one pass per level, or a block in one pass. A step of a capable device extends
-and drafts by itself (`OnDeviceDraftSpec`), and leaves nothing to do; else deferred_extend.py
-extends the model, at once or later.
+features if it reads any (SGLang: draft extend), so that its cache never holds a draft token:
+without this, acceptance drops and no error shows it. From the last of them the tree grows
+(speculative/draft_tree.py), all rows of a step in one pass per level, or a block in one pass. A
+step of a capable device extends and drafts by itself (`OnDeviceDraftSpec`), and leaves nothing to
+do; else deferred_extend.py extends the model, at once or later.
 """
 
 from itertools import compress
@@ -28,8 +28,8 @@ from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, full_size
 from forerun.types import Bools
 
 PATIENCE = 1
-"""Plain steps in a row in which the model is still extended: the last step of an answer is one, and
-pages that later requests reuse should hold its entries.
+"""Consecutive plain steps in which the model is still extended: the last step of an answer is
+plain, and pages that later requests reuse should hold its entries.
 """
 
 
@@ -75,9 +75,9 @@ class ModelDrafter:
         self._states[slot] = None
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info: `name`, `width` of the trees, the model's own, how often
-        tokens were right by its confidence, if it says any, and MapCoverage's for a part of the
-        target's vocabulary.
+        """Return facts for /server_info: `name`, `width` of the trees, and the model's own; for a
+        reduced vocabulary, those of MapCoverage; for a model with confidences, how often tokens of
+        each were right.
         """
         facts = {"name": self.traits.name, "width": self._width, **self._model.describe()}
         if self._coverage is not None:
@@ -152,8 +152,9 @@ class ModelDrafter:
 
     def on_device_draft(self, plan: Plan) -> OnDeviceDraftSpec | None:
         """Return the request that the step extends the model and drafts, for slots that have no
-        deferred tokens; None if there are none. As many levels as this plan allows, which the
-        next step mostly does too; at least one, so that none are deferred.
+        deferred tokens; None if there are none. It asks for as many levels as this plan allows,
+        since the next step mostly allows the same; for at least one, so that no tokens are
+        deferred.
         """
         if not self.traits.drafts_on_device:
             return None
@@ -172,8 +173,8 @@ class ModelDrafter:
         return OnDeviceDraftSpec(slots, self._width, levels, chances) if len(slots) else None
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """Return whether the host needs nothing of the running round: it drafts for every row, or
-        both it and the coming one are plain, and the model's input is only stored.
+        """Return whether the host needs nothing of the running round: either it drafts for every
+        row, or both it and the coming one are plain and the model's input is only stored.
         """
         plain = not (plan.max_nodes.any() or running.plan.max_nodes.any())
         if plain and (

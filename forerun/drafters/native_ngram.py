@@ -18,12 +18,12 @@ from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 
 
 class CpuNgramDrafter:
-    """Looks up continuations in prompt and output, and in a table of the target's usual ones; one
-    native call per step, none if no row may draft.
+    """Proposes continuations that occur in prompt and output, and the usual ones of a table: the
+    native NgramDrafter, with one native call per step, none if no row may draft.
 
-    slots, min_prob, table, capacity, counts  as of NgramDrafter
+    slots, min_prob, table, capacity, counts  as in NgramDrafter
 
-    Raises OSError if there is no core.
+    Raises OSError if there is no compiled core.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class CpuNgramDrafter:
         return not plan.max_nodes.any()
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Do nothing: emitted tokens are read in the text once the row may draft."""
+        """Do nothing: the emitted tokens are read from the text when the row may draft."""
 
     def _unsent(self, slot: int) -> list[int]:
-        """Return the tokens that the core has not received; from now on it has. Raises EngineError
-        if the slot is not open.
+        """Return the tokens that the core has not received, and record them as received. Raises
+        EngineError if the slot is not open.
         """
         text, sent, tenant = self._sent[slot]
         self._sent[slot] = text, text.total, tenant

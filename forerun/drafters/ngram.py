@@ -1,17 +1,17 @@
-"""Draft tokens from the text itself: what followed the last time these tokens came.
+"""Drafts from the text itself: proposes what followed the same tokens earlier.
 
-After prompt lookup (Saxena 2023) and suffix decoding (arXiv 2411.04975), on hash chains as in
-LZ77. For each order n, every position is linked to the previous one that follows the same n
-tokens. The links of the longest order, followed first, lead to the most recent earlier places whose
-past agrees with the present; what follows them, merged into a trie, is the draft. If none agrees, a
-table of the target's usual continuations (drafts/ngram_table.py) drafts, or counts
-of its answers while serving (drafters/ngram_cache.py). At a temperature above 0 the next position's
-noise, which is known in advance, modifies the scores (`coupled`).
+After prompt lookup (Saxena 2023) and suffix decoding (arXiv 2411.04975), on hash chains as in LZ77.
+For each order n, every position is linked to the previous one that follows the same n tokens. The
+links of the longest order, followed first, lead to the most recent earlier places that follow the
+same tokens as the end of the text; what comes after them, merged into a trie, is the draft. If
+there are none, a table of the target's usual continuations (drafts/ngram_table.py) drafts, or
+counts of its answers while serving (drafters/ngram_cache.py). At a temperature above 0 the next
+position's noise, which is known in advance, modifies the scores (`coupled`).
 
 A prediction (SlotInit) is treated as earlier text: it is placed before the prompt, behind a copy of
-the prompt's end, so that it is what followed.
+the prompt's end, so that it looks like an earlier continuation of it.
 
-The compiled core has a twin (csrc/ngram.h) that drafts the same 4 to 20 times faster.
+The compiled core has a twin (csrc/ngram.h) that drafts the same tokens 4 to 20 times faster.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,36 +40,38 @@ PLACES = 8
 LONGEST = 16
 """Most agreeing tokens that count."""
 DOUBT = 7.0
-"""Weight of "something else follows", where a place with m agreeing tokens weighs m * m. (Replayed
-as MIN_PROB: 5 gives 1.953 and 1.390, 10 1.953 and 1.394.)"""
+"""Weight of any other continuation, where a place with m agreeing tokens weighs m * m. (Replayed as
+MIN_PROB: 5 gives 1.953 and 1.390, 10 1.953 and 1.394.)
+"""
 SURE = 0.93
 """Highest probability of a vote, unless LONGEST tokens agree. (Replayed as MIN_PROB: .96 gives
 1.952 and 1.393.)
 """
 SUREST = 0.97
-"""The same if they do. (Replayed, an agent's edits of files, prices of a Xeon with 512 bits, one
-stream and four, .93, .97 and .99: whole files 3.27 3.53 3.62 and 1.44 1.50 1.51 of plain decoding,
-blocks 2.68 2.69 2.66 and 1.32 1.32 1.30; answers of the default model 1.396 1.396 1.396 and 1.090
-1.087 1.081.)
+"""Highest probability of a vote if LONGEST tokens agree. (Replayed, an agent's edits of files,
+costs of a Xeon with 512 bits, one stream and four, .93, .97 and .99: whole files 3.27 3.53 3.62 and
+1.44 1.50 1.51 of plain decoding, blocks 2.68 2.69 2.66 and 1.32 1.32 1.30; answers of the default
+model 1.396 1.396 1.396 and 1.090 1.087 1.081.)
 """
 
 MIN_PROB = 0.02
 """Least estimated probability of a draft token. (`bench/replay.py run`, speed over plain decoding
-at T=0 and .8, one stream, for .05 and .02. Prices of a Xeon with 512 bits, default model: 1.500 and
-1.309, 1.502 and 1.311: there the price decides. Prices of Gemma 3 270M, with a table of ordinary
+at T=0 and .8, one stream, for .05 and .02. Costs of a Xeon with 512 bits, default model: 1.500 and
+1.309, 1.502 and 1.311: there the cost decides. Costs of Gemma 3 270M, with a table of ordinary
 text: 2.37 and 1.33, 2.40 and 1.33. Nodes that cost next to nothing, default model: 2.074 and 1.700,
-2.134 and 1.749; .01 2.130 and 1.752.)"""
+2.134 and 1.749; .01 2.130 and 1.752.)
+"""
 COUPLING = 0.5
-"""How far to believe that the noise of a position decides its token, by temperature, up to 1: with
-noise g, a token's chance is multiplied by e**(COUPLING * temperature * g). (Replayed with the
-native twin's prices, held-out answers of the default model, speed over plain decoding with 0, .2,
-.4, .5 and .6 instead of the product: 1.417 1.414 1.399 1.393 1.384 at T=.4, 1.265 1.289 1.298 1.300
-1.297 at .8, 1.108 1.128 1.144 1.146 1.149 at 1.)
+"""How strongly the noise of a position modifies the probability of its tokens, by temperature, up
+to 1: with noise g, a token's probability is multiplied by e**(COUPLING * temperature * g).
+(Replayed with the native twin's costs, held-out answers of the default model, speed over plain
+decoding with 0, .2, .4, .5 and .6 instead of the product: 1.417 1.414 1.399 1.393 1.384 at T=.4,
+1.265 1.289 1.298 1.300 1.297 at .8, 1.108 1.128 1.144 1.146 1.149 at 1.)
 """
 COUNTED = 16
 """Tokens of an answer that the cache counts per call that drafted for it, so that counting takes a
-fraction of drafting, and nothing without drafting. (.5 us a token on the core and 13 here, Zen 3,
-where a draft takes the core 100 us.)
+fraction of the time of drafting, and none without drafting. (.5 us a token on the core and 13 here,
+Zen 3, where a draft takes the core 100 us.)
 """
 TAIL = 8
 """Tokens of the text passed to a table: more than any table's contexts have."""
@@ -87,10 +89,10 @@ position.
 
 
 class Coupling(NamedTuple):
-    """What the noise of a position says in advance about its token.
+    """How the noise of a position modifies the probabilities of its tokens.
 
     seed       of the noise
-    strength   its factor in a chance's logarithm; 0: there is no noise
+    strength   factor of the noise in the logarithm of a probability; 0: no noise
     elsewhere  mean of e**(strength * noise), for tokens that no source proposes
     """
 
@@ -157,11 +159,11 @@ GAP = -1
 
 
 def indexed(slot_init: SlotInit) -> tuple[Ints, int]:
-    """Return the tokens to search for repetitions, int32[.], and how many of them stand before the
-    sequence itself, 0 without a prediction.
+    """Return the tokens to search for repetitions, int32[.], and how many of them precede the
+    sequence itself (0 without a prediction).
 
-    Before it stand the LONGEST last tokens of the prompt (padded with GAP), the prediction, and a
-    GAP: so the prediction looks like an earlier continuation of the prompt's end.
+    The preceding ones are the LONGEST last tokens of the prompt (padded with GAP), the prediction,
+    and a GAP: so the prediction looks like an earlier continuation of the prompt's end.
     """
     tokens, prediction = slot_init.text.tokens, slot_init.prediction
     if not len(prediction):
@@ -204,8 +206,8 @@ class _Text:
         self.tokens += self.source.tokens[len(self.tokens) - self.predicted :].tolist()
 
     def places(self) -> Voters:
-        """Return earlier positions whose past agrees with the end of the text, and in how many
-        tokens.
+        """Return (position, agreeing tokens) of earlier positions that follow the same tokens as
+        the end of the text.
 
         Longest order first, then most recent first, PLACES at most.
         """
@@ -296,7 +298,9 @@ class _Paths:
 
 
 def _sure(agreeing: Voters) -> float:
-    """Return the highest probability of a token that these voted for, now one token longer."""
+    """Return the highest probability that a token may get from these votes, now one token
+    longer.
+    """
     longest = max((agree for _, agree in agreeing), default=0)
     return SUREST if longest > LONGEST else SURE
 
@@ -304,9 +308,9 @@ def _sure(agreeing: Voters) -> float:
 def coupled(
     chances: list[float], score: float, noise: Coupling, position: int, tokens: list[int]
 ) -> list[float]:
-    """Return the chances of these tokens after a path with this score, given the noise g of an
-    output position, which is added to the target's logits (speculative/accept.py): chance p becomes
-    p * e**(strength * g), divided by the sum of that over all tokens.
+    """Return the probabilities of `tokens` after a path with this score, modified by the noise g of
+    output position `position`, which is added to the target's logits (speculative/accept.py):
+    probability p becomes p * e**(strength * g), divided by the sum of that over all tokens.
     """
     drawn = gumbel_of(noise.seed, position, np.array(tokens, np.int64)).tolist()
     left, total, products = score, 0.0, list[float]()
@@ -332,7 +336,7 @@ class NgramDrafter:
     slots     S
     min_prob  least estimated probability of a draft token
     table     the target's usual continuations; None = no table
-    capacity  contexts of finished answers to count, beside a table too; 0 = none
+    capacity  most contexts of finished answers to count, in addition to a table; 0 = none
     counts    these contexts
     """
 
@@ -392,7 +396,9 @@ class NgramDrafter:
         return drafts
 
     def _usual(self, text: _Text) -> Usual:
-        """Return what estimates the tokens after a text: table and cache together."""
+        """Return a function that estimates the next token of a text from table and cache
+        together.
+        """
 
         def usual(tokens: Sequence[int]) -> dict[int, float]:
             table = self._table.levels(tokens) if self._table is not None else ()
@@ -412,11 +418,11 @@ class NgramDrafter:
         return not plan.max_nodes.any()
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Do nothing: emitted tokens are read in the text once the row may draft."""
+        """Do nothing: the emitted tokens are read from the text when the row may draft."""
 
     def end(self, slot: int) -> None:
-        """Discard the sequence, after the cache has counted the end of its answer (COUNTED). A slot
-        that is not open is no error.
+        """Discard the sequence, after the cache has counted the end of its answer (COUNTED). Does
+        nothing for a slot that is not open.
         """
         text = self._texts.pop(slot, None)
         if text is not None:

@@ -1,10 +1,10 @@
-"""Counts what followed the same tokens in finished answers, while serving.
+"""Counts which tokens followed the same context in finished answers, while serving.
 
 A target that comes without an n-gram table gets one from its own answers: the dynamic cache of
 llama.cpp's lookup decoding, the trie of SGLang's NGRAM, as a back-off model with absolute
-discounting (Chen and Goodman 1999, section 2.7). It makes answers faster and never changes them.
-
-The compiled core has a twin (csrc/ngram_cache.h) with the same counts and probabilities.
+discounting (Chen and Goodman 1999, section 2.7). Like every drafter it makes answers faster and
+never changes them. The compiled core has a twin (csrc/ngram_cache.h) with the same counts and
+probabilities.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +28,11 @@ MOST_COUNT = 0xFFFF
 
 
 def counted_nothing(tokens: Ints, first: int, tenant: int) -> None:
-    """Do nothing: what is counted is not kept."""
+    """Do nothing: the default of `AnswerCounts.counted`, where the counts are not saved."""
 
 
 class _Context:
-    """What came after a context: the total count, and counts of at most FOLLOWERS tokens."""
+    """What followed a context: the total count, and counts of at most FOLLOWERS tokens."""
 
     __slots__ = ("counts", "tokens", "total")
 
@@ -76,7 +76,7 @@ class NgramCache:
 
     @property
     def contexts(self) -> int:
-        """How many contexts there are; one in both halves counts twice."""
+        """The number of contexts; one that is in both halves counts twice."""
         return len(self._recent) + len(self._former)
 
     def learn(self, tokens: Sequence[int], first: int, tenant: int = 0) -> int:
@@ -94,16 +94,18 @@ class NgramCache:
         self.learn(tokens.tolist(), first, tenant)
 
     def learnt(self) -> bytes:
-        """Return nothing: the policy calibrates the scores that come of it."""
+        """Return no bytes: nothing is calibrated here, since the policy calibrates this drafter's
+        scores.
+        """
         return b""
 
     def relearn(self, learnt: bytes) -> bool:
-        """Return False, see `learnt`."""
+        """Return False: there is nothing to restore."""
         return False
 
     def levels(self, text: Sequence[int], tenant: int = 0) -> Iterator[Level]:
-        """Yield what may come after `text` by the counts of `tenant`: by its last token, its last
-        two, and so on, as far as such contexts were counted. Reads its last LONGEST tokens only.
+        """Yield estimates of the token after `text` by the counts of `tenant`: by its last token,
+        its last two, and so on up to LONGEST, as long as such a context was counted.
         """
         for length in range(1, min(LONGEST, len(text)) + 1):
             key = (tenant, *text[-length:])
@@ -119,7 +121,7 @@ class NgramCache:
             yield 1.0 - known / context.total, shares
 
     def _context(self, key: tuple[int, ...]) -> _Context:
-        """Return the entry of this context, in the recent half."""
+        """Return the entry of a context, after moving it to the recent half."""
         if (context := self._recent.get(key)) is not None:
             return context
         context = self._former.get(key) or _Context()

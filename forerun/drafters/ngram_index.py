@@ -18,13 +18,14 @@ from forerun.types import Ints
 
 
 class NgramIndex:
-    """The index of `slots` slots; closed when it is garbage-collected.
+    """The compiled core's index of n-grams in the texts of `slots` slots; closed when it is
+    garbage-collected.
 
     library, handle  the core, and the first argument of its forerun_ngram_... functions
                      (csrc/ngram.h)
     counted          see AnswerCounts
 
-    Raises OSError if there is no core, EngineError if it refuses.
+    Raises OSError if there is no compiled core, EngineError if it rejects the parameters.
     """
 
     def __init__(
@@ -59,14 +60,14 @@ class NgramIndex:
 
     @property
     def trust(self) -> float:
-        """The factor, at most 1, that makes scores honest: draft tokens that were right, over the
-        sum of their scores.
+        """Factor, at most 1, that calibrates scores: draft tokens that were right, over the sum of
+        their scores.
         """
         return min(1.0, self._trust[1] / self._trust[0])
 
     @property
     def contexts(self) -> int:
-        """How many contexts the cache has."""
+        """The number of contexts in the cache."""
         return int(self.library.forerun_ngram_contexts(self.handle))
 
     def count(self, tokens: Ints, first: int, tenant: int) -> None:
@@ -77,7 +78,7 @@ class NgramIndex:
             raise EngineError(self.error())
 
     def learnt(self) -> bytes:
-        """Implement Learner.learnt: how far scores are to be trusted."""
+        """Implement Learner.learnt: the calibration of scores."""
         return self._trust.tobytes()
 
     def relearn(self, learnt: bytes) -> bool:
@@ -89,7 +90,9 @@ class NgramIndex:
         return sound
 
     def use(self, table: NgramTable) -> None:
-        """Replace the table, which must outlive its use. Raises EngineError as the constructor."""
+        """Replace the n-gram table, which must outlive its use. Raises EngineError if its arrays
+        are not contiguous with 4-byte items.
+        """
         self.library.forerun_ngram_use(self.handle, ctypes.byref(_arrays(table)))
 
     def error(self) -> str:
@@ -99,7 +102,7 @@ class NgramIndex:
 
 
 def _arrays(table: NgramTable) -> native.TableArrays:
-    """Return the table as the core reads it; it must outlive the result."""
+    """Return the table's arrays as pointers for the core; the table must outlive the result."""
     names = ("extensions", "earlier", "predictions", "tokens", "rest", "shares")
     arrays = {name: getattr(table, name) for name in names}
     if not all(array.flags.c_contiguous and array.itemsize == 4 for array in arrays.values()):

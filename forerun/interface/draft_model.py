@@ -47,10 +47,10 @@ class DraftModelTraits:
     cache       what each of its layers caches per position; empty = it has no cache of its own
     target_ids  int32[Vd] target id of every draft id
     max_nodes   limit of draft nodes, and of tokens of an extension, in one pass
-    features    what it reads of the target
+    features    which hidden states of the target it reads
     block_size  0: it proposes level by level (`expand`); else the most draft tokens it proposes at
                 once (`block`)
-    confident   it says how sure it is of its tokens
+    confident   it returns a confidence for its best token at each node
     runs_roots  `extend` also computes the root's keys and values and stores them by slot
     """
 
@@ -129,10 +129,10 @@ class DraftLevel:
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """R rows, to propose a block below the root of each.
+    """The roots of R rows, below each of which a draft model proposes a block.
 
     roots       int32[R]    the decided token that the target has not run yet
-    kv_len      int32[R]    cached draft positions the row sees; the root's own position
+    kv_len      int32[R]    cached draft positions the row sees; also the root's own position
     slots       int32[R]
     pages       int32[R,W]  as Plan.page_table
     depth       draft tokens of the block, at most the traits' block_size
@@ -147,9 +147,8 @@ class DraftBlock:
     candidates: int
 
     def part(self, begin: int, end: int) -> "DraftBlock":
-        """Return rows `begin` to before `end` as a block of its own; its arrays are views.
-
-        For rows that do not all fit into one pass.
+        """Return rows `begin` to `end` - 1 as a block of its own, for rows that do not fit into one
+        pass. Its arrays are views.
         """
         rows = slice(begin, end)
         parts = self.roots[rows], self.kv_len[rows], self.slots[rows], self.pages[rows]
@@ -158,7 +157,7 @@ class DraftBlock:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The most probable next tokens of s nodes, best first: all that leaves a device.
+    """The most probable next tokens of s nodes, best first; nothing else is copied from the device.
 
     ids        int32[s,k]    draft ids; k is the requested number or more, or the whole vocabulary
     log_probs  float32[s,k]  in nats, at temperature 1
@@ -170,10 +169,10 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """What a block drafter says of one place below one path of draft tokens, best first.
+    """Candidates for the token after one path of draft tokens, best first, from a block drafter.
 
-    ids, log_probs  int32[k], float32[k]  as of Candidates, of one node
-    confidence      0 to 1, how sure it is that its best token is right; None: it does not say
+    ids, log_probs  int32[k], float32[k]  as in Candidates, of one node
+    confidence      estimated probability that the best token is right; None = no estimate
     """
 
     ids: Ints
@@ -182,10 +181,12 @@ class Children:
 
 
 class PairCandidates(Protocol):
-    """Candidates of blocks whose draft tokens depend on those above."""
+    """Candidates of blocks in which a draft token depends on the tokens above it."""
 
     def below(self, row: int, path: tuple[int, ...]) -> Children:
-        """Return what follows the draft tokens `path` (target ids) below the root of a row."""
+        """Return the candidates for the token after the draft tokens `path` (target ids) below the
+        root of row `row` of the block.
+        """
         ...
 
 
@@ -195,7 +196,7 @@ class BlockCandidates:
 
     ids        int32[R,depth,k]    draft ids, k as in Candidates
     log_probs  float32[R,depth,k]  marginals in nats, at temperature 1: independent of tokens above
-    pairs      None, or: tokens depend on those above
+    pairs      candidates that depend on the tokens above; None = the marginals are all there is
     """
 
     ids: Ints

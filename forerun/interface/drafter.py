@@ -17,17 +17,17 @@ from forerun.speculative.tree import Draft, TreeBatch
 
 @dataclass(frozen=True, slots=True)
 class DrafterTraits:
-    """What a drafter needs and costs.
+    """What a drafter needs, and what it costs.
 
     name              shown in statistics
     max_depth         longest path it can propose
     needs_features    its cache pairs a position with the token after it (EAGLE family), so two
                       sequences share a page only if that token is the same too
-    no_draft_model    proposing takes microseconds and every draft token has an honest score: it
-                      proposes all it knows, and the policy selects from that afterwards
+    no_draft_model    proposing takes microseconds, and the score of a draft token is an estimate of
+                      its acceptance: the drafter proposes everything, and the policy selects
     selects_by_cost   no_draft_model, and selects by itself the draft tokens worth the costs in
-                      `Plan.node_costs`; it also calibrates its own scores. If merged, the part
-                      without a draft model does so alone
+                      `Plan.node_costs`; it also calibrates its own scores. If merged, only the
+                      part without a draft model does so
     merged            drafters without a draft model and a draft model in one tree; scores are
                       observed acceptance rates. The former can run alone (Plan.model_depth)
     drafts_on_device  the running step can make its draft tokens for the next step, on the device
@@ -68,7 +68,7 @@ class Drafter(Protocol):
         ...
 
     def on_device_draft(self, plan: Plan) -> OnDeviceDraftSpec | None:
-        """Return what the executor shall do for the draft model at the end of the coming step; None
+        """Return what the executor must do for the draft model at the end of the coming step; None
         = nothing.
 
         Called after `propose` or `can_overlap`. Changes nothing.
@@ -96,7 +96,9 @@ class Drafter(Protocol):
         ...
 
     def end(self, slot: int) -> None:
-        """Discard the state of a slot whose sequence ended. A slot that is not open is no error."""
+        """Discard the state of a slot whose sequence ended. Does nothing if the slot is not
+        open.
+        """
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -105,13 +107,13 @@ class Drafter(Protocol):
 
 
 class TableDrafter(Drafter, Protocol):
-    """A drafter that drafts by an n-gram table, and by what it counts in finished answers."""
+    """A drafter that proposes from an n-gram table and from n-gram counts of finished answers."""
 
     @property
     def counts(self) -> AnswerCounts:
-        """What it counts."""
+        """The n-gram counts of finished answers."""
         ...
 
     def use(self, table: NgramTable) -> None:
-        """Draft by this table from the next call on."""
+        """Replace the n-gram table, from the next `propose` on. The table must outlive its use."""
         ...

@@ -1,4 +1,6 @@
-"""The executor contract. The engine owns time, the executor owns arrays."""
+"""The executor contract: the engine decides what runs and when, the executor holds all arrays
+(weights, caches, logits).
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,8 +21,11 @@ MOST_PATH = 64
 
 
 def window_pages_of(length: int, window: int, page_size: int) -> int:
-    """Return the most window pages that a sequence of `length` tokens holds, beside those of a
-    step's nodes.
+    """Return the most window pages that a sequence of `length` tokens holds, in addition to those
+    of a step's nodes.
+
+    window     positions that a sliding-window layer sees
+    page_size  tokens per page
     """
     whole = ceil((window + MOST_PATH) / page_size) + 3
     return min(ceil((length + MOST_PATH) / page_size) + 1, whole)
@@ -28,7 +33,7 @@ def window_pages_of(length: int, window: int, page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorLimits:
-    """What an executor was built for; fixed for its life.
+    """The sizes an executor was built for; only `Executor.warm_up` may lower them.
 
     page_size     tokens per page
     pages         pages in the pool
@@ -38,12 +43,13 @@ class ExecutorLimits:
     vocab         V
     max_scored    most nodes in one step that choose a token: one per row that samples, and its
                   draft tokens; None = max_nodes
-    row_nodes     most nodes of one row, by the number of rows in the step, beginning with one row;
-                  () = no limit but the room
-    checkpoints   recurrent states stored at ends of pages, beside one per slot, for a model with
-                  such layers; see `Executor.reusable_prefix_len`
-    window_pages  pages of the layers that see a window, which give back what lies more than
-                  `window` positions before a sequence's next one; 0 = they keep all, as others do
+    row_nodes     most nodes of one row: entry i is for a step of i + 1 rows; () = limited only by
+                  max_nodes
+    checkpoints   recurrent states stored at ends of pages, in addition to one per slot, for a
+                  model with such layers; see `Executor.reusable_prefix_len`
+    window        positions that sliding-window layers see
+    window_pages  pages in the pool of sliding-window layers, which free a page once it lies more
+                  than `window` positions before a sequence's next one; 0 = they keep all pages
     """
 
     page_size: int
@@ -59,13 +65,15 @@ class ExecutorLimits:
     window_pages: int = 0
 
     def windows_fit(self, lengths: Iterable[int]) -> bool:
-        """Return whether there are window pages enough for sequences of these lengths."""
+        """Return whether the window pages suffice for sequences of these lengths (tokens) and the
+        nodes of one step.
+        """
         held = (window_pages_of(length, self.window, self.page_size) for length in lengths)
         step = ceil(self.max_nodes / self.page_size)
         return not self.window_pages or sum(held) + step <= self.window_pages
 
     def check(self, arch: Architecture) -> None:
-        """Raise ConfigError for another vocabulary than the model's, or a context longer than the
+        """Raise ConfigError if `vocab` differs from the model's, or `context` exceeds what the
         model was made for.
         """
         if self.vocab != arch.vocab:
@@ -83,14 +91,14 @@ class ExecutorLimits:
 class Capabilities:
     """What an executor can do that not all of them can.
 
-    needs_masks_before_forward  it decides rows under a grammar within the round, so `begin` needs
-                 their masks. Else they are made while the round runs, and `finish` takes them
+    needs_masks_before_forward  the round itself decides constrained rows, so `begin` needs their
+                 masks; else masks are computed while the round runs and passed to `finish`
     overlap      a round can begin from a running one (`Executor.begin_after`)
-    first_steps  how many steps of a size take longer than later ones, because something is
+    first_steps  how many steps of a size are slower than later ones, because something is
                  compiled, captured or paged in
     padded       a step computes as many nodes of every row as the row with most nodes has
-    unwritten    a step may read pages that were never written: its results mean nothing but its
-                 time is typical, so start-up can time steps behind long texts
+    unwritten    a step may read pages that were never written: its results are meaningless but its
+                 time is typical, so start-up can time steps of long contexts
     hidden       it returns hidden states of known tokens (`Plan.hidden`)
     timed        most nodes of a step that start-up times, where larger ones are compiled later
     """
@@ -105,96 +113,97 @@ class Capabilities:
 
 
 class PageContents(Protocol):
-    """What the pages of an executor hold, to be copied between steps. A round that has begun may
-    still run: it reads what pages held before.
+    """Reads, writes and copies the contents of pages between steps. A round that has begun may
+    still run: it reads the contents from before.
     """
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in the target and every draft model."""
+        """Bytes of a page, summed over the target and every draft model."""
         ...
 
     def read_page(self, page: int) -> bytes:
-        """Return what a full page holds: keys and values, and what draft models store by page.
-        Raises EngineError if it does not exist.
+        """Return the contents of a full page: keys and values, and what draft models store by page.
+        Raises EngineError if there is no such page.
         """
         ...
 
     def write_page(self, page: int, content: bytes | memoryview) -> None:
-        """Make a page hold what `read_page` returned, here or of an executor of the same weights,
-        drafts and page size. Raises EngineError if it cannot.
+        """Write into a page what `read_page` returned, in this executor or one of the same weights,
+        drafts and page size. Raises EngineError if the page or the content is invalid.
         """
         ...
 
     def copy_page(self, source: int, target: int) -> bool:
-        """Make page `target` hold what `source` does, for a new sequence that continues within it.
-        Returns False, and copies nothing, if one can continue behind whole pages only.
+        """Copy the contents of page `source` to page `target`, for a new sequence that continues in
+        the middle of the page. Returns False, and copies nothing, if sequences can continue at page
+        boundaries only.
         """
         ...
 
 
 class WindowContents(Protocol):
-    """What layers that see a window keep of pages, to be copied between steps: it is given back
-    where it lies behind every window.
+    """Reads and writes, between steps, the keys and values that sliding-window layers hold for a
+    page. They are freed once the page lies behind every window.
     """
 
     @property
     def window_page_bytes(self) -> int:
-        """Bytes of it for a page."""
+        """Bytes of these keys and values per page."""
         ...
 
     def needed(self, pages: int) -> range:
-        """Return the numbers of the pages of which a text that continues behind its first `pages`
-        pages needs it.
+        """Return the page numbers, within a sequence, that a text needs window contents of to
+        continue after its first `pages` pages.
         """
         ...
 
     def has_window(self, page: int) -> bool:
-        """Return whether it is there for a page."""
+        """Return whether the window contents of this page are in memory."""
         ...
 
     def reusable_prefix_len(self, pages: Ints) -> int:
-        """Return how many tokens of a text whose first pages int32[n] are in memory a sequence may
-        continue behind.
+        """Return the tokens of the longest prefix that a new sequence can reuse, of a text whose
+        first pages are int32[n].
         """
         ...
 
     def read_window(self, page: int) -> bytes | None:
-        """Return it for a full page; None if it was given back."""
+        """Return the window contents of a full page; None if they were freed."""
         ...
 
     def write_window(self, page: int, content: bytes | memoryview) -> bool:
-        """Put what `read_window` returned, here or of an executor of the same weights and page
-        size, where a text may continue behind this page; it may give back what no sequence reads.
-        Returns False if there is no room. Raises EngineError if it cannot.
+        """Store what `read_window` returned, in this executor or one of the same weights and page
+        size, so that a text can continue after this page. May free contents that no sequence reads.
+        Returns False if there is no room. Raises EngineError if the page or the content is invalid.
         """
         ...
 
 
 class StateContents(Protocol):
-    """Recurrent states at ends of pages (`Executor.reusable_prefix_len`), to be copied between
-    steps.
+    """Reads and writes, between steps, the recurrent states stored at ends of pages
+    (`Executor.reusable_prefix_len`).
     """
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a state, in all layers."""
+        """Bytes of one state, summed over all layers."""
         ...
 
     def state_lengths(self, tokens: Ints, salt: bytes = b"") -> list[int]:
-        """Return the lengths, ascending, of the prefixes of `tokens` int32[T] of this salt whose
-        states are here.
+        """Return the lengths, ascending, of the prefixes of `tokens` int32[T] with this salt whose
+        states are stored.
         """
         ...
 
     def read_state(self, tokens: Ints, salt: bytes = b"") -> bytes | None:
-        """Return the state after `tokens` int32[T] of this salt; None if it is not here."""
+        """Return the state after `tokens` int32[T] with this salt; None if it is not stored."""
         ...
 
     def write_state(self, tokens: Ints, content: bytes | memoryview, salt: bytes = b"") -> bool:
-        """Put what `read_state` returned, here or of an executor of the same weights, in place of
-        the least recently used state. Returns False if there is no room for any. Raises EngineError
-        if it cannot.
+        """Store what `read_state` returned, in this executor or one of the same weights, in place
+        of the least recently used state. Returns False if there is room for none. Raises
+        EngineError if the content is invalid.
         """
         ...
 
@@ -203,13 +212,13 @@ class Executor(Protocol):
     """Runs a target model. One thread calls it: `open`, then `begin` and `finish` for every step of
     the sequence, then `close`.
 
-    Same sequence, same bits: a row's result must not depend on the other rows, on the
-    draft tokens beside its path, or on how its known tokens were cut into chunks.
+    Same sequence, same bits: a row's result must not depend on the other rows, on the draft tokens
+    beside its path, or on how its known tokens were cut into chunks.
 
-    pages            copies what pages hold; None if it cannot
-    state_contents   copies recurrent states, without which pages do not suffice to continue a text;
-                     None if no layer has any
-    window_contents  copies what `pages` does not: None if no layer gives anything back
+    pages            reads, writes and copies page contents; None = unsupported
+    state_contents   reads and writes recurrent states, which a text needs in addition to pages to
+                     continue; None if no layer has any
+    window_contents  reads and writes what sliding-window layers hold; None if no layer frees pages
 
     Rounds finish in the order in which they began, and at most two are begun and unfinished. A
     round that begins from a running one advances the same sequences, or some of them, and the slots
@@ -244,12 +253,14 @@ class Executor(Protocol):
         return len(tokens)
 
     def copy_page(self, source: int, target: int) -> bool:
-        """Copy a page as PageContents.copy_page; False without `pages`. While no round runs."""
+        """Copy a page, see PageContents.copy_page; returns False without `pages`. Call while no
+        round runs.
+        """
         return self.pages is not None and self.pages.copy_page(source, target)
 
     def close(self, slot: int) -> None:
-        """Discard a slot's sequence; its pages belong to the engine alone from now on. A closed
-        slot is no error.
+        """Discard a slot's sequence; its pages belong to the engine alone from now on. Does nothing
+        if the slot is closed.
         """
         ...
 
@@ -292,8 +303,8 @@ class Executor(Protocol):
         ...
 
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
-        """Compile and capture every step that such drafts need, before the first request and after
-        every call that would invalidate it (adding a draft model). All slots are closed.
+        """Compile and capture every step that such drafts need. Called before the first request,
+        and again after every call that invalidates it (adding a draft model). All slots are closed.
 
         draft     the largest drafts that steps will verify; width and depth of what a draft head
                   grows within steps, 0 if none does
@@ -304,21 +315,21 @@ class Executor(Protocol):
         return
 
     def warm_up_rest(self) -> None:
-        """Begin to compile, in the background, what `warm_up` left to the first step that needs it.
-        For servers; returns at once, and only where `warm_up` leaves something does anything.
+        """Start compiling, in the background, what `warm_up` left to the first step that needs it.
+        Returns at once; does nothing if nothing is left. For servers.
         """
         return
 
     def release_scratch(self) -> None:
-        """Free buffers that have grown with the largest step so far: between steps, once start-up
-        has timed larger ones than most requests need.
+        """Free buffers that grow to the largest step so far. Called between steps, after start-up
+        has timed larger steps than most requests need.
         """
         return
 
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
-        """Run these adapters beside the weights, for slots that name them by their place
-        (`SlotInit.adapter`). Once, before the first slot is opened. Raises ConfigError if it
-        cannot.
+        """Load LoRA adapters, which run beside the weights for slots that name one by its index
+        here (`SlotInit.adapter`). Called at most once, before the first slot is opened. Raises
+        ConfigError if the executor supports none, or not these.
         """
         raise ConfigError(
             f"lora-modules: the executor {self.name} runs no adapters; use cpu or torch on one "

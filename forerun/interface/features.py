@@ -1,5 +1,5 @@
-"""Hidden states of the target as a handle: an executor makes it, its draft models read it, and all
-code in between only passes it on.
+"""Hidden states of the target as an opaque handle: an executor creates it, its draft models read
+it, and all code in between only passes it on.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Protocol, Self
 from forerun.types import AnyArray, Ints
 
 RING_TOKENS = 256
-"""How many last tokens of a sequence have features in a ring, until the draft model reads them."""
+"""Last tokens per sequence whose features are stored in a ring until the draft model reads them."""
 
 
 class Features(Protocol):
@@ -32,7 +32,7 @@ class StepFeatures(Features, Protocol):
 
     def store(self) -> "FeatureRing":
         """Write these rows, of accepted nodes only, into the executor's ring by slot and position,
-        and return the ring: they stay until their slots have run RING_TOKENS further tokens.
+        and return the ring. A row stays until its slot has run RING_TOKENS further tokens.
         """
         ...
 

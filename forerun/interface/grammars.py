@@ -10,7 +10,9 @@ from forerun.speculative.tree import Draft, NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 
 MIN_LEGAL_MASS = 0.05
-"""Least probability that a draft model leaves to legal tokens: less is rounding error."""
+"""Lower bound for the probability mass that a draft model gives to legal tokens: less is rounding
+error.
+"""
 
 CandidateTokens = tuple[Ints, Floats]
 """Candidates of one node: target ids int32[n] and log-probabilities float32[n], best first."""
@@ -18,11 +20,11 @@ CandidateTokens = tuple[Ints, Floats]
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a grammar did with emitted tokens.
+    """How far emitted tokens agree with a grammar.
 
     kept         how many of them count; the rest, and all later ones, do not
-    complete     the text is whole and ends after these
-    error        why nothing can follow these, if the matcher failed; else empty
+    complete     the text is complete and ends after these
+    error        why no text can follow, if the matcher failed; else empty
     worker_lost  the matcher failed for a reason outside the grammar: its process was ended or
                  stopped
     must_reopen  the rest must be decided again: close the sequence and open it anew; the new
@@ -61,8 +63,8 @@ class Grammars(Protocol):
         ...
 
     def close(self, slot: int) -> None:
-        """Discard the slot's matcher, and end its process if it has one. A slot without a matcher
-        is no error.
+        """Discard the slot's matcher, and end its process if it has one. Does nothing for a slot
+        without a matcher.
         """
         ...
 
@@ -99,8 +101,8 @@ class Grammars(Protocol):
         """Return masks for the reachable nodes of every constrained row; None if no row is
         constrained.
 
-        slots int32[B] of the rows of `trees`. A node below an illegal token, or behind a complete
-        text, has no mask (row -1). Every matcher is left at its place.
+        slots int32[B] of the rows of `trees`. A node below an illegal token, or after a complete
+        text, has no mask (row -1). The matchers' states are unchanged afterwards.
         """
         ...
 

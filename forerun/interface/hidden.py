@@ -1,4 +1,4 @@
-"""Which tokens of a step have hidden states on the host, for embeddings."""
+"""Selects the nodes of a step whose hidden states are copied to the host, for embeddings."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from forerun.types import Ints
 
 
 def hidden_nodes(plan: Plan, trees: TreeBatch) -> Ints:
-    """Return int32[n] flat nodes, row after row, of which `Plan.hidden` wants hidden states."""
+    """Return int32[n] flat nodes, row after row, whose hidden states `Plan.hidden` requests."""
     counts = [0] * plan.rows if plan.hidden is None else plan.hidden.tolist()
     rows = zip(trees.roots.tolist(), counts, strict=True)
     nodes = [node for root, count in rows for node in range(root + 1 - count, root + 1)]

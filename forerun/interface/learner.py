@@ -1,4 +1,4 @@
-"""What learns while serving, and can go on after a restart from what it knew."""
+"""The contract of estimates that are learned while serving and can be saved across restarts."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -7,30 +7,30 @@ from forerun.types import Ints
 
 
 class Learner(Protocol):
-    """Estimates of a policy or a drafter. They decide what is drafted, never what a text is."""
+    """Estimates of a policy or a drafter. They decide what is drafted and never change a text."""
 
     def learnt(self) -> bytes:
-        """Return what it knows now, a few kilobytes. On the engine's thread."""
+        """Return the estimates as bytes, a few kilobytes. Call on the engine's thread."""
         ...
 
     def relearn(self, learnt: bytes) -> bool:
-        """Go on from what `learnt` returned, in an engine that does not run yet. Returns False, and
-        changes nothing, if that is of something else.
+        """Restore what `learnt` returned; call before the engine runs. Returns False, and changes
+        nothing, if the bytes are invalid or belong to another configuration.
         """
         ...
 
 
 class AnswerCounts(Learner, Protocol):
-    """What an n-gram drafter counts in finished answers, and learns of its scores.
+    """N-gram counts of finished answers, and the calibration of an n-gram drafter's scores.
 
-    counted  called at the end of a sequence with its tokens, where in them those that were counted
-             begin, and its tenant
+    counted  called at the end of a sequence with its tokens, the index of the first one that was
+             counted, and its tenant
     """
 
     counted: Callable[[Ints, int, int], None]
 
     def count(self, tokens: Ints, first: int, tenant: int) -> None:
-        """Count tokens[first:] after the contexts that they follow in `tokens`, for this tenant
-        alone (SlotInit.tenant), without a call of `counted`.
+        """Count tokens[first:] after the contexts that precede them in `tokens`, for this tenant
+        alone (SlotInit.tenant). Does not call `counted`.
         """
         ...

@@ -12,7 +12,7 @@ from forerun.types import Bools, Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class OnDeviceDraftSpec:
-    """What a step of the target shall do for the draft model at its end, if the device can.
+    """What a step of the target does for the draft model at its end, if the device can.
 
     slots   int32[.] of sequences whose draft model has caught up: extend it by the accepted tokens,
             then grow the next draft below them
@@ -31,7 +31,7 @@ class OnDeviceDraftSpec:
 
 @dataclass(frozen=True, slots=True)
 class NextDrafts:
-    """What a step drafted for the one after it.
+    """What a step drafted for the next one.
 
     K = forerun.speculative.tree.full_size(width, levels).
 
@@ -44,8 +44,8 @@ class NextDrafts:
     ids, log_probs  int32[B,k], float32[B,k] target ids that may follow the rows' last tokens, best
                     first, as `DraftModel.extend` returns; -inf = none. None if no row has a grammar
                     to choose among them
-    confident  float32[B,1+K] how sure the draft model is of the best token below the root, and
-            below each node that is above others; None if it does not say
+    confident  float32[B,1+K] confidence in the best token below the root, and below each node that
+            has children; None if the draft model returns none
     """
 
     rows: Bools
@@ -59,8 +59,8 @@ class NextDrafts:
     confident: Floats | None = None
 
     def confidences(self, row: int, tokens: Sequence[int]) -> Iterator[tuple[float, int]]:
-        """Yield, along the tokens that a row emitted as far as they were drafted, the confidence in
-        the best token below, and that token. Requires `confident`.
+        """Yield (confidence in the best token, that token) for each node along the tokens that a
+        row emitted, as far as they were drafted. Requires `confident`.
         """
         assert self.confident is not None
         node, value = -1, self.value[row]

@@ -1,5 +1,5 @@
-"""What crosses between the engine and an executor: a plan of small NumPy ints in, a round while it
-runs, one packed copy out.
+"""The values that pass between the engine and an executor: a plan of small NumPy integer arrays, a
+round while it runs, and the outcome, which is one copy from the device.
 """
 
 from array import array
@@ -19,9 +19,9 @@ _NO_NODES: Ints = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class NodeCosts:
-    """The expected tokens that make draft tokens worth their time, and how many are allowed.
+    """Break-even costs by which a drafter selects, and how many draft tokens are allowed.
 
-    tokens  float64[N] expected tokens that 1, 2, ..., N draft tokens have to bring at least
+    tokens  float64[N] expected tokens that 1, 2, ..., N draft tokens must bring at least
     padded  the counts are per row (each row takes as long as the longest); else over all rows
     """
 
@@ -45,14 +45,14 @@ class Plan:
                             for kv_len + len(known) + max_depth positions
     constrained bool[B]     the row has a grammar
     min_prob    least probability of a draft token worth proposing: less would not be verified
-    node_costs  what a drafter with selects_by_cost selects by; None = it proposes all it knows
+    node_costs  costs by which a drafter with selects_by_cost selects; None = it selects nothing
     model_depth int32[B]    how deep a draft model that shares a tree with other drafters may go, at
                             most max_depth; 0 = only the others propose, None = max_depth
-    pass_prob   least probability of a path below which a draft model runs a further pass
-    on_device_draft  what the step shall do for the draft model at its end, if the executor can;
-                `Outcome.drafts` has the result, which may be None
-    hidden      int32[B] of how many of the row's last known tokens `Round.hidden` has the hidden
-                states; None = of none (`Capabilities.hidden`)
+    pass_prob   a draft model runs a further pass only below paths of at least this probability
+    on_device_draft  what the step does for the draft model at its end, if the executor can; the
+                result is `Outcome.drafts`, which may be None
+    hidden      int32[B]    number of the row's last known tokens whose hidden states to return in
+                `Round.hidden`; None = none (`Capabilities.hidden`)
     """
 
     slots: Ints
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def known_counts(self) -> list[int]:
-        """B counts of known tokens."""
+        """The number of known tokens of each of the B rows."""
         return [1] * self.rows if isinstance(self.known, np.ndarray) else list(map(len, self.known))
 
     @property

@@ -1,4 +1,4 @@
-"""What executors and drafters get to know of a sequence that takes a slot."""
+"""What executors and drafters receive about a sequence that takes a slot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ from forerun.types import Ints
 
 
 class SequenceText(Protocol):
-    """The decided tokens of a sequence, prompt and output, in the one place where they stand.
+    """The decided tokens of a sequence, prompt and output.
 
-    The engine extends it once per step, between `Executor.finish` and `Drafter.observe`. All others
-    read it there and copy nothing.
+    There is one copy. The engine extends it once per step, between `Executor.finish` and
+    `Drafter.observe`; executors and drafters only read it.
     """
 
     @property
     def tokens(self) -> Ints:
-        """int32[total], a view: what is decided now. Not to be written."""
+        """int32[total], a read-only view of the tokens decided so far."""
         ...
 
     @property
@@ -29,7 +29,7 @@ class SequenceText(Protocol):
 
 
 class TokenText:
-    """A SequenceText without an engine: to time steps, and to replay answers."""
+    """A SequenceText that no engine extends, for timing steps and replaying answers."""
 
     def __init__(self, tokens: Sequence[int] | Ints) -> None:
         self.tokens: Ints = np.array(tokens, np.int32)
@@ -46,7 +46,7 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class SlotInit:
-    """What an executor must know of a sequence when it takes a slot.
+    """What an executor needs of a sequence when it takes a slot.
 
     text        all its decided tokens, now and later: the sampler's history, since a plan omits
                 tokens that are in the prefix cache. It begins with the prompt, and with output
@@ -54,11 +54,11 @@ class SlotInit:
     prompt_len  how many of them are the prompt: output position n = index - prompt_len
     prediction  int32[.] the text that the client expects as output, for drafters; often empty
     cached      how many of them are in pages already, from Executor.reusable_prefix_len
-    pages       int32[.] numbers of its pages, `cached` tokens in the first of them
+    pages       int32[.] its pages; the first ones hold the `cached` tokens
     shared      how many of them fill pages that are cached or on disk; more than `cached` if a
                 recurrent state or a window is missing for some
     salt        cached text is shared only among sequences of the same salt
-    tenant      64 bits; what is learnt of its answer drafts only for sequences of the same tenant
+    tenant      64 bits; what is learned from its answer is used only for sequences of this tenant
     adapter     number of its adapter (Executor.adapt); -1 = none
     """
 

@@ -1,3 +1,3 @@
-"""The algorithm in NumPy: tree, sampling, noise, accept. Parity tests hold the executors to these
-files, and their attention to tests/twins/verify.py.
+"""The algorithm in NumPy: tree, sampling, noise, accept. Parity tests compare the executors with
+these files, and their attention with tests/twins/verify.py.
 """

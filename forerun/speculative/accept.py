@@ -75,8 +75,8 @@ def choose(processed: Floats, sampling: Sampling, position: int) -> int:
 
 
 def choose_left(processed: Floats, sampling: Sampling, position: int) -> int:
-    """Return `choose`, computing noise for the tokens alone that `processed` does not exclude where
-    they are at most FEW: cut-offs often leave ten of V.
+    """Return the same as `choose`. If `processed` leaves at most FEW tokens, noise is computed for
+    these alone: cut-offs often leave ten of V.
     """
     left = processed != -np.inf
     if sampling.temperature == 0 or np.count_nonzero(left) > FEW:
@@ -90,9 +90,8 @@ def choose_left(processed: Floats, sampling: Sampling, position: int) -> int:
 
 
 def choose_among(logits: Floats, tokens: Ints, sampling: Sampling, position: int) -> int:
-    """Return `choose` if only `tokens` are allowed and temperature is the only sampling parameter.
-
-    Computes these tokens only: a grammar often allows two or three.
+    """Return the same as `choose`, for the case that only `tokens` are allowed and temperature is
+    the only sampling parameter. Computes these tokens only: a grammar often allows two or three.
 
     logits    float32[V] the target's own, before any sampling parameter, left unchanged
     tokens    int32[n] allowed ids, ascending
@@ -116,9 +115,9 @@ def accept_row(trees: TreeBatch, row: int, choose_at: ChooseAt) -> Path:
 
     choose_at is called for nodes of the accepted path only, root first, at most depth + 1 times.
 
-    Returns a `Path`, empty if the root has no choice. A draft token without a choice of its own is
-    not accepted: the step ends before it, and the next step meets the fault at its root, as plain
-    decoding does. Changes nothing.
+    Returns a `Path`, empty if the root has no choice. A draft token whose logits give no choice is
+    not accepted: the step ends before it, and the next step fails at its root, as plain decoding
+    does. Changes nothing.
     """
     nodes = [trees.root(row)]
     tokens = [choose_at(nodes[0], ())]

@@ -1,18 +1,17 @@
-"""Growing draft trees: which draft tokens are worth proposing, for every kind of drafter.
+"""Grows draft trees, for every kind of drafter: selects which draft tokens to propose.
 
 Level by level (EAGLE-2, arXiv 2406.16858, section 4). Expand (4.1): the `width` nodes of the newest
 level whose paths the drafter finds most probable get their `width` best children. Rerank (4.2): of
 all nodes grown, keep the best N. A node's value is the drafter's probability of its whole path, so
-no child is worth more than its parent, and the best N, ties to the earlier node, are connected
-without further care. `DraftTree` does that.
+no child has a higher value than its parent, and the best N, ties to the earlier node, are connected
+without further checks. `DraftTree` does that.
 
-Best first. If children cost nothing to look up, the next draft token is always the most probable
+Best first. If children cost nothing to compute, the next draft token is always the most probable
 known path that is not in the tree yet: `best_first`. A block's marginals (DDTree, arXiv 2604.12989,
 `block_draft`) and the n-gram table's votes grow like this.
 
-Captured steps grow level by level in fixed shapes
-(executors/torch/captured/drafting.py grows, triton_future.py reranks); `full_size` and `full_draft`
-are the part that host and device share.
+Captured steps grow level by level in fixed shapes (executors/torch/captured/drafting.py grows,
+triton_future.py reranks); `full_size` and `full_draft` are the part that host and device share.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +32,7 @@ class DraftTree:
     value    float32[.] log-probability of the whole path to the node, never above its parent's
     levels   how many have been grown
 
-    A drafter of many rows drives one per row and expands all in one forward.
+    A drafter of many rows has one tree per row and expands all of them in one forward pass.
     """
 
     def __init__(self, width: int) -> None:
@@ -52,7 +51,9 @@ class DraftTree:
         return (self._newest + best).astype(np.int32)
 
     def best(self) -> float:
-        """Return the probability of the best path to the newest level; -1.0 if that is empty."""
+        """Return the probability of the best path to the newest level; -1.0 if that level has no
+        nodes.
+        """
         newest = self.value[self._newest :]
         return float(np.exp(newest.max())) if len(newest) else -1.0
 
@@ -178,9 +179,9 @@ Ranked = tuple[Sequence[int], Sequence[float]]
 
 
 def path_draft(depth: int, below: Callable[[Path], Ranked], nodes: int) -> Draft:
-    """Return the best `nodes` paths of at most `depth` tokens, best first, as block_draft does.
+    """Return the best `nodes` paths of at most `depth` tokens, best first, as `block_draft` does.
 
-    below  what may follow a path; a probability that is not above 0 ends it
+    below  path -> the tokens that may follow it, and their probabilities; one not above 0 ends it
     """
 
     def offer(path: Path, choices: Ranked, rank: int, above: float, parent: int) -> list[Offer]:
@@ -206,8 +207,8 @@ def path_draft(depth: int, below: Callable[[Path], Ranked], nodes: int) -> Draft
 def pruned(
     tokens: Ints, parents: Ints, score: Floats, keep: AnyArray, source: Ints | DraftSource
 ) -> Draft:
-    """Return the draft of nodes keep int[n], ascending, parents included: a node without its parent
-    would hang below the root. The source is int32[.] by node, or one for all.
+    """Return the draft of nodes `keep` int[n], ascending. It must include each node's parent: a
+    node without it would hang below the root. `source` is int32[.] by node, or one for all.
     """
     # The new index of each kept node; the last entry maps the root, -1, to itself.
     place = np.full(len(tokens) + 1, -1, np.int32)

@@ -1,9 +1,9 @@
-"""Noise that belongs to a position: Gumbel variables from a counter-based generator.
+"""Noise by position: Gumbel variables from a counter-based generator.
 
-The generator is Philox-4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
-easy as 1, 2, 3", SC 2011). It has no state: the noise of (seed, output position, token) is a
-pure function, so a drafter, the target, the host and a device see the same numbers, and the
-same seed gives the same text whatever else runs in the batch.
+The generator is Philox-4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as
+1, 2, 3", SC 2011). It has no state: the noise of (seed, output position, token) is a pure function,
+so a drafter, the target, the host and a device compute the same numbers, and the same seed gives
+the same text whatever else runs in the batch.
 """
 
 from functools import lru_cache
@@ -54,8 +54,8 @@ def gumbel(seed: int, position: int, vocab: int) -> Floats:
 
 
 def gumbel_of(seed: int, position: int, tokens: Ints) -> Floats:
-    """Return float32[n], equal bit for bit to `gumbel(seed, position, V)[tokens]`, computing these
-    alone.
+    """Return float32[n], equal bit for bit to `gumbel(seed, position, V)[tokens]`, without
+    computing the noise of other tokens.
 
     tokens  int32[n] ids, in any order
     """
@@ -64,8 +64,9 @@ def gumbel_of(seed: int, position: int, tokens: Ints) -> Floats:
 
 
 def coin(seed: int, position: int) -> float:
-    """Return a uniform number in (0, 1) of (seed, output position), independent of the position's
-    noise: its counter's third word is 1, the noise has 0. Used by accept thresholds only.
+    """Return a uniform number in (0, 1) that depends on (seed, output position) and is independent
+    of the position's noise: its counter's third word is 1, the noise has 0. Used by accept
+    thresholds only.
     """
     counter = np.array([[0], [position], [1], [0]], np.uint64)
     word = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))[0, 0]

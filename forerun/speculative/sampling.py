@@ -14,8 +14,8 @@ import numpy as np
 from forerun.types import AnyArray, Bools, Floats, Ints, Words
 
 LEAST_TOP_P = 2.0**-60
-"""A top_p below this, 0 included, leaves one token: the most probable token always has more. Device
-code, which keeps the tokens above a probability mass, raises a smaller top_p to this.
+"""A top_p below this, 0 included, leaves one token: the most probable token always exceeds it.
+Device code, which keeps the tokens above a probability mass, raises a smaller top_p to this.
 """
 
 
@@ -74,13 +74,15 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        """Whether what a token is worth depends on the tokens before it."""
+        """Whether a token's logit depends on the tokens before it."""
         counted = self.frequency_penalty or self.presence_penalty
         return bool(counted) or self.repetition_penalty != 1.0
 
     @property
     def log_min_p(self) -> np.float32:
-        """How far below the largest logit min_p leaves tokens; -inf if it is off."""
+        """The logarithm of min_p: tokens whose scaled logit is below the largest plus this are
+        excluded. -inf if min_p is off.
+        """
         return np.float32(np.log(self.min_p) if self.min_p > 0.0 else -np.inf)
 
     @property
@@ -156,7 +158,9 @@ def _heated(logits: Floats, sampling: Sampling) -> Floats:
 
 
 def _penalise(out: Floats, sampling: Sampling, history: History, ancestors: Sequence[int]) -> None:
-    """Repetition counts prompt and output, frequency and presence the output alone."""
+    """Apply penalties in place. Repetition counts prompt and output, frequency and presence only
+    the output.
+    """
     tokens = np.concatenate([history.tokens, np.array(ancestors, np.int32)])
     if sampling.repetition_penalty != 1.0:
         penalty = np.float32(sampling.repetition_penalty)
@@ -206,7 +210,7 @@ def _keep_largest(out: Floats, count: int, largest: Floats | None = None) -> Non
 
 def _nucleus(logits: Floats, top_p: float) -> tuple[int, Floats]:
     """Return how many of the most probable tokens reach the probability top_p together, and the
-    logits of these and some more.
+    logits of a set that includes these.
     """
     weights = np.exp(logits - logits.max())
     needed = top_p * float(weights.sum(dtype=np.float64))

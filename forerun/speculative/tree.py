@@ -24,7 +24,7 @@ _NO_SCORE: Floats = np.zeros(0, np.float32)
 
 
 class DraftSource(IntEnum):
-    """Which drafter proposed a draft token. For statistics and traces only: it decides nothing."""
+    """Which drafter proposed a draft token. Used for statistics and traces only."""
 
     UNKNOWN = 0
     NGRAM = 1
@@ -49,8 +49,8 @@ class Draft:
     score    float32[K] the drafter's estimate that the whole path to the node is right, in (0, 1];
              0 = no estimate
     source   int32[K]   a DraftSource for each, or one for all
-    free     what the free drafters would have proposed alone, if a draft model proposed too; None =
-             unknown
+    free     what the drafters without a draft model would have proposed alone, if a draft model
+             proposed too; None = unknown
     """
 
     tokens: Ints = field(default_factory=lambda: _NO_TOKENS)
@@ -152,10 +152,14 @@ class NodeMasks:
 
 
 def unpadded(tokens: Ints, parents: Ints, counts: Ints) -> tuple[TreeBatch, Ints]:
-    """Return the trees of rows of N nodes, tokens int32[B,N], of which the first counts int32[B]
-    exist; and int32[M], the place of each flat node: row * N + its number in the row.
+    """Convert padded trees of B rows to a TreeBatch.
 
+    tokens   int32[B,N]
     parents  int32[B,N] within the row, below 0 for its root, the one known node
+    counts   int32[B] how many nodes of each row exist
+
+    Returns the trees, and int32[M], the padded index of each flat node: row * N + its number in the
+    row.
     """
     rows, nodes = tokens.shape
     if nodes == 1:
