@@ -1,1 +1,1 @@
-"""The engine owns time: requests, plans, the scheduler, the loop."""
+"""The engine: requests, the scheduler, plans, steps, and the thread that runs them."""

@@ -1,4 +1,4 @@
-"""Counts of speculation by adapter."""
+"""Statistics of speculation by LoRA adapter."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,9 @@ from forerun.engine.request import Delta, Sink
 
 @dataclass(frozen=True, slots=True)
 class AdapterCount:
-    """Steps of an adapter's ended sequences, and draft tokens: verified, and of these accepted."""
+    """Counts over an adapter's ended sequences: steps, draft tokens verified, and draft tokens
+    accepted.
+    """
 
     name: str
     steps: int
@@ -16,13 +18,15 @@ class AdapterCount:
 
 
 class AdapterCounters:
-    """Counts what sequences with adapters did, when they end."""
+    """Counts steps and draft tokens of sequences with adapters when they end."""
 
     def __init__(self) -> None:
         self._counts: dict[str, list[int]] = {}
 
     def counting(self, adapter: str, sink: Sink) -> Sink:
-        """Return a sink that also counts its request's choices for the adapter of that name."""
+        """Return a sink that passes deltas to `sink` and counts the statistics of ended choices for
+        this adapter.
+        """
 
         def counted(delta: Delta) -> None:
             if (stats := delta.stats) is not None:
@@ -34,5 +38,5 @@ class AdapterCounters:
         return counted
 
     def counts(self) -> tuple[AdapterCount, ...]:
-        """Return the counts of every adapter that ended a sequence."""
+        """Return the counts of every adapter of which a sequence has ended, by name."""
         return tuple(AdapterCount(name, *counts) for name, counts in sorted(self._counts.items()))

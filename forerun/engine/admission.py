@@ -1,4 +1,6 @@
-"""Admission: which waiting sequences get a slot, and when. Most steps run none of this."""
+"""Admission: decides which waiting sequences get a slot, and when. Runs only if a sequence
+waits.
+"""
 
 from bisect import insort
 from collections.abc import Callable
@@ -19,8 +21,8 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.types import Ints
 
 MOST_COMPARED = 1024
-"""Most pages behind one that are compared, the newest: .3 ms where all begin with the same token,
-and 3.3 for 10,000 (one core of an EPYC). A token of the default model takes 5 or more.
+"""Most pages after one page that are compared, the newest: .3 ms if all begin with the same token,
+and 3.3 for 10,000 (one core of an EPYC). Computing a token of the default model takes 5 ms or more.
 """
 
 
@@ -28,10 +30,10 @@ class Admission:
     """Slots, pages, and the sequences that wait for them or have them.
 
     waiting, running  in order of arrival
-    free_slots  that no sequence has
+    free_slots  slots without a sequence
     num_logits_rows  most nodes of a step that may have logits
     disk     pages on disk; None without a page store
-    pools    whether a request ever wanted an embedding
+    pools    whether any request so far wanted an embedding
     ready    whether a sequence with a slot can take part in the next step
     reusable_prefix_len  (cached tokens, salt, pages) -> how many tokens a sequence can skip, as
                          Executor.reusable_prefix_len
@@ -62,11 +64,11 @@ class Admission:
 
     @property
     def context(self) -> int:
-        """Longest sequence, in tokens, that fits the executor and the page pool."""
+        """The longest sequence, in tokens, that fits the executor and the page pool."""
         return min(self.limits.context, self.limits.pages * self.limits.page_size)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence at its place, with an empty page table."""
+        """Queue a new sequence in its order of arrival, with an empty page table."""
         request = sequence.request
         self.pools = self.pools or sequence.pooled is not None
         sequence.table = PageTable(
@@ -75,8 +77,8 @@ class Admission:
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def _admit(self) -> tuple[Sequence, ...]:
-        """Move waiting sequences to free slots while this step's nodes and the pages suffice; then
-        those whose prompts are read before what the step has (PromptShares).
+        """Move waiting sequences to free slots while this step's nodes and the pages suffice, then
+        those whose prompts are short enough to go first (PromptShares). Returns the admitted ones.
         """
         opened: list[Sequence] = []
         nodes = sum(sequence.pending for sequence in self.running if self._ready(sequence))
@@ -94,8 +96,8 @@ class Admission:
         return tuple(opened)
 
     def _admit_short(self) -> list[Sequence]:
-        """Admit sequences whose prompts cost less than any that is being read, as many as half of a
-        step's nodes can read.
+        """Admit sequences whose prompts cost less than any prompt that is being read, up to half of
+        the nodes of a step.
         """
         reading = [sequence for sequence in self.running if sequence.pending > 1]
         least = min(map(self.shares.cost, reading), default=0.0)
@@ -112,7 +114,9 @@ class Admission:
         return opened
 
     def _open(self, sequence: Sequence) -> bool:
-        """Move a waiting sequence to a free slot. False, and nothing changed, without the pages."""
+        """Move a waiting sequence to a free slot. Returns False, and changes nothing, if there are
+        too few pages.
+        """
         if not self._windows_fit(sequence) or not self._reserve_prompt(sequence):
             return False
         self.waiting.remove(sequence)
@@ -163,12 +167,12 @@ class Admission:
         return reserved
 
     def _windows_fit(self, *more: Sequence) -> bool:
-        """Return whether running sequences, and these, have window pages enough now."""
+        """Return whether the window pages suffice for the running sequences and `more`."""
         return self.limits.windows_fit(each.total for each in (*self.running, *more))
 
     def wait(self, seconds: float, otherwise: Callable[[float], None]) -> None:
-        """Block while no sequence is ready: until pages were read, or as `otherwise` does if no
-        sequence waits for any; for at most `seconds`.
+        """Block while no sequence is ready, for at most `seconds`: until pages were read from disk
+        if a sequence waits for any, else by calling `otherwise`.
         """
         if self.disk is not None and self.disk.reading:
             self.disk.wait(seconds)
@@ -176,9 +180,9 @@ class Admission:
             otherwise(seconds)
 
     def load(self, entering: int) -> Load:
-        """Return the counts of waiting and running sequences and of pages, now.
+        """Return the current counts of waiting and running sequences and of pages.
 
-        entering  how many submitted sequences are not in the queue yet; they count as waiting
+        entering  submitted sequences that are not in the queue yet; they count as waiting
         """
         return Load(
             waiting=len(self.waiting) + entering,
@@ -200,17 +204,17 @@ def common(one: Ints, two: Ints) -> int:
 def continue_within(
     index: PrefixIndex, table: PageTable, tokens: Ints, copy: Callable[[int, int], bool]
 ) -> None:
-    """Continue a text within a page that another text left, where the two part within it: make
-    positions behind a table's shared pages permanent that `index` knows the content of. The page is
-    copied: only full pages are shared.
+    """Continue a text in the middle of a cached page, where it differs from the text that the page
+    holds: copy the page and make the positions that agree permanent. (Only full pages can be
+    shared.)
 
-    After `table.start` and `table.reserve`, before anything else takes or releases pages. Only a
-    page of the same tenant is continued: how many tokens are cached shows whether they were sent
-    before, and of a page each token could be guessed by itself.
+    Call it after `table.start` and `table.reserve`, before anything else takes or releases pages.
+    Only a page of the same tenant is continued: the number of cached tokens shows whether a text
+    was sent before, and within a page an attacker could guess it token by token.
 
-    tokens  int32[T] as of `start`
-    copy    (page, page of the table) -> whether it made the second hold what the first does; if
-            not, nothing changes
+    tokens  int32[T] as for `start`
+    copy    (page, page of the table) -> whether the content of the first was copied to the second;
+            if not, nothing changes
     """
     chain = table.chain
     tokens, salt = tokens[table.length :], b"" if chain else table.salt
@@ -225,9 +229,9 @@ def continue_within(
 def partial_match(
     index: PrefixIndex, parent: CachedPage, tokens: Ints, salt: bytes = b"", tenant: int = 0
 ) -> tuple[int, int]:
-    """Return of the MOST_COMPARED newest pages behind `parent` the one that begins with most of
-    `tokens` int32[T], and how many of its positions have what these decide: min(T - lookahead,
-    page_size) at most; -1 and 0 if no page has any.
+    """Return (page, count): of the MOST_COMPARED newest pages after `parent`, the one that begins
+    with most of `tokens` int32[T], and how many of its positions are valid for them, at most min(T
+    - lookahead, page_size). Returns (-1, 0) if there is none.
 
     salt    of the text, if `parent` is the root
     tenant  of the text, and of the page

@@ -1,4 +1,4 @@
-"""Proof that nothing leaked: run when the engine becomes idle, and by tests after every step."""
+"""Checks for leaks: run when the engine becomes idle, and by tests after every step."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ def check_all(
     slots: Iterable[int],
     live: Mapping[RequestId, list[Sequence]],
 ) -> None:
-    """Prove that no page, slot or sequence leaked. Raises AssertionError that says which.
+    """Check that no page, slot or sequence leaked. Raises AssertionError with the fault.
 
     open   sequences that have a slot
     slots  that are open in executor, drafter and grammars
@@ -29,7 +29,7 @@ def check_all(
 
 
 def check_scheduler(scheduler: Scheduler, open: list[Sequence]) -> None:
-    """Prove that no page and no slot leaked; `open` are the sequences with a slot. Raises
+    """Check that no page and no slot leaked; `open` are the sequences with a slot. Raises
     AssertionError.
     """
     index, waiting = scheduler.index, scheduler.waiting
@@ -52,7 +52,7 @@ def check_scheduler(scheduler: Scheduler, open: list[Sequence]) -> None:
 
 
 def check_sequence(sequence: Sequence) -> None:
-    """Prove that a sequence's numbers are in order (see Sequence). Raises AssertionError."""
+    """Check that a sequence's numbers are in order (see Sequence). Raises AssertionError."""
     table = sequence.table
     assert 0 < sequence.prompt_len <= sequence.total <= len(sequence.buffer)
     assert 0 <= table.length < sequence.total, "more keys and values than tokens"

@@ -1,32 +1,34 @@
-"""Chunked prefill: how many prompt tokens a step takes, and whose."""
+"""Chunked prefill: decides how many prompt tokens run in a step, and of which prompts."""
 
 from collections.abc import Sequence as Several
 
 from forerun.engine.sequence import Sequence
 
 STEP_MS = 250.0
-"""Longest step beside decoding rows, milliseconds: the gap that a prompt makes in their streams.
+"""Longest step with decoding rows, in milliseconds: the gap that a prompt causes in their streams.
 (A stream beside a prompt on two cores of a Xeon, medians of three. Default model, 3,000 tokens: the
 longest gap is .13, .30, .67 s with 100, 250 and 500, the prompt's first token comes after 5.8, 5.7
-and 5.1 s; without a bound 1.33 and 5.9. Gemma 3 270M, 2,000 tokens: .13, .34, .69 and 5.0, 4.0,
-3.5 s.)
+and 5.1 s; without a bound 1.33 and 5.9. Gemma 3 270M, 2,000 tokens: .13, .34, .69 and 5.0, 4.0, 3.5
+s.)
 """
 ALONE_MS = 1000.0
-"""The same without decoding rows: a short prompt that arrives, a client that leaves and the end of
-the server wait for a step, and behind 15,000 tokens 512 took eight seconds. (Qwen2.5 Coder 0.5B,
-two busy cores, processor seconds of some 3,000 tokens, two runs: 21.7 and 19.9 without a bound,
-19.4 and 19.1 with 1000, 20.1 and 21.1 with 500, 19.9 and 21.1 with 250.)
+"""Longest step without decoding rows, in milliseconds: a new short prompt, an abort and a shutdown
+have to wait for a step, and after 15,000 tokens 512 took eight seconds. (Qwen2.5 Coder 0.5B, two
+busy cores, processor seconds of some 3,000 tokens, two runs: 21.7 and 19.9 without a bound, 19.4
+and 19.1 with 1000, 20.1 and 21.1 with 500, 19.9 and 21.1 with 250.)
 """
 LEAST = 32
-"""Least prompt tokens of a step; more are a multiple of this. (16, 32 and 64 do not differ.)"""
+"""Fewest prompt tokens of a step; larger numbers are multiples of it. (16, 32 and 64 do not
+differ.)
+"""
 
 HALF_LIFE = 8192
-"""Prompt tokens, of all clients, after which half of a client's past use no longer counts."""
+"""Prompt tokens, of all clients, after which a client's past use counts half."""
 
 
 class PromptPace:
-    """Bounds the prompt tokens of a step by its time: STEP_MS or twice a step without a prompt
-    beside decoding rows, ALONE_MS or five times that step without them.
+    """Bounds the prompt tokens of a step by its time. With decoding rows the bound is STEP_MS, or
+    twice a step without a prompt if that is more; without them ALONE_MS, or five times that step.
 
     Updated by every step, so it follows the machine, the batch and the length of texts.
 
@@ -38,7 +40,7 @@ class PromptPace:
         self.decoding_ms = self.tokens_per_ms = 0.0
 
     def bound(self, room: int, alone: bool) -> int:
-        """Return the most prompt tokens for a step, at most `room`. alone: it has no decoding
+        """Return the most prompt tokens for a step, at most `room`. alone: the step has no decoding
         rows.
         """
         most, share = (ALONE_MS, 4.0) if alone else (STEP_MS, 1.0)
@@ -50,7 +52,7 @@ class PromptPace:
         )
 
     def observe(self, prompt_tokens: int, ms: float) -> None:
-        """Update the rate with a step with prompt tokens that took `ms` milliseconds.
+        """Update the rate with a step that ran `prompt_tokens` and took `ms` milliseconds.
 
         A step that was slow for another reason, such as one that compiles, counts half at most.
         """
@@ -63,8 +65,8 @@ class PromptShares:
     """Divides a step's prompt tokens: one half by cost, the other by arrival.
 
     The cost of a prompt is its remaining tokens plus its client's recent prompt tokens. So a short
-    prompt waits for no long one, clients share the first half evenly, and the oldest prompt always
-    advances by the other.
+    prompt does not wait for long ones, clients share the first half evenly, and the second half
+    always advances the oldest prompt.
     """
 
     def __init__(self) -> None:
@@ -73,7 +75,7 @@ class PromptShares:
         self._used: dict[str, tuple[float, float]] = {}
 
     def cost(self, sequence: Sequence) -> float:
-        """Return the cost of a sequence's prompt, tokens."""
+        """Return the cost of a sequence's prompt, in tokens."""
         return sequence.pending + self._used_by(sequence.request.client)
 
     def divide(self, sequences: Several[Sequence], room: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""One turn of the engine: begin a round, finish it, report its outcome; and the loop of turns.
+"""The engine core: begins a round, finishes it and reports its outcome; and the loop of such turns.
 
 If the device can continue by itself, rounds overlap: overlap.py.
 """
@@ -25,16 +25,16 @@ from forerun.types import RequestId
 log = logging.getLogger("forerun.engine")
 
 STALL_SECONDS = 0.02
-"""Longest single wait while no sequence is ready; new requests must enter."""
+"""Longest single wait while no sequence is ready, so that new requests are taken in time."""
 
 QUIET = 0.05
 """Seconds without work after which the engine counts as idle and checks itself."""
 
 
 class EngineCore:
-    """Runs sequences, one step per turn. One thread, no locks.
+    """Runs sequences, one step per turn. For one thread; has no locks.
 
-    max_failures  failed steps in a row after which `step` raises EngineError
+    max_failures  consecutive failed steps after which `step` raises EngineError
     ended         called when the last choice of a request has ended
     """
 
@@ -59,7 +59,7 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether a sequence has not ended, or a round runs."""
+        """Whether a sequence has not ended, or a round is running."""
         return bool(self.outputs.live)
 
     @property
@@ -82,8 +82,8 @@ class EngineCore:
         """Run one step of all sequences that are ready. Returns False if there is no sequence at
         all.
 
-        An error in the step ends its requests. Raises EngineError at the max_failures-th failure in
-        a row, RankError at once.
+        An error in the step ends its requests. Raises EngineError after max_failures consecutive
+        failures, RankError at the first.
         """
         schedule = self.scheduler.plan()
         if schedule is None:
@@ -95,22 +95,22 @@ class EngineCore:
         return True
 
     def check(self) -> None:
-        """Prove that no page, slot or sequence leaked. Raises AssertionError."""
+        """Check that no page, slot or sequence leaked. Raises AssertionError."""
         check_all(self.scheduler, self.open, self._parts.open_slots, self.outputs.live)
 
     def end_all(self, ending: Ending) -> None:
-        """End every request. Nothing runs afterwards."""
+        """End every request with `ending`. No step may follow."""
         for request in tuple(self.outputs.live):
             self.outputs.end(request, ending)
 
     def abandon(self) -> None:
-        """Call executor, drafter and grammars for no sequence any more: the engine gives up, and a
-        second failure would hide the first.
+        """Stop calling executor, drafter and grammars: the engine gives up, and a second failure
+        would hide the first.
         """
         self._parts.open_slots.clear()
 
     def _release_sequence(self, sequence: Sequence) -> None:
-        """Release all that an ended sequence holds."""
+        """Release slot and pages of an ended sequence."""
         if sequence.slot is not None:  # First: if a part raises, the sequence can still be ended.
             self._parts.close(sequence.slot)
         self.scheduler.remove(sequence)
@@ -205,8 +205,8 @@ class EngineCore:
 
 
 class EngineLoop:
-    """The engine's own thread: a turn handles the requests of other threads and runs one step.
-    thread.py has the methods for other threads.
+    """The loop of the engine's own thread: each turn runs the calls that other threads have queued,
+    then one step. thread.py has the methods for other threads.
 
     step_began  when the current step began (time.monotonic); None between steps
     """
@@ -246,7 +246,7 @@ class EngineLoop:
 
     def step_once(self) -> bool:
         """Run one turn. Returns False if there was no sequence; the first such turn checks for
-        leaks. If a turn raises, the engine ends all requests with an error and takes no more.
+        leaks. If a turn raises, the engine ends all requests with an error and accepts no more.
         """
         try:
             self._take_inbox()
@@ -271,7 +271,7 @@ class EngineLoop:
             self._step_done()
 
     def _enter(self, sequences: list[Sequence]) -> None:
-        """Move a submitted request into the queue."""
+        """Queue a submitted request."""
         self._core.add(sequences)
         with self._changed:
             self._entering -= len(sequences)

@@ -1,4 +1,4 @@
-"""What a page store has to do: pages to read and to write."""
+"""The jobs of a page store's thread: pages to read and to write."""
 
 from dataclasses import dataclass, field
 from time import monotonic
@@ -12,9 +12,11 @@ class Reading:
     """A sequence that waits for pages on disk.
 
     digests, keys  of its first pages, all of which are on disk; keys without the salt
+    deadline, began  seconds on the monotonic clock
     chain          entries of those that are in memory, held until it ends
     first          how many were in memory when it began
-    usable         of these, those behind which the text could continue
+    usable         after how many of these the text could already continue
+    over           it has ended: nothing more is inserted
     miss           why the store's thread found no more: see StoreStats.misses
     """
 
@@ -32,7 +34,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """Pages of an ended sequence, and after how many of them another text may continue."""
+    """Pages of an ended sequence to write.
+
+    ends  numbers of pages after which another text may continue
+    """
 
     salt: bytes
     chain: list[CachedPage]

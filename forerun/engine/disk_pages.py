@@ -1,20 +1,20 @@
-"""Pages on disk beside serving: what ended sequences leave is written, what waiting ones need is
-read, by one thread.
+"""Reads and writes pages on disk while the server runs: pages of ended sequences are written, those
+that waiting ones need are read, by one thread.
 
     engine's thread                           the store's thread
     awaits    finds a prompt's pages      ->  _read    reads and checks their records
-    _insert   puts them into the index    <-           in parts, then what is needed beside them
+    _insert   puts them into the index    <-           in parts, then the records beside them
     save      an ended sequence's pages   ->  _write   selects those that are not on disk
-    _contents_of  copies them             <-           in parts, then what is needed beside them
+    _contents_of  copies them             <-           in parts, then the records beside them
                                           ->           appends them to a segment
 
-Where layers are recurrent, or give back what lies behind their windows, a text can continue only
-where its state or its window is on disk too (disk_states.py): pages beyond are not read.
+With recurrent layers, or sliding-window layers that free pages, a text can continue only where its
+state or its window is on disk too (disk_states.py): pages beyond are not read.
 
-Those with an arrow to the left run on the engine's thread before a step (Engine.run_in_engine), a
-bounded part in each. Pages that were read are like those of any other request: the sequence waits
-until they are in the prefix index, and finds them there. It waits no longer than reading its prompt
-would take. Nothing here can end a request.
+Functions with an arrow to the left run on the engine's thread before a step (Engine.run_in_engine),
+a bounded part in each. Pages that were read are like those of any other request: the sequence waits
+until they are in the prefix index, and finds them there. It waits no longer than computing its
+prompt would take. A failure here never ends a request.
 """
 
 import logging
@@ -44,27 +44,29 @@ log = logging.getLogger("forerun.engine")
 READ_BYTES, WRITE_BYTES = 16 << 20, 4 << 20
 """Most bytes copied into pages, and out of them, before one step; at least one page."""
 LEAST_TOKENS = 1024
-"""Least tokens of a prompt that is written when it is new; of a shorter one only the part that
-another request had before.
+"""Fewest tokens of a new prompt whose pages are written. Of a shorter one only the part is written
+that another request had before.
 """
 LEAST_READ = 32
-"""Least tokens to read from disk; at least two pages."""
+"""Fewest tokens that are read from disk; at least two pages."""
 QUEUED = 64
-"""Most ended sequences whose pages wait to be written; further ones push out the oldest."""
+"""Most ended sequences whose pages wait to be written; further ones replace the oldest."""
 LEAST_SECONDS, FIRST_SECONDS = 0.1, 10.0
-"""Least time that a sequence waits for its pages, and the time before any prompt was timed."""
+"""Least time that a sequence waits for its pages, and the time to wait before any prompt was
+timed.
+"""
 CLOSE_SECONDS = 5.0
-"""Most seconds of writing at the end of service."""
+"""Most seconds spent writing at shutdown."""
 
 
 class DiskPages:
-    """Reads and writes a page store beside an engine. Methods without another note run on the
-    engine's thread.
+    """Reads and writes a page store for an engine. Methods run on the engine's thread unless they
+    say otherwise.
 
     running  sequences that have a slot; each may need another page
     post   calls a function on the engine's thread before its next step; from any thread
     least  as LEAST_TOKENS
-    beside  None if pages are all that a text needs
+    beside  records that a text needs besides its pages; None if pages suffice
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class DiskPages:
 
     @property
     def held(self) -> list[int]:
-        """The pages that readings hold, each as often as it is held."""
+        """The pages that readings hold, one entry per reference."""
         return [entry.page for each in self._readings.values() for entry in each.chain]
 
     @property
@@ -111,12 +113,12 @@ class DiskPages:
             return not (self._reads or self._writes or self._working)
 
     def wait(self, seconds: float) -> None:
-        """Block until the store's thread needs the engine's, or `seconds` have passed."""
+        """Block until the store's thread posts a function, or `seconds` have passed."""
         self._engine.wait(seconds)
 
     def awaits(self, sequence: Sequence) -> bool:
-        """Return whether a sequence, which reuses its prefix, has to wait for pages that are read
-        for it. The first call looks them up and queues the reading.
+        """Return whether a sequence that reuses its prefix has to wait for pages being read. The
+        first call looks them up and queues the reading.
         """
         reading = self._readings.get(sequence.order)
         if reading is not None:
@@ -140,8 +142,8 @@ class DiskPages:
         return True
 
     def save(self, sequence: Sequence) -> None:
-        """Queue the pages of an ending sequence for writing, if it has enough of them, before it
-        releases them; cancel its reading.
+        """Queue the pages of an ending sequence for writing if they are worth it, and cancel its
+        reading. Call before it releases its pages.
         """
         reading = self._readings.get(sequence.order)
         if reading is not None:
@@ -158,8 +160,10 @@ class DiskPages:
                 self._changed.notify()
 
     def close(self, run_posted: Callable[[], None], flush: bool) -> None:
-        """End the thread; first, if `flush`, write what waits, for at most CLOSE_SECONDS.
-        After the engine's thread has ended. Idempotent.
+        """End the thread; if `flush`, first write what is queued, for at most CLOSE_SECONDS. Call
+        after the engine's thread has ended. Idempotent.
+
+        run_posted  runs the functions that were posted to the engine's thread
         """
         deadline = monotonic() + CLOSE_SECONDS
         while flush and not self.idle and monotonic() < deadline:
@@ -189,7 +193,7 @@ class DiskPages:
     # --- on the engine's thread ----------------------------------------------------------
 
     def _find(self, sequence: Sequence) -> Reading | None:
-        """Return the pages of a prompt that are on disk; None if too few are to be worth
+        """Return a reading of a prompt's pages on disk; None if there are too few to be worth
         reading.
         """
         index, salt = self._index, sequence.table.salt
@@ -225,7 +229,7 @@ class DiskPages:
         return Reading(sequence, digests, keys, monotonic() + max(seconds, LEAST_SECONDS))
 
     def _begin(self, reading: Reading) -> int:
-        """Hold the pages that are in memory. Returns how many there are."""
+        """Acquire the pages that are in memory already. Returns their number."""
         if not reading.over:
             sequence, lookahead = reading.sequence, self._index.lookahead
             known = len(reading.keys) * self._index.page_size + lookahead
@@ -235,7 +239,7 @@ class DiskPages:
         return len(reading.chain)
 
     def _insert(self, reading: Reading, _: range, contents: list[memoryview]) -> bool:
-        """Put pages into the index. Returns False if no more are wanted or no page is free."""
+        """Insert pages into the index. Returns False if no more are wanted or no page is free."""
         index, chain = self._index, reading.chain
         for content in contents:
             if reading.over:
@@ -257,26 +261,30 @@ class DiskPages:
         return not reading.over
 
     def _continues(self, digests: list[bytes]) -> bool:
-        """Return whether what a text needs to continue behind these pages is on disk."""
+        """Return whether the records that a text needs to continue after these pages are on
+        disk.
+        """
         if self._beside is None:
             return True
         store = self._beside.store
         return all(digests[number] in store for number in self._beside.needed(len(digests)))
 
     def _text(self, tokens: Ints, chain: list[CachedPage], salt: bytes) -> CachedText:
-        """Return the text that these pages hold, with which `tokens` begin."""
+        """Return the text that the pages of `chain` hold; `tokens` begin with it."""
         pages = [entry.page if self._index.knows(entry) else -1 for entry in chain]
         length = len(chain) * self._index.page_size
         return CachedText(tokens[:length], np.array(pages, np.int32), salt)
 
     def _usable(self, tokens: Ints, known: list[CachedPage], salt: bytes) -> int:
-        """Return behind how many pages that are in memory a text can continue."""
+        """Return after how many of the pages in memory a text can continue."""
         if self._beside is None:
             return len(known)
         return self._beside.usable(self._text(tokens, known, salt))
 
     def _insert_beside(self, reading: Reading, numbers: range, contents: list[memoryview]) -> bool:
-        """Put what a text needs beside its pages where it can continue from it."""
+        """Give the executor the records that a text needs besides its pages. Returns False if the
+        reading is over.
+        """
         assert self._beside is not None
         text = self._text(reading.sequence.tokens, reading.chain, reading.sequence.table.salt)
         for number, content in zip(numbers, contents, strict=False):
@@ -287,13 +295,13 @@ class DiskPages:
         return not reading.over
 
     def _end(self, reading: Reading, miss: str = "") -> None:
-        """Release the pages of a reading; they stay in the index. Idempotent."""
+        """Release the pages of a reading, which stay in the index, and count it. Idempotent."""
         if reading.over:
             return
         reading.over = True
         del self._readings[reading.sequence.order]
         sequence = reading.sequence
-        # Pages without what is needed beside them are of no use.
+        # Pages without the records that a text needs besides them are useless.
         now = self._usable(sequence.tokens, reading.chain, sequence.table.salt)
         taken = now - reading.usable
         for entry in reversed(reading.chain):
@@ -307,7 +315,7 @@ class DiskPages:
             self._seconds += monotonic() - reading.began
 
     def _contents_of(self, entries: list[CachedPage]) -> list[bytes]:
-        """Return the contents of these pages, up to the first that was evicted."""
+        """Return the contents of these pages, up to the first one that was evicted."""
         contents: list[bytes] = []
         for entry in entries:
             if not self._index.knows(entry):
@@ -316,14 +324,14 @@ class DiskPages:
         return contents
 
     def _worth(self, tokens: Ints, writing: Writing) -> list[int]:
-        """Return the numbers of what is worth writing beside pages."""
+        """Return the page numbers whose records besides pages are worth writing."""
         assert self._beside is not None
         return self._beside.worth(self._text(tokens, writing.chain, writing.salt), writing.ends)
 
     def _contents_beside(
         self, tokens: Ints, writing: Writing, numbers: list[int]
     ) -> list[bytes | None]:
-        """Return what is in memory beside pages."""
+        """Return the executor's records for these page numbers; None for one that is gone."""
         assert self._beside is not None
         text = self._text(tokens, writing.chain, writing.salt)
         return [self._beside.read(text, number) for number in numbers]
@@ -350,7 +358,7 @@ class DiskPages:
                     log.warning("kv-store: a segment could not be closed: %s", error)
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for the next job: readings first, then the newest writing. Returns None once the
+        """Wait for the next job: readings first, then the newest writing. Returns None when the
         store is closing.
         """
         with self._changed:
@@ -364,8 +372,8 @@ class DiskPages:
             return partial(self._write, self._writes.pop())
 
     def _read(self, reading: Reading) -> None:
-        """Read a sequence's pages that are not in memory, up to a damaged one; then what it needs
-        beside them.
+        """Read the pages of a sequence that are not in memory, up to a damaged one, then the
+        records that it needs besides them.
         """
         self._current = reading
         first, last = self._engine.run(partial(self._begin, reading)), len(reading.keys)
@@ -382,8 +390,8 @@ class DiskPages:
         numbers: range,
         insert: Callable[[Reading, range, list[memoryview]], bool],
     ) -> None:
-        """Read records of a reading, up to a damaged one. The engine's thread inserts a part while
-        the next one is read.
+        """Read records for a reading, up to a damaged one. While one part is read, the engine's
+        thread inserts the part before.
         """
         most = max(READ_BYTES // store.record_bytes, 1)
         size = min(most, len(numbers)) * store.record_bytes
@@ -403,8 +411,8 @@ class DiskPages:
     def _contents_on_disk(
         self, store: PageStore, reading: Reading, places: range, into: memoryview
     ) -> list[memoryview]:
-        """Return what a store has of pages of a reading, as PageStore.read does: up to the first
-        without a sound copy; then `reading.miss` says why. Nothing if the reading is over.
+        """Return the stored contents of a reading's pages, see PageStore.read. If it stops early,
+        `reading.miss` has the reason. Empty if the reading is over.
         """
         if reading.over:
             return []
@@ -423,7 +431,7 @@ class DiskPages:
         return contents
 
     def _write(self, writing: Writing) -> None:
-        """Write the pages of a text that are not on disk, in order."""
+        """Write those pages of a text that are not on disk, in order."""
         digest = b""
         digests: list[bytes] = []
         missing: list[tuple[CachedPage, bytes]] = []
@@ -452,7 +460,7 @@ class DiskPages:
         return entry.key[-4 * (self._index.page_size + self._index.lookahead) :]
 
     def _write_beside(self, writing: Writing, digests: list[bytes]) -> None:
-        """Write what a text needs beside its pages; digests: theirs."""
+        """Write the records that a text needs besides its pages, whose digests are `digests`."""
         if self._beside is None:
             return
         store, size = self._beside.store, self._index.page_size

@@ -1,5 +1,5 @@
-"""What a text needs beside its pages to continue behind them, on disk: recurrent states at their
-ends, or what layers that see a window keep of the last of them.
+"""What a text needs besides its pages to continue after them, on disk: recurrent states, or the
+keys and values that sliding-window layers hold for its last pages.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ class CachedText:
     """A text that fills whole pages.
 
     tokens  int32[T]
-    pages   where they are in memory, the first page first; -1 for one that was evicted
+    pages   int32[.] its pages in memory, the first one first; -1 for one that was evicted
+    salt    as in PageTable
     """
 
     tokens: Ints
@@ -24,28 +25,31 @@ class CachedText:
 
 
 class DiskRecords(Protocol):
-    """Records of what texts need beside pages; each has the digest of a page, and these have
-    numbers in their text.
+    """The records that texts need besides pages. A record has the digest of a page in the store,
+    and that page's number within the text.
     """
 
     store: PageStore
 
     def usable(self, text: CachedText) -> int:
-        """Return behind how many of its pages a text can continue with what is in memory."""
+        """Return after how many of its pages a text can continue with the records in memory."""
         ...
 
     def needed(self, pages: int) -> range:
-        """Return the numbers whose records a text needs to continue behind its first `pages`."""
+        """Return the numbers of the records that a text needs to continue after its first `pages`
+        pages.
+        """
         ...
 
     def worth(self, text: CachedText, ends: list[int]) -> list[int]:
-        """Return the numbers of what is worth writing; ends: behind
-        as many pages texts may continue.
+        """Return the numbers of the records that are worth writing.
+
+        ends  numbers of pages after which texts may continue
         """
         ...
 
     def read(self, text: CachedText, number: int) -> bytes | None:
-        """Return what the executor has; None if it has it no more."""
+        """Return the executor's record; None if it is gone."""
         ...
 
     def write(self, text: CachedText, number: int, content: memoryview) -> bool:
@@ -55,14 +59,14 @@ class DiskRecords(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DiskStates(DiskRecords):
-    """Recurrent states: that after a page has its number."""
+    """Records of recurrent states: the state after a page has the page's number."""
 
     store: PageStore
     contents: StateContents
     page_size: int
 
     def usable(self, text: CachedText) -> int:
-        """Return after how many pages of the text its last state stands; 0 without one."""
+        """Return the number of pages before the text's last stored state; 0 if there is none."""
         lengths = self.contents.state_lengths(text.tokens, text.salt)
         return max(lengths, default=0) // self.page_size
 
@@ -71,16 +75,16 @@ class DiskStates(DiskRecords):
         return range(pages - 1, pages)
 
     def worth(self, text: CachedText, ends: list[int]) -> list[int]:
-        """Return the numbers of all states: the executor has few."""
+        """Return the numbers of all states in memory, which are few."""
         lengths = self.contents.state_lengths(text.tokens, text.salt)
         return [length // self.page_size - 1 for length in lengths]
 
     def read(self, text: CachedText, number: int) -> bytes | None:
-        """Return the state after a page."""
+        """Return the state after page `number`; None if it is gone."""
         return self.contents.read_state(self._until(text, number), text.salt)
 
     def write(self, text: CachedText, number: int, content: memoryview) -> bool:
-        """Write the state after a page."""
+        """Store the state after page `number`. Returns False if there is no room."""
         return self.contents.write_state(self._until(text, number), content, text.salt)
 
     def _until(self, text: CachedText, number: int) -> Ints:
@@ -89,33 +93,35 @@ class DiskStates(DiskRecords):
 
 @dataclass(frozen=True, slots=True)
 class DiskWindows(DiskRecords):
-    """What layers that see a window keep of pages."""
+    """Records of the keys and values that sliding-window layers hold for a page."""
 
     store: PageStore
     contents: WindowContents
     page_size: int
 
     def usable(self, text: CachedText) -> int:
-        """Return behind how many pages the last whole window lies."""
+        """Return after how many pages the text can continue: those up to its last complete
+        window.
+        """
         return self.contents.reusable_prefix_len(text.pages) // self.page_size
 
     def needed(self, pages: int) -> range:
-        """Return the numbers of the pages in the window."""
+        """Return the numbers of the pages that windows cover after the first `pages` pages."""
         return self.contents.needed(pages)
 
     def worth(self, text: CachedText, ends: list[int]) -> list[int]:
-        """Return the numbers of pages in whole windows before `ends`."""
+        """Return the numbers of the pages in complete windows before `ends`."""
         windows = [self.needed(end) for end in ends]
         whole = [each for each in windows if all(self._has(text, number) for number in each)]
         return sorted({number for each in whole for number in each})
 
     def read(self, text: CachedText, number: int) -> bytes | None:
-        """Return what is kept of a page."""
+        """Return the window contents of page `number`; None if they were freed."""
         page = int(text.pages[number])
         return self.contents.read_window(page) if page >= 0 else None
 
     def write(self, text: CachedText, number: int, content: memoryview) -> bool:
-        """Write what is kept of a page."""
+        """Store the window contents of page `number`. Returns False if there is no room."""
         return self.contents.write_window(int(text.pages[number]), content)
 
     def _has(self, text: CachedText, number: int) -> bool:

@@ -1,4 +1,4 @@
-"""Functions that another thread has the engine's thread run between steps."""
+"""Calls from another thread that run on the engine's thread between steps."""
 
 import logging
 import threading
@@ -12,11 +12,12 @@ Answer = TypeVar("Answer")
 
 
 class ClosedError(Exception):
-    """The engine runs no more functions posted to it."""
+    """The engine's thread has ended, so it runs no more calls."""
 
 
 class EngineCalls:
-    """Has the engine's thread run functions. Methods without another note are for the other thread.
+    """Runs functions on the engine's thread for another thread, which calls all methods except
+    `wait`.
 
     post    calls a function on the engine's thread before its next step; from any thread
     closed  set when the engine's thread runs no more of them
@@ -26,20 +27,20 @@ class EngineCalls:
         self._post, self._posted, self.closed = post, threading.Event(), False
 
     def wait(self, seconds: float) -> None:
-        """Block until the other thread needs the engine's, or `seconds` have passed. On the
-        engine's thread.
+        """Block until a function is posted, or `seconds` have passed. Called on the engine's
+        thread.
         """
         self._posted.wait(seconds)
         self._posted.clear()
 
     def run(self, work: Callable[[], Answer]) -> Answer:
-        """Run `work` on the engine's thread and return its result. Raises what it raises;
-        ClosedError once this is closed.
+        """Run `work` on the engine's thread and return its result. Raises what `work` raises, and
+        ClosedError if the engine's thread has ended.
         """
         return self.answer(self.start(work))
 
     def start(self, work: Callable[[], Answer]) -> Future[Answer]:
-        """Have the engine's thread run `work`."""
+        """Post `work` to the engine's thread and return its future."""
         answer = Future[Answer]()
 
         def run() -> None:
@@ -54,7 +55,7 @@ class EngineCalls:
         return answer
 
     def answer(self, answer: Future[Answer]) -> Answer:
-        """Wait for what `start` began. Raises as `run`."""
+        """Wait for a future of `start` and return its result. Raises as `run`."""
         while not self.closed:
             try:
                 return answer.result(0.2)

@@ -1,12 +1,12 @@
-"""What drafter and policy learn, kept on disk beside serving, so that a fresh engine drafts as this
-one did: tokens that were counted in answers, at once; estimates, now and then.
+"""Saves what drafter and policy learn, on disk while the server runs, so that a new engine drafts
+as this one did: counted tokens of answers at once, estimates at intervals.
 
     engine's thread                            a thread of its own
     counted     at the end of a sequence   ->  appends them to a journal
     _estimates  before a step              <-  every SAVE_SECONDS
                                            ->  appends them to another
 
-Nothing here can end a request, and no text depends on it.
+A failure here never ends a request, and no text depends on it.
 """
 
 import logging
@@ -30,7 +30,7 @@ log = logging.getLogger("forerun.engine")
 SAVE_SECONDS = 60.0
 """Seconds between two records of estimates, if they changed."""
 LEAST_WAIT = 1.0
-"""Least seconds to wait for something to write."""
+"""Least time-out of a wait for something to write, in seconds."""
 QUEUED = 1024
 """Most records that wait for the disk; further ones are dropped."""
 PART = 512
@@ -38,20 +38,21 @@ PART = 512
 CONTEXT = 4
 """Tokens before the counted ones: the longest context that is counted."""
 CLOSE_SECONDS = 5.0
-"""Most seconds of writing at the end of service."""
+"""Most seconds spent writing at shutdown."""
 _Estimates = tuple[bytes, dict[str, bytes]]
-"""Settings, and what each learner knew."""
+"""(hash of the settings, the bytes of each learner by name)."""
 _ANSWER = struct.Struct("<QI")
-"""Before the tokens of a record: their tenant, and how many of them are context only."""
+"""Header of a record of tokens: their tenant, and how many of them are context only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What an engine learns, and where it is kept.
+    """What an engine learns, and the journals where it is saved.
 
-    answers, estimates  journals of their own
-    settings   of machine and configuration, hashed: estimates under others are not used
-    counts     of answers; None: nothing counts them
+    answers    journal of counted tokens
+    estimates  journal of what learners return
+    settings   hash of machine and configuration: estimates of other settings are not used
+    counts     of answers; None: answers are not counted
     learners   by name
     """
 
@@ -62,8 +63,8 @@ class Learnt:
     learners: Mapping[str, Learner]
 
     def restore(self) -> tuple[int, set[str]]:
-        """Learn again what is kept, in an engine that does not run yet. Returns how many tokens of
-        answers were counted, and the learners that went on from what they knew.
+        """Restore what the journals hold, in an engine that does not run yet. Returns how many
+        tokens of answers were counted, and the names of the learners that were restored.
         """
         total, newest = 0, dict[str, bytes]()
         for payload in self.answers.read() if self.counts is not None else ():
@@ -80,13 +81,14 @@ class Learnt:
         return total, {name for name in known if self.learners[name].relearn(newest[name])}
 
     def record(self) -> bytes:
-        """Return the estimates as they are now. On the engine's thread."""
+        """Return the present estimates as a record. Call on the engine's thread."""
         learnt = {name: learner.learnt() for name, learner in self.learners.items()}
         return msgspec.msgpack.encode((self.settings, learnt))
 
 
 class Learning:
-    """Writes what is learnt. Methods without another note run on the engine's thread.
+    """Saves what is learned, from a thread of its own. Methods run on the engine's thread unless
+    they say otherwise.
 
     post  calls a function on the engine's thread before its next step; from any thread
     """
@@ -102,7 +104,7 @@ class Learning:
         self._thread.start()
 
     def counted(self, tokens: Ints, first: int, tenant: int) -> None:
-        """Queue the tokens of an answer that were counted: tokens[first:], of this tenant."""
+        """Queue tokens[first:] of an answer, which were counted for this tenant, to be saved."""
         for begin in range(first, len(tokens), PART):
             context = min(begin, CONTEXT)
             part = tokens[begin - context : begin + PART]
@@ -110,8 +112,8 @@ class Learning:
             self._put(self._learnt.answers, record)
 
     def close(self, flush: bool) -> None:
-        """End the thread; first, if `flush`, write what waits and the estimates, for at most
-        CLOSE_SECONDS. After the engine's thread has ended. Idempotent.
+        """End the thread; if `flush`, first write what is queued and the estimates, for at most
+        CLOSE_SECONDS. Call after the engine's thread has ended. Idempotent.
         """
         if self._thread.is_alive():
             if flush:
@@ -167,7 +169,7 @@ class Learning:
             return False
 
     def _jobs(self) -> Iterator[tuple[Journal, bytes]]:
-        """Yield what is queued until the end, and have estimates queued every SAVE_SECONDS."""
+        """Yield queued records until the end, and request estimates every SAVE_SECONDS."""
         due = monotonic() + SAVE_SECONDS
         while True:
             if monotonic() >= due and not self._awaited:

@@ -16,7 +16,7 @@ LENGTHS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 CHOICES = (1, 2, 5, 10, 20)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 RECENT = 512
-"""Rows in the rolling acceptance length."""
+"""Rows over which the rolling acceptance length is averaged."""
 
 
 class LiveHistogram:
@@ -34,8 +34,8 @@ class LiveHistogram:
 
 
 class EngineMetrics:
-    """The counters. Written by the engine's thread; other threads may read them in the middle of an
-    update.
+    """The engine's counters. Written by the engine's thread; other threads may read them in the
+    middle of an update.
     """
 
     def __init__(self) -> None:
@@ -58,8 +58,8 @@ class EngineMetrics:
         self.recent: deque[int] = deque(maxlen=RECENT)
 
     def rows(self, trees: TreeBatch, rows: list[int], outcome: Outcome) -> None:
-        """Count the draft tokens of these rows of a step, which sampled, by source, depth and
-        acceptance.
+        """Count the draft tokens of the given rows of a step by source, depth and acceptance. Every
+        given row must have sampled.
         """
         drafted = outcome.n_draft_tokens.tolist()
         self.recent.extend(outcome.n_tokens[rows].tolist())
@@ -78,7 +78,9 @@ class EngineMetrics:
                 counted[1] += node in accepted
 
     def ended(self, sequence: Sequence, finish: Finish) -> None:
-        """Count the lengths of an ended sequence, and how its time was spent."""
+        """Count the lengths of an ended sequence, and the time that it spent waiting, in prefill
+        and in decoding.
+        """
         now = monotonic()
         self.finished[finish] += 1
         self.prompt_tokens += sequence.prompt_len

@@ -1,4 +1,4 @@
-"""Applies stop conditions to decided tokens, makes their text, and reports both as deltas."""
+"""Applies stop conditions to decided tokens, decodes their text, and reports both as deltas."""
 
 import logging
 from collections import Counter
@@ -34,10 +34,10 @@ log = logging.getLogger("forerun.engine")
 
 
 def check_stop(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) -> RowOutput:
-    """Push decided tokens through the stop conditions and the text stream, one by one.
+    """Apply the stop conditions to decided tokens, one by one, and return those that count with
+    their text.
 
-    An end-of-text id gives no `reason`, any other stop does; before min_tokens a stop token is
-    text.
+    An end-of-text id sets no `reason`, any other stop does. Before min_tokens a stop token is text.
     """
     stopping, text, before = sequence.request.stopping, "", sequence.reported
     counted: list[int] = []
@@ -63,7 +63,9 @@ def check_stop(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[
 
 
 class FastDetokenize:
-    """Selects rows that need no `check_stop`: whole characters only, no stop token."""
+    """Selects rows that need no `check_stop`: their tokens are whole characters and no stop
+    tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._text = bytearray(tokenizer.whole_tokens(vocab))
@@ -71,14 +73,14 @@ class FastDetokenize:
         self._whole, self._stops = self._text.copy(), Counter[int]()
 
     def add(self, stopping: Stopping, requests: int = 1) -> None:
-        """Count `requests` more requests with these stop tokens; negative: fewer."""
+        """Register the stop tokens of `requests` more requests; a negative number removes them."""
         for token in {each for each in stopping.stop_tokens if 0 <= each < len(self._text)}:
             self._stops[token] += requests
             self._whole[token] = self._text[token] and not self._stops[token]
 
     def takes(self, sequence: Sequence, tokens: list[int]) -> bool:
-        """Return whether a sequence that has these new tokens needs no stop check and has not
-        reached its limit.
+        """Return whether a sequence with these new tokens needs no stop check and is below its
+        limit.
         """
         if not sequence.bulk or sequence.total >= sequence.limit:
             return False
@@ -121,13 +123,12 @@ def make_delta(sequence: Sequence, output: RowOutput, logprobs: Reports) -> Delt
 
 
 class OutputProcessor:
-    """Makes outcomes permanent and reports them: tokens, pages, stop conditions, text, deltas,
-    ends.
+    """Commits outcomes and reports them: tokens, pages, stop conditions, text, deltas, ends.
 
     live   the choices of each request that have not ended, by its id
     bulk   selects the rows that need no stop check
     ended  called when the last choice of a request has ended
-    release_sequence  releases what an ended sequence holds
+    release_sequence  releases slot and pages of an ended sequence
     """
 
     def __init__(
@@ -190,9 +191,9 @@ class OutputProcessor:
         return PendingRows(rows, committed)
 
     def emit(self, step: Step, outcome: Outcome, pending: PendingRows) -> None:
-        """Send the deltas of the rows in `pending`, as `commit` returned them, up to where stop
-        conditions cut their tokens, and end the sequences that stop. Rows whose sequence ended
-        since are left out.
+        """Send the deltas of the rows that `commit` returned, up to where stop conditions cut their
+        tokens, and end the sequences that stop. Rows whose sequence has ended meanwhile are
+        skipped.
         """
         sequences = step.rows
         rows = [row for row in pending.rows if not sequences[row].finished]
@@ -248,7 +249,7 @@ class OutputProcessor:
         sequence.update_bulk()
 
     def _emit(self, sequence: Sequence, output: RowOutput, logprobs: Reports = ()) -> None:
-        """Report an output; if it ends the sequence, first release what that holds."""
+        """Send the delta of an output; if it ends the sequence, release that sequence first."""
         if sequence.reported == len(output.tokens) > 0:
             sequence.first_decided = monotonic()
             self._metrics.first_token.add(sequence.first_decided - sequence.submitted)
@@ -260,7 +261,7 @@ class OutputProcessor:
             self._send([(sequence, delta)])
 
     def _send(self, deltas: list[tuple[Sequence, Delta]]) -> None:
-        """Send a delta of each. A sink that fails ends all choices of its request."""
+        """Send each sequence its delta. A sink that raises ends all choices of its request."""
         broken: set[RequestId] = set()
         for sequence, delta in deltas:
             request = sequence.request.id
@@ -281,7 +282,7 @@ class OutputProcessor:
                 self._emit(sequence, RowOutput((), held_text(sequence), ending))
 
     def _remove(self, sequence: Sequence, finish: Finish) -> None:
-        """Release all that a sequence holds, and remove it."""
+        """Release an ended sequence and remove it."""
         request = sequence.request.id
         self._metrics.ended(sequence, finish)
         self._longest[request] = max(self._longest.get(request, 0), sequence.reported)

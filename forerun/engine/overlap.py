@@ -1,20 +1,19 @@
 """Overlap scheduling, for devices that can begin a round from the one before.
 
-Rounds stand in a queue, which is two deep within a turn:
+Rounds are in a queue, at most two of them within a turn:
 
     device     | round n           | round n+1         | round n+2
     host        plan n+1 | finish n  plan n+2 | finish n+1
 
 What round n+1 needs of round n stays on the device (Executor.begin_after). The host plans it from
-bounds: as if every draft token of round n were accepted, so that each possible position has its
-page. Outcomes are the same, known one round later. So a row that
-ended in round n runs in round n+1 too: that result is dropped, and slot and pages are released
-after it.
+upper bounds, as if every draft token of round n were accepted, so that each possible position has
+its page. Outcomes are the same, known one round later. A row that ended in round n therefore runs
+in round n+1 too: its result is dropped, and slot and pages are released after that.
 
-If the host is needed - for a prompt, a grammar, draft tokens from the text, a sequence waiting for
-a free slot, too few pages - round n is finished first. Then round n+1 begins, and only then are the
-outputs of round n reported: stop conditions, text, sinks. A row that its text ends (a stop string)
-runs once more here too.
+If the host is needed (for a prompt, a grammar, draft tokens from the text, a sequence waiting for a
+free slot, or too few pages), round n is finished first. Then round n+1 begins, and only then are
+the outputs of round n reported: stop conditions, text, sinks. A row that its text ends (a stop
+string) runs once more here too.
 
     device     | round n           |                   | round n+1
     host        report n-1           finish n | plan n+1 | report n
@@ -41,7 +40,9 @@ log = logging.getLogger("forerun.engine")
 def make_core(
     parts: Parts, overlap: bool, max_failures: int, ended: Callable[[RequestId], None]
 ) -> EngineCore:
-    """Return the core of an engine: with `overlap` one whose rounds overlap, if the executor can.
+    """Return an engine core. With `overlap` its rounds overlap if the executor can; else a warning
+    is logged.
+
     max_failures, ended: see EngineCore.
     """
     if overlap and parts.executor.capabilities.overlap:
@@ -55,7 +56,9 @@ def make_core(
 
 
 class OverlappingCore(EngineCore):
-    """Begins a round before the previous one is finished, or before its outputs are reported."""
+    """An engine core that begins a round before the previous one is finished, or before its outputs
+    are reported.
+    """
 
     def __init__(self, parts: Parts, max_failures: int, ended: Callable[[RequestId], None]) -> None:
         super().__init__(parts, max_failures, ended)
@@ -99,7 +102,7 @@ class OverlappingCore(EngineCore):
         return True
 
     def check(self) -> None:
-        """Prove that nothing leaked, as EngineCore does."""
+        """Check for leaks, as EngineCore does."""
         super().check()
         assert all(map(self._runs, self._leaving)), (
             "an ended sequence waits for a step that does not run"
@@ -129,7 +132,7 @@ class OverlappingCore(EngineCore):
             super()._release_sequence(sequence)
 
     def _release(self) -> None:
-        """Take slots and pages from the ended sequences that are in no running step."""
+        """Free slots and pages of the ended sequences that are in no running step."""
         for sequence in [one for one in self._leaving if not self._runs(one)]:
             self._leaving.remove(sequence)
             self._parts.close(self.scheduler.free_slot(sequence))
@@ -155,7 +158,9 @@ class OverlappingCore(EngineCore):
         return schedule is not None
 
     def _begin_after(self, running: Step) -> None:
-        """Begin the next step from the running round, if the host needs nothing of that first."""
+        """Begin the next step from the running round, if the host needs nothing of that round
+        first.
+        """
         round = running.round
         # The next step mostly drafts if this one does: check that first, to plan only once.
         if not round.can_overlap or not self._parts.drafter.can_overlap(round.plan, round):
@@ -208,8 +213,8 @@ class OverlappingCore(EngineCore):
     def _split_ended(
         self, step: Step, outcome: Outcome, pending: PendingRows
     ) -> tuple[PendingRows, PendingRows]:
-        """Split the outputs into rows that end whatever their text says, or are decided again, and
-        need not run on; and the others.
+        """Split the rows to report: first those that end whatever their text is, or are decided
+        again, so that they need not run in the next step; then the others.
         """
         ended, others = list[int](), list[int]()
         for row in pending.rows:

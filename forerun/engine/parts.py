@@ -1,4 +1,4 @@
-"""The parts of an engine. If one of them fails, the drafter, no request ends."""
+"""The parts of an engine, and a guard around the drafter: if it fails, no request ends."""
 
 import logging
 from collections.abc import Callable
@@ -24,12 +24,12 @@ Answer = TypeVar("Answer")
 
 
 class GuardedDrafter(Drafter):
-    """The Drafter contract around another drafter, up to that drafter's first exception.
+    """The Drafter contract around another drafter, until its first exception.
 
-    From then on the drafter, whose state may be inconsistent, is not called any more: nothing is
+    After that the drafter, whose state may be inconsistent, is not called any more: nothing is
     proposed, and the policy is disabled.
 
-    fault  why speculation is off, as `policy.off` words it; None = it is on
+    fault  why speculation is off, a sentence of `policy.off`; None = it is on
     """
 
     def __init__(self, drafter: Drafter, policy: Policy, fault: str | None = None) -> None:
@@ -39,7 +39,7 @@ class GuardedDrafter(Drafter):
             policy.disable(fault)
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Start a sequence."""
+        """Start a sequence; after a failure do nothing."""
         self._call(lambda: self._drafter.begin(slot_init), None)
 
     def propose(self, plan: Plan) -> list[Draft]:
@@ -47,7 +47,7 @@ class GuardedDrafter(Drafter):
         return self._call(lambda: self._drafter.propose(plan), [NO_DRAFT] * plan.rows)
 
     def on_device_draft(self, plan: Plan) -> OnDeviceDraftSpec | None:
-        """Return what the step shall do for the draft model; after a failure None."""
+        """Return what the executor does for the draft model; after a failure None."""
         return self._call(lambda: self._drafter.on_device_draft(plan), None)
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
@@ -55,11 +55,11 @@ class GuardedDrafter(Drafter):
         return self._call(lambda: self._drafter.can_overlap(plan, running), False)
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Learn the outcome of a step."""
+        """Learn the outcome of a step; after a failure do nothing."""
         self._call(lambda: self._drafter.observe(plan, trees, outcome), None)
 
     def end(self, slot: int) -> None:
-        """Discard the state of a slot."""
+        """Discard the state of a slot; after a failure do nothing."""
         self._call(lambda: self._drafter.end(slot), None)
 
     def describe(self) -> dict[str, Any]:
@@ -82,9 +82,9 @@ class GuardedDrafter(Drafter):
 
 @dataclass(slots=True)
 class Parts:
-    """The parts that an engine consists of, and which slots are open in all of them.
+    """The parts of an engine, and which slots are open in them.
 
-    open_slots  and the sequences in them; `close` of any other slot does nothing
+    open_slots  open slots with their sequences
     """
 
     executor: Executor
@@ -96,7 +96,7 @@ class Parts:
 
     def open(self, sequence: Sequence) -> None:
         """Open the slot of `sequence` in executor, drafter and grammars. Raises what they raise;
-        `close` then closes it where it was opened.
+        `close` then closes it in those where it was opened.
         """
         assert sequence.slot is not None
         self.open_slots[sequence.slot] = sequence
@@ -121,7 +121,7 @@ class Parts:
             self.grammars.open(sequence.slot, grammar, output, tenant)
 
     def close(self, slot: int) -> None:
-        """Close a slot in all parts where it is open."""
+        """Close a slot in all parts where it is open. Does nothing for a slot that is not open."""
         sequence = self.open_slots.pop(slot, None)
         if sequence is None:
             return

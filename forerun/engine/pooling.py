@@ -1,4 +1,4 @@
-"""Embeddings: the hidden states of a prompt, pooled to one vector as chunks of it run."""
+"""Embeddings: pools the hidden states of a prompt to one vector while its chunks run."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ POOLINGS = ("last", "mean")
 
 
 class PooledPrompt:
-    """The pooled hidden state of a prompt, as far as it has run.
+    """The pooled hidden state of the part of a prompt that has run.
 
     Sums are float64 in the order of positions, so that the bits do not depend on the chunks.
 
@@ -29,12 +29,12 @@ class PooledPrompt:
 
     @property
     def every(self) -> bool:
-        """Whether every token has to run for it, also those that are in the prefix cache."""
+        """Whether every token must run, also those in the prefix cache."""
         return self._kind == "mean"
 
     def wanted(self, begin: int, count: int) -> int:
-        """Return of how many of the last of `count` tokens from position `begin` on, which a step
-        runs, it needs hidden states.
+        """Return the number of last tokens whose hidden states are needed, of a chunk of `count`
+        tokens from position `begin` on.
         """
         end = begin + count
         if self.every:
@@ -42,7 +42,9 @@ class PooledPrompt:
         return int(end == self._length)
 
     def takes(self, round: Round, row: int) -> bool:
-        """Add the hidden states of a finished round's row. Returns whether the prompt has run."""
+        """Add the hidden states of one row of a finished round. Returns whether the prompt is
+        complete.
+        """
         plan = round.plan
         assert plan.hidden is not None and round.hidden is not None
         end = int(plan.hidden[: row + 1].sum())
@@ -50,7 +52,7 @@ class PooledPrompt:
         return int(plan.kv_len[row]) + plan.known_counts[row] == self._length
 
     def add(self, states: Floats) -> None:
-        """Add float32[n,H], hidden states of as many tokens of a step as were wanted."""
+        """Add float32[n,H], the hidden states that `wanted` asked for, of one chunk."""
         if not len(states):
             return
         before = self._sum[None] if self._summed else np.zeros((1, states.shape[1]))
@@ -58,13 +60,16 @@ class PooledPrompt:
         self._summed += len(states)
 
     def vector(self) -> Floats:
-        """Return float32[H], the pooled state, once the prompt has run."""
+        """Return float32[H], the pooled state. Call after the whole prompt has run."""
         vector: Floats = (self._sum / self._summed).astype(np.float32)
         return vector
 
 
 def with_hidden(plan: Plan, pooled: list[PooledPrompt | None]) -> Plan:
-    """Return the plan of a step whose rows may have prompts to pool: these sample nothing."""
+    """Return the plan with `hidden` set for rows that pool their prompt; these rows sample nothing.
+
+    pooled  one per row of the plan; None for a row that generates text
+    """
     rows = zip(pooled, plan.kv_len.tolist(), plan.known_counts, strict=True)
     hidden = [one.wanted(begin, count) if one else 0 for one, begin, count in rows]
     samples = plan.samples & np.array([one is None for one in pooled])

@@ -1,4 +1,4 @@
-"""Requests and what makes one valid, finish reasons, and the deltas that an engine sends back."""
+"""Requests and their validation, finish reasons, and the deltas that an engine sends back."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -34,7 +34,9 @@ class Finish(StrEnum):
 class Speculation:
     """A request's settings of speculation; None = the engine decides.
 
-    trace  its deltas report every step
+    max_nodes  most draft tokens per step
+    max_depth  longest path of draft tokens
+    trace      its deltas report every step
     """
 
     enabled: bool = True
@@ -76,9 +78,9 @@ class Request:
     prediction  int32[.] the expected output, for drafters: never changes the text
     cache_salt  cached prefixes are shared only among requests of the same salt, "" included
     client    clients share the prompt tokens of a step evenly
-    tenant    n-grams counted of answers draft only for the same tenant and salt
-    tenant_key  both as 64 bits (EngineOptions.tenant_key)
-    salt      the same as bytes, apart by adapter; b"" = cache_salt alone
+    tenant    n-grams of answers are counted, and used for drafts, per tenant and salt
+    tenant_key  tenant and salt as 64 bits (EngineOptions.tenant_key)
+    salt      cache_salt as bytes, different for each adapter; b"" = cache_salt alone
     adapter   number of the adapter that it runs with (EngineOptions.adapters); -1 = none
     pooling   one of engine.pooling.POOLINGS: an embedding of the prompt instead of text; "" = text
     """
@@ -103,8 +105,8 @@ class Request:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of choice `index`: choice 0 has the request's own; others are 64-bit
-    distinct.
+    """Return the 64-bit seed of choice `index`. Choice 0 has the request's own, and all seeds of a
+    request differ.
     """
     return (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
 
@@ -166,12 +168,13 @@ Sink = Callable[[Delta], None]
 def validate(
     request: Request, vocab: int, context: int, max_choices: int, adapters: int = 0
 ) -> None:
-    """Raise RequestError, naming the wrong field, if the engine cannot honour `request`.
+    """Raise RequestError, naming the wrong field, if the engine cannot run `request`; ContextError
+    if it is too long.
 
     vocab        V
     context      longest sequence, in tokens
     max_choices  largest n
-    adapters     how many there are
+    adapters     number of adapters
     """
     prompt, max_tokens = request.prompt, request.stopping.max_tokens
     _types(request)
@@ -211,7 +214,7 @@ def validate(
 
 
 def _pooling(request: Request) -> None:
-    """Check that a request for an embedding asks for nothing else."""
+    """Raise RequestError unless a request for an embedding is for one choice without text."""
     if request.pooling not in ("", *POOLINGS):
         known = " or ".join(POOLINGS)
         raise RequestError(f"pooling is {request.pooling!r}, but must be {known}.", "pooling")
@@ -223,8 +226,8 @@ _WHOLE = ("top_k", "min_tokens", "seed", "logprobs", "prompt_logprobs")
 
 
 def _types(request: Request) -> None:
-    """Check that numbers are numbers and texts are texts: others would fail in the middle of a
-    step.
+    """Raise RequestError unless numbers are numbers and texts are texts: others would fail in the
+    middle of a step.
     """
     values = {name: getattr(request.sampling, name) for name in _WHOLE}
     values |= {"max_tokens": request.stopping.max_tokens, "n": request.n}
@@ -253,7 +256,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def _sampling(sampling: Sampling) -> None:
-    """Check that every number is within its range. A server may allow less."""
+    """Raise RequestError unless every number is within its range. A server may allow less."""
     for name, (low, high) in _RANGES.items():
         value = getattr(sampling, name)
         if not low <= value <= high:  # False for NaN.
@@ -267,7 +270,7 @@ def _sampling(sampling: Sampling) -> None:
 
 
 def _within(tokens: Sequence[int] | Ints, vocab: int, name: str) -> None:
-    """Check that every id is in the vocabulary."""
+    """Raise RequestError unless every token id is in the vocabulary."""
     ids = np.asarray(tokens, np.int64)
     wrong = ids[(ids < 0) | (ids >= vocab)]
     if len(wrong):

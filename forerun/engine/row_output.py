@@ -1,4 +1,4 @@
-"""The output of one row of a step: its tokens that count, their text, and the sequence's end."""
+"""The output of one row of a step: the tokens that count, their text, and the sequence's end."""
 
 import logging
 from collections.abc import Callable
@@ -22,7 +22,9 @@ log = logging.getLogger("forerun.engine")
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a sequence ends: see the fields of the same names of Delta."""
+    """Why a sequence ends; the fields are those of the same names in Delta (`reason`:
+    stop_reason).
+    """
 
     finish: Finish
     reason: str | int | None = None
@@ -44,7 +46,7 @@ class RowOutput(NamedTuple):
 
 
 class PendingRows(NamedTuple):
-    """Rows of a step whose tokens are permanent and not reported yet.
+    """Rows of a step whose tokens are committed but not reported yet.
 
     rows       ascending
     committed  by row, the result of committing the tokens to the row's grammar
@@ -82,7 +84,7 @@ def finish_by_grammar(sequence: Sequence, output: RowOutput, committed: Committe
 
 
 def held_text(sequence: Sequence) -> str:
-    """Return the text that was held back, of a sequence that ends; "" if that fails."""
+    """Return the text that an ending sequence's stream holds back; "" if decoding it fails."""
     try:
         return sequence.stream.finish()
     except Exception:
@@ -105,8 +107,8 @@ def pooled_ending(pooled: PooledPrompt) -> Ending:
 
 
 def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:
-    """Return the ending of a sequence whose grammar cannot be followed any further, in the
-    matcher's words: at a limit of the grammar, or because the matcher was lost.
+    """Return the ending of a sequence whose grammar cannot be followed any further, with the
+    matcher's message: a limit of the grammar was reached, or the matcher was lost.
     """
     text = (
         f"The answer ended after {sequence.reported} tokens: its grammar cannot be followed any "
@@ -121,7 +123,7 @@ def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:
 def step_trace(
     sequence: Sequence, output: RowOutput, step: Step, row: int, outcome: Outcome
 ) -> StepTrace:
-    """Return the trace of the step that was just counted, for one sequence."""
+    """Return the trace of the sequence's last counted step."""
     drafted = draft_row(step.round.trees, row, outcome.paths[row])
     nodes = bounded(drafted)
     return StepTrace(
@@ -137,7 +139,10 @@ def step_trace(
 
 
 def add_predicted(sequence: Sequence, trees: TreeBatch, row: int, path: Ints) -> None:
-    """Count the draft tokens of one step that came from the prediction; `path`: accepted nodes."""
+    """Count the draft tokens of one step that came from the request's prediction.
+
+    path  int32[.] the accepted nodes of the row
+    """
     if trees.drafts:
         sources, root = trees.drafts[row].sources(), trees.root(row)
         right = [sources[node - root - 1] for node in path.tolist()]
@@ -147,10 +152,8 @@ def add_predicted(sequence: Sequence, trees: TreeBatch, row: int, path: Ints) ->
 
 
 def append_prompt_logprobs(sequence: Sequence, entries: Reports) -> None:
-    """Append log-probabilities of the prompt's tokens after positions table.length, +1, ... to the
-    sequence, those excluded that it has already (it was resumed).
-
-    Call it before the commit of the step.
+    """Append log-probabilities of prompt tokens, of which the first follows position table.length.
+    Skips those that a resumed sequence has already. Call it before the step is committed.
     """
     known = sequence.prompt_logprobs
     seen, room = len(known) - sequence.table.length, sequence.prompt_len - 1 - len(known)

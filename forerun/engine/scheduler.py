@@ -1,5 +1,5 @@
-"""Which sequences run in the next step, on which tokens, with how many draft tokens. Bookkeeping
-only.
+"""Decides which sequences run in the next step, on which tokens, with how many draft tokens.
+Bookkeeping on the host only.
 """
 
 from bisect import insort
@@ -40,10 +40,11 @@ class Schedule:
 
 
 def max_min_fair_split(wanted: list[int], room: int) -> list[int]:
-    """Serve `wanted` as evenly as `room` allows: all below one level in full, the rest up to it.
+    """Return how much of `room` each entry of `wanted` gets, as evenly as possible: small demands
+    in full, the rest the same amount each (max-min fairness).
 
-    The result sums to min(sum(wanted), room); a remainder goes to the largest, of equals to the
-    first.
+    The result sums to min(sum(wanted), room); a remainder goes to the largest demands, of equal
+    ones to the first.
     """
     if sum(wanted) <= room:
         return wanted
@@ -57,12 +58,13 @@ def max_min_fair_split(wanted: list[int], room: int) -> list[int]:
 class Scheduler(Admission):
     """Continuous batching over slots and pages.
 
-    First come, first served: sequences are admitted and given pages in order of arrival; the last
-    one is the first to be preempted, and returns to its place in the queue. So the oldest always
-    advances. Two kinds may be passed: a sequence that waits for pages that a running one computes
-    for both (`_awaits_pages`), and a prompt that costs more to read than a later one, by half of a
+    First come, first served: sequences are admitted and get pages in order of arrival; the last one
+    is the first to be preempted, and returns to its place in the queue. So the oldest always
+    advances. Two kinds can be overtaken: a sequence that waits for pages that a running one
+    computes for both (`_awaits_pages`), and a prompt that costs more than a later one, by half of a
     step's prompt tokens (PromptShares).
 
+    features  the drafter needs features (DrafterTraits.needs_features)
     ready  whether a sequence with a slot can take part in the next step
     reusable_prefix_len, copy_page  see Admission
     """
@@ -80,13 +82,15 @@ class Scheduler(Admission):
         self.policy = policy
 
     def preempt(self, sequence: Sequence) -> int:
-        """Send a running sequence back to the queue. Returns its slot, now to be closed."""
+        """Return a running sequence to the queue, and release its pages. Returns its slot, which
+        the caller must close.
+        """
         self.running.remove(sequence)
         insort(self.waiting, sequence, key=lambda s: s.order)
         return self.free_slot(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, whose slot is closed if it had one, and release all it holds."""
+        """Remove a sequence, whose slot must be closed, and release its slot and pages."""
         if self.disk is not None:
             self.disk.save(sequence)
         if sequence.slot is None:
@@ -96,12 +100,11 @@ class Scheduler(Admission):
         self.free_slot(sequence)
 
     def plan(self) -> Schedule | None:
-        """Plan the next step; None if no sequence waits or runs, or none that runs is ready.
+        """Plan the next step; None if no sequence is ready. A schedule without rows only opens and
+        closes slots.
 
-        A schedule without rows opens and closes slots, no more.
-
-        Pages go first to rows that must grow by a token (preempting the youngest if they
-        run out), then to waiting sequences, and the rest to draft tokens.
+        Pages go first to rows that must grow by a token (preempting the youngest if they run out),
+        then to waiting sequences, and the rest to draft tokens.
         """
         if (self.waiting and self.free_slots) or self.index.available < len(self.running):
             for sequence in self.running:  # Release pages that its draft tokens did not need.
@@ -128,8 +131,8 @@ class Scheduler(Admission):
         return tuple(closed)
 
     def free_slot(self, sequence: Sequence) -> int:
-        """Take slot and pages from a sequence that is no longer in `running`. Returns the slot, now
-        to be closed.
+        """Release slot and pages of a sequence that is no longer in `running`. Returns the slot,
+        which the caller must close.
         """
         slot, sequence.slot = sequence.slot, None
         assert slot is not None
@@ -177,7 +180,8 @@ class Scheduler(Admission):
     def allocate_draft_tokens(
         self, rows: list[Sequence], room: int, kv_len: list[int], own: int = 1
     ) -> tuple[Several[Budget], Decision]:
-        """Give rows draft tokens, at most `room` nodes in all, and pages for them.
+        """Return a budget for each row, at most `room` nodes in all, and the decision behind them;
+        reserves their pages.
 
         kv_len  upper bounds of positions that will be in pages
         own     tokens of the target's own that each row emits first; draft paths leave room for
@@ -203,8 +207,8 @@ class Scheduler(Admission):
     def _within_room(
         self, rows: list[Sequence], budgets: list[Budget], room: int, kv_len: list[int], own: int
     ) -> list[Budget]:
-        """Return the budgets that a step of `room` nodes, the answers' ends and the page pool have
-        room for; reserves their pages. Parameters as of `allocate_draft_tokens`.
+        """Return the budgets, lowered to what `room`, the sequences' limits and the page pool
+        allow; reserves their pages. Parameters as in `allocate_draft_tokens`.
         """
         most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
         # A row at its limit, or beyond it without output tokens, wants none: others have its share.
@@ -223,8 +227,8 @@ class Scheduler(Admission):
         return given
 
     def _reserve_draft_tokens(self, row: Sequence, depth: int, first: int) -> int:
-        """Reserve pages for a path of `depth` draft tokens that begins at position `first`. Returns
-        the depth that there are pages for. Preempts no sequence.
+        """Reserve pages for a path of `depth` draft tokens from position `first` on. Returns the
+        depth that pages suffice for. Preempts no sequence.
         """
         table = row.table
         if first + depth > table.reserved:
@@ -242,8 +246,8 @@ class Scheduler(Admission):
         budgets: Several[Budget],
         decision: Decision,
     ) -> Plan:
-        """Return the arrays for an executor: counts[b] known tokens of sequence b run behind at
-        most kv_len[b] positions in pages; the first sequences may draft by `budgets`.
+        """Return the arrays for an executor: counts[b] known tokens of sequence b run after at most
+        kv_len[b] positions in pages; the first sequences may draft by `budgets`.
         """
         known: tuple[Ints, ...] | Ints
         if max(counts, default=1) == 1:
@@ -279,7 +283,7 @@ def page_rows(sequences: list[Sequence]) -> Ints:
 
 
 def _within_request(row: Sequence, budget: Budget) -> Budget:
-    """Return the budget, within the request's own limits."""
+    """Return the budget, limited by the request's own settings."""
     bounds = row.request.speculation
     if not bounds.enabled:
         return DISABLED_BY_REQUEST
@@ -290,7 +294,9 @@ def _within_request(row: Sequence, budget: Budget) -> Budget:
 
 
 def _bounded(budget: Budget, nodes: int, depth: int, reason: str = REASON_ROOM) -> Budget:
-    """Return the budget with at most these nodes and depth, and this reason if that lowers it."""
+    """Return the budget with at most these nodes and this depth; `reason` replaces its own if that
+    lowers it.
+    """
     if not budget.nodes or (budget.nodes <= nodes and budget.depth <= depth):
         return budget
     drafts = nodes > 0 and depth > 0

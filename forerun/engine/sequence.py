@@ -1,4 +1,4 @@
-"""One choice of a request: its tokens, its pages, its text so far."""
+"""One choice of a request: its tokens, pages and text so far."""
 
 from array import array
 from collections import Counter
@@ -31,12 +31,12 @@ class SpeculationCounts:
     predicted: tuple[int, int] = (0, 0)
 
     def step(self, draft_tokens: int, accepted: int) -> None:
-        """Count a step that emitted tokens: draft tokens that it verified, and accepted."""
+        """Count a step that emitted tokens, with its verified and accepted draft tokens."""
         self.draft_tokens.append(draft_tokens)
         self.accepted.append(accepted)
 
     def stats(self) -> SpeculationStats:
-        """Return the counts as they are reported."""
+        """Return the counts as SpeculationStats."""
         steps = Counter(self.accepted)
         return SpeculationStats(
             steps=len(self.accepted),
@@ -49,8 +49,8 @@ class SpeculationCounts:
 
 
 class Sequence:
-    """State of one choice, from submission to its last token. Its tokens stand nowhere else:
-    executors and drafters read them here (interface.slot_init.SequenceText).
+    """State of one choice, from submission to its last token. It holds the only copy of the tokens,
+    which executors and drafters read (interface.slot_init.SequenceText).
 
     The independent numbers and their order, which check.py asserts:
 
@@ -65,8 +65,8 @@ class Sequence:
     shared    tokens that filled pages in memory, or on disk, when it took its slot
     stored    tokens that fill pages on disk; -1 before the page store was searched
 
-    A preempted sequence loses slot and pages, nothing more: when it
-    resumes, prompt and output so far are its known tokens.
+    A preempted sequence loses only slot and pages: when it resumes, prompt and output so far are
+    its known tokens.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Sequence:
         return self.buffer[: self.total]
 
     def append(self, tokens: list[int]) -> None:
-        """Append decided tokens. Raises ValueError, and changes nothing, beyond what the request
-        allows.
+        """Append decided tokens. Raises ValueError, and changes nothing, if they exceed the
+        request's limit.
         """
         buffer, total = self.buffer, self.total
         if total + len(tokens) > len(buffer):
@@ -118,7 +118,7 @@ class Sequence:
         self.total = total + len(tokens)
 
     def upcoming(self, count: int) -> Ints:
-        """Return int32[count], the first decided tokens that have not run through the target; a
+        """Return int32[count], the next decided tokens that have not run through the target; a
         view.
         """
         begin = self.table.length
@@ -131,18 +131,20 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Decided tokens that have not run through the target; 1 = decoding, more = prefill."""
+        """The number of decided tokens that have not run through the target; 1 = decoding, more =
+        prefill.
+        """
         return self.total - self.table.length
 
     @property
     def remaining(self) -> int:
-        """Output tokens still allowed."""
+        """The number of output tokens still allowed."""
         return self.limit - self.total
 
     @property
     def reuses_prefix(self) -> bool:
-        """False while the request needs log-probabilities or hidden states of the whole prompt:
-        every token must run for them.
+        """Whether cached pages can be reused. Not while the request needs log-probabilities or
+        hidden states of the whole prompt: then every token must run.
         """
         if self.sampling.prompt_logprobs is None:
             return self.pooled is None or not self.pooled.every

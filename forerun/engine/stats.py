@@ -15,7 +15,13 @@ from forerun.speculative.tree import DraftSource
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """counts[i] values were <= bounds[i] and above the bound before; the last is the rest."""
+    """Counts of values by size.
+
+    bounds  upper bounds, ascending
+    counts  counts[i] values were <= bounds[i] and above the bound before; the last entry counts
+            the rest
+    total   sum of all values
+    """
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -24,7 +30,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Counts of sequences and pages at one moment.
+    """The numbers of sequences and pages at one moment.
 
     granted  budgets of the last step that had decoding rows
     """
@@ -39,7 +45,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class SourceCount:
-    """Draft tokens of one source at one depth (from 1): verified, and of these accepted."""
+    """Counts of draft tokens from one source at one depth (from 1): verified, and accepted."""
 
     source: str
     depth: int
@@ -49,7 +55,7 @@ class SourceCount:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A snapshot; all counts since the engine was made, times in seconds.
+    """A snapshot of the counts since the engine was created; times in seconds.
 
     finished           sequences by how they ended
     prompt_tokens      of admitted sequences; cached_tokens of them came from the prefix index
@@ -114,10 +120,12 @@ def snapshot(
     store: StoreStats | None = None,
     by_adapter: tuple[AdapterCount, ...] = (),
 ) -> Stats:
-    """Return the counters as they are now, as a value of their own; load: what runs and waits;
-    store, by_adapter: as in Stats.
+    """Return a copy of the counters as they are now.
 
-    From any thread: a step that is being counted may be included in part.
+    load               sequences and pages now
+    store, by_adapter  as in Stats
+
+    Can be called from any thread: a step that is being counted may be included in part.
     """
     recent = metrics.recent.copy()
     by_source = sorted(metrics.by_source.copy().items())

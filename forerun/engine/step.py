@@ -23,7 +23,8 @@ from forerun.speculative.tree import Draft, batch
 
 
 class StageTimer:
-    """Times the stages of one step, in milliseconds: the only clock of speculation.
+    """Measures the time of the stages of one step, in milliseconds; speculation uses no other
+    clock.
 
     ms        by the names of STAGES
     known_ms  from the end of the step before it until its outcome was known
@@ -35,7 +36,7 @@ class StageTimer:
         self.known_ms = 0.0
 
     def resume(self) -> None:
-        """Begin a stage now; the time before belongs to no stage."""
+        """Begin a stage now; the time since the last lap belongs to no stage."""
         self._last = perf_counter()
 
     def lap(self, stage: str) -> None:
@@ -62,13 +63,13 @@ class Step:
 
     @property
     def rows(self) -> tuple[Sequence, ...]:
-        """Its sequences, in row order."""
+        """The sequences of the step, in row order."""
         return self.schedule.rows
 
 
 def begin(schedule: Schedule, parts: Parts) -> Step:
-    """Draft, and begin to verify. Returns the step, which a device may still run. Raises what the
-    executor raises.
+    """Draft, and start the verification. Returns the step, which a device may still be running.
+    Raises what the executor raises.
     """
     timer, executor, masks = StageTimer(), parts.executor, None
     proposed, select = propose(schedule.plan, parts), schedule.decision.select
@@ -84,13 +85,15 @@ def begin(schedule: Schedule, parts: Parts) -> Step:
 
 
 def with_on_device_draft(plan: Plan, parts: Parts) -> Plan:
-    """Return the plan with what the drafter wants of the coming step."""
+    """Return the plan with the drafter's request to the executor (Plan.on_device_draft)."""
     draft = parts.drafter.on_device_draft(plan)
     return plan if draft is None else replace(plan, on_device_draft=draft)
 
 
 def propose(plan: Plan, parts: Parts) -> list[Draft]:
-    """Return the proposals of drafter and grammars, a draft per row; () if no row may draft."""
+    """Return the proposals of drafter and grammars, one draft per row; empty if no row may
+    draft.
+    """
     if not any(plan.max_nodes.tolist()):
         return []
     drafts = parts.drafter.propose(plan)
@@ -121,8 +124,10 @@ def finish(step: Step, parts: Parts) -> Outcome:
 
 
 def step_report(plan: Plan, outcome: Outcome, stages: dict[str, float], total: float) -> StepReport:
-    """Return the report of a step. stages: milliseconds by the names of STAGES; total: of the
-    whole step.
+    """Return the report of a step.
+
+    stages  milliseconds by the names of STAGES
+    total   milliseconds of the whole step
     """
     draft_tokens, known = outcome.n_draft_tokens.tolist(), plan.known_counts
     nodes = list(map(add, known, draft_tokens))

@@ -1,19 +1,22 @@
-"""What a page store did, for metrics."""
+"""Counters of a page store, for metrics."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What a page store did since the engine was made.
+    """Counters of a page store since the engine was created.
 
-    hits       sequences that got pages from disk; tokens: of these pages
+    hits       sequences that got pages from disk
+    tokens     of these pages
     misses     sequences that got none or not all, by reason: absent, corrupt, late (the disk was
-               slower than reading the prompt), failed (it reported an error), full (no page was
+               slower than computing the prompt), failed (it reported an error), full (no page was
                free)
+    read_bytes, written_bytes  contents read and written
     dropped    pages that were not written: evicted before, or the disk failed
+    pages      pages on disk now
     size       bytes of the folder
-    seconds_saved  what reading those tokens as prompts would have taken, less the time of the disk
+    seconds_saved  estimated time to compute those tokens, minus the time of reading them
     """
 
     hits: int

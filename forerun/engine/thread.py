@@ -32,22 +32,22 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.types import RequestId
 
 GIVE_UP_SECONDS = 1.0
-"""Seconds that a step in which a rank was lost may take to end."""
+"""Seconds that a step may still take to end after a rank was lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Limits of the engine itself.
 
-    max_waiting   most sequences that wait for a slot; further requests are refused
+    max_waiting   most sequences that wait for a slot; further requests are rejected
     max_choices   largest n of a request
-    max_failures  failed steps in a row after which the engine gives up
+    max_failures  consecutive failed steps after which the engine gives up
     overlap       begin the next step before this one is finished, or before its outputs are
                   reported (overlap.py), if the executor can
     accept_threshold_single, accept_threshold_acc
                   defaults for requests (speculative/thresholds.py); 1 = lossless
-    adapters      names of the executor's adapters, and 16 bytes that say what each is
-    secret        of `tenant_key`
+    adapters      (name, 16 bytes that identify its weights) of each of the executor's adapters
+    secret        key of the hash in `tenant_key`
     """
 
     max_waiting: int = 1024
@@ -69,14 +69,14 @@ class EngineOptions:
         return int.from_bytes(blake2b(name, key=self.secret, digest_size=8).digest(), "little")
 
     def salt(self, request: Request) -> bytes:
-        """Return the salt of a request's cached prefixes: its own, apart by adapter. No text of a
-        client begins with the byte that an adapter's begins with.
+        """Return the salt of a request's cached prefixes: its cache_salt, and its adapter's bytes
+        if it has one. The byte before these begins no client's text, so the two cannot collide.
         """
         own = request.cache_salt.encode()
         return own if request.adapter < 0 else b"\xff" + self.adapters[request.adapter][1] + own
 
     def on(self, request: Request) -> Request:
-        """Return the request with the engine's defaults filled in."""
+        """Return the request with the engine's default accept thresholds where it sets none."""
         sampling = request.sampling
         single, acc = sampling.accept_threshold_single, sampling.accept_threshold_acc
         filled = replace(
@@ -91,10 +91,10 @@ class Engine(EngineLoop):
     """Runs requests on one executor.
 
     `submit`, `abort`, `drain`, `shutdown`, `stats`, `describe` and `alive` may be used from any
-    thread; everything else happens on the engine's own, which `start` begins. Without `start`,
-    the thread that calls `step_once` is the engine's.
+    thread; everything else happens on the engine's own thread, which `start` starts. Without
+    `start`, the thread that calls `step_once` takes its place.
 
-    fault       why speculation is off from the start although it was requested; None = it is not
+    fault       why speculation is off from the start although it was requested; None = it is on
     """
 
     def __init__(
@@ -118,18 +118,18 @@ class Engine(EngineLoop):
 
     @property
     def alive(self) -> bool:
-        """False once the engine gave up or was shut down."""
+        """Whether the engine runs requests: False after it gave up or was shut down."""
         ended = self._broken is not None or self._stopping
         return not ended and (self._thread is None or self._thread.is_alive())
 
     @property
     def fault(self) -> str | None:
-        """Why speculation is off although it was requested, as text for users; None = it is not."""
+        """Why speculation is off although it was requested, as text for users; None if it is on."""
         return self._parts.drafter.fault
 
     @property
     def context(self) -> int:
-        """Longest sequence, prompt and output, in tokens."""
+        """The longest sequence, prompt and output, in tokens."""
         return self._core.scheduler.context
 
     @property
@@ -138,18 +138,18 @@ class Engine(EngineLoop):
         return self._core.scheduler.index.lookahead
 
     def start(self) -> None:
-        """Begin to run requests on a thread of its own. Raises EngineError the second time."""
+        """Start the engine's own thread. Raises EngineError the second time."""
         if self._thread is not None:
             raise EngineError("the engine was started already; two threads would share its slots")
         self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request; `sink` gets its deltas on the engine's thread, for each choice a last
-        one with `finish`.
+        """Queue a request. `sink` receives its deltas on the engine's thread; the last one of each
+        choice has `finish`.
 
-        Raises RequestError (ContextError, BusyError) if it cannot be honoured, EngineError if the
-        engine has ended; nothing has been allocated then.
+        Raises RequestError (ContextError, BusyError) if the request cannot be run, EngineError if
+        the engine has ended; nothing was allocated then.
         """
         limits, options = self._parts.executor.limits, self._options
         request = options.on(request)
@@ -178,9 +178,10 @@ class Engine(EngineLoop):
     def attach_store(
         self, store: PageStore, least: int = LEAST_TOKENS, beside: DiskRecords | None = None
     ) -> None:
-        """Read and write full pages in `store`, and what texts need beside them in that of
-        `beside`; the engine closes both. Call it before `start`, and only with an executor that has
-        `pages`, and with `beside` if it has `state_contents` or `window_contents` (AssertionError).
+        """Read and write full pages in `store`, and records that texts need besides them in that of
+        `beside`; the engine closes both. Call it before `start`. AssertionError unless the executor
+        has `pages`, or without `beside` if it has `state_contents` or `window_contents`.
+
         least: see DiskPages.
         """
         scheduler, executor = self._core.scheduler, self._parts.executor
@@ -199,20 +200,21 @@ class Engine(EngineLoop):
         )
 
     def attach_learning(self, learnt: Learnt, secret: bytes) -> None:
-        """Keep what is learnt from now on. Call it before `start`. secret: tenants' n-grams are
-        found again by engines with the same one (EngineOptions.tenant_key).
+        """Save what is learned from now on. Call it before `start`.
+
+        secret  replaces EngineOptions.secret: engines with the same one find each other's tenants
         """
         self._options = replace(self._options, secret=secret)
         self._learning = Learning(learnt, lambda order: self.run_in_engine(lambda core: order()))
 
     def on_step_done(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called on the engine's thread after sinks have received the deltas of a
-        step.
+        """Set a callback for the engine's thread to call after the sinks have received the deltas
+        of a step.
         """
         self._step_done = callback
 
     def abort(self, request: RequestId) -> None:
-        """End a request; its choices finish with ABORT before the next step. Ignores an unknown
+        """End a request before the next step; its choices finish with ABORT. Ignores an unknown
         id.
         """
         with self._changed:
@@ -221,12 +223,12 @@ class Engine(EngineLoop):
                 self._changed.notify_all()
 
     def run_in_engine(self, callback: Callable[[EngineCore], None]) -> None:
-        """Have `callback` called on the engine's thread before its next step."""
+        """Call `callback` on the engine's thread before its next step."""
         with self._changed:
             self._inbox.append(partial(callback, self._core))
 
     def forget_prefixes(self) -> None:
-        """Drop, before the next step, all pages that no running sequence holds."""
+        """Evict, before the next step, all cached pages that no running sequence holds."""
 
         def forget(core: EngineCore) -> None:
             index = core.scheduler.index
@@ -236,9 +238,9 @@ class Engine(EngineLoop):
         self.run_in_engine(forget)
 
     def fail(self, message: str) -> None:
-        """End all requests with an error and take no more: the executor can run no step. If the
-        engine's own thread hangs and does not do so within GIVE_UP_SECONDS, call `lost` of
-        `on_rank_lost`, whose owner ends the requests.
+        """End all requests with an error and accept no more: the executor can run no step. If the
+        engine's own thread hangs for GIVE_UP_SECONDS, the callback of `on_rank_lost` is called
+        instead, which has to end the requests.
         """
 
         def give_up(core: EngineCore) -> None:
@@ -255,18 +257,18 @@ class Engine(EngineLoop):
             self._lost(message)
 
     def on_rank_lost(self, lost: Callable[[str], None]) -> None:
-        """Have `lost` called with a sentence when a process that shares the model has ended: on the
-        engine's thread after every sink was notified, or on another if that thread hangs.
+        """Set a callback, called with a sentence when a process that shares the model has ended: on
+        the engine's thread after every sink was notified, or on another one if that thread hangs.
         """
         self._lost = lost
 
     def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the others, at most `timeout` seconds. Returns True if
-        all ended.
+        """Reject new requests and wait for the others, at most `timeout` seconds. Returns True if
+        all have ended.
         """
         with self._changed:
             self._draining = True
-            # What ended in the step under way is reported at its end.
+            # A sequence that ends in the current step is reported when that step ends.
             return self._changed.wait_for(
                 lambda: not self._ids and self.step_began is None, timeout
             )
@@ -301,14 +303,13 @@ class Engine(EngineLoop):
         return {"drafter": parts.drafter.describe(), "speculation": parts.policy.describe()} | kept
 
     def check(self) -> None:
-        """Prove that no page, slot or sequence leaked. Raises AssertionError.
-
-        On the engine's thread, or while it is idle.
+        """Check that no page, slot or sequence leaked. Raises AssertionError. Call it on the
+        engine's thread, or while that is idle.
         """
         self._core.check()
 
     def _refuse(self, request: Request) -> None:
-        """Raise if the engine takes no requests, or not this one."""
+        """Raise an error if the engine accepts no requests, or not this one."""
         if self._broken is not None:
             raise EngineError(self._broken)
         if self._stopping:

@@ -9,7 +9,7 @@ from forerun.types import Ints
 MAX_NODES = 64
 """Most draft tokens in the trace of one step; the accepted path is always among them."""
 MAX_STEPS = 2048
-"""Most traced steps of one choice; later ones are left out."""
+"""Most traced steps of one choice; later ones are not recorded."""
 
 
 class DraftRow(NamedTuple):
@@ -34,14 +34,15 @@ class DraftRow(NamedTuple):
 class StepTrace:
     """One step of one choice.
 
-    number    of the step, from 0, among those of this choice that decided a token
+    number    of the step, from 0, among the steps of this choice that decided a token
     position  output position of the first token that it decided
     tokens    accepted draft tokens, then one of the target's own, which is missing if a stop
               condition cut the step short
     nodes     the draft tokens it verified, at most MAX_NODES; `accepted` are indices of these
-    left_out  draft tokens beyond MAX_NODES
-    allowed   most draft tokens that the row might carry, and the reason, as text for users
-    ms        time of the whole step, which other requests may have shared
+    left_out  number of draft tokens beyond MAX_NODES
+    allowed   most draft tokens that the row was allowed to carry
+    reason    of that number, as text for users
+    ms        milliseconds of the whole step, which other requests may have shared
     """
 
     number: int
@@ -73,7 +74,9 @@ def bounded(row: DraftRow, most: int = MAX_NODES) -> DraftRow:
 
 
 def draft_row(trees: TreeBatch, row: int, path: Ints) -> DraftRow:
-    """Return the draft tokens of a row; its nodes `path`, int32[.] of `trees`, were accepted."""
+    """Return the draft tokens of a row, of which the nodes `path`, int32[.] of `trees`, were
+    accepted.
+    """
     first, end = trees.root(row) + 1, int(trees.start[row + 1])
     tokens = trees.tokens[first:end].tolist()
     parents = (trees.parents[first:end] - first).tolist()

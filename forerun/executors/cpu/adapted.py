@@ -1,4 +1,4 @@
-"""AdaptedCpuExecutor: the compiled core with LoRA adapters beside its weights."""
+"""The CPU executor with LoRA adapters."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ class AdaptedCpuExecutor(CpuExecutor):
     """A CpuExecutor whose slots may have adapters."""
 
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
-        """Copy the adapters into the core. Raises EngineError if it refuses."""
+        """Copy the adapters into the core. Raises EngineError if the core rejects one."""
         self.model.adapt(adapters)
         self._slots = SlotAdapters(self.limits.slots)
         self._rows: Ints = np.zeros(self.limits.max_nodes, np.int32)
@@ -26,7 +26,7 @@ class AdaptedCpuExecutor(CpuExecutor):
         self._slots.open(slot_init)
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> CpuRound:
-        """Run every node, as CpuExecutor does, with the adapters of its row's slot."""
+        """Run every node, as CpuExecutor does, with the adapter of its row's slot."""
         step, adapters = self._buffers.step, self._slots.of(plan.slots)
         step.adapters = None
         if adapters is not None:

@@ -1,4 +1,6 @@
-"""Gemma 4's assistant on the compiled core. drafts/assistant.py says what it computes."""
+"""Gemma 4's assistant as a draft model on the compiled core. drafts/assistant.py describes the
+network.
+"""
 
 import ctypes
 from dataclasses import replace
@@ -33,8 +35,8 @@ _BLOCK = 16
 
 
 class CpuAssistantModel(CpuDraftModel):
-    """DraftModel on the compiled core: it reads the target's keys and values where they are. Float
-    weights stay floats beside a target that computes in floats; else they become 8 bits.
+    """DraftModel on the compiled core, which attends to the target's own keys and values. Float
+    weights stay floats with a target that computes in floats; else they become 8 bits.
 
     Raises ModelError for an assistant that the core cannot run, MemoryPlanError if it does not fit.
     """
@@ -90,8 +92,8 @@ class CpuAssistantModel(CpuDraftModel):
         return self.adopted(model, draft.target_hidden, weight_bytes)
 
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
-        """Run each row's root, beside the features of the token before it. Returns Candidates
-        [s,k]. Raises EngineError, and changes nothing, for bad input.
+        """Run each row's root together with the features of the token before it. Returns Candidates
+        [s,k]. Raises EngineError, and changes nothing, for an invalid extension.
         """
         roots = roots_of(extension)
         work = pass_of_extension(extension, features)
@@ -109,7 +111,7 @@ class CpuAssistantModel(CpuDraftModel):
         return self.run(work, extension.candidates)
 
     def run(self, work: CpuDraftPass, candidates: int, model: int | None = None) -> Candidates:
-        """Run one pass over nodes behind cached tokens, as CpuDraftModel.run."""
+        """Run one pass over nodes that follow cached tokens; see CpuDraftModel.run."""
         check_borrows(work.kv_len)
         if isinstance(self._executor, WindowedCpuExecutor):
             rows = zip(work.slots.tolist(), work.pages, work.kv_len.tolist(), strict=True)
@@ -125,8 +127,8 @@ class CpuAssistantModel(CpuDraftModel):
 
     @property
     def scored_at_once(self) -> int:
-        """How many draft ids are scored at a node: those of the best clusters, where the head is
-        ordered.
+        """Number of draft ids that are scored per node: with an ordered head, only those of the
+        best clusters.
         """
         clusters = self._draft.clusters
         return self._draft.vocab if clusters is None else clusters.top_k * clusters.tokens.shape[1]

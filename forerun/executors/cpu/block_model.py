@@ -1,6 +1,4 @@
-"""A block drafter on the compiled core, beside its target. executors/torch/drafts/block.py says
-what it computes.
-"""
+"""A block drafter on the compiled core. executors/torch/drafts/block.py describes the network."""
 
 from collections.abc import Iterator, Sequence
 
@@ -39,7 +37,7 @@ _OWN_VECTORS = {"norm.weight": 0, "hidden_norm.weight": 1, "mask_embedding": 2}
 
 
 def _matrices(head: BlockHead) -> Iterator[Place]:
-    """Yield the places of the matrices in its file, names without `.weight`."""
+    """Yield the places of the matrices in its file; names without `.weight`."""
     for layer in range(head.layers):
         for which, name in enumerate(LAYER_MATRICES):
             yield Place(f"layers.{layer}.{name}", layer, which)
@@ -72,7 +70,7 @@ class CpuBlockModel(BlockModelBase, CpuDraftModel):
     """DraftModel on the compiled core. Position p of its cache holds every layer's keys and values
     of the target's features at p; blocks are never cached.
 
-    dtype  "q8_0": 8 bits in groups of 32; "float32", for measuring what the 8 bits cost
+    dtype  "q8_0": 8 bits in groups of 32; "float32", to measure the effect of the 8 bits
 
     Raises ModelError for sizes that the core cannot run, MemoryPlanError if it does not fit,
     EngineError if a block is larger than a step.
@@ -127,11 +125,11 @@ class CpuBlockModel(BlockModelBase, CpuDraftModel):
             self._library.forerun_share_head(model, executor.native_model())
 
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
-        """Write keys and values of the features of what became permanent to its pages.
+        """Write the keys and values of permanent tokens, computed from their features, to pages.
 
         features  one row per token, of this executor's last step or from a host ring
 
-        Returns no candidates. Raises EngineError, and changes nothing, for bad input.
+        Returns no candidates. Raises EngineError, and changes nothing, for an invalid extension.
         """
         no_candidates(len(extension.scored))
         super().extend(extension, features)

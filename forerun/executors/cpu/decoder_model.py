@@ -1,4 +1,4 @@
-"""A whole model as a draft model on the compiled core, with its target's threads."""
+"""A whole model as a draft model on the compiled core, sharing its target's threads."""
 
 import ctypes
 from dataclasses import replace
@@ -20,10 +20,10 @@ from forerun.types import Ints
 
 
 class CpuDecoderModel(CpuDraftModel):
-    """DraftModel on the compiled core, in its own file's 4 to 8 bits; floats become 8.
+    """DraftModel on the compiled core, with the 4 to 8 bits of its own file; floats become 8 bits.
 
-    It reads tokens alone. Each row's root runs as one more node, and its keys and values stay in a
-    place of the row's slot until the target has decided the next token.
+    It reads tokens only. Each row's root runs as one more node, and its keys and values are stored
+    by slot until the target has decided the next token.
 
     Raises ModelError for a model that the core cannot run, MemoryPlanError if it does not fit.
     """
@@ -64,10 +64,10 @@ class CpuDecoderModel(CpuDraftModel):
         return self.adopted(model, 0, weight_bytes)
 
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
-        """Run the n tokens that became permanent, and each row's root; write the tokens' entries to
-        pages.
+        """Run the n tokens that became permanent, and each row's root; write the tokens' keys and
+        values to pages.
 
-        features  ignored: the model reads tokens alone
+        features  ignored: the model reads tokens only
 
         Returns Candidates [s,k]. Raises EngineError, and changes nothing, for an invalid extension.
         """
@@ -93,14 +93,18 @@ class CpuDecoderModel(CpuDraftModel):
         return candidates
 
     def run(self, work: CpuDraftPass, candidates: int, model: int | None = None) -> Candidates:
-        """Run one pass over target ids, as CpuDraftModel.run."""
+        """Run one pass over target ids; see CpuDraftModel.run. Raises EngineError for a token out
+        of range.
+        """
         work = replace(work, tokens=self._own_ids(work.tokens))
         if self._token_rows is not None:
             work = replace(work, token_rows=self._token_rows.of(work.tokens))
         return super().run(work, candidates)
 
     def _own_ids(self, tokens: Ints) -> Ints:
-        """Return the draft's own ids of target ids."""
+        """Return the draft's own ids of target ids int32[n]. Raises EngineError for an id out of
+        range.
+        """
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < len(self._inputs):
             raise EngineError("a draft step was refused: a token out of range")
         own: Ints = self._inputs[tokens]

@@ -1,5 +1,5 @@
-"""The base of draft models on the compiled core: native models with the target's threads, whose
-passes are extensions and levels (csrc/draft.h).
+"""The base of draft models on the compiled core: native models that share the target's threads and
+run extensions and levels (csrc/draft.h).
 """
 
 import ctypes
@@ -18,21 +18,22 @@ from forerun.interface.features import Features, HostFeatures
 from forerun.types import AnyArray, Floats, Ints
 
 BLOCK = 64
-"""Numbers of which the largest is looked at first. (64 of 39,237: .09 ms a row, partitioned at once
-.4 to .45; EPYC with AVX-512.)"""
+"""Size of the blocks whose maxima are compared first. (64 of 39,237: .09 ms a row, partitioned at
+once .4 to .45; EPYC with AVX-512.)
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuDraftPass:
-    """An extension or a level as the core reads it (csrc/draft.h).
+    """An extension or a level in the form that the core reads (csrc/draft.h).
 
     sources   int32[n] see there
     features  float32[n,F*H], for an extension that does not read the core's own last step
     hidden    float32[n,H] the nodes' input instead of sources and features
-    outputs   float32[n,H] to be filled with the input of a next step, or [s,H] of scored places of
-              blocks with that of the output head
-    token_rows  float32[n,L*D] the tokens' own (token_rows.py), of a whole model that has such
-    clusters  int32[s,top_k] to be filled: of which tokens the logits are (csrc/draft.h)
+    outputs   float32[n,H] to be filled with the input of the next step, or [s,H] with that of the
+              output head at scored places of blocks
+    token_rows  float32[n,L*D] the tokens' per-layer vectors (token_rows.py), if the model has them
+    clusters  int32[s,top_k] to be filled with the clusters that were scored (csrc/draft.h)
     """
 
     tokens: Ints
@@ -53,8 +54,8 @@ class CpuDraftPass:
 
 
 class CpuDraftModel(DraftModelBase):
-    """The DraftModel contract around a native model, `_model`. As it is, of a model that reads a
-    hidden state beside the next token: the target's at first, then its own output.
+    """The DraftModel contract around a native model, `_model`. This base class serves a model that
+    reads a hidden state together with the next token: the target's at first, then its own output.
     """
 
     _model: int
@@ -72,7 +73,7 @@ class CpuDraftModel(DraftModelBase):
         ropes: RopeTable,
         weight_bytes: int,
     ) -> int:
-        """Return the core's handle of a new draft model without tensors; the target stores
+        """Open a native draft model without tensors and return its handle. The target stores
         `features` for it from now on. Raises MemoryPlanError if it does not fit.
 
         kind      of a draft head, or of a block drafter
@@ -92,9 +93,9 @@ class CpuDraftModel(DraftModelBase):
         return self.adopted(model, len(features) * int(kind.width), weight_bytes)
 
     def adopted(self, model: int | None, features: int, weight_bytes: int) -> int:
-        """Return a native model that was just opened, once it is the target's to close, and the
-        target stores `features` numbers of each token for it. Raises MemoryPlanError if it
-        could not be opened.
+        """Hand a newly opened native model to the target, which closes it with itself and stores
+        `features` numbers per token for it. Returns its handle. Raises MemoryPlanError if `model`
+        is None: it could not be opened.
         """
         self.facts["weight_bytes"] = self.facts.get("weight_bytes", 0) + weight_bytes
         if model is None:
@@ -106,12 +107,12 @@ class CpuDraftModel(DraftModelBase):
         return model
 
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
-        """Run the token after each one that became permanent, beside the latter's features; write
-        pages.
+        """Run the token after each permanent one, together with the features of the permanent one,
+        and write pages.
 
         features  one row per token, of this executor's last step or from a host ring
 
-        Returns Candidates [s,k]. Raises EngineError, and changes nothing, for bad input.
+        Returns Candidates [s,k]. Raises EngineError, and changes nothing, for an invalid extension.
         """
         work = pass_of_extension(extension, features)
         places = self.page_slots(extension)
@@ -120,8 +121,8 @@ class CpuDraftModel(DraftModelBase):
         return candidates
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run one level of n draft tokens. Returns Candidates [n,k]. Raises EngineError for a bad
-        one.
+        """Run one level of n draft tokens. Returns Candidates [n,k]. Raises EngineError for an
+        invalid level.
         """
         return self.run(pass_of_level(level), level.candidates)
 
@@ -166,11 +167,11 @@ class CpuDraftModel(DraftModelBase):
 
     @property
     def scored_at_once(self) -> int:
-        """How many draft ids are scored at a node: all of them."""
+        """Number of draft ids that are scored per node: all of them."""
         return self.traits.vocab
 
     def page_slots(self, extension: DraftExtension) -> Ints:
-        """Return int32[n]: the place in the cache, page * page_size + offset, of each token of an
+        """Return int32[n]: the cache index, page * page_size + offset, of each token of an
         extension. Raises EngineError if a position has no page.
         """
         limits, start = self._executor.limits, extension.start
@@ -184,8 +185,8 @@ class CpuDraftModel(DraftModelBase):
         return places
 
     def commit(self, model: int, places: Ints) -> None:
-        """Copy the keys and values of a native model's last extension to places int32[n] of its
-        cache. Raises EngineError if the core refuses.
+        """Copy the keys and values of a native model's last extension to int32[n] cache indices.
+        Raises EngineError if the core rejects them.
         """
         nodes = np.arange(len(places), dtype=np.int32)
         arguments = nodes.ctypes.data, places.ctypes.data, len(nodes)
@@ -198,8 +199,8 @@ def _address(array: AnyArray | None) -> int | None:
 
 
 def pass_of_extension(extension: DraftExtension, features: Features | None) -> CpuDraftPass:
-    """Return a pass over the token after each one that became permanent, beside the latter's
-    features, with the candidates that the extension wants.
+    """Return the pass of an extension: over the token after each permanent one, together with the
+    features of the permanent one.
 
     Raises EngineError if features are missing, of another executor, or not one row per token.
     """
@@ -259,8 +260,8 @@ def likeliest(logits: Floats, count: int) -> Candidates:
 
 
 def _largest(row: Floats, count: int) -> AnyArray:
-    """Return int[count], where the `count` largest numbers of float32[n] stand, largest first, ties
-    to the first.
+    """Return int[count] indices of the `count` largest numbers of float32[n], largest first, ties
+    to the lower index.
     """
     if count == 1:
         return np.array([row.argmax()])

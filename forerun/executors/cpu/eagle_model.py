@@ -1,4 +1,4 @@
-"""An EAGLE draft head on the compiled core, beside its target."""
+"""An EAGLE draft head on the compiled core."""
 
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafts.eagle_config import expected_draft_tensors
@@ -19,11 +19,12 @@ _VECTORS = {
     "layers.0.hidden_norm.weight": (-1, 1),
     "input_norm.weight": (-1, 2),
 }
-"""Layer and number within it (csrc/draft.h); fc_norm.i is behind them."""
+"""(layer, number within it) of each vector (csrc/draft.h); fc_norm.i follow."""
 
 
 class CpuEagleModel(CpuDraftModel):
-    """DraftModel on the compiled core: 8 bits in groups of 32, the target's rows as stored.
+    """DraftModel on the compiled core: weights in 8 bits in groups of 32; rows of the target's
+    embedding and head as stored.
 
     Raises ModelError for a head this executor cannot run, MemoryPlanError if it does not fit.
     """

@@ -29,7 +29,7 @@ _STATES = ("state_rows", "state_targets")
 
 @dataclass(eq=False)
 class CpuRound(Round):
-    """A step that has run. states: of recurrent layers, if any."""
+    """A step that has run. states: of recurrent layers; None if there are none."""
 
     states: StateStep | None = field(kw_only=True)
 
@@ -38,15 +38,15 @@ class CpuExecutor(Executor):
     """Runs a target on the CPU with the file's own weights.
 
     Quantised weights multiply activations of 8 bits with one scale per 32, summed in integers;
-    float weights multiply float32. The order of float additions depends on positions only: a row's
-    bits are the same alone, in any batch, under any tree, in any chunks and pages, and on any
+    float weights multiply float32. The order of float additions depends on positions only, so a
+    row's bits are the same alone, in any batch, under any tree, in any chunks and pages, and on any
     number of threads.
 
     threads  None = the physical cores this process may use
-    kernels  "" = the best this machine has; a name (see csrc/dispatch.cpp) forces one
-    dtype    "file", or what floats become: a name of weights.QUANTIZED
-    kv_dtype "same", or "q8_0": keys and values in blocks of 32 bytes with a half that scales them
-    progress is called with (what, done, total) in bytes while weights are packed
+    kernels  "" = the best this machine has; a name (see csrc/dispatch.cpp) selects one
+    dtype    "file", or what floats are converted to: a name of weights.QUANTIZED
+    kv_dtype "same", or "q8_0": keys and values in blocks of 32 bytes with a float16 scale progress
+    called with (what, done, total) in bytes while weights are packed
 
     Raises ModelError for a checkpoint it cannot run, MemoryPlanError if weights and caches do not
     fit, ConfigError for unknown kernels.
@@ -80,7 +80,7 @@ class CpuExecutor(Executor):
             self.capabilities = replace(self.capabilities, unwritten=False)
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot; if layers are recurrent, copy the state of its cached tokens
+        """Bind a sequence to its slot; with recurrent layers, copy the state of its cached tokens
         there. Raises EngineError if the slot is open, a token is out of range, or that state has no
         checkpoint.
         """
@@ -91,8 +91,8 @@ class CpuExecutor(Executor):
     def reusable_prefix_len(
         self, tokens: Ints, salt: bytes = b"", pages: Ints | None = None
     ) -> int:
-        """Return how many of the cached tokens int32[n] a sequence may continue behind: all, or if
-        layers are recurrent, those up to the last checkpoint of a text of this salt.
+        """Return how many of the cached tokens int32[n] a sequence can skip: all, or with recurrent
+        layers those up to the last checkpoint of a text of this salt.
         """
         return (
             len(tokens)
@@ -109,7 +109,7 @@ class CpuExecutor(Executor):
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> CpuRound:
         """Run every node in one native call, finished on return; known nodes write their pages.
         `finish` may still have to compute logits of draft tokens that a path reaches. Ignores
-        `on_device_draft`. Raises EngineError if the core refuses the step.
+        `on_device_draft`. Raises EngineError if the core rejects the step.
         """
         scored = self._sampler.scored(plan, trees)
         buffers = self._buffers
@@ -130,9 +130,9 @@ class CpuExecutor(Executor):
         return CpuRound(plan, trees, states=step)
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
-        """Accept in the core where only temperature, cut-offs and masks matter, else by
-        forerun.speculative; write accepted draft tokens' keys and values to pages. Raises
-        EngineError if the core refuses.
+        """Accept in the core if only temperature, cut-offs and masks matter, else by
+        forerun.speculative; write the keys and values of accepted draft tokens to pages. Raises
+        EngineError if the core rejects them.
         """
         assert isinstance(round, CpuRound)
         library, buffers, features = self._library, self._buffers, None
@@ -175,7 +175,7 @@ class CpuExecutor(Executor):
         self.model.shutdown()
 
     def native_model(self) -> int:
-        """Return the core's handle, for its draft models and bench/steps.py. Raises EngineError."""
+        """Return the core's handle of the target. Raises EngineError after `shutdown`."""
         if self.model.handle is None:
             raise EngineError("the executor was shut down")
         return self.model.handle
@@ -183,9 +183,10 @@ class CpuExecutor(Executor):
 
 class StepBuffers:
     """The small arrays of a step, at fixed addresses that the compiled core reads: every step
-    refills them, which is cheaper than passing new addresses each time.
+    refills them, which takes less time than passing new addresses.
 
-    token_rows  the address of tokens' own rows, as of TokenRows.address; None: they have none
+    token_rows  returns the address of the tokens' per-layer vectors (TokenRows.address); None: the
+                model has none
     step  for forerun_forward, after `fill`
     walk  for forerun_forward, and for forerun_accept after `put_masks`
     path  address of the nodes from `put_path`
@@ -249,14 +250,16 @@ class StepBuffers:
             self._logits, step.logits = logits, logits.ctypes.data
 
     def put_states(self, step: StateStep) -> None:
-        """Write the rows of states that a step, which `fill` wrote, begins with, and those that its
-        known nodes' states go to besides.
+        """Write the state rows with which the slots of a step begin, and those to which the states
+        after its known nodes are copied in addition. Call after `fill`.
         """
         self._put("state_rows", step.plan.slots)
         self._put("state_targets", step.targets)
 
     def put_masks(self, masks: NodeMasks | None) -> None:
-        """Write the grammars' masks. The core reads them in place: they must outlive its call."""
+        """Write the addresses of the grammars' masks, which the core reads in place: the masks must
+        outlive its call.
+        """
         walk = self.walk
         walk.mask_row = None if masks is None else masks.row.ctypes.data
         if masks is not None:
@@ -270,13 +273,15 @@ class StepBuffers:
         self._pages[: pages.size], step.page_width = pages.ravel(), pages.shape[1]
 
     def put_path(self, plan: Plan, nodes: Ints) -> None:
-        """Write accepted nodes of the step, and the pages of a plan of its rows."""
+        """Write the accepted nodes int32[n] of the step, and the page table of the plan."""
         self._put_pages(plan)
         self._put("path", nodes)
 
     @property
     def choice(self) -> Ints:
-        """int32[M], a copy: the choices of forerun_accept (`Walk` of csrc/model.h)."""
+        """int32[M], a copy: the target's choice at each node, from forerun_accept (`Walk` of
+        csrc/model.h).
+        """
         return cast(Ints, self._arrays["choice"][: self.step.nodes].copy())
 
     def _put(self, name: str, values: AnyArray) -> None:

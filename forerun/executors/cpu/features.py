@@ -1,4 +1,4 @@
-"""Features that a draft model reads of the compiled core's last step."""
+"""Features of the compiled core's last step, for draft models."""
 
 from dataclasses import dataclass, replace
 

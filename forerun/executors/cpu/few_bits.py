@@ -1,4 +1,4 @@
-"""Matrices of few bits as rows that the compiled core packs (csrc/quant.h, `Source`)."""
+"""Converts matrices of few bits to rows that the compiled core packs (csrc/quant.h, `Source`)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,13 +8,16 @@ from forerun.checkpoints.mapped import FourBits
 from forerun.errors import ModelError
 
 TILE = 128
-"""Inputs of a tile whose groups share a scale and a zero point (`kQ4Z`)."""
+"""Inputs per tile of the core's format `kQ4Z`, which share a scale and a zero point."""
 _GROUP = 32
 
 
 def rows_of_tiles(matrix: FourBits) -> NDArray[np.uint8]:
-    """Return uint8[rows, 68 for every 128 inputs]: half d, uint8 z, an unused byte, 4-bit numbers
-    in the order of Q4_0. The group must be a multiple of 128.
+    """Convert a 4-bit matrix, whose group must be a multiple of 128 inputs, to the core's format
+    `kQ4Z`.
+
+    Returns uint8[rows, 68 * inputs / 128]; each 68 bytes are a float16 scale, a uint8 zero point,
+    an unused byte, and 128 4-bit numbers in the order of Q4_0.
     """
     rows, inputs = matrix.numbers.shape
     packed = np.zeros((rows, inputs // TILE, 68), np.uint8)
@@ -28,8 +31,10 @@ def rows_of_tiles(matrix: FourBits) -> NDArray[np.uint8]:
 
 
 def rows_of_bytes(matrix: FourBits) -> NDArray[np.uint8]:
-    """Return uint8[rows, 34 for every 32 inputs], the same numbers as Q8_0, for a group that is a
-    multiple of 32.
+    """Convert a 4-bit matrix, whose group must be a multiple of 32 inputs, to Q8_0 with the same
+    values.
+
+    Returns uint8[rows, 34 * inputs / 32]; each 34 bytes are a float16 scale and 32 int8 numbers.
     """
     rows, inputs = matrix.numbers.shape
     repeat = matrix.group // _GROUP
@@ -44,8 +49,10 @@ _LEVELS = np.array(IQ4_NL_LEVELS, np.int8)
 
 
 def rows_of_levels(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return uint8[rows, 34 for every 32 inputs], the same numbers as Q8_0, of uint8[rows,bytes] in
-    IQ4_NL: half d, 16 bytes of 4-bit numbers, each standing for a level.
+    """Convert rows uint8[rows,bytes] of IQ4_NL (18 bytes per 32 inputs: a float16 scale, 32 4-bit
+    indices of levels) to Q8_0 with the same values.
+
+    Returns uint8[rows, 34 * inputs / 32].
     """
     blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, 18)
     packed = np.empty((*blocks.shape[:2], 34), np.uint8)
@@ -57,8 +64,8 @@ def rows_of_levels(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def check_fp4(rows: NDArray[np.uint8], name: str) -> None:
-    """Raise ModelError naming the tensor if a scale of MXFP4 uint8[rows,bytes], 2^(byte - 127), is
-    out of the range of the core's 16 bits.
+    """Raise ModelError, naming the tensor, if a scale of MXFP4 rows uint8[rows,bytes], 2^(byte -
+    127), does not fit the float16 in which the core stores it.
     """
     exponents = rows.reshape(len(rows), -1, 17)[..., 0]
     # The core stores the numbers doubled and the scale halved, as a float16.

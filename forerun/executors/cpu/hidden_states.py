@@ -1,4 +1,6 @@
-"""Hidden states and logits of whole token sequences on the compiled core, as in serving."""
+"""Computes hidden states and logits of whole token sequences on the compiled core, as in
+serving.
+"""
 
 import ctypes
 
@@ -18,11 +20,11 @@ PAGE = 16
 
 
 class HiddenStates:
-    """Runs one sequence at a time, of at most `longest` tokens, and stores nothing of it.
+    """Runs one sequence at a time, of at most `longest` tokens; nothing is kept between calls.
 
     features  which hidden states: i = input of layer i (transformers' hidden_states[i])
 
-    Raises as CpuExecutor does.
+    Raises the same errors as CpuExecutor.
     """
 
     def __init__(
@@ -51,10 +53,10 @@ class HiddenStates:
         )
 
     def run(self, tokens: Ints, scored: Ints) -> tuple[Floats, Floats]:
-        """Return features float32[T,F*H] of a whole text tokens int32[T], and logits float32[n,V]
-        at its positions scored int32[n], ascending.
+        """Run a text, int32[T] tokens. Returns its features float32[T,F*H], and logits float32[n,V]
+        at the positions `scored` int32[n], ascending.
 
-        Raises EngineError if T is beyond `longest` or a token is out of range.
+        Raises EngineError if T exceeds `longest` or a token is out of range.
         """
         limits = self._executor.limits
         if len(tokens) > limits.context:
@@ -72,7 +74,7 @@ class HiddenStates:
         return features, logits
 
     def _chunk(self, tokens: Ints, kv_len: int, scored: Ints, logits: Floats) -> None:
-        """Run one pass over a chain of tokens behind `kv_len` committed ones."""
+        """Run one pass over a chain of tokens that follows `kv_len` committed ones."""
         count = len(tokens)
         chain = np.arange(count, dtype=np.int32)
         arrays = {

@@ -1,5 +1,5 @@
-"""Latent attention on the compiled core: its sizes, the places of its tensors, and kv_b_proj as two
-products per head (csrc/latent.cpp).
+"""Latent attention on the compiled core: its sizes, the places of its tensors, and kv_b_proj split
+into two matrices per head (csrc/latent.cpp).
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from forerun.networks.layer_spec import Latent
 from forerun.types import Floats
 
 ABSORBED = "kv_b_proj"
-"""A matrix in files that the core splits into two per head."""
+"""Name of the matrix that the core splits into two per head."""
 
 
 def sizes_of(latent: Latent | None) -> dict[str, Any]:
@@ -29,9 +29,9 @@ def sizes_of(latent: Latent | None) -> dict[str, Any]:
 
 def numbered(latent: Latent, first: int) -> Iterator[tuple[str, int]]:
     """Yield (name without ".weight", number) of each matrix of latent attention, numbered within a
-    layer as forerun_set_matrix does (csrc/model.cpp, Model::matrix). Those in the role of q, k and
-    o have their numbers; the others count from `first`, unused by other matrices. kv_b_proj becomes
-    two matrices a head, and its number is that of the first.
+    layer as in forerun_set_matrix (csrc/model.cpp, Model::matrix). Those in the role of q, k and o
+    have their numbers; the others count from `first`, which no other matrix uses. kv_b_proj becomes
+    two matrices per head, and its number is that of the first.
     """
     query = "q_proj" if latent.query_rank is None else "q_b_proj"
     if latent.query_rank is not None:
@@ -49,7 +49,9 @@ def absorbed(matrix: Floats, latent: Latent) -> list[Floats]:
 
 
 def in_kind(matrix: Floats, kind: str) -> np.ndarray[Any, Any]:
-    """Return the rows in ggml's type `kind`, F32, F16 or BF16, which must hold them exactly."""
+    """Convert float32 rows to ggml's type `kind`, F32, F16 or BF16, which must hold them
+    exactly.
+    """
     if kind == "F16":
         return matrix.astype("<f2")
     if kind == "BF16":

@@ -24,7 +24,9 @@ def refusal(arch: Architecture) -> str | None:
 
 
 def check_runs(arch: Architecture) -> None:
-    """Raise ModelError, which names the torch executor instead, if `refusal` has a reason."""
+    """Raise ModelError with the reason of `refusal`, if there is one, and the hint to use the torch
+    executor.
+    """
     reason = refusal(arch)
     if reason is not None:
         raise ModelError(f"{reason}; use the torch executor (--executor torch)")

@@ -1,4 +1,4 @@
-"""The compiled core's model of a checkpoint: opened, filled with weights, and closed."""
+"""A target model in the compiled core: opened, filled with weights, and closed."""
 
 import ctypes
 import logging
@@ -37,10 +37,10 @@ class CpuModel:
     """Weights, key/value cache and threads of a target, and the draft models that use its threads.
 
     handle  the core's; None after `shutdown`
-    ring    features for a draft model that reads any; None = no draft model reads them
+    ring    features for a draft model; None = no draft model reads any
     cache_item  bytes of a number of keys and values (weights.cache_item)
-    token_rows  as StepBuffers has it
-    by_page  [.,P,.] arrays of draft models that belong to pages, beside keys and values
+    token_rows  as in StepBuffers
+    by_page  [.,P,.] arrays of draft models that belong to pages, besides keys and values
 
     Parameters and errors are CpuExecutor's.
     """
@@ -130,8 +130,10 @@ class CpuModel:
         return cache_bytes_per_token(caches, self.cache_item)
 
     def adopt(self, draft: int | None, features_width: int) -> None:
-        """Take over a native draft model, to close it with the target whose threads it uses. From
-        now on the core stores features [M,features_width] of known and accepted tokens in `ring`.
+        """Take over a native draft model, to close it together with the target, and from now on
+        store the features [M,features_width] of known and accepted tokens in `ring`.
+
+        draft  its handle; None = there is only a reader of features
         """
         self._drafts += [] if draft is None else [draft]
         self.ring = HostFeatureRing(self._limits.slots, features_width) if features_width else None
@@ -140,13 +142,13 @@ class CpuModel:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in target and drafts."""
+        """Bytes of a page, summed over target and drafts."""
         own = sum(self._library.forerun_page_bytes(model, 0) for model in self._models())
         return int(own) + sum(array[:, 0].nbytes for array in self.by_page)
 
     def read_page(self, page: int) -> bytes:
-        """Return a page's keys and values, of target and drafts, but for those in window pages.
-        Raises EngineError if there is no such page.
+        """Return the contents of a page, of target and drafts, except for window pages. Raises
+        EngineError if there is no such page.
         """
         parts: list[AnyArray] = []
         for model in self._models():
@@ -169,9 +171,9 @@ class CpuModel:
             array[:, page] = own.view(array.dtype).reshape(array[:, page].shape)
 
     def copy_page(self, source: int, target: int) -> bool:
-        """Make page `target` of target and drafts hold what `source` does. Returns False where
-        layers are recurrent, or read each other's states: these are there for ends of pages alone.
-        Raises EngineError if there is no such page.
+        """Copy page `source` to page `target`, in target and drafts. Returns False for a model with
+        recurrent layers, or drafts that read other layers' states: these are stored at ends of
+        pages only. Raises EngineError if there is no such page.
         """
         if self._recurrent or self.by_page:
             return False
@@ -218,7 +220,7 @@ class CpuModel:
         return self.handle, *self._drafts
 
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
-        """Copy adapters into the core. Or EngineError."""
+        """Copy adapters into the core. Raises EngineError if it rejects one."""
         library, model = self._library, self._models()[0]
         places = {place.name: place for place in matrices(self._arch)}
         rank = max(adapter.rank for adapter in adapters)
@@ -231,8 +233,8 @@ class CpuModel:
                 library.forerun_set_adapter(*where, *values)
 
     def final_hidden_states(self, nodes: Ints) -> Floats:
-        """Return float32[n,H], hidden states of the last step's nodes int32[n] after the final
-        norm. Or EngineError.
+        """Return float32[n,H], the hidden states of the last step's nodes int32[n] after the final
+        norm. Raises EngineError.
         """
         values = np.empty((len(nodes), self._arch.hidden), np.float32)
         arguments = self._models()[0], nodes.ctypes.data, len(nodes), values.ctypes.data

@@ -1,4 +1,6 @@
-"""The compiled core (csrc/) through ctypes: its structures, its calls, and whether it can run."""
+"""The ctypes interface of the compiled core (csrc/): its structures, its calls, and whether it can
+run.
+"""
 
 import ctypes
 from collections.abc import Callable, Mapping
@@ -21,7 +23,7 @@ from forerun.errors import EngineError
 
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 AddressOf = Callable[[Any], int | None]
-"""The address of what the core reads for some tokens; None: nothing."""
+"""Token ids -> address of data that the core reads for them; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
 ABI = 53
@@ -281,16 +283,16 @@ _REFUSED = {
     "forerun_follow": "a state",
     "forerun_delta_run": "a layer",
 }
-"""Calls that raise EngineError unless they return 0, and what was refused then; those of a step,
-and of a page, are looked at where they are made.
+"""Calls that raise EngineError unless they return 0, with what the error names. Results of calls
+for steps and pages are checked by their callers.
 """
 
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """Load the compiled core once, with the types of all its calls; calls release Python's lock.
-
-    Raises OSError if it is missing, for another machine, or built from other sources.
+    """Load the compiled core once, with the types of all its calls. Calls release the global
+    interpreter lock. Raises OSError if it is missing, for another machine, or built from other
+    sources.
     """
     library = _typed(ctypes.CDLL(str(LIBRARY)), _CALLS)
     for name, what in _REFUSED.items():
@@ -306,8 +308,8 @@ def _check(what: str, code: int, *_: Any) -> None:
 
 @lru_cache(maxsize=1)
 def load_short() -> ctypes.PyDLL:
-    """Load the same library for calls of microseconds, which hold Python's lock throughout: taking
-    it back from another thread that computes can take 5 ms. Raises OSError as `load`.
+    """Load the same library for calls of microseconds, which hold the global interpreter lock:
+    acquiring it again from another thread that computes can take 5 ms. Raises OSError as `load`.
     """
     return _typed(ctypes.PyDLL(str(LIBRARY)), _SHORT_CALLS)
 
@@ -340,8 +342,8 @@ def available() -> str | None:
 
 
 def kernels(name: str = "") -> str | None:
-    """Return the name of the kernels that `name` ("" = the best) stands for on this machine; None
-    if it cannot run them. Raises OSError as `load`.
+    """Return the full name of the kernels `name` ("" = the best); None if this machine cannot run
+    them. Raises OSError as `load`.
     """
     best: bytes | None = load().forerun_kernels(name.encode())
     return best.decode() if best else None

@@ -1,4 +1,4 @@
-"""Numbers a model's tensors, and describes its layers, as the compiled core does."""
+"""Numbers a model's tensors and describes its layers, in the compiled core's terms."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,24 +27,24 @@ from forerun.networks.rope import Rope, frequency_table
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NET = ("q_proj", "k_proj", "v_proj", "out_proj")
 _CONVOLUTION = ("in_proj", "out_proj")
-"""In the places of the first and the last of attention's."""
+"""They take the numbers of attention's first and last matrix."""
 _GATE, _NET_GATES = ("gate_proj",), ("z_proj", "b_proj", "a_proj")
-"""Numbered behind all other matrices of a layer."""
+"""Numbered after all other matrices of a layer."""
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 LAYER_MATRICES = (
     *(f"self_attn.{name}" for name in _ATTENTION),
     *(f"mlp.{name}" for name in _FEED_FORWARD),
 )
-"""Of a draft network's layer, in the order of their numbers."""
+"""The matrices of a draft network's layer, in the order of their numbers."""
 _VECTORS = ("per_layer_input_gate", "per_layer_projection")
 _FEED, _ROUTER, _SHARED_GATE, _EXPERTS = 4, 7, 8, 9
-"""Numbers of a layer's matrices in csrc/model.cpp, `Model::matrix`; attention's are the first."""
+"""Numbers of a layer's matrices in csrc/model.cpp, `Model::matrix`; attention's come first."""
 _HEAD = (-1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor belongs: layer (-1 = the model's own) and number within it."""
+    """The place of a tensor: layer (-1 = the model's own) and number within the layer."""
 
     name: str
     layer: int
@@ -52,7 +52,9 @@ class Place:
 
 
 def matrices(arch: Architecture) -> list[Place]:
-    """Return the places of all matrices in the order of a step's reads; names without `.weight`."""
+    """Return the places of all matrices in the order in which a step reads them; names without
+    `.weight`.
+    """
     places = [Place("model.embed_tokens", -1, 0)]
     if arch.token_vector:
         places.append(Place("model.per_layer_model_projection", -1, 3))
@@ -72,7 +74,7 @@ def matrices(arch: Architecture) -> list[Place]:
 
 
 def _behind_experts(spec: LayerSpec) -> int:
-    """Return the first number behind those of a layer's experts."""
+    """Return the first number after those of a layer's experts."""
     mixtures = (spec.feed_forward, spec.beside)
     count = sum(mixture.count for mixture in mixtures if isinstance(mixture, Experts))
     return _EXPERTS + len(_FEED_FORWARD) * count
@@ -114,8 +116,8 @@ def _placed(
 
 
 def vectors(arch: Architecture) -> list[Place]:
-    """Return the places of each norm's weight and a router's correction: canonical name, layer (-1
-    = the model's own) and number among the layer's vectors.
+    """Return the places of all vectors: the weight of each norm and a router's correction. The
+    layer is -1 for the model's own, the number counts the layer's vectors.
     """
     places = []
     for layer, spec in enumerate(arch.layer_specs):
@@ -156,7 +158,9 @@ def vectors(arch: Architecture) -> list[Place]:
 
 
 def _beside_vectors(spec: LayerSpec) -> tuple[str | None, ...]:
-    """Return names of what the router of experts beside a feed-forward has, and of their norms."""
+    """Return the names of the vectors of experts beside a feed-forward: those of the router, and
+    norms.
+    """
     if spec.beside is None:
         return ()
     router = spec.beside.router
@@ -170,8 +174,9 @@ def _beside_vectors(spec: LayerSpec) -> tuple[str | None, ...]:
 def sizes_for(
     about: Architecture | DraftHead | BlockHead, limits: ExecutorLimits, layers: int, **more: Any
 ) -> native.Sizes:
-    """Return the sizes of a native model of `layers` layers, with the threads of another one. more:
-    further fields, and those that differ from the limits.
+    """Return the sizes of a native model of `layers` layers that uses another one's threads.
+
+    more  further fields, and those that differ from the limits
     """
     if isinstance(about, Architecture):
         more = sizes_of(about.latent) | net_sizes(about, limits) | more
@@ -200,7 +205,7 @@ _GATES: dict[Activation, int] = {"silu": 0, "clamped_silu": 1, "gelu_tanh": 2, "
 
 
 def layer_kind(arch: Architecture, layer: int) -> native.LayerKind:
-    """Return the layer as the core describes it; `limits.refusal` must be None."""
+    """Return the description of a layer for the core; `limits.refusal` must be None."""
     spec = arch.layer_specs[layer]
     kind = native.LayerKind(
         window=spec.attention.window or 0,
@@ -236,7 +241,7 @@ def layer_kind(arch: Architecture, layer: int) -> native.LayerKind:
 
 
 class RopeTable(native.Ropes):
-    """Frequencies of ropes, each over heads of so many numbers; owns the arrays it points to."""
+    """Rotary frequencies of (rope, head size) pairs; owns the arrays it points to."""
 
     def __init__(self, ropes: Sequence[tuple[Rope, int]]) -> None:
         frequencies = np.ascontiguousarray(frequency_table(ropes))
@@ -249,7 +254,7 @@ _PRECISE = ("linear_attn.b_proj", "linear_attn.a_proj")
 
 
 def routes(place: Place) -> bool:
-    """Return whether a matrix is stored in its own precision: its product selects or weighs
+    """Return whether a matrix keeps its own precision, because its product selects or weights
     experts, or gates a recurrent state.
     """
     weighs = place.which in (_ROUTER, _SHARED_GATE) or place.name.endswith(_PRECISE)

@@ -1,5 +1,5 @@
-"""The target's own prediction layers on the compiled core. drafts/prediction_layers.py says what
-they compute, executors/layer_states.py where they read it.
+"""The target's own prediction layers on the compiled core. drafts/prediction_layers.py describes
+them, executors/layer_states.py the states that they read.
 """
 
 from dataclasses import replace
@@ -47,8 +47,8 @@ _UNSCORED: Ints = np.zeros(0, np.int32)
 
 class CpuPredictionModel(CpuDraftModel):
     """DraftModel on the compiled core, with the target's embedding and, if it has the whole
-    vocabulary, its output head. Each layer is a native model with its own keys and values; a single
-    one stores its own feedback.
+    vocabulary, the target's output head. Each layer is a native model with its own keys and values;
+    a single layer stores its own feedback.
 
     Raises ModelError for layers that the core cannot run, MemoryPlanError if they do not fit.
     """
@@ -118,10 +118,10 @@ class CpuPredictionModel(CpuDraftModel):
         return self.opened_head(sizes, kind, last, RopeTable(arch.ropes), weight_bytes)
 
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
-        """Run the token after each one that became permanent through all layers, the first beside
-        the latter's features, and write their pages.
+        """Run the token after each permanent one through all layers, the first layer together with
+        the features of the permanent one, and write their pages.
 
-        Returns the first layer's Candidates [s,k]. Raises EngineError for bad input.
+        Returns the first layer's Candidates [s,k]. Raises EngineError for an invalid extension.
         """
         if self._draft.count == 1:
             return super().extend(extension, features)
@@ -141,9 +141,8 @@ class CpuPredictionModel(CpuDraftModel):
 
     def expand(self, level: DraftLevel) -> Candidates:
         """Run one level of n draft tokens through the layer of their depth, which ranks the next
-        tokens, and through those of greater depths, for deeper levels. Returns Candidates [n,k].
-
-        Raises EngineError if the tokens differ in depth or the level is invalid.
+        tokens, and through those of greater depths, whose states deeper levels need. Returns
+        Candidates [n,k]. Raises EngineError if the tokens differ in depth or the level is invalid.
         """
         if self._draft.count == 1:
             return super().expand(level)

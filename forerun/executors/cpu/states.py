@@ -1,4 +1,4 @@
-"""Recurrent states on the compiled core (csrc/recurrent.cpp): one pool in its own memory."""
+"""Recurrent states on the compiled core (csrc/recurrent.cpp), in one pool of its memory."""
 
 from collections.abc import Callable
 
@@ -32,8 +32,8 @@ def net_sizes(arch: Architecture, limits: ExecutorLimits) -> dict[str, int]:
 
 
 def node_numbers(arch: Architecture) -> tuple[int, int]:
-    """Return the float32 numbers that a node of a step takes in recurrent layers: scratch of any
-    node, and what a draft token stores until it is accepted.
+    """Return how many float32 numbers a node of a step takes in recurrent layers: (scratch of any
+    node, what a draft token stores until it is accepted).
     """
     match arch.recurrent:
         case GatedDelta() as delta:
@@ -46,20 +46,20 @@ def node_numbers(arch: Architecture) -> tuple[int, int]:
 
 
 class CpuStates(StateSteps):
-    """The states of a native model, which `handle` returns."""
+    """The states of a native model, whose handle `handle()` returns."""
 
     def __init__(self, handle: Callable[[], int], limits: ExecutorLimits) -> None:
         super().__init__(limits)
         self._handle, self._library = handle, native.load()
 
     def copy(self, row: int | None, to: int) -> None:
-        """Implement StateSteps.copy. Raises EngineError if the core refuses."""
+        """Implement StateSteps.copy. Raises EngineError if the core rejects a row."""
         source = -1 if row is None else row
         self._library.forerun_copy_state(self._handle(), source, to)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a state, in all layers."""
+        """Bytes of a state, summed over all layers."""
         return int(self._library.forerun_state_bytes(self._handle()))
 
     def content(self, row: int) -> bytes:
@@ -75,7 +75,7 @@ class CpuStates(StateSteps):
 
     def follow(self, step: StateStep, slots: Ints, nodes: Ints) -> None:
         """Implement StateSteps.follow; the step must be the model's last one. Raises EngineError if
-        the core refuses.
+        the core rejects it.
         """
         rows = np.ascontiguousarray(slots, np.int64)
         drafts = np.ascontiguousarray(nodes, np.int32)

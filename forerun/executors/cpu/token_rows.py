@@ -1,4 +1,4 @@
-"""Rows of the table of each token's vectors for all layers (layer_spec.LayerSpec.token_vector)."""
+"""Per-layer vectors of tokens (layer_spec.LayerSpec.token_vector), read from the file."""
 
 import numpy as np
 
@@ -9,8 +9,8 @@ from forerun.types import Floats, Ints
 
 
 class TokenRows:
-    """The table stays in its file, which is mapped: it is most of a small Gemma 4, and a step reads
-    one row for each token.
+    """A table of per-layer token vectors that stays in its mapped file: it is most of a small Gemma
+    4, and a step reads one row for each token.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -21,13 +21,13 @@ class TokenRows:
         self._held = np.empty(0, np.float32)
 
     def address(self, tokens: Ints) -> int:
-        """Return the address of `of(tokens)`, which is held until the next call."""
+        """Return the address of `of(tokens)`, which stays valid until the next call."""
         self._held = self.of(tokens)
         return self._held.ctypes.data
 
     def of(self, tokens: Ints) -> Floats:
-        """Return float32[M,L*D] of tokens int32[M]; any row for one that is not in the vocabulary,
-        whose step the core refuses.
+        """Return float32[M,L*D], the rows of int32[M] tokens. A token outside the vocabulary gets
+        an arbitrary row: the core rejects its step.
         """
         tokens = tokens.clip(0, self._tokens - 1)
         if self._stored is None:

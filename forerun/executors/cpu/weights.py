@@ -1,10 +1,10 @@
 """Packs a checkpoint's tensors into the compiled core, in the formats of csrc/quant.h.
 
-Floats, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4 and 4-bit integers in groups of 128 keep
-the file's own numbers exactly, in as many bytes; smaller groups and IQ4_NL in 8 bits. Other
-quants become 8 bits in groups of 32: symmetric, scale = largest / 127 as a half, rounded to
-nearest. Floats become the same if `dtype` requests it, or 4 bits, 16 steps from a group's smallest
-number to its largest, or Q4_K by ggml's rule of the format (csrc/make_q4_k.cpp).
+Floats, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4 and 4-bit integers in groups of 128 keep the
+file's own numbers exactly, in as many bytes; smaller groups and IQ4_NL keep them in 8 bits. Other
+quantised formats become 8 bits in groups of 32: symmetric, scale = largest / 127 as a float16,
+rounded to nearest. If `dtype` requests it, floats become the same, or 4 bits (16 steps from a
+group's smallest number to its largest), or Q4_K by ggml's rule (csrc/make_q4_k.cpp).
 """
 
 import ctypes
@@ -51,7 +51,7 @@ _KINDS = {
 _INT4 = "4-bit integers"
 """One scale and zero point for 128 inputs, or a multiple of that (GPTQ, AWQ)."""
 _SMALL_INT4 = "4-bit integers in groups below 128"
-"""Stored as bytes with the same values, and so is _LEVELS."""
+"""Stored as 8 bits with the same values; so is _LEVELS."""
 _LEVELS = "IQ4_NL"
 _FLOATS = ("F32", "F16", "BF16")
 BYTES = 2
@@ -61,13 +61,13 @@ WIDE = 6
 QUANTIZED = {"q8_0": BYTES, "q4_1": 1, "q4_k": 3}
 """dtype for floats -> `Format` of csrc/quant.h; embedding and head have 8 bits at least."""
 _WHOLE_BLOCKS = {"q4_k": 256}
-"""Inputs in a block, by dtype: matrices whose rows are not whole blocks become 8 bits."""
+"""Inputs per block, by dtype: matrices whose rows are not whole blocks become 8 bits."""
 _ALIGN = 64
 _HEAD = (-1, 1)
 
 
 def _kind(checkpoint: Checkpoint, name: str) -> str:
-    """Return how a matrix is stored, by ggml's name; "few bits" if ggml has none."""
+    """Return the storage format of a matrix, by ggml's name; "few bits" if ggml has none."""
     packed = checkpoint.packed(f"{name}.weight")
     if packed is not None:
         return packed.kind
@@ -78,7 +78,9 @@ def _kind(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _stored_kinds(checkpoint: Checkpoint) -> set[str]:
-    """Return how the layers' matrices are stored, except routers, which are always floats."""
+    """Return the storage formats of the layers' matrices, except routers, which are always
+    floats.
+    """
     places = [place for place in matrices(checkpoint.architecture) if place.layer >= 0]
     return {_kind(checkpoint, place.name) for place in places if not routes(place)}
 
@@ -103,8 +105,10 @@ def _some_become_bytes(checkpoint: Checkpoint, dtype: str) -> bool:
 
 
 def bits_made(dtype: str, checkpoint: Checkpoint | None) -> int | None:
-    """Return the most bits of a weight if floats become `dtype`, with its share of the scales,
-    rounded up; None if they stay floats. checkpoint: None = its files are not here.
+    """Return the most bits per weight, scales included and rounded up, if floats are converted to
+    `dtype`; None if they stay floats.
+
+    checkpoint  None = its files are not here
     """
     if dtype not in QUANTIZED:
         return None
@@ -113,7 +117,9 @@ def bits_made(dtype: str, checkpoint: Checkpoint | None) -> int | None:
 
 
 def _computes_in_floats(checkpoint: Checkpoint, dtype: str) -> bool:
-    """Return whether all layers' matrices stay floats, so activations and the cache do, too."""
+    """Return whether all layers' matrices stay floats, so that activations and the cache do,
+    too.
+    """
     return dtype not in QUANTIZED and _stored_kinds(checkpoint) <= set(_FLOATS)
 
 
@@ -122,8 +128,8 @@ CACHE_DTYPES = {1: "q8_0", 2: "float16", 4: "float32"}
 
 
 def cache_item(checkpoint: Checkpoint, dtype: str, kv_dtype: str = "same") -> int:
-    """Return the bytes of one number of keys and values, a key of CACHE_DTYPES: as `kv_dtype` says;
-    for "same" 4 for a model in floats, else 2.
+    """Return the bytes of one number of keys and values, a key of CACHE_DTYPES: 1 for `kv_dtype`
+    q8_0; for "same" 4 if the model computes in floats, else 2.
     """
     if kv_dtype == CACHE_DTYPES[1]:
         return 1
@@ -131,8 +137,8 @@ def cache_item(checkpoint: Checkpoint, dtype: str, kv_dtype: str = "same") -> in
 
 
 def cache_bytes_per_token(caches: Iterable[CacheLayer], item: int) -> int:
-    """Return the bytes of one position's keys and values in these layers, `item` bytes a number. In
-    q8_0 a head's numbers have a scale of 2 bytes for every 32.
+    """Return the bytes of one position's keys and values in these layers, at `item` bytes per
+    number. q8_0 adds a scale of 2 bytes for every 32 numbers of a head.
     """
     return sum(
         cached.numbers * item
@@ -142,7 +148,7 @@ def cache_bytes_per_token(caches: Iterable[CacheLayer], item: int) -> int:
 
 
 def sentence(checkpoint: Checkpoint, dtype: str) -> str:
-    """Describe how weights and activations are stored and computed, for users."""
+    """Return a sentence for users on how weights and activations are stored and computed."""
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     kinds = _stored_kinds(checkpoint)
     floats = sorted(names[kind] for kind in kinds & names.keys())
@@ -167,7 +173,7 @@ class Packer:
 
     head_rows  int32[Vd] the rows that its output head has; None = all
     tensors    matrices and vectors to load instead of a whole model's
-    dtype      what floats become: "file": unchanged, or a name of QUANTIZED
+    dtype      what floats are converted to: "file" = unchanged, or a name of QUANTIZED
 
     Raises ModelError naming the tensor whose stored bytes do not fit its shape.
     """
@@ -211,14 +217,16 @@ class Packer:
         return arch.heads * int(sum(packed))
 
     def _kind_of_heads(self, place: Place) -> str:
-        """Return each head's kind: floats, or "few bits" to be widened and transposed."""
+        """Return the format of each head's part: floats, or "few bits" to be widened and
+        transposed.
+        """
         kind = _kind(self._checkpoint, place.name)
         return kind if kind in _FLOATS else "few bits"
 
     def load(self, model: int, progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Set a native model's layers and pack every tensor into it. Raises ModelError.
 
-        progress  is called after each matrix with the bytes packed so far, and of all
+        progress  called after each matrix with (bytes packed so far, bytes in total)
         """
         arch = self._checkpoint.architecture
         if self._tensors is None:
@@ -241,7 +249,9 @@ class Packer:
         native.load().forerun_set_scales(model, arch.embedding_scale, arch.logit_scale, cap)
 
     def _matrices(self) -> list[Place]:
-        """Return all matrices, and a tied head's if it has not all rows of the embedding."""
+        """Return the places of all matrices, and of a tied head if it has not all rows of the
+        embedding.
+        """
         if self._tensors is not None:
             return self._tensors[0]
         arch = self._checkpoint.architecture
@@ -294,7 +304,7 @@ class Packer:
             set_matrix(model, own, stored)
 
     def _rows(self, place: Place) -> tuple[str, AnyArray]:
-        """Return a name of _KINDS and a matrix's rows stored in that way."""
+        """Return (a name of _KINDS, a matrix's rows stored in that format)."""
         name, kind = f"{place.name}.weight", _kind(self._checkpoint, place.name)
         packed = self._checkpoint.packed(name)
         if packed is not None and kind in _KINDS:
@@ -314,7 +324,8 @@ class Packer:
 
     def _vector(self, name: str, arch: Architecture) -> Floats:
         """Return a vector as the core reads it: a norm's weight with its offset (a delta net's own
-        norm has none), A_log as a decay rate, and a convolution's numbers token by token.
+        norm has none), A_log as a decay rate, and a convolution's weights with the tap as the outer
+        index.
         """
         values = self._floats(name)
         if name.endswith(("linear_attn.conv1d.weight", "conv.conv.weight")):
@@ -333,7 +344,7 @@ class Packer:
 
 @dataclass(frozen=True, slots=True)
 class DraftTensors:
-    """The tensors of an EAGLE head or a block drafter, and where they belong.
+    """The tensors of an EAGLE head or a block drafter, and their places in the core.
 
     shapes    of the tensors in its file, by name
     matrices, vectors  in its file
@@ -350,7 +361,7 @@ class DraftTensors:
     format: int
 
     def planned_bytes(self) -> int:
-        """Return the bytes that they will take in the core, alignment included."""
+        """Return the bytes that the tensors will take in the core, alignment included."""
         library, hidden = native.load(), self.draft.head.hidden
         matrices = [self.shapes[f"{place.name}.weight"] for place in self.matrices]
         matrices += [] if self.head is None else [(len(self.head), hidden)]
@@ -360,7 +371,7 @@ class DraftTensors:
         return int(sum(packed)) + 4 * _ALIGN * len(matrices) + sum(vectors) + biases
 
     def load(self, model: int, target: Checkpoint) -> None:
-        """Copy them into a native model, beside a target. Raises ModelError."""
+        """Copy the tensors into a native model; `target` has the head's rows. Raises ModelError."""
         draft = self.draft
         for place in self.matrices:
             stored = Stored("F32", draft.tensor(f"{place.name}.weight"), becomes=self.format)
@@ -379,7 +390,7 @@ class DraftTensors:
 class Stored:
     """A matrix to be copied into the core.
 
-    kind     ggml's name of its rows' storage
+    kind     ggml's name of the rows' format
     shape    channels and inputs; None: those of `rows`
     becomes  a `Format` of csrc/quant.h
     """
@@ -404,7 +415,7 @@ def set_matrix(
 ) -> None:
     """Pack one matrix into a native model. bias: float32[channels]; None = none.
 
-    Raises ModelError naming the tensor if its bytes do not fit its shape, or the core refuses.
+    Raises ModelError naming the tensor if its bytes do not fit its shape, or the core rejects it.
     """
     name, rows = place.name, stored.rows
     channels, inputs = stored.shape or rows.shape

@@ -1,4 +1,4 @@
-"""WindowedCpuExecutor: the compiled core with window pages for layers that see a window."""
+"""The CPU executor with window pages for sliding-window layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from forerun.interface.executor import ExecutorLimits
 
 
 class WindowedCpuExecutor(Windowed, CpuExecutor):
-    """A CpuExecutor whose limits have window pages: it gives back what lies behind windows."""
+    """A CpuExecutor whose limits have window pages: it frees pages that lie behind every window."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -26,7 +26,9 @@ class _AdaptedWindowedCpuExecutor(AdaptedCpuExecutor, WindowedCpuExecutor):
 
 
 def kind_of(limits: ExecutorLimits, adapted: bool) -> type[CpuExecutor]:
-    """Return the class that runs these limits. adapted: with LoRA adapters beside the weights."""
+    """Return the executor class for these limits. adapted: with LoRA adapters beside the
+    weights.
+    """
     if limits.window_pages:
         return _AdaptedWindowedCpuExecutor if adapted else WindowedCpuExecutor
     return AdaptedCpuExecutor if adapted else CpuExecutor
