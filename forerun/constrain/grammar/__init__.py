@@ -1,4 +1,4 @@
-"""Constraints of a text: the value in a request, and grammars of calls."""
+"""Grammars: the constraint in a request, and those of answers with tool calls."""
 
 from forerun.constrain.grammar.grammar import LETTER, Grammar, Kind, Start, ThinkingBudget
 

@@ -1,4 +1,4 @@
-"""Grammars of answers with tool calls: free text up to a call, then nothing but a call.
+"""Builds grammars of answers with tool calls: free text up to a call, then only a call.
 
 Written in llguidance's Lark: a rule with `suffix` ends at the first occurrence of that text,
 `%json` stands for the texts of a schema.
@@ -32,8 +32,9 @@ from forerun.text.tools import (
 Compiled = TypeVar("Compiled")
 
 SLASHES = "// x-forerun-slashes"
-"""First line of a grammar whose backslashes stand in JSON or where any text may: in its strings a
-slash may be escaped (matcher/slashes.py)."""
+"""First line of a grammar in which every backslash is part of JSON, or in a place where any text is
+allowed: a slash in its strings may be escaped (matcher/slashes.py).
+"""
 
 ANY_TEXT = r"/(.|\n)*/"
 
@@ -48,11 +49,11 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """What an answer with tools may be.
+    """Which calls and which text an answer with tools may have.
 
     required  calls and nothing else
     several   more than one call
-    special   ids of those marks of the format that are control tokens of the model's
+    special   ids of those marks of the format that are control tokens of the model
     others    ids of control tokens that free text may have
     inside    the prompt ends within the text of a message (Harmony)
     """
@@ -64,13 +65,15 @@ class Calling:
     inside: bool = False
 
     def mark(self, text: str) -> str:
-        """Return a mark of the format in a Lark grammar: a control token by its id, else the text
-        as a literal.
+        """Return a mark of the format as Lark: by its id if it is a control token, else as a
+        literal.
         """
         return f"<[{self.special[text]}]>" if text in self.special else literal(text)
 
     def free(self, terminal: str) -> tuple[str, list[str]]:
-        """Return a rule of free text made of `terminal` and of control tokens, and its lines."""
+        """Return (name, lines) of a rule of free text that consists of `terminal` and control
+        tokens.
+        """
         if not self.others:
             return terminal, []
         ids = ",".join(map(str, sorted(self.others)))
@@ -79,16 +82,15 @@ class Calling:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A grammar and what it was put together from, so that an error can name the part."""
+    """A grammar and the parts it was built from, so that an error can name the part."""
 
     grammar: Grammar
     parts: tuple[Grammar, ...] = ()
 
     async def compiled(self, compile: Callable[[Grammar], Awaitable[Compiled]]) -> Compiled:
-        """Compile the whole grammar with `compile`. Where that is refused, each part is compiled
-        alone, so that the error names the part at fault.
-
-        Raises RequestError of the part, else of the whole; BusyError if the compiler is busy.
+        """Compile the whole grammar with `compile`. If that is rejected, each part is compiled
+        alone, so that the error names the faulty part. Raises RequestError of the part, else of the
+        whole; BusyError if the compiler is busy.
         """
         try:
             return await compile(self.grammar)
@@ -100,13 +102,15 @@ class Rules:
             raise
 
     def on_one_line(self) -> "Rules":
-        """Return a copy whose JSON has white space as Python's json.dumps writes it and nowhere
-        else. Raises RequestError if the grammar is not a schema.
+        """Return a copy whose JSON has white space exactly as Python's json.dumps writes it. Raises
+        RequestError if the grammar is not a schema.
         """
         return replace(self, grammar=self.grammar.on_one_line())
 
     def after(self, start: Start, budget: ThinkingBudget | None = None) -> "Rules":
-        """Return a copy that constrains only what comes after `start`, which `budget` forces."""
+        """Return a copy that constrains only the text after `start`; `budget` forces `start` in
+        time.
+        """
         return replace(self, grammar=self.grammar.after(start, budget))
 
 
@@ -122,7 +126,7 @@ def tool_rules(
     calling  whether calls are required, and whether there may be several
     answer   a schema for answers without a call; None = free text
 
-    Raises RequestError if `answer` is no JSON schema, or arguments in tags cannot honour a strict
+    Raises RequestError if `answer` is no JSON schema, or arguments in tags cannot enforce a strict
     one.
     """
     parts = [_alone(format, tool.arguments) for tool in tools] + ([answer] if answer else [])
@@ -206,8 +210,8 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
 
 
 def _opened_or_not(format: ToolFormat, calling: Calling, names: Sequence[str]) -> list[str]:
-    """Return the rules from `start` down to the calls of a format whose functions the reader knows
-    by their own tags, too, where a model leaves the opener out. Rules s and t as of `_unmarked`.
+    """Return the rules from `start` down to the calls of a format whose functions the parser also
+    recognises by their own tags, if a model omits the opener. Rules s and t as in `_unmarked`.
     """
     assert format.tags is not None
     special, opener = format.opener in calling.special, calling.mark(format.opener)
@@ -237,7 +241,7 @@ def _opened_or_not(format: ToolFormat, calling: Calling, names: Sequence[str]) -
 
 
 def _head(format: ToolFormat, name: str) -> str:
-    """Return the tag of a function behind what it begins with."""
+    """Return the opening tag of a function, without its common beginning."""
     assert format.tags is not None
     return f"{format.tags.function.format(name)}\n".removeprefix(format.bare)
 
@@ -247,19 +251,20 @@ _FENCED = r"```\s*(json)?[\s\x5B]*"
 _LEAD = rf"{_BETWEEN}(json)?[\s\x5B]*"
 _NAMED = r'\x7B\s*(\x7B\s*|"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"'
 _ARGUED = r'"\s*,\s*"(arguments|parameters)"\s*:'
-"""Regular expressions of what the reader knows of calls without marks (text/tool_bodies.py,
-BareHeads): what may stand between two; what precedes one in a text, and at its beginning; its head
-up to the name, and behind it.
+"""Regular expressions for calls without marks, as the parser reads them (text/tool_bodies.py,
+BareHeads): what may come between two calls; before one within a text, and at its beginning; its
+head up to the name, and after it.
 """
 
 
 def _unmarked(format: ToolFormat, calling: Calling, names: Sequence[str]) -> list[str]:
     """Return the rules from `start` down to the calls of a format whose calls may have no opener.
+
     An object with a name, in a fence or at the beginning, is a call if a function has that name.
 
-    s  what may follow at the beginning, or behind a call if more may come
-    n  behind the head of an object, up to its name
-    t  behind the only call
+    s  what may follow at the beginning, or after a call if more may come
+    n  after the head of an object, up to its name
+    t  after the only call
 
     A lazy rule ends the text before it, so free text needs no exclusions, which take llguidance
     long.
@@ -305,7 +310,7 @@ def _unmarked(format: ToolFormat, calling: Calling, names: Sequence[str]) -> lis
 
 
 def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
-    """Return the rules of one call, from behind the opener to its closer."""
+    """Return the rules of one call, from the end of the opener to its closer."""
     if format is LFM2:
         written = f"arguments_{index}: {_tag_texts(format, tool.arguments)}"
         return [f'call_{index}: {literal(f"{tool.name}(")} arguments_{index} ")"', written]
@@ -363,17 +368,17 @@ def json_texts(grammar: Grammar) -> str:
 
 
 def _tag_texts(format: ToolFormat, grammar: Grammar, quote: str = "") -> str:
-    """Return the rule for arguments in tags, which the compiling process writes out (`with_tags`),
-    since that takes time that grows faster than a schema.
+    """Return the rule for arguments in tags. The compiling process expands it (`with_tags`), since
+    the time for that grows faster than the schema.
     """
     options = [grammar.field, grammar.lenient, format.name, quote]
     return f"%tags {_plain({'x-forerun': options, 'schema': json.loads(grammar.source)})}"
 
 
 def with_tags(source: str) -> tuple[str, list[str]]:
-    """Write out the rules of arguments in tags in a grammar of calls. Returns the grammar, and the
+    """Expand the rules of arguments in tags in a grammar of calls. Returns the grammar, and the
     paths that are left out of their schemas. Raises RequestError if a strict schema has a keyword
-    that this form cannot honour.
+    that this form cannot enforce.
     """
     out, left, at = "", list[str](), 0
     while match := _TAG_TEXTS.search(source, at):
@@ -394,7 +399,7 @@ _TAG_TEXTS = re.compile(r'(?<=\narguments_)(\d{1,4}): %tags (?=\{"x-forerun":)')
 
 
 def _alone(format: ToolFormat, arguments: Grammar) -> Grammar:
-    """Return a grammar of only the arguments of one function, to identify the one at fault."""
+    """Return a grammar of only the arguments of one function, used to find the faulty one."""
     if tags_of(format) is None:
         return arguments
     source = f"start: arguments_0\narguments_0: {_tag_texts(format, arguments)}"
@@ -402,20 +407,20 @@ def _alone(format: ToolFormat, arguments: Grammar) -> Grammar:
 
 
 def literal(text: str) -> str:
-    """Return a text as it stands in a Lark grammar; nothing for an empty one."""
+    """Return a text as a Lark literal; "" for an empty text."""
     return _plain(text) if text else ""
 
 
 def _plain(value: Any) -> str:
-    """Return JSON in which nothing looks like GBNF."""
+    """Return JSON of a value in a form that cannot be taken for GBNF."""
     return json.dumps(value, ensure_ascii=False).replace("::=", "::\\u003d")
 
 
 def without(texts: Sequence[str]) -> str:
-    """Return a Lark terminal that matches any text in which none of `texts` occurs."""
+    """Return a Lark terminal that matches any text that contains none of `texts`."""
     return " & ".join([ANY_TEXT, *(f"~({ANY_TEXT} {literal(text)} {ANY_TEXT})" for text in texts)])
 
 
 def either(name: str, count: int) -> str:
-    """Return the alternatives of rules name_0, name_1, ..."""
+    """Return the rules name_0, name_1, ..., `count` of them, as Lark alternatives."""
     return " | ".join(f"{name}_{index}" for index in range(count))

@@ -1,7 +1,6 @@
-"""GBNF, llama.cpp's grammar language, as llguidance's Lark.
-
-Every rule stays a rule and every character class a lexeme of one character, so nothing is matched
-greedily: a rule of white space gives back what the text behind it needs.
+"""Translates GBNF, llama.cpp's grammar language, to llguidance's Lark. Every rule stays a rule and
+every character class a lexeme of one character, so nothing is matched greedily: white space never
+takes characters that the text after it needs.
 """
 
 import json
@@ -18,10 +17,9 @@ _NEXT_RULE = re.compile(r"[A-Za-z0-9_-]++(?:[ \t]|#[^\n]*+)*+::=")
 
 
 def lark(source: str) -> str:
-    """Translate a GBNF grammar to Lark; the same language, matched without greed.
-
-    Raises ValueError, naming the line, if it cannot be read or names a rule that is not there;
-    also if no text of `root` is finite.
+    """Translate a GBNF grammar to Lark, for the same language and without greedy matches. Raises
+    ValueError, naming the line, if it cannot be parsed or uses an undefined rule; also if `root`
+    matches no finite text.
     """
     reader = _Reader(source)
     rules = reader.rules()
@@ -38,10 +36,10 @@ def lark(source: str) -> str:
     return "\n".join(lines)
 
 
-# Of a rule: alternatives of sequences of items, each with how often it may come.
+# Body of a rule: alternatives of sequences of items, each with its repetition.
 @dataclass(slots=True)
 class _Item:
-    """A lexeme in Lark, a name of a rule, or a group."""
+    """One item of a sequence: a Lark lexeme, the name of a rule, or a group."""
 
     lexeme: str = ""
     name: str = ""
@@ -217,7 +215,7 @@ def _one(item: _Item, numbers: dict[str, str]) -> str:
 
 
 def _check_ends(rules: dict[str, _Rule]) -> None:
-    """Raise ValueError if no text of `root` is finite."""
+    """Raise ValueError if `root` matches no finite text."""
     ending: set[str] = set()
 
     def ends(items: list[_Item]) -> bool:

@@ -19,11 +19,11 @@ from forerun.constrain.schema.patterns import MAX_NESTING, literal, portable
 from forerun.errors import RequestError
 
 MAX_SOURCE = 256 * 1024
-"""Bytes of a grammar's source."""
+"""Most bytes of a grammar's source."""
 
 
 class Kind(StrEnum):
-    """Kinds of source. A choice compiles as a regex, a JSON object as a schema. Free: any text."""
+    """Kinds of source. A choice compiles as a regex, a JSON object as a schema. FREE: any text."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -33,9 +33,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A text after which a constraint begins, wherever tokens end: the end of reasoning.
+    """A text after which a constraint begins, such as the end of reasoning; it may end within a
+    token.
 
-    control  control tokens add text, too; else they are skipped
+    control  whether control tokens add text; else they are skipped
     """
 
     text: str
@@ -43,19 +44,19 @@ class Start:
 
 
 LETTER = 3
-"""Most tokens that a letter of UTF-8 may still need."""
+"""Most further tokens that a character of UTF-8 may need."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """The most tokens that a thought may have before its end is forced.
+    """The most tokens of reasoning before its end is forced.
 
-    tokens   N, of the thought without its marks
+    tokens   N, of the reasoning without its marks
     used     how many of them are in the prompt already
-    ending   ids that follow the N-th token, or the letter that it ends in: they spell the thought's
-             end, perhaps behind a message
-    call     text that ends a thought without its closing mark, such as a call's opener: behind it
-             nothing is forced; "" = there is none
+    ending   ids that are forced after the N-th token, or after the end of its character: the end of
+             the reasoning, perhaps after a message
+    call     text that ends the reasoning without its closing mark, such as a call's opener: nothing
+             is forced after it; "" = there is none
     """
 
     tokens: int
@@ -70,11 +71,11 @@ class Grammar:
 
     source   a JSON schema as JSON text; a regular expression that the whole text must match
              (no look-around, no back-references); or a grammar in Lark or GBNF
-    lenient  of a schema: keywords that cannot be honoured are ignored instead of refused
-    one_line of a schema: white space as Python's json.dumps writes it and nowhere else, so that
-             more of the text is forced and needs no step of its own
-    start    what the constraint begins after; None = it begins at once
-    budget   of the thought before `start`; None = it may go on as long as the answer
+    lenient  of a schema: keywords that cannot be enforced are ignored instead of rejected
+    one_line of a schema: white space exactly as Python's json.dumps writes it, so that more of the
+             text is forced and needs no step of its own
+    start    text after which the constraint begins; None = it begins at once
+    budget   of the reasoning before `start`; None = only max_tokens limits it
     field    the request field that errors name
     """
 
@@ -90,11 +91,11 @@ class Grammar:
     def json_schema(cls, schema: Any, lenient: bool = False, field: str = "grammar") -> Self:
         """Return the grammar of JSON texts valid under `schema`: an object, or true or false.
 
-        lenient  leave out keywords that cannot be honoured, instead of refusing them
+        lenient  leave out keywords that cannot be enforced, instead of rejecting them
         field    the request field that errors name
 
-        Raises RequestError if it is no schema, not JSON, larger than MAX_SOURCE or nested too
-        deep; unless lenient, also for a bad pattern or member.
+        Raises RequestError if it is no schema, not JSON, larger than MAX_SOURCE or nested too deep;
+        unless lenient, also for an invalid pattern or member.
         """
         if not isinstance(schema, dict | bool):
             raise RequestError(f"{field} must be a JSON schema: an object", field)
@@ -119,9 +120,8 @@ class Grammar:
     @classmethod
     def regex(cls, pattern: str, field: str = "grammar") -> Self:
         """Return the grammar of texts that `pattern` matches as a whole, with JavaScript's meaning.
-
-        Raises RequestError that points at the fault where it is no regular expression, is larger
-        than MAX_SOURCE, or forces a text of more than MAX_FORCED characters.
+        Raises RequestError that points at the fault if it is no regular expression, is larger than
+        MAX_SOURCE, or matches no text of at most MAX_FORCED characters.
         """
         grammar = cls(Kind.REGEX, pattern, field=field)._checked()
         return replace(grammar, source=portable(pattern, field))
@@ -154,8 +154,8 @@ class Grammar:
         return grammar
 
     def on_one_line(self) -> Self:
-        """Return a copy whose JSON has white space as Python's json.dumps writes it and nowhere
-        else. Raises RequestError if the grammar is not a schema.
+        """Return a copy whose JSON has white space exactly as Python's json.dumps writes it. Raises
+        RequestError if the grammar is not a schema.
         """
         if self.kind is not Kind.JSON_SCHEMA:
             raise RequestError(f"{self.field} is not a JSON schema; its own white space counts")
@@ -163,13 +163,13 @@ class Grammar:
 
     @classmethod
     def free(cls) -> Self:
-        """Return the grammar of any text, for an answer of which only the reasoning has a
-        budget.
-        """
+        """Return the grammar of any text, for an answer that only has a thinking budget."""
         return cls(Kind.FREE, "any text")
 
     def after(self, start: Start, budget: ThinkingBudget | None = None) -> Self:
-        """Return a copy that begins after `start` instead of at once; `budget` forces `start`."""
+        """Return a copy that begins after `start` instead of at once; `budget` forces `start` in
+        time.
+        """
         return replace(self, start=start, budget=budget)
 
     def _checked(self) -> Self:
@@ -186,7 +186,7 @@ class Grammar:
 
 
 def _depths(source: str) -> Sequence[int]:
-    """Return how many brackets are open after each one, ignoring quotes."""
+    """Return the number of open brackets after each bracket, ignoring quotes."""
     depth, depths = 0, []
     for character in re.findall(r"[()\[\]{}]", source):
         depth = depth + 1 if character in "([{" else max(0, depth - 1)

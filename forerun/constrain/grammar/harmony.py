@@ -1,4 +1,4 @@
-"""Grammars of answers in the Harmony format (text/harmony.py), which may call functions."""
+"""Grammars of answers in the Harmony format (text/harmony.py) with tool calls."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,14 +16,15 @@ def harmony_lines(
     required: bool,
     inside: bool,
 ) -> list[str]:
-    """Return the rules of an answer behind `<|start|>assistant`, or, with `inside`, behind the
+    """Return the rules of an answer after `<|start|>assistant`, or, with `inside`, after the
     beginning of a message's text.
 
     names     of the functions; `json_N` are the rules of their arguments
-    mark      how the grammar names a mark of the format
+    mark      returns a mark of the format as Lark
+    literal   returns a text as a Lark literal
     text      a terminal of a message's text
-    answer    what a final message's text is; None = any text
-    required  nothing but thoughts comes before a call
+    answer    the rule of a final message's text; None = any text
+    required  only reasoning comes before a call
     """
     header = f"{mark(CHANNEL)} {{}} {mark(MESSAGE)}"
     lines = [

@@ -1,8 +1,6 @@
-"""Arguments of a call that are no JSON object: of GLM, Qwen, MiniMax and DeepSeek keys and values
-in tags, of LFM2 Python's keyword arguments.
-
-In tags strings stand raw, so what a schema says of them is written as terminals; every other value
-is JSON.
+"""Grammars of a call's arguments that are not a JSON object: keys and values in tags (GLM, Qwen,
+MiniMax and DeepSeek), or Python's keyword arguments (LFM2). Strings in tags have no quotes, so a
+schema's limits on them are written as terminals; every other value is JSON.
 """
 
 import json
@@ -31,13 +29,14 @@ _OBJECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """What stands around a value.
+    """The text around a value.
 
     begin    before it, `{}` for its key, `{string}` for true or false
-    closer   behind it
-    never    what no string contains, for its reader would find the end there; "" = strings are JSON
-    between  stands between two arguments; "" = the closer and what is behind it do
-    behind   stands behind the closer
+    closer   after it
+    never    what no string may contain, because a parser would find the end there; "" = strings
+             are JSON
+    between  between two arguments; "" = closer and `behind` separate them
+    behind   after the closer
     """
 
     begin: str
@@ -53,7 +52,7 @@ GEMMA_TAGS = Tags("{}:", "", "", ",")
 
 
 def tags_of(format: ToolFormat) -> Tags | None:
-    """Return what stands around arguments that are no JSON object; None where they are one."""
+    """Return the text around arguments that are not a JSON object; None if they are one."""
     if format.tags is not None:
         line, end = "\n" * format.tags.on_lines, format.tags.parameter_end
         behind = "\n" if format.opener else ""
@@ -66,8 +65,8 @@ class Arguments:
     """The rules of one function's arguments.
 
     pairs  the body of a rule: its keys and values in order
-    rules  what that refers to
-    left   paths of what is left out of a schema that is not strict
+    rules  the rules that `pairs` refers to
+    left   paths that are left out of a schema that is not strict
     """
 
     pairs: str = ""
@@ -83,16 +82,16 @@ def arguments(
     content: Callable[[Grammar], str],
     quote: str = "",
 ) -> Arguments:
-    """Write the rules of a function's arguments: tags of keys and values, strings without quotes.
+    """Return the rules of a function's arguments: tags of keys and values, strings without quotes.
 
     index    number of the function, for the names of rules
     grammar  a schema of its arguments
-    literal  makes a Lark literal of a text
-    content  makes a Lark expression of a schema's texts
-    quote    a Lark expression of what may stand around a string instead of JSON's marks; "" = none
+    literal  text -> Lark literal
+    content  schema -> Lark expression of its texts
+    quote    a Lark expression for other quotes than JSON's around a string; "" = none
 
-    Raises RequestError if a strict schema has a keyword that this form cannot honour; of a
-    lenient one such keywords are left out and listed.
+    Raises RequestError if a strict schema has a keyword that this form cannot enforce; of a lenient
+    one such keywords are left out and listed.
     """
     raw = json.loads(grammar.source)
     try:
@@ -158,10 +157,11 @@ class _Writer:
         return self._out
 
     def _listed(self, index: int, pairs: list[tuple[str, bool]]) -> str:
-        """Write the rules of arguments with something between each two; return the first's name.
+        """Write the rules of arguments with a separator between each two; return the first rule's
+        name.
 
-        first_0_3   the arguments from the fourth on, where none stands before them
-        behind_0_3  the same where one does
+        first_0_3   the arguments from the fourth on, if none comes before them
+        behind_0_3  the same if one does
         """
         count, between = len(pairs), self._literal(self._tags.between)
         for name in ("first", "behind"):
@@ -178,7 +178,7 @@ class _Writer:
         return declared.get("type") if isinstance(declared, dict) else None
 
     def _is_raw(self, key: str) -> bool:
-        """Return whether a value is a string without quotes."""
+        """Return whether an argument's value is a string without quotes."""
         return self._kind(key) == "string" and bool(self._tags.never)
 
     def _value(self, name: str, key: str, value: Any) -> None:
@@ -198,8 +198,8 @@ class _Writer:
         self._out.rules.append(f"{name}_json: {self._content(part)}")
 
     def _python(self, kind: Any, schema: dict[str, Any]) -> list[str]:
-        """Return what a value may be besides JSON: Python's words, and strings in single quotes
-        where these need no escapes.
+        """Return the alternatives to JSON for a value: Python's words, and strings in single quotes
+        that need no escapes.
         """
         if self._quote:
             return []
@@ -214,7 +214,7 @@ class _Writer:
         return [self._literal(f"'{word}'") for word in apart]
 
     def _quoted(self, name: str, schema: dict[str, Any]) -> list[str]:
-        """Return what a string may be besides JSON: raw between two marks."""
+        """Return the alternatives to JSON for a string: raw between two quotes of the format."""
         if schema.keys() - {"type", "enum", "const"}:
             return []
         words = values_of(schema)
@@ -252,8 +252,8 @@ class _Writer:
         self._out.rules.append(f"{terminal}: ({both}) {closer}")
 
     def _terms(self, path: str, schema: dict[str, Any]) -> list[str]:
-        """Return what a raw string must match, all of it; the first term excludes the closing
-        tag.
+        """Return the terminals that a raw string must match, all of them; the first excludes the
+        closing tag.
         """
         terms = [f"~({_ANY} {self._literal(self._tags.never)} {_ANY})"]
         for keyword in schema.keys() - _STRING:
@@ -293,7 +293,7 @@ def _is_plain(schema: Any) -> bool:
 
 
 def _limits(schema: dict[str, Any]) -> list[str]:
-    """Return what the pattern and the lengths of a schema are for a raw string."""
+    """Return the terminals for the pattern and the lengths of a schema, for a raw string."""
     terms = []
     if isinstance(schema.get("pattern"), str):
         terms.append(f"/{_whole(schema['pattern'])}/")
@@ -304,7 +304,7 @@ def _limits(schema: dict[str, Any]) -> list[str]:
 
 
 def _whole(pattern: str) -> str:
-    """Return a pattern for the whole text, without anchors, in Lark's slashes."""
+    """Return a pattern for the whole text, without anchors, between Lark's slashes."""
     branches, depth, at, inside = [list[str]()], 0, 0, False
     while at < len(pattern):
         size = 2 if pattern[at] == "\\" else 1

@@ -1,4 +1,4 @@
-"""Grammars of free text with tags, parts that follow a schema (SGLang's structural tags)."""
+"""Grammars of free text with tagged parts that follow a schema (SGLang's structural tags)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,8 +36,10 @@ class TagRules(Rules):
     triggers: tuple[str, ...] = ()
 
     def with_control(self, tokens: Mapping[str, int]) -> Rules:
-        """Return a copy whose free text may have a model's control tokens; a trigger or a tag's end
-        that is one is written as that. tokens: their ids by text, but for those that end texts.
+        """Return a copy whose free text may contain control tokens; a trigger or a tag's end that
+        is a control token is written as one.
+
+        tokens  control tokens by text, without those that end texts
         """
         source = _source(self.tags, self.triggers, tokens, self.grammar.field)
         return replace(self, grammar=replace(self.grammar, source=source))
@@ -63,7 +65,7 @@ def _source(
     lengths = sorted({*map(len, triggers)})
     lines: list[str] = []
     for index, tag in enumerate(tags):
-        # Of the triggers that a tag begins with the shortest: free text cannot go on behind it.
+        # The shortest trigger that a tag begins with: free text cannot continue after it.
         begins = (tag.begin[:length] for length in lengths)
         trigger = next((begin for begin in begins if begin in heads), None)
         if trigger is None:

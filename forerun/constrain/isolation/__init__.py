@@ -1,1 +1,3 @@
-"""Processes that can be killed: strangers' grammars are compiled there, expensive ones followed."""
+"""Processes that can be killed: clients' grammars are compiled there, and expensive ones are
+matched there.
+"""

@@ -1,4 +1,6 @@
-"""Compiles grammars: first in a process that can be killed, then here; keeps them for a while."""
+"""Compiles grammars: first in a process that can be killed, then in this one; caches the
+results.
+"""
 
 import sys
 import threading
@@ -20,21 +22,21 @@ from forerun.sandbox import Fault, SandboxProcess
 from forerun.text.tokenizer import Tokenizer
 
 MAX_WAITING = 64
-"""Grammars that may wait for the compiling processes; more are refused for the moment."""
+"""Grammars that may wait for the compiling processes; further ones raise BusyError."""
 
 QUICK_SECONDS = 0.25
-"""Processor time that a grammar may take in the first of two compiling processes; one that takes
-longer begins again in the second, so it cannot delay small ones for longer than that.
+"""Processor time that a grammar may take in the first of two compiling processes. One that takes
+longer starts again in the second, so it delays small ones for no longer than that.
 """
 
 QUICK_BYTES = 16 * 1024
-"""Larger sources go to the second at once."""
+"""Larger sources go directly to the second process."""
 
 MAX_MARKERS = 8
-"""Most starts with cached spellings."""
+"""Most start texts whose token spellings are cached."""
 
 COMMAND = (sys.executable, "-m", "forerun.constrain.isolation.llguidance_worker")
-"""Starts a compiling process."""
+"""Command that starts a compiling process."""
 
 _Key = tuple[str, str, bool, bool]
 
@@ -45,9 +47,9 @@ _ANY_TEXT = Translated("", lambda _: FreeText(), expensive=False)
 class Compiler:
     """Compiles grammars for one tokenizer. Safe to share between threads; cheap until first used.
 
-    cache_bytes  size of what is kept; the least recently used go first
+    cache_bytes  size of the cache of compiled grammars; the least recently used are dropped first
 
-    A grammar that takes longer than SECONDS of processor time is refused.
+    A grammar that takes more than SECONDS of processor time is rejected.
     """
 
     def __init__(self, tokenizer: Tokenizer, cache_bytes: int = 128 << 20) -> None:
@@ -66,14 +68,15 @@ class Compiler:
 
     def compile(self, grammar: Grammar, client: str = "") -> CompiledGrammar:
         """Return a grammar ready to run, from the cache or compiled in another process first.
-        Blocks up to some seconds; not for the engine's thread.
 
-        client  on whose behalf: among waiting clients the one with the least use comes first ("" =
-                one client)
+        Blocks up to some seconds; do not call it on the engine's thread.
 
-        Raises RequestError naming the field and, if known, the place of the fault;
-        BusyError if MAX_WAITING wait already; WorkerError if the compiling process was ended
-        or stopped from outside.
+        client  whose request it is: among waiting clients the one with the least use comes first
+                ("" = one client)
+
+        Raises RequestError naming the field and, if known, the place of the fault; BusyError if
+        MAX_WAITING wait already; WorkerError if the compiling process was ended or stopped from
+        outside.
         """
         if grammar.kind is Kind.FREE:
             return self._compiled(grammar, _ANY_TEXT, FreeText())
@@ -110,7 +113,9 @@ class Compiler:
         )
 
     def _marker(self, start: Start) -> MarkerTokens:
-        """Return how this tokenizer spells a start. A server has one or two of them."""
+        """Return how this tokenizer spells a start text; cached, since a server has one or two of
+        them.
+        """
         marker = self._markers.get(start)
         if marker is None:
             marker = MarkerTokens(start, self._tokenizer)
@@ -119,7 +124,7 @@ class Compiler:
         return marker
 
     def close(self) -> None:
-        """Wait for compilations that are under way, and end the compiling processes."""
+        """Wait for running compilations, and end the compiling processes."""
         for lane in self._lanes:
             with lane.queue.place("", 0.0):
                 lane.worker.close()
@@ -156,7 +161,7 @@ class Compiler:
         answer: dict[str, Any] | None,
         worker: SandboxProcess,
     ) -> Translated | str:
-        """Cache the result if it will be the same the next time."""
+        """Cache the result if it would be the same the next time."""
         if answer is None:
             fault = worker.fault or Fault.DIED
             message = f"{grammar.field} cannot be compiled: {fault.words(worker.seconds)}"
@@ -177,15 +182,15 @@ class Compiler:
         return result
 
     def _begin(self, translated: Translated) -> Automaton | str | None:
-        """Return a new automaton for one request; None if it has to be followed in another
-        process.
+        """Return a new automaton for one request; None if it has to be matched in another process;
+        a string says why there is none.
         """
         if translated.expensive:
             return None
         beginning = translated.begin(False)
         if not isinstance(beginning, str):
             return beginning
-        # Is it more than the engine's thread should bear, or wrong?
+        # Too expensive for the engine's thread, or invalid?
         beginning = translated.begin(True)
         if isinstance(beginning, str):
             return beginning
@@ -216,7 +221,7 @@ def _named(grammar: Grammar, path: str) -> str:
 
 
 class _Cache:
-    """Least recently used values up to a number of bytes. Not locked."""
+    """A cache of least recently used values, bounded in bytes. Not locked."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

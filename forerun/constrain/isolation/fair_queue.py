@@ -1,4 +1,4 @@
-"""Scheduling of work of very different sizes on few workers."""
+"""Fair scheduling of tasks of very different sizes on few workers."""
 
 import itertools
 import threading
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from time import monotonic
 
 FORGET = 30.0
-"""Seconds after which half of what a client has used is forgotten."""
+"""Half-life of a client's use, in seconds."""
 
 
 class LeastFirst:
-    """Gives `count` clients a turn at a time, the one with the least rank next. Ranked by the time
-    they have used, an answer of seconds delays answers of milliseconds by at most one of them.
+    """Gives `count` places to clients, next to the one with the least rank. Ranked by the time that
+    a client has used, an answer of seconds delays answers of milliseconds by at most one turn.
     """
 
     def __init__(self, count: int) -> None:
@@ -23,8 +23,8 @@ class LeastFirst:
 
     @contextmanager
     def place(self, rank: float) -> Iterator[None]:
-        """Wait until one of the places is free and this caller is next, then hold it, as a context
-        manager.
+        """Wait until a place is free and this caller is next, then hold the place while the context
+        lasts.
         """
         with self._changed:
             place = rank, next(self._numbers)
@@ -42,28 +42,27 @@ class LeastFirst:
 
 
 class FairQueue:
-    """Admits one at a time. Next is the one with the smallest sum of arrival time, expected cost,
-    and its client's recent use, all in seconds: small work passes large work, a client with little
-    use one with much, and no one waits for ever.
+    """Admits one task at a time. Next is the one with the smallest sum of arrival time, expected
+    cost, and its client's recent use, all in seconds: short tasks overtake long ones, clients with
+    little use those with much, and every task is admitted eventually.
 
-    clock  seconds that only grow
+    clock  seconds, monotonic
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._places = LeastFirst(1)
         self._lock = threading.Lock()
-        # What each client has used, and until when that is reckoned.
+        # (use of each client, time at which it was computed).
         self._used: dict[str, tuple[float, float]] = {}
 
     @contextmanager
     def place(self, client: str, cost: float) -> Iterator[None]:
-        """Wait for the turn, then hold the one place until the context is left.
+        """Wait for the turn, then hold the one place while the context lasts. The seconds that it
+        lasted are added to the client's use.
 
         client  to charge
-        cost    seconds of work expected
-
-        The seconds it was held are added to the client's use.
+        cost    seconds that the task is expected to take
         """
         with self._lock:
             rank = self._clock() + cost + self._of(client)
@@ -78,12 +77,12 @@ class FairQueue:
                     self._forget(now)
 
     def _of(self, client: str) -> float:
-        """Return a client's remaining use, which decays."""
+        """Return a client's use, in seconds, after its decay."""
         used, when = self._used.get(client, (0.0, 0.0))
         return float(used * 0.5 ** ((self._clock() - when) / FORGET))
 
     def _forget(self, now: float) -> None:
-        """Drop clients that have not come for long."""
+        """Drop clients whose use has decayed."""
         if len(self._used) > 1024:
             self._used = {
                 client: (used, when)

@@ -1,9 +1,9 @@
-"""The process that compiles strangers' grammars first, so that a hostile one can be killed.
+"""The process that compiles clients' grammars first, so that a hostile one can be killed.
 
-Reads one JSON request per line, the arguments of `translate`, and answers each with one
-line: `{"grammar": ..., "expensive": ..., "unenforced": [...]}`, in llguidance's form, whether it
-should be followed in a process of its own, and what of a schema it leaves out, or
-`{"error": ...}`.
+Reads one JSON request per line, the arguments of `translate`, and answers each with one line:
+`{"grammar": ..., "expensive": ..., "unenforced": [...]}` (the grammar in llguidance's form, whether
+it should be matched in a process of its own, and what is left out of a schema), or `{"error":
+...}`.
 """
 
 import json
@@ -39,12 +39,13 @@ def translate(
     """Translate a request's grammar to llguidance's own form. Returns it, and the paths that are
     left out of a lenient schema.
 
-    kind        a Kind, as its value
+    kind        value of a Kind
     source      of the grammar
+    lenient     leave out keywords that cannot be enforced, instead of raising
     one_line    of a schema: white space as json.dumps has it
-    vocabulary  that schemas are tried on
+    vocabulary  with which schemas are tested
 
-    Raises ValueError if the source cannot be read or a strict schema cannot be honoured.
+    Raises ValueError if the source cannot be parsed or a strict schema cannot be enforced.
     """
     matcher = llguidance.LLMatcher
     if kind == "regex":
@@ -68,12 +69,13 @@ def _fitted(
     vocabulary: llguidance.LLTokenizer,
     alone: bool = False,
 ) -> tuple[Any, list[str]]:
-    """Return a schema that llguidance honours, and the paths of what is left out of a lenient one.
+    """Return a schema that llguidance can enforce, and the paths that were left out of a lenient
+    one.
 
     alone  it is the whole constraint: if no text satisfies it, nothing is left out, and llguidance
            reports why. Among tools, one that cannot be called does not affect the others.
 
-    Raises ValueError naming the path if a strict one requires more.
+    Raises ValueError, naming the path, if a strict schema requires more.
     """
     result = rewritten(schema, plain=not lenient)
     if result.unenforced and not lenient:
@@ -111,20 +113,22 @@ _UNSATISFIABLE = "Unsatisfiable schema"
 _EMPTY_DEFINITION = re.compile(
     rf"{_UNSATISFIABLE}.*\n\s*while processing json-schema://[^#]*(#/\$defs/\w+)", re.DOTALL
 )
-"""What llguidance says where a schema refers to one that no value satisfies, wherever that is."""
+"""llguidance's message for a schema that refers, at any place, to a definition that no value
+satisfies.
+"""
 
 
 _TOO_MUCH = (
     *("schema too large", "Schema intersection stack level exceeded", "grammar size"),
     _UNSATISFIABLE,
 )
-"""What llguidance says of a schema that grows beyond its limits as it joins its parts, or to which
-rewriting has left no value.
+"""llguidance's messages for a schema that exceeds its limits when its parts are merged, or that no
+value satisfies after rewriting.
 """
 
 
 def _refusal(schema: Any, one_line: bool, vocabulary: llguidance.LLTokenizer) -> str:
-    """Return llguidance's objection to a schema; empty if it accepts it."""
+    """Return llguidance's error for a schema; "" if it accepts it."""
     options: Any = json_options(one_line)
     text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     matcher = llguidance.LLMatcher(vocabulary, text, limits=LIMITS, log_level=0)
@@ -132,14 +136,14 @@ def _refusal(schema: Any, one_line: bool, vocabulary: llguidance.LLTokenizer) ->
 
 
 _GBNF = re.compile(r"^[ \t]*+(?:[A-Za-z0-9_-]++[ \t]*+)?::=", re.MULTILINE)
-"""A rule of GBNF, or what should be one; texts of Lark may hold the sign as well."""
+"""A rule of GBNF, well-formed or not; Lark texts may contain the sign as well."""
 
 _SCHEMA = re.compile(r'%json (?=\{"x-forerun":)')
 
 
 def _with_schemas(source: str, vocabulary: llguidance.LLTokenizer) -> tuple[str, list[str]]:
-    """Return a Lark grammar with its schemas (see calls.py) rewritten as llguidance honours them,
-    and the paths that are left out of them.
+    """Return a Lark grammar with its schemas (see calls.py) rewritten for llguidance, and the paths
+    that were left out of them.
     """
     out, at = "", 0
     source, left_out = with_tags(source)
@@ -156,7 +160,9 @@ def _with_schemas(source: str, vocabulary: llguidance.LLTokenizer) -> tuple[str,
 
 
 class Bytes:
-    """A vocabulary of single bytes: what compiling costs does not depend on the vocabulary."""
+    """A vocabulary of single bytes, for compiling: the cost of that does not depend on the
+    vocabulary.
+    """
 
     is_tokenizer_wrapper = True
     eos_token_id = 256
@@ -176,15 +182,15 @@ MAX_LEFT_OUT = 64
 """Most keywords to leave out because llguidance refuses them."""
 
 _BYTES_OF_TOKEN = 8
-"""A long token is several bytes: one of them may take no more than its share."""
+"""Bytes that a long token is assumed to have; a single byte may take no more than its share of a
+token's time.
+"""
 
 
 def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[str, Any]:
     """Return the reply to one request of the server: {"grammar", "expensive", "unenforced"}, or
-    {"error"}.
-
-    Translates the grammar, compiles it, computes its first mask and tries a few steps. Raises
-    nothing that a source may cause.
+    {"error"}. Translates the grammar, compiles it, computes its first mask and tries a few steps.
+    No source makes it raise.
     """
     try:
         grammar, left_out = translate(**request, vocabulary=vocabulary)
@@ -194,7 +200,7 @@ def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[
         return {"error": str(error) or type(error).__name__}
     except UNREADABLE as error:
         return {"error": f"it cannot be read ({type(error).__name__}: {error})"}
-    # Ids of the model's control tokens mean nothing here: the one there is stands for all.
+    # This vocabulary has one control token, which replaces the ids of the model's.
     probe = _TOKEN.sub("<[256]>", grammar)
     matcher = llguidance.LLMatcher(vocabulary, probe, limits=LIMITS, log_level=0)
     matcher.compute_bitmask()
@@ -212,8 +218,8 @@ def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[
 
 
 def main() -> None:
-    """Run the compiling process: limit its memory, then answer the lines of standard input until
-    they end.
+    """Run the compiling process: limit its memory, then answer each line of standard input until it
+    ends.
     """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     sys.setrecursionlimit(RECURSION)

@@ -1,8 +1,6 @@
-"""The process in which one expensive grammar is followed.
-
-Its first line is the vocabulary. Each request then names tokens to step over
-(the first one also the grammar, as the compiling process has translated it), and is answered with
-what may follow: `{"mask": base64, "complete": ..., "error": ...}`.
+"""The process that matches one expensive grammar. Its first line is the vocabulary. Each request
+then names tokens to take (the first one also the grammar, as the compiling process has translated
+it), and is answered with what may follow: `{"mask": base64, "complete": ..., "error": ...}`.
 """
 
 import base64
@@ -20,7 +18,9 @@ from forerun.sandbox import question, serve
 
 
 class SentVocabulary:
-    """What a library needs to know of a tokenizer that another process has. See Vocabulary."""
+    """The parts of a tokenizer that a grammar library needs, received from the server's process.
+    See Vocabulary.
+    """
 
     def __init__(self, sent: dict[str, Any]) -> None:
         self._tokens = [bytes.fromhex(token) for token in sent["tokens"]]
@@ -34,26 +34,25 @@ class SentVocabulary:
         return self._tokens[id]
 
     def encode_within(self, text: str) -> list[int]:
-        """Return ids as Tokenizer.encode_within does, from the server's process, which has the
-        tokenizer.
+        """Return the ids of Tokenizer.encode_within, requested from the server's process, which has
+        the tokenizer.
         """
         ids: list[int] = question(text)
         return ids
 
 
 class Follower:
-    """Steps through one grammar."""
+    """Matches one text with one grammar."""
 
     def __init__(self, vocabulary: SentVocabulary) -> None:
         self._library, self._vocabulary = Guidance(vocabulary), vocabulary
         self._automaton: Automaton | str = "no grammar was sent"
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Step over the tokens of request["take"] and reply with what may follow: {"mask" (base64
-        of one bit per id), "complete", "error"}.
-
-        "begin" in the request has a new grammar in llguidance's form. If a token does not fit
-        or a limit is reached, "error" has the reason and the mask allows the end of text alone.
+        """Take the tokens of request["take"] and reply with what may follow: {"mask" (base64 of one
+        bit per id), "complete", "error"}. "begin" in the request has a new grammar in llguidance's
+        form. If a token does not fit or a limit is reached, "error" has the reason and the mask
+        allows only the end of the text.
         """
         if "begin" in request:
             self._automaton = self._library.build(request["begin"])(True)

@@ -1,4 +1,4 @@
-"""A few steps through a grammar in the compiling process, to see what following it will cost."""
+"""Tries a few steps of a grammar in the compiling process, to estimate the cost of matching it."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -11,24 +11,24 @@ import numpy as np
 from forerun.constrain.matcher.automaton import Automaton
 
 STEPS = 48
-"""Tokens of one walk. Of bytes where the compiling process knows no vocabulary."""
+"""Tokens of one walk; bytes if the compiling process has no vocabulary."""
 
 WALKS = 6
 
 PATIENCE = 0.1
-"""Seconds for all walks."""
+"""Seconds for all walks together."""
 
 
 def expensive(begin: Callable[[], Automaton], ends: frozenset[int], slow: float) -> bool:
-    """Return whether a grammar should be followed in a process of its own: on one of WALKS random
-    walks of STEPS tokens it reaches a limit, or a step takes more than `slow` seconds of processor
-    time, and again when that walk is repeated. Once may be a bad moment of the machine, for which
-    all later requests under the grammar would pay.
+    """Return whether a grammar should be matched in a process of its own: on one of WALKS random
+    walks of STEPS tokens it reaches a limit, or one step takes more than `slow` seconds of
+    processor time in both of two runs of that walk. (One slow run may be due to the machine, and
+    would slow down all later requests with the grammar.)
 
-    begin  makes an automaton at the beginning that shares nothing with those made before
+    begin  returns a new automaton at the beginning that shares nothing with those made before
     ends   end-of-text ids, which are not taken
 
-    Half of the walks repeat a token while they can, the others go anywhere. After PATIENCE seconds
+    Half of the walks repeat a token while they can, the others choose any. After PATIENCE seconds
     in all the answer is False, unless the last step was slow: it is not tried again then.
     """
     end, beginning = thread_time() + PATIENCE, begin()
@@ -43,14 +43,12 @@ def expensive(begin: Callable[[], Automaton], ends: frozenset[int], slow: float)
 
 
 def _took(beginning: Automaton, seed: int, ends: frozenset[int], step: int) -> float:
-    """Return the time of a step of a walk; 0 if the walk does not reach it."""
+    """Return the processor seconds of one step of a walk; 0 if the walk does not reach it."""
     return next(islice(_walk(beginning, seed, ends), step, None), 0.0)
 
 
 def _walk(matcher: Automaton, seed: int, ends: frozenset[int]) -> Iterator[float]:
-    """Walk, and say of each step how many seconds of processor time it took; `inf` where it reached
-    a limit.
-    """
+    """Walk at random, and yield the processor seconds of each step; `inf` if it reached a limit."""
     random, token = Random(seed), -1  # noqa: S311
     for _ in range(STEPS):
         before = thread_time()

@@ -1,8 +1,8 @@
-"""Matchers in processes of their own, for grammars that are expensive to follow.
+"""Matchers in processes of their own, for expensive grammars.
 
-A call into a matcher cannot be interrupted, and a grammar of 185 bytes can make it last seconds. So
-such a matcher runs in a process that can be killed, and no thread waits for it: its sequence takes
-no part in a step until its mask has arrived. It drafts nothing.
+A call into a matcher cannot be interrupted, and a grammar of 185 bytes can make it last seconds.
+Such a matcher therefore runs in a process that can be killed, and no thread waits for it: its
+sequence takes no part in a step until its mask has arrived. It drafts nothing.
 """
 
 import base64
@@ -25,10 +25,10 @@ from forerun.sandbox import Fault, SandboxProcess
 log = logging.getLogger(__name__)
 
 MAX_PROCESSES = 16
-"""Matchers that have a process at one time; others wait. Each takes up to 100 MB."""
+"""Most matching processes at one time; further matchers wait. Each process takes up to 100 MB."""
 
 MAX_WORKING = 4
-"""How many of these may work at one time: each takes a processor."""
+"""Most of them that may compute at one time: each takes a processor."""
 
 COMMAND = (sys.executable, "-m", "forerun.constrain.isolation.matcher_worker")
 
@@ -67,10 +67,10 @@ class RemoteMatchers:
 
 class RemoteMatcher:
     """Runs one sequence's matcher in another process (AsyncMatcher). Its methods never block; a
-    thread of its own talks to the process.
+    thread of its own communicates with the process.
 
     grammar   in llguidance's form
-    answered  called on that worker thread for every answer
+    answered  called on that thread for every answer
     """
 
     def __init__(
@@ -90,18 +90,18 @@ class RemoteMatcher:
 
     @property
     def ready(self) -> bool:
-        """Whether everything that was taken is answered."""
+        """Whether all tokens that were taken are answered."""
         with self._lock:
             return self._heard == self._asked
 
     @property
     def answer(self) -> MatcherAnswer:
-        """The latest answer; that of the last tokens once it is `ready`."""
+        """The latest answer; once `ready`, that for the last tokens."""
         with self._lock:
             return self._answer
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Hand over decided tokens to step over; returns at once. The first call starts a thread,
+        """Send decided tokens to the process; returns at once. The first call starts a thread,
         which may wait for a free process.
         """
         with self._lock:

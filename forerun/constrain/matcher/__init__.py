@@ -1,1 +1,1 @@
-"""One sequence under a grammar: what may follow at every node of a draft tree."""
+"""Matches one sequence with a grammar: what may follow at every node of a draft tree."""

@@ -1,5 +1,5 @@
-"""The contracts of matchers: what a grammar library must be able to do on the engine's thread, and
-what follows a grammar in a process of its own.
+"""The contracts of matchers: of a grammar library on the engine's thread, and of a matcher in a
+process of its own.
 """
 
 from collections.abc import Sequence
@@ -8,39 +8,37 @@ from typing import Protocol, Self
 
 
 class Automaton(Protocol):
-    """A place in a compiled grammar. Used by one thread at a time.
+    """A position in a compiled grammar. Used by one thread at a time.
 
-    A mask is a function of the tokens taken and of nothing else: on that rests that speculation
-    changes no text. An automaton therefore only moves forward: libraries' rollback is not to be
-    trusted with that (docs/inside/llguidance-rollback.md). To come back, keep a fork.
+    A mask depends only on the tokens taken; otherwise speculation could change the text. An
+    automaton therefore only moves forward: libraries' rollback does not guarantee this
+    (docs/inside/llguidance-rollback.md). To return to a position, keep a fork.
     """
 
     @property
     def complete(self) -> bool:
-        """Whether the text is whole and nothing but its end may follow. Changes nothing."""
+        """Whether the text is complete and only its end may follow. Changes nothing."""
         ...
 
     @property
     def error(self) -> str:
-        """Why it failed for good, as a limit was reached; empty while it has not. Forks made before
-        have not failed with it.
+        """Why the automaton failed permanently (a limit was reached); "" if it has not. Forks made
+        before are not affected.
         """
         ...
 
     def fork(self) -> Self:
-        """Return an independent copy at the same place."""
+        """Return an independent copy at the same position."""
         ...
 
     def take(self, token: int) -> bool:
-        """Step over token id `token`. False if it does not fit; then nothing has changed, unless
-        a limit was reached (see error).
+        """Take a token. Returns False if it does not fit; then nothing has changed, unless a limit
+        was reached (see error).
         """
         ...
 
     def forced(self) -> list[int]:
-        """Return the ids of the tokens that alone can follow, in order; often none. Changes
-        nothing.
-        """
+        """Return the ids of the tokens that must follow, in order; often none. Changes nothing."""
         ...
 
     def mask(self) -> bytes | None:
@@ -51,20 +49,20 @@ class Automaton(Protocol):
 
 
 class FreeText(Automaton):
-    """Takes every token."""
+    """An automaton that accepts any text."""
 
     complete, error = False, ""
 
     def fork(self) -> Self:
-        """Return itself: it has no state."""
+        """Return this object: it has no state."""
         return self
 
     def take(self, token: int) -> bool:
-        """Return True."""
+        """Return True: every token fits."""
         return True
 
     def forced(self) -> list[int]:
-        """Return []."""
+        """Return []: no token is forced."""
         return []
 
     def mask(self) -> None:
@@ -72,7 +70,7 @@ class FreeText(Automaton):
 
 
 class Vocabulary(Protocol):
-    """What a library needs to know of a tokenizer; a Tokenizer is one."""
+    """The parts of a tokenizer that a grammar library needs; a Tokenizer is one."""
 
     @property
     def vocab_size(self) -> int:
@@ -107,7 +105,7 @@ class Vocabulary(Protocol):
 class MatcherAnswer:
     """An AsyncMatcher's answer. See Automaton.
 
-    mask  of the allowed tokens; if the text is complete, its end
+    mask  of the allowed tokens; if the text is complete, of its end
     lost  the error is not due to the grammar
     """
 
@@ -118,11 +116,11 @@ class MatcherAnswer:
 
 
 class AsyncMatcher(Protocol):
-    """Follows one sequence through a grammar, forward only, without blocking."""
+    """Matches one sequence with a grammar, forward only, without blocking."""
 
     @property
     def ready(self) -> bool:
-        """Whether the answer behind the last token taken is there. Never blocks."""
+        """Whether the answer for the last token taken has arrived. Never blocks."""
         ...
 
     @property
@@ -131,11 +129,9 @@ class AsyncMatcher(Protocol):
         ...
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Step over decided tokens; returns at once. What may follow them will be answered
-        later.
-        """
+        """Take decided tokens; returns at once. The answer for them arrives later."""
         ...
 
     def close(self) -> None:
-        """End it and free its process; nothing is answered any more."""
+        """End the matcher and free its process; no answer arrives any more."""
         ...

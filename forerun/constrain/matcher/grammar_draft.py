@@ -1,9 +1,9 @@
-"""Drafts that know the grammar: no illegal draft token, and all that the grammar makes certain or
-likely.
+"""Drafts under a grammar: without illegal draft tokens, and with those that the grammar makes
+certain or likely.
 
-Two sources are put together. What the drafter drafted is checked node by node. What the grammar
-itself says of the next tokens is a tree: tokens that alone can follow ("forced", certain), and
-between them those that a token prior makes likely (see JumpForward).
+Two sources are merged. The drafter's tokens are checked node by node. The grammar's own predictions
+are a tree: tokens that must follow ("forced", certain), and between them those that a token prior
+makes likely (see JumpForward).
 """
 
 import logging
@@ -32,10 +32,10 @@ class GrammarState:
     A path is the tuple of tokens below the root of the step's tree; masks are cached by path until
     the root moves on, so each is computed once.
 
-    failed   why the matcher failed at a path when computing a mask, or in what `guarded` ran
-    output   the tokens over which the root has moved
+    failed   by path: why the matcher failed there, computing a mask or within `guarded`
+    output   the tokens that were committed
     seconds  of processor time under `timed`, in this step
-    slow     slow steps that are not forgotten (TreeGrammars.commit)
+    slow     slow steps that still count (TreeGrammars.commit)
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class GrammarState:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add the thread's processor time within a context to `seconds`."""
+        """Add the thread's processor time within the context to `seconds`."""
         begun = thread_time()
         yield
         self.seconds += thread_time() - begun
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Do what `timed` does. If the context raises, it ends there, the matcher is back at its
-        place, and the root counts as `failed`: other sequences must not end with this one.
+        """As `timed`; in addition, catch an exception of the context: the matcher returns to its
+        position, and the root counts as `failed`, so that other sequences do not end with this one.
         """
         try:
             with self.timed():
@@ -72,9 +72,7 @@ class GrammarState:
 
     def mask(self, path: tuple[int, ...]) -> bytes | None:
         """Return the mask at the end of `path`, where the matcher must be; None = every token may
-        follow. Cached until the root moves on.
-
-        Where the matcher fails, `failed[path]` says why.
+        follow. Cached until the root moves on. If the matcher fails, `failed[path]` has the reason.
         """
         found = self._masks.get(path)
         if found is None:
@@ -86,9 +84,8 @@ class GrammarState:
         return found
 
     def predicted(self, min_prob: float = FIXED_MIN_PROB) -> list[PredictedToken]:
-        """Return certain and likely tokens below the root, parents first, whose paths have a
-        probability of `min_prob` or more. They are computed once per step; later calls ignore
-        `min_prob`.
+        """Return certain and likely tokens below the root, parents before children, on paths with a
+        probability of at least `min_prob`. Computed once per step; later calls ignore `min_prob`.
         """
         if self._predicted is None:
             self._predicted = JumpForward(self.matcher, self._likely, min_prob).draft_tokens()
@@ -96,9 +93,9 @@ class GrammarState:
 
     def commit(self, tokens: Sequence[int]) -> Committed:
         """Move the root over emitted `tokens`, up to where the text is complete, a token does not
-        fit, or one follows where no mask could be computed; the result says how far and why.
+        fit, or no mask could be computed before it; the result has the count and the reason.
 
-        Teaches the token prior what was chosen, and forgets the step's masks.
+        Updates the token prior with the chosen tokens, and clears the step's masks.
         """
         matcher, masks = self.matcher, self._masks
         path: tuple[int, ...] = ()
@@ -122,7 +119,7 @@ class GrammarState:
         return Committed(len(tokens), unconstrained_from_here=matcher.released)
 
     def _likely(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
-        """Return the likeliest tokens at the end of `path`, where the matcher is."""
+        """Return the likeliest tokens at the end of `path`, where the matcher must be."""
         mask = self.mask(path)
         return [] if mask is None else self._prior.likely(mask, [*self._tail, *path])
 
@@ -133,11 +130,11 @@ def filter_and_extend(state: GrammarState, draft: Draft, depth: int) -> "GuidedD
 
     depth  longest path, in draft tokens
 
-    The matcher ends where it stood. Stops after PATIENCE seconds; what was checked until then
-    counts.
+    The matcher returns to its position. After PATIENCE seconds the rest of `draft` is dropped
+    unchecked.
     """
     guided = GuidedDraft()
-    # By number of what lies ahead: its node, and how deep that is; -1 = the root.
+    # By number of the predicted token: its node and depth; -1 = the root.
     hung = {-1: (-1, 0)}
     for number, (token, parent, score, source) in enumerate(state.predicted()):
         above, level = hung.get(parent, (-1, depth))
@@ -149,7 +146,7 @@ def filter_and_extend(state: GrammarState, draft: Draft, depth: int) -> "GuidedD
 
 
 def children(nodes: Iterable[int], parents: Ints) -> dict[int, list[int]]:
-    """Return the given nodes by their parents, in order. parents: int32[M] by node."""
+    """Return the given nodes grouped by parent, in order. parents: int32[M] by node."""
     below: dict[int, list[int]] = {}
     for node in nodes:
         below.setdefault(int(parents[node]), []).append(node)
@@ -157,12 +154,12 @@ def children(nodes: Iterable[int], parents: Ints) -> dict[int, list[int]]:
 
 
 def _check(state: GrammarState, draft: Draft, depth: int, guided: "GuidedDraft") -> None:
-    """Hang into `guided` what is legal of a draft, and what is forced below it."""
+    """Add to `guided` the legal part of a draft, and the forced tokens below it."""
     matcher = state.matcher
     below, tokens = children(range(len(draft)), draft.parents), draft.tokens.tolist()
     sources = draft.sources()
     path: list[int] = []
-    # What is still to hang: draft tokens of the draft and the node above them.
+    # Draft tokens that are still to be added, and the node above them.
     todo, end = [(below[-1], -1)], thread_time() + PATIENCE
     while todo and thread_time() < end and not matcher.error:
         draft_tokens, parent = todo.pop()
@@ -185,10 +182,10 @@ def _check(state: GrammarState, draft: Draft, depth: int, guided: "GuidedDraft")
 
 
 class GuidedDraft:
-    """The guided draft of one row while it grows, parents before children.
+    """The draft of one row under its grammar while it grows, parents before children.
 
-    rank  place in the drafter's own order: a forced token takes its parent's, what the grammar
-          itself says is first
+    rank  position in the drafter's own order: a forced token takes its parent's, the grammar's
+          own predictions come first
     """
 
     def __init__(self) -> None:
@@ -200,11 +197,10 @@ class GuidedDraft:
         self._place: dict[tuple[int, int], int] = {}
 
     def hang(self, token: int, parent: int, score: float, rank: int, source: int) -> int:
-        """Add a token below node `parent` (-1 = root), unless it is there; returns its node number.
+        """Add a token below node `parent` (-1 = root), unless it exists; return its node number.
 
-        score  probability of its path; the greatest one is kept, but never above the parent's
-        rank   place in the drafter's order, and
-        source of the token: both are kept from the first call
+        score   probability of its path; the greatest one is kept, limited to the parent's
+        rank, source  of the token; those of the first call are kept
         """
         node = self._place.setdefault((parent, token), len(self._tokens))
         score = min(score, self._score[parent] if parent >= 0 else 1.0)
@@ -227,8 +223,8 @@ class GuidedDraft:
         return tokens
 
     def best(self, nodes: int) -> Draft:
-        """Return a Draft of the `nodes` likeliest nodes. Of equal ones the earlier comes first, so
-        that paths stay connected.
+        """Return a Draft of the `nodes` most probable nodes. Among equal ones the earlier comes
+        first, so that paths stay connected.
         """
         order = sorted(
             range(len(self._tokens)), key=lambda node: (-self._score[node], self.rank[node], node)

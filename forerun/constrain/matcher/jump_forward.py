@@ -1,4 +1,6 @@
-"""The tokens that a grammar makes certain or likely below the end of a text: a tree, best first."""
+"""Predicts the tokens that a grammar makes certain or likely at the end of a text: a tree, best
+first.
+"""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -9,22 +11,24 @@ from forerun.constrain.matcher.matcher import Matcher
 from forerun.speculative.tree import DraftSource
 
 MAX_AHEAD = 32
-"""Tokens that are looked ahead at most."""
+"""Most tokens that are predicted."""
 PATIENCE = 0.01
-"""Seconds of work after which no more is drafted for a sequence: hostile grammars need 20 ms for
-a node. Draft tokens change no text, so neither does the clock."""
+"""Seconds of work after which no more is drafted for a sequence: hostile grammars need 20 ms for a
+node. Draft tokens change no text, so this limit does not either.
+"""
 
 Likely = Callable[[tuple[int, ...]], list[tuple[int, float]]]
-"""Tokens that the prior expects after a path, where the matcher stands, each with its probability,
-best first."""
+"""Returns the tokens that the prior expects after a path, where the matcher must be, with their
+probabilities, best first.
+"""
 
 
 class PredictedToken(NamedTuple):
-    """One of the tokens ahead.
+    """One predicted token.
 
-    parent  number of the draft token above it, -1 = none
+    parent  number of the predicted token above it, -1 = none
     score   probability that the whole path to it is right
-    source  GRAMMAR where it alone can follow, else TOKEN_PRIOR
+    source  GRAMMAR if it alone can follow, else TOKEN_PRIOR
     """
 
     token: int
@@ -34,9 +38,9 @@ class PredictedToken(NamedTuple):
 
 
 class JumpForward:
-    """Looks ahead from where a matcher stands, and leaves it there.
+    """Predicts tokens from a matcher's position, without changing the position.
 
-    min_prob  paths that are less likely are not followed
+    min_prob  less probable paths are not followed
     """
 
     def __init__(self, matcher: Matcher, likely: Likely, min_prob: float) -> None:
@@ -46,9 +50,8 @@ class JumpForward:
         self._path: list[int] = []
 
     def draft_tokens(self) -> list[PredictedToken]:
-        """Return the tokens ahead, likeliest first, parents before children, MAX_AHEAD at most;
-        none if min_prob is above 1. Stops after PATIENCE seconds of work. Call it once; the matcher
-        ends at its place.
+        """Return at most MAX_AHEAD predicted tokens, likeliest first, parents before children; none
+        if min_prob is above 1. Stops after PATIENCE seconds of work. Call it once.
         """
         if self._min_prob > 1.0:
             return []
@@ -62,7 +65,7 @@ class JumpForward:
         return self._found
 
     def _below(self, node: int, score: float) -> None:
-        """Hang what is forced below a node, and remember what is likely behind that."""
+        """Add the forced tokens below a node, and queue the likely ones after them."""
         matcher, path = self._matcher, path_of(self._found, node)
         if not move(matcher, self._path, path) or matcher.complete:
             return
@@ -88,8 +91,8 @@ class JumpForward:
 
 
 def path_of(draft_tokens: list[PredictedToken], node: int) -> list[int]:
-    """Return the token ids from below the root down to number `node` of `draft_tokens`; []
-    for -1.
+    """Return the token ids from below the root down to number `node` of `draft_tokens`; [] for
+    -1.
     """
     path: list[int] = []
     while node >= 0:
@@ -101,9 +104,7 @@ def path_of(draft_tokens: list[PredictedToken], node: int) -> list[int]:
 
 def move(matcher: Matcher, path: list[int], wanted: list[int]) -> bool:
     """Move the matcher from the end of `path` to that of `wanted`, over their common ancestor;
-    `path` is updated in place.
-
-    False where a token did not fit; then `path` says how far it came.
+    `path` is updated in place. Returns False if a token does not fit; `path` then ends before it.
     """
     common = 0
     while common < min(len(path), len(wanted)) and path[common] == wanted[common]:

@@ -1,4 +1,4 @@
-"""Grammars matched by llguidance."""
+"""Matches grammars with llguidance."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -21,14 +21,15 @@ from forerun.text.pieces import PieceTable
 from forerun.types import AnyArray, Ints
 
 LONG = 256
-"""Characters of a forced text that are made into tokens at once; the last quarter is dropped
-again, for its tokens may have been cut."""
+"""Characters of a forced text that are tokenized at once; the last quarter is dropped again, since
+its tokens may have been cut.
+"""
 
 
 class GuidanceAutomaton:
-    """An llguidance matcher. See Automaton.
+    """An Automaton on an llguidance matcher.
 
-    slashes  of a grammar with JSON, whose strings may have slashes that are escaped
+    slashes  of a grammar with JSON, in whose strings slashes may be escaped
     """
 
     def __init__(
@@ -38,30 +39,28 @@ class GuidanceAutomaton:
         before: llguidance.LLMatcher | None = None,
     ) -> None:
         self._matcher, self._slashes = matcher, slashes
-        # Before the backslash that the text ends with; read and copied only.
+        # A copy from before the backslash that the text ends with; only read and copied.
         self._before = before
 
     @property
     def complete(self) -> bool:
-        """Whether llguidance has stopped: the text is whole."""
+        """Whether llguidance has stopped: the text is complete."""
         return bool(self._matcher.is_stopped())
 
     @property
     def error(self) -> str:
-        """The message of llguidance where the matcher failed for good, else ""."""
+        """The message of llguidance if the matcher failed permanently, else ""."""
         return str(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def fork(self) -> "GuidanceAutomaton":
-        """Return a copy at the same place, in 2 to 6 microseconds after 100 tokens of JSON, 50 to
-        80 after 1,000.
-
-        Despite its name, deep_copy shares the lexer: where that reaches its limit on states, all
-        fail that were forked from one beginning. So each request has its own.
+        """Return a copy at the same position, in 2 to 6 microseconds after 100 tokens of JSON, 50
+        to 80 after 1,000. Despite its name, deep_copy shares the lexer: if that reaches its limit
+        of states, all forks of one beginning fail. Therefore each request has its own beginning.
         """
         return GuidanceAutomaton(self._matcher.deep_copy(), self._slashes, self._before)
 
     def take(self, token: int) -> bool:
-        """Step over a token; False, and nothing changes, where it does not fit. llguidance does not
+        """Take a token. Returns False, and changes nothing, if it does not fit. llguidance does not
         recover from a rejected token, so the token is tested first.
         """
         if self._slashes is None:
@@ -82,7 +81,7 @@ class GuidanceAutomaton:
         return False
 
     def forced(self) -> list[int]:
-        """Return the ids that alone can follow, in order; none if the text is complete."""
+        """Return the ids that must follow, in order; none if the text is complete."""
         if self._matcher.is_stopped() or any(self._slashed()):
             return []
         return list(self._matcher.compute_ff_tokens())
@@ -96,7 +95,7 @@ class GuidanceAutomaton:
         return bytes(both.tobytes())
 
     def _allowed(self, matcher: llguidance.LLMatcher) -> bytes:
-        """Return the mask of what this matcher or a copy of it before a backslash may take."""
+        """Return the mask of `matcher`, which is this one or its copy from before a backslash."""
         mask = bytes(matcher.compute_bitmask())
         if self._slashes is None:
             return mask
@@ -120,11 +119,11 @@ def begin(
     vocabulary: llguidance.LLTokenizer, slashes: Slashes | None, text: str, apart: bool
 ) -> GuidanceAutomaton | str:
     """Return a new automaton at the beginning of a grammar in llguidance's form, which shares
-    nothing that can fail with any other; or why there is none. Takes 0.5 to 1 ms, under 1,500
-    optional properties 140; other threads run meanwhile.
+    nothing that can fail with any other; or a string with the reason why there is none. Takes 0.5
+    to 1 ms, with 1,500 optional properties 140; other threads run meanwhile.
 
-    slashes  of the vocabulary, where the grammar is one with JSON
-    apart  for a process of its own: a step may take more
+    slashes  of the vocabulary, if the grammar contains JSON
+    apart    for a process of its own: a step may cost more
     """
     limits = LIMITS if apart else CALL_LIMITS
     matcher = llguidance.LLMatcher(vocabulary, text, limits=limits, log_level=0)
@@ -137,24 +136,24 @@ def begin(
 
 
 _OF_JSON = '{"grammars":[{"name":"json_schema",'
-"""How llguidance's form of a schema begins."""
+"""Beginning of a schema in llguidance's form."""
 
 
 SLICES = [r"""[^"\\\x00-\x1F\x7F]{1,10}""", r"""[^"\\\x00-\x1F\x7F]{1,30}"""]
-"""What tokens within strings are, so that masks of strings are made at once: .04 to .6 ms under
-262,144 tokens, where it takes 2.6 without. The library's four make none sooner, but take .2 s more
-of the first request, and 40 MB.
+"""Patterns of tokens within strings, so that masks of strings are computed at once: .04 to .6 ms
+with 262,144 tokens, where it takes 2.6 without. The library's four patterns are no faster, but take
+.2 s more for the first request, and 40 MB.
 """
 
 
 _STEP = 0.03
-"""Seconds that other threads get: a step of another request takes no more. (Gemma 270M, a stream
-beside its first grammar: .54 to .61 s without a token; .8 to .9 without the pauses.)
+"""Seconds of a pause that other threads get: a step of another request takes no more. (Gemma 270M,
+a stream beside its first grammar: .54 to .61 s without a token; .8 to .9 without the pauses.)
 """
 
 
 class Guidance:
-    """The llguidance of one tokenizer. Safe to share between threads."""
+    """llguidance for one tokenizer. Safe to share between threads."""
 
     def __init__(self, tokenizer: Vocabulary) -> None:
         self._tokenizer = tokenizer
@@ -162,9 +161,9 @@ class Guidance:
         self._slashes: dict[bool, Slashes] = {}
 
     def build(self, text: str) -> Callable[[bool], GuidanceAutomaton | str]:
-        """Return `begin` for this tokenizer and a grammar in llguidance's form, as the compiling
-        process translated it. The first call passes llguidance the vocabulary. Raises nothing:
-        `begin` reports a faulty grammar.
+        """Return `begin` bound to this tokenizer and a grammar in llguidance's form, as the
+        compiling process translated it. The first call passes the vocabulary to llguidance. Raises
+        nothing: `begin` reports an invalid grammar.
         """
         of_json = text.startswith(_OF_JSON)
         with self._lock:
@@ -180,8 +179,8 @@ class Guidance:
 
     @cached_property
     def _vocabulary(self) -> tuple[llguidance.LLTokenizer, "_Vocabulary"]:
-        """Made in two calls that hold the interpreter's lock, .4 s each with 262,144 tokens; other
-        threads have time for a step behind each.
+        """The vocabulary for llguidance, and ours. Created in two calls that hold the interpreter's
+        lock, .4 s each with 262,144 tokens; other threads have time for a step after each.
         """
         known: Any = _Vocabulary(self._tokenizer)
         whole = llguidance.LLTokenizer(known, eos_token=list(self._tokenizer.eos_ids), slices=[])
@@ -195,7 +194,7 @@ class Guidance:
 
     def explained(self, grammar: Grammar, message: str) -> str:
         """Return an error message for users: llguidance's `message` on one line, with the request
-        field and, if known, the path or place in the source at fault.
+        field and, if known, the path or place in the source.
         """
         if "NoExtension" in message:
             return f"{grammar.field} cannot be satisfied by any text"
@@ -220,7 +219,7 @@ class Guidance:
 
 
 class _Vocabulary:
-    """The tokenizer as llguidance needs it."""
+    """The tokenizer in the form that llguidance needs."""
 
     is_tokenizer_wrapper = True
 
@@ -230,14 +229,14 @@ class _Vocabulary:
         self.tokens: Sequence[bytes] = [
             tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)
         ]
-        # A plain token that ends the text, as a line break, is none within it.
+        # An ordinary token that ends the text, such as a line break, cannot occur within it.
         self.special_token_ids = sorted(tokenizer.special_ids.union(tokenizer.eos_ids))
         self._encode, self._ends = tokenizer.encode_within, frozenset(tokenizer.eos_ids)
 
     @cached_property
     def _spelled(self) -> tuple[AnyArray, Ints, int]:
-        """Ascending hashes int64[n] of the bytes of ids that are no control tokens, the ids
-        int32[n], and the length of the longest: a dictionary of 262,144 takes 40 MB more.
+        """(int64[n] ascending hashes of the bytes of all ids that are no control tokens, int32[n]
+        these ids, length of the longest). A dictionary of 262,144 would take 40 MB more.
         """
         special, longest = set(self.special_token_ids), max(map(len, self.tokens), default=0)
         pieces = enumerate(self.tokens)
@@ -247,8 +246,8 @@ class _Vocabulary:
         return hashes[order], ids[order], longest
 
     def _longest_at(self, data: bytes, at: int) -> int | None:
-        """Return the id of the longest token that `data` has at a place; None if it has none. Of
-        twins the last.
+        """Return the id of the longest token that `data` has at index `at`; None if there is none.
+        Of ids with the same bytes, the last.
         """
         hashes, ids, most = self._spelled
         texts = [data[at:end] for end in range(min(len(data), at + most), at, -1)]
@@ -259,8 +258,8 @@ class _Vocabulary:
         return None
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return ids of a forced text, with exactly its bytes; of a long one its beginning: it is
-        called at every node, and no step takes more of it.
+        """Return ids of a forced text, with exactly its bytes. Of a long text only the beginning,
+        since this is called at every node and no step uses more.
         """
         plain = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         data = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
@@ -280,9 +279,8 @@ class _Vocabulary:
         return b"".join(self.tokens[id] for id in ids)
 
     def longest(self, data: bytes) -> list[int]:
-        """Return the ids of the longest tokens, one after the other, as far as there are any, for
-        text that the tokenizer would write otherwise (it normalizes, or the bytes are no
-        characters).
+        """Return the ids of the longest tokens of `data`, one after the other, until none matches.
+        For text that the tokenizer would change (it normalizes, or the bytes are no characters).
         """
         ids, at = list[int](), 0
         while at < len(data) and (found := self._longest_at(data, at)) is not None:

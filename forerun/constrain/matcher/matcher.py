@@ -1,4 +1,4 @@
-"""One sequence's place in a grammar: what may follow, step forward, step back."""
+"""Matches one sequence with a grammar: what may follow, a step forward, a step back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,23 +12,25 @@ from forerun.errors import EngineError
 from forerun.types import Words
 
 COPIES = 4
-"""Copies that a matcher holds at most. One takes 5 kB to 1 MB in a text of 1,000 tokens, more under
-a schema of hundreds of properties."""
+"""Most copies that a matcher holds. One takes 5 kB to 1 MB in a text of 1,000 tokens, more with a
+schema of hundreds of properties.
+"""
 
 Path = tuple[int, ...]
-"""Draft tokens behind the decided ones."""
+"""Draft tokens after the decided ones."""
 
 
 @dataclass(slots=True)
 class Translated:
-    """A grammar that the compiling process has let pass; all its requests share it.
+    """A grammar that the compiling process has accepted; all its requests share it.
 
     text       in the library's own form
-    begin      a new automaton at the beginning, or as a string why there is none; True: for a
-               process of its own, where a step may take more
-    expensive  to be followed in a process of its own
-    unenforced paths of the keywords of a schema that it leaves out
-    slow       matchers that took too long on the engine's thread, less those since that did not
+    begin      returns a new automaton at the beginning, or as a string why there is none; True: for
+               a process of its own, where a step may cost more
+    expensive  to be matched in a process of its own
+    unenforced paths of the keywords that are left out of a schema
+    slow       matchers that took too long on the engine's thread, less an eighth of each that did
+               not since
     """
 
     text: str
@@ -38,31 +40,31 @@ class Translated:
     slow: float = 0
 
     def moved(self, limit: bool) -> None:
-        """Record that a matcher had to leave the engine's thread, at a limit or because it was
-        slow. After a limit, or a second slow one, the grammar is `expensive`.
+        """Record that a matcher had to leave the engine's thread, because it reached a limit
+        (`limit`) or was slow. After a limit, or a second slow one, the grammar is `expensive`.
         """
         self.slow += 1
         self.expensive |= limit or self.slow > 1
 
     def stayed(self) -> None:
-        """Record that a matcher was done on the engine's thread. Eight of them make up for a slow
-        one, which may have had a bad moment of the machine and not of the grammar.
+        """Record that a matcher ended on the engine's thread. Eight of them cancel a slow one,
+        since that may have been due to a busy machine.
         """
         self.slow = max(0, self.slow - 1 / 8)
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar ready to run: what a request carries to the engine.
+    """A grammar ready to run; a request carries it to the engine.
 
-    prototype   an automaton that has taken nothing, of this request alone: every sequence gets a
-                copy; None if the grammar is expensive
-    start       what the constraint begins after; None = it begins at once
+    prototype   an automaton at the beginning, for this request alone: every sequence gets a copy;
+                None if the grammar is expensive
+    start       the text after which the constraint begins; None = it begins at once
     vocab       ids below this are known to the automaton
     ends        end-of-text ids
-    remote      opens a matcher in a process of its own; it is given what to call when that answers
+    remote      opens a matcher in a process of its own; its parameter is called for each answer
     unenforced  keywords of schemas that are not enforced, as paths from the request's body
-    budget      of the thought before `start`
+    budget      of the reasoning before `start`
     call        how tokens spell the budget's `call`
     """
 
@@ -78,17 +80,17 @@ class CompiledGrammar:
 
     @property
     def free(self) -> bool:
-        """Whether every text fits behind `start`."""
+        """Whether any text may follow `start`."""
         return isinstance(self.prototype, FreeText)
 
     @property
     def expensive(self) -> bool:
-        """Whether its sequences are to be followed in processes of their own."""
+        """Whether its sequences are matched in processes of their own."""
         return self.prototype is None or self.translated.expensive
 
     def begin(self) -> Automaton:
-        """Return a new automaton at the beginning, made on this thread at any cost. Raises
-        EngineError if the library has none.
+        """Return a new automaton at the beginning, created on this thread whatever it costs. Raises
+        EngineError if the library cannot create one.
         """
         if self.prototype is not None:
             return self.prototype.fork()
@@ -100,10 +102,10 @@ class CompiledGrammar:
 
 @dataclass(slots=True)
 class _Position:
-    """The state of a position behind draft tokens; None = not computed.
+    """The state after draft tokens; None = not computed.
 
-    fits  whether a token fits there
-    left  how often a copy has moved on from there
+    fits  by token: whether it fits there
+    left  how many copies have moved on from there
     """
 
     complete: bool | None = None
@@ -114,16 +116,16 @@ class _Position:
 
 
 class Matcher:
-    """Follows one sequence through a grammar, ahead over draft tokens and back again.
+    """Matches one sequence with a grammar, ahead over draft tokens and back again.
 
-    No automaton is ever rolled back (see Automaton). One takes decided tokens only;
-    draft tokens are taken by copies of it, which are dropped with the next decision. Copying
-    takes time in proportion to the text, so a copy moves on with the first draft token behind a
-    position, the answers given there are cached, and another copy is made only for the next
-    draft token or question.
+    No automaton is ever rolled back (see Automaton). One takes decided tokens only; draft tokens
+    are taken by copies of it, which are dropped with the next decision. Copying takes time in
+    proportion to the text. So a copy moves on with the first draft token after a position, the
+    results at that position are cached, and another copy is made only for the next draft token or
+    question.
 
-    An automaton that fails (a limit was reached) has the reason in `error` as long as the matcher
-    is there. It never gets an id that the tokenizer does not have.
+    If an automaton fails (a limit was reached), `error` has the reason as long as the matcher is
+    there. The automaton never gets an id that the tokenizer does not have.
     """
 
     def __init__(self, compiled: CompiledGrammar) -> None:
@@ -138,7 +140,7 @@ class Matcher:
             compiled.free,
             compiled.call,
         )
-        # The constraint's first mask; needed while its start is ahead.
+        # The constraint's first mask; needed before its start.
         self._first = self._automaton.mask() if self.waiting else b""
         # Where the matcher stood before each draft token: on the way to the start, and below that.
         self._trail: list[tuple[MarkerPlace | None, Path]] = []
@@ -149,17 +151,17 @@ class Matcher:
 
     @property
     def waiting(self) -> bool:
-        """Whether the constraint has not begun: its start marker is still ahead."""
+        """Whether the constraint has not begun: its start text has not been emitted yet."""
         return self._start.waiting
 
     @property
     def released(self) -> bool:
-        """Whether the thought has ended and any text may follow: nothing is constrained now."""
+        """Whether the reasoning has ended and any text may follow."""
         return self._free and not self.waiting
 
     @property
     def complete(self) -> bool:
-        """Whether the text, draft tokens included, is whole and nothing but its end may follow."""
+        """Whether the text, draft tokens included, is complete and only its end may follow."""
         if self.waiting:
             return False
         position = self._position()
@@ -170,12 +172,12 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        """Why the automaton failed here, for good; empty while it has not."""
+        """Why the automaton failed permanently; "" if it has not."""
         return self._position().error if self._path else self._automaton.error
 
     def commit(self, token: int) -> bool:
-        """Step over `token`, which is decided; draft tokens are taken back first. False if it
-        does not fit; then nothing else has changed.
+        """Take the decided `token`, after undoing all draft tokens. Returns False if it does not
+        fit; then nothing else has changed.
         """
         self.restart()
         self._positions.clear()
@@ -192,7 +194,7 @@ class Matcher:
         return True
 
     def advance(self, token: int) -> bool:
-        """Step over draft token `token`. False if it does not fit; then nothing has changed."""
+        """Take draft token `token`. Returns False, and changes nothing, if it does not fit."""
         before = self._start.place, self._path
         given = self._start.take(token)
         if given is None:
@@ -210,18 +212,18 @@ class Matcher:
         return True
 
     def back(self, steps: int) -> None:
-        """Take back the last `steps` draft tokens; 0 does nothing."""
+        """Undo the last `steps` draft tokens."""
         if steps:
             self._start.place, self._path = self._trail[-steps]
             del self._trail[-steps:]
 
     def restart(self) -> None:
-        """Take back all draft tokens."""
+        """Undo all draft tokens."""
         self.back(len(self._trail))
 
     def forced(self) -> list[int]:
-        """Return the ids that alone can follow here, in order; often none. While `waiting`, those
-        by which a thinking budget ends the reasoning.
+        """Return the ids that must follow here, in order; often none. While `waiting`, those by
+        which a thinking budget ends the reasoning.
         """
         if self.waiting:
             return self._start.forced()
@@ -249,7 +251,7 @@ class Matcher:
         return position
 
     def _here(self) -> Automaton:
-        """Return an automaton at the matcher's place, for questions only."""
+        """Return an automaton at the matcher's position, which must not be changed."""
         if not self._path:
             return self._automaton
         if self._path not in self._copies:
@@ -257,7 +259,7 @@ class Matcher:
         return self._copies[self._path]
 
     def _try(self, position: _Position, token: int) -> bool:
-        """Return whether a draft token fits here; if it does, a copy is behind it."""
+        """Return whether a draft token fits here; if it does, there is a copy after it."""
         if not (self._free or 0 <= token < self._vocab):
             return False
         copy = self._copies.pop(self._path, None) or self._copy()
@@ -272,7 +274,7 @@ class Matcher:
         return fits
 
     def _copy(self) -> Automaton:
-        """Return a new copy at the matcher's place."""
+        """Return a new copy at the matcher's position."""
         known = range(len(self._path) - 1, 0, -1)
         near = next((size for size in known if self._path[:size] in self._copies), 0)
         copy = (self._copies[self._path[:near]] if near else self._automaton).fork()
@@ -281,7 +283,7 @@ class Matcher:
         return copy
 
     def _keep(self, path: Path, copy: Automaton) -> None:
-        """Remember a copy, and forget the oldest of too many."""
+        """Store a copy, and drop the oldest if there are more than COPIES."""
         self._copies[path] = copy
         if len(self._copies) > COPIES:
             del self._copies[next(iter(self._copies))]

@@ -1,4 +1,4 @@
-"""One sequence under an expensive grammar, which an AsyncMatcher follows."""
+"""State of one sequence with an expensive grammar, which an AsyncMatcher matches."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,10 +8,10 @@ from forerun.interface.grammars import Committed
 
 
 class RemoteState:
-    """A GrammarState for matchers in processes of their own: it drafts nothing, and may be used
+    """The GrammarState of a matcher in a process of its own: it drafts nothing, and may be used
     only when it is `ready`.
 
-    answered  called, on another thread, when it is
+    answered  called on another thread when it becomes ready
     """
 
     def __init__(
@@ -31,7 +31,8 @@ class RemoteState:
 
     def mask(self) -> bytes | None:
         """Return one bit per known id, set if the token may follow; None = every token may. After a
-        failure only end-of-text tokens may: something must be emitted, though it does not count.
+        failure only end-of-text tokens are allowed: the step must emit something, though it does
+        not count.
         """
         compiled, answer = self._compiled, self._matcher.answer
         if answer.error:  # What is emitted does not count; but something must be.
@@ -39,8 +40,8 @@ class RemoteState:
         return self._start.mask(answer.mask)
 
     def commit(self, tokens: Sequence[int]) -> Committed:
-        """Hand decided tokens to the process. That the text is complete, or cannot go on, is known
-        one call later: then none of `tokens` count.
+        """Send decided tokens to the process. Whether the text is complete, or cannot continue, is
+        known one call later: then none of `tokens` count.
         """
         answer = self._matcher.answer
         if answer.error or (answer.complete and not self._start.waiting):
@@ -55,8 +56,8 @@ class RemoteState:
         self._matcher.close()
 
     def _constrained(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the tokens behind the start, for the constraint. The matcher refuses one that does
-        not fit.
+        """Return the tokens after the start, which the constraint sees. A token that does not fit
+        is rejected by the matcher.
         """
         under: list[int] = []
         for token in tokens:

@@ -1,9 +1,10 @@
-r"""`\/` in JSON strings, which llguidance does not have (docs/inside/llguidance-strings.md).
+r"""Support for `\/` in JSON strings, which llguidance lacks (docs/inside/llguidance-strings.md).
 
-It means `/`, so what may follow it is what may follow `/`: where a token ends with a backslash that
-begins an escape, a copy of the matcher stays before that backslash, and takes what begins with a
-slash. Where all is JSON, a token with `\/` within is taken as the tokens of the same text with `/`,
-where it does not fit as it is; beside other text, where that would take `<\/` for `</`, it is not.
+`\/` means `/`, so what may follow it is what may follow `/`. Where a token ends with a backslash
+that begins an escape, a copy of the matcher stays before that backslash, and takes what begins with
+a slash. If the whole text is JSON, a token with `\/` inside that does not fit is tried as the
+tokens of the same text with `/`. Beside other text it is not, since that would accept `<\/` for
+`</`.
 """
 
 import re
@@ -15,11 +16,9 @@ _ESCAPE = re.compile(rb"\\(.?)", re.DOTALL)
 
 
 def shown(token: bytes) -> bytes:
-    r"""Return a token of JSON with `/` for `\/`, as llguidance takes it; the token itself if it has
-    none.
-
-    Where an escape began before the token, its pairs of backslash and letter may be others; then
-    the text that is shown is not taken, never one that is no JSON.
+    r"""Return a token of JSON with `/` for `\/`, the form that llguidance accepts; the token itself
+    if it has none. If an escape began before the token, its pairs of backslash and letter may be
+    divided otherwise; then the result may not fit, but it never makes invalid JSON fit.
     """
     if b"\\/" not in token:
         return token
@@ -27,10 +26,10 @@ def shown(token: bytes) -> bytes:
 
 
 class Slashes:
-    r"""Which tokens of a vocabulary begin with a slash, end with a backslash or have `\/` within.
+    r"""Tokens of a vocabulary that begin with a slash, end with a backslash or have `\/` inside.
 
     tokens          bytes of each id
-    longest_tokens  returns the ids of a text in the longest tokens, as far as there are any
+    longest_tokens  bytes -> ids of the longest tokens, until none matches
     special         ids of control tokens, which stand for no text
     of_json         all text is JSON
     """
@@ -66,9 +65,9 @@ class Slashes:
         return bool(self._begins[token // 8] >> token % 8 & 1)
 
     def readings(self, token: int) -> Iterator[tuple[list[int], list[int] | None]]:
-        """Yield as what llguidance may take a token, the likeliest first: ids, and those of the
-        text before its final backslash. The latter are None if it does not end so, or no tokens
-        have that text.
+        """Yield the forms in which llguidance may accept a token, the likeliest first: (its ids,
+        the ids of the text before its final backslash). The latter are None if it does not end so,
+        or no tokens have that text.
         """
         end = self._ends.get(token)
         yield [token], None if end is None else self._longest(end)
@@ -77,12 +76,13 @@ class Slashes:
             yield ids, self._longest(text[:-1]) if text.endswith(b"\\") else None
 
     def _longest(self, text: bytes) -> list[int] | None:
-        """Return the ids of a text in the longest tokens; None if no tokens have it."""
+        """Return the ids of a text in the longest tokens; None if no tokens spell it."""
         ids = self._longest_tokens(text)
         return ids if sum(len(self._tokens[id]) for id in ids) == len(text) else None
 
     def with_shown(self, mask: bytes, fits: Callable[[list[int]], bool]) -> bytes:
-        r"""Return a mask and the tokens with `\/` that may follow, too, as they are shown.
+        r"""Return the mask, with the tokens added that contain `\/` and may follow in their form
+        with `/`.
 
         fits  whether several ids may follow, one after the other
         """
@@ -97,9 +97,7 @@ class Slashes:
         return bits.tobytes()
 
     def of(self, mask: bytes) -> bytes:
-        """Return those of the tokens in a mask that begin with a slash, as a mask of that
-        length.
-        """
+        """Return the mask reduced to tokens that begin with a slash; same length."""
         bits = np.frombuffer(mask, np.uint8)
         found = np.zeros_like(bits)
         size = min(len(bits), len(self._begins))

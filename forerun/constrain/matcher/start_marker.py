@@ -1,9 +1,8 @@
-"""The beginning of a constraint that waits for a text, by the bytes of tokens.
+"""Finds the start of a constraint that begins after a certain text, by the bytes of tokens.
 
-A model may spell the end of its reasoning with its own token for it, with others, or with
-one that continues behind it (`>{"`). The constraint begins behind the last byte of the text, as the
-reader of the answer sees it (text/reasoning.py), so the rest of a token that continues is already
-constrained.
+A model may spell the end of its reasoning with its own token for it, with others, or with one that
+continues after it (`>{"`). The constraint begins after the last byte of the text, as the parser of
+the answer sees it (text/reasoning.py), so the rest of such a token is already constrained.
 """
 
 from functools import cache
@@ -17,9 +16,8 @@ from forerun.interface.grammars import legal
 
 
 class MarkerTokens:
-    """How the tokens of a vocabulary spell a start. Immutable; all its requests share it.
-
-    Reads every token of the vocabulary once: 5 to 50 ms.
+    """How the tokens of a vocabulary spell a start text. Immutable; all its requests share it.
+    Creating one reads every token of the vocabulary: 5 to 50 ms.
     """
 
     def __init__(self, start: Start, vocabulary: Vocabulary) -> None:
@@ -41,12 +39,12 @@ class MarkerTokens:
         }
 
     def __len__(self) -> int:
-        """Return the bytes of the text."""
+        """Return the length of the text in bytes."""
         return len(self._text)
 
     def take(self, seen: int, token: int) -> tuple[int, bytes]:
-        """Return how many bytes of the marker are at the text's end behind `token`, if there were
-        `seen` before; and the token's bytes behind the marker's end, b"" if there are none.
+        """Return how many bytes of the marker the text ends with after `token`, if there were
+        `seen` before it; and the token's bytes after the marker's end, b"" if there are none.
         """
         piece = self._bytes[token] if 0 <= token < len(self._bytes) else b""
         tail = self._text[:seen] + piece
@@ -57,8 +55,9 @@ class MarkerTokens:
         return next((size for size in sizes if tail.endswith(self._text[:size])), 0), b""
 
     def letter(self, lacking: int, token: int) -> int:
-        """Return how many bytes of the last character of a UTF-8 text are missing after `token`;
-        lacking: how many were missing before it.
+        """Return how many bytes of the last UTF-8 character are missing after `token`.
+
+        lacking  how many were missing before it
         """
         for byte in self._bytes[token] if 0 <= token < len(self._bytes) else b"":
             if byte & 0xC0 == 0x80:
@@ -69,24 +68,24 @@ class MarkerTokens:
 
     def spelling(self, rest: bytes) -> int | None:
         """Return the token whose bytes are exactly `rest`; None if there is none. Known only for
-        bytes that some token has behind the marker's end.
+        bytes that some token has after the marker's end.
         """
         return self._spelling.get(rest)
 
     def beyond(self, seen: int) -> dict[int, bytes]:
-        """Return the tokens that continue behind the marker's end if the text ended with `seen`
-        bytes of it, with the bytes behind it.
+        """Return, for a text that ends with `seen` bytes of the marker, the tokens that complete
+        the marker and continue after it, with their bytes after it.
         """
         return self._beyond[seen]
 
 
 class MarkerPlace(NamedTuple):
-    """Where a sequence is on its way to its constraint.
+    """A sequence's position before its constraint.
 
     seen     bytes of the marker that the text ends with
     thought  tokens before the marker so far, those in the prompt included
-    letter   bytes that the text's last letter still lacks
-    forced   ids of the budget's ending that are there
+    letter   bytes that the text's last character still lacks
+    forced   ids of the budget's ending that were emitted
     call     bytes of a call's opener that the text ends with; all of them: the call has begun
     """
 
@@ -98,13 +97,13 @@ class MarkerPlace(NamedTuple):
 
 
 class StartMarker:
-    """One sequence's way to where its constraint begins.
+    """Follows one sequence up to where its constraint begins.
 
     ends    end-of-text ids
     vocab   ids below this are known
-    budget  of the tokens on the way; None = there may be any number
-    free    every text may follow the marker
-    call    ends the thought, too: the budget forces nothing behind it
+    budget  of the tokens before the marker; None = no limit
+    free    any text may follow the marker
+    call    also ends the reasoning: the budget forces nothing after it
     place   None = the constraint has begun
     """
 
@@ -129,9 +128,8 @@ class StartMarker:
         return self.place is not None
 
     def forced(self) -> list[int]:
-        """Return the ids that alone may follow because the budget is used up, often none.
-
-        A letter of several tokens is finished first, of which there are at most three more.
+        """Return the ids that must follow because the budget is used up, often none. A character of
+        several tokens is finished first, with at most three more tokens.
         """
         place, budget = self.place, self._budget
         if place is None or budget is None:
@@ -144,11 +142,10 @@ class StartMarker:
         return list(budget.ending[place.forced :])
 
     def take(self, token: int) -> tuple[int, ...] | None:
-        """Step over a token, and say what the constraint sees of it: the token itself once that has
-        begun; none while the marker is ahead.
-
-        Where the marker ends within the token, its rest is seen as the token that says just that;
-        where no token does, None, and nothing changes. None also where the budget forces another.
+        """Take a token, and return the tokens that the constraint sees of it: the token itself once
+        the constraint has begun, none before. If the marker ends within the token, its rest counts
+        as the token with exactly these bytes. Returns None, and changes nothing, if no token has
+        them, or if the budget forces another token.
         """
         marker, place = self._marker, self.place
         if marker is None or place is None:
@@ -173,11 +170,11 @@ class StartMarker:
     def mask(self, first: bytes | None) -> bytes | None:
         """Return the allowed tokens: one bit per id; None = any token.
 
-        first  the constraint's mask where it now is, or at its beginning while waiting
+        first  the constraint's present mask, or its first one while waiting
 
-        While waiting, excludes tokens whose bytes behind the marker's end do not begin the
-        constraint, and the end of text unless the constraint allows an empty text: it would
-        never begin. Afterwards it is `first`.
+        While waiting, excludes tokens whose bytes after the marker's end do not begin the
+        constraint, and the end of text unless the constraint allows an empty text: it would never
+        begin. Afterwards it is `first`.
         """
         if self._marker is None or self.place is None:
             return first

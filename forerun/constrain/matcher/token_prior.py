@@ -1,10 +1,10 @@
-"""The usual tokens at places where a grammar leaves a choice: learned from constrained text.
+"""Predicts the usual tokens where a grammar leaves a choice, learned from constrained text.
 
 Much of what a grammar leaves open is always decided in the same way: the blank after a colon, the
-line break and indentation before the next property. N-grams of the text predict little of it, for
-the words around differ. Here the key of a place in the text is the grammar's state, that is its
-mask, and the last tokens; first in this sequence, then in all earlier ones of its tenant. If
-neither knows better, the model's n-gram table gives its usual tokens.
+line break and indentation before the next property. N-grams of the text predict little of it,
+because the words around it differ. Here the key is the grammar's state (its mask) and the last
+tokens; first in this sequence, then in all earlier ones of its tenant. Without observations in
+either, the model's n-gram table gives its usual tokens.
 """
 
 from collections import OrderedDict
@@ -14,28 +14,28 @@ from forerun.drafts.ngram_table import NgramTable
 from forerun.interface.grammars import legal
 
 Weights = dict[int, float]
-"""Decayed counts of the tokens that were chosen somewhere."""
+"""Decayed counts of the tokens that were chosen at a place."""
 
 Last = tuple[int, int]
-"""The last token but one and the last; -1 before the beginning."""
+"""The last but one token and the last; -1 before the beginning."""
 
 DOUBT = 4.0
-"""Initial observations of other tokens at every place."""
+"""Initial count of other tokens at every place."""
 BACKOFF = 4.0
-"""Weight of the more general estimate in the more special one, in observations."""
+"""Weight of the more general estimate in the more specific one, in observations."""
 CHILDREN = 2
-"""Tokens that are expected at a place at most: a third is hardly ever worth a node."""
+"""Most tokens that are expected at a place: a third is hardly ever worth a node."""
 TAIL = 8
-"""Tokens of the text that a table is shown: more than any table's contexts have."""
+"""Last tokens of the text that are passed to a table: more than any table's contexts have."""
 FADED = 0.1
-"""Weight below which a token is forgotten."""
+"""A token with a lower weight is dropped."""
 
 
 class Places:
-    """Weights by place; the least recently used go first. Not locked.
+    """Weights by place; the least recently used are dropped first. Not locked.
 
-    decay  what is left of an observation's weight after the next one at its place
-    size   places that are remembered
+    decay  factor of an observation's weight for each later one at its place
+    size   most places
     """
 
     def __init__(self, decay: float, size: int) -> None:
@@ -43,8 +43,8 @@ class Places:
         self._weights: OrderedDict[Hashable, Weights] = OrderedDict()
 
     def learn(self, place: Hashable, token: int) -> None:
-        """Record that `token` was chosen at this place; earlier choices there fade by `decay`. May
-        forget the least recently used place.
+        """Record that `token` was chosen at this place; earlier choices there decay. May drop the
+        least recently used place.
         """
         faded = {t: self._decay * w for t, w in self._weights.pop(place, {}).items()}
         weights = {t: w for t, w in faded.items() if w > FADED}
@@ -62,8 +62,8 @@ class TokenPrior:
     """The prior of one sequence, on top of the one that all sequences of its tenant share.
 
     shared  places of all tenants
-    table   the target's usual continuations, or None
-    tenant  as of SlotInit
+    table   n-gram table of the target's usual continuations, or None
+    tenant  as in SlotInit
     """
 
     def __init__(self, shared: Places, table: NgramTable | None = None, tenant: int = 0) -> None:
@@ -71,19 +71,17 @@ class TokenPrior:
         self._own = Places(decay=0.7, size=1024)
 
     def learn(self, mask: bytes, last: Last, token: int) -> None:
-        """Record that `token` was chosen after the tokens `last`, where the grammar's mask was
-        `mask`: for this sequence and for all of its tenant that share places.
+        """Record that `token` was chosen after the tokens `last` with the grammar's mask `mask`,
+        for this sequence and for all of its tenant that share places.
         """
         for place in _places(self._tenant, mask, last):
             self._shared.learn(place, token)
             self._own.learn(place, token)
 
     def likely(self, mask: bytes, text: Sequence[int]) -> list[tuple[int, float]]:
-        """Return the likeliest tokens after `text` that `mask` allows, and their probabilities,
-        best first, CHILDREN at most; none if nothing is known.
-
-        Estimates go from the most general place to the most special, each smoothed by the one
-        before (back-off).
+        """Return at most CHILDREN likely tokens after `text` that `mask` allows, with their
+        probabilities, best first; none without observations. Estimates go from the most general
+        place to the most specific, each smoothed by the one before (back-off).
         """
         here = _places(self._tenant, mask, last_of(text))
         chance = self._usual(mask, text)
@@ -99,8 +97,8 @@ class TokenPrior:
         return sorted(chance.items(), key=lambda item: -item[1])[:CHILDREN]
 
     def _usual(self, mask: bytes, text: Sequence[int]) -> dict[int, float]:
-        """Return the table's tokens that the mask allows; the others' probability is divided among
-        them.
+        """Return the table's probabilities of the tokens that the mask allows, given that the next
+        token is allowed.
         """
         if self._table is None:
             return {}
@@ -119,12 +117,12 @@ def last_of(text: Sequence[int]) -> Last:
 
 
 def shared_places() -> Places:
-    """Return new places for all sequences of an engine: twenty megabytes at most."""
+    """Return empty places for all sequences of an engine; they take at most twenty megabytes."""
     return Places(decay=0.9, size=16384)
 
 
 def _places(tenant: int, mask: bytes, last: Last) -> tuple[Hashable, ...]:
-    """Return the keys of a place, from the most general to the most special."""
+    """Return the keys of a place, from the most general to the most specific."""
     state = hash(mask)
     places = last[1:], state, (state, last[1]), last, (state, *last)
     return tuple((tenant, place) for place in places)

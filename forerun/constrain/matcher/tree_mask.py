@@ -1,10 +1,10 @@
-"""Grammars over trees: one mask per node, and drafts that know the grammar.
+"""Grammars on trees: one mask per node, and drafts under a grammar.
 
-A matcher walks each tree from the root, ahead and back. Speculation cannot stall a
-constrained sequence: the root's own mask always holds, so each step emits at least the
-target's best legal token, whatever was drafted.
+A matcher walks each tree from the root, ahead and back. Speculation cannot stall a constrained
+sequence: the root's own mask always applies, so each step emits at least the target's best legal
+token, whatever was drafted.
 
-A matcher that takes too long, or reaches a limit, goes on in a process of its own (RemoteState).
+A matcher that takes too long, or reaches a limit, continues in a process of its own (RemoteState).
 The sequence then misses the steps for which it has no mask yet, and others do not wait for it.
 """
 
@@ -32,7 +32,7 @@ class TreeGrammars:
     """The Grammars of an engine with structured output. Used on the engine's thread only.
 
     vocab  V of the target: masks have a bit for each of its ids, padding included
-    table  the target's usual continuations; None = no table
+    table  n-gram table of the target's usual continuations; None = no table
     """
 
     def __init__(self, vocab: int, table: NgramTable | None = None) -> None:
@@ -45,10 +45,9 @@ class TreeGrammars:
         self._places = shared_places()
 
     def open(self, slot: int, grammar: object, output: Iterable[int], tenant: int = 0) -> None:
-        """Start a fresh matcher in `slot` and advance it over the output so far, in a process of
-        its own where the grammar is expensive or fails here. tenant: as of SlotInit.
-
-        Raises RequestError if `grammar` is not a CompiledGrammar.
+        """Start a new matcher in `slot` and advance it over the output so far, in a process of its
+        own if the grammar is expensive or fails here. tenant: as in SlotInit. Raises RequestError
+        if `grammar` is not a CompiledGrammar.
         """
         if not isinstance(grammar, CompiledGrammar):
             raise RequestError("the grammar of a request must be compiled", "grammar")
@@ -62,7 +61,7 @@ class TreeGrammars:
         self._remote[slot] = RemoteState(grammar, self._answered.set, tokens)
 
     def close(self, slot: int) -> None:
-        """Forget the slot's matcher and end its process, if it has any."""
+        """Discard the slot's matcher and end its process, if it has any."""
         compiled = self._compiled.pop(slot, None)
         if self._states.pop(slot, None) is not None and compiled is not None:
             compiled.translated.stayed()
@@ -81,8 +80,8 @@ class TreeGrammars:
         return slot in self._states or not opens_alone
 
     def wait(self, seconds: float) -> None:
-        """Block until a matcher in a process of its own has answered, or `seconds` have passed; not
-        at all where one is ready.
+        """Block until a matcher in a process of its own has answered, or `seconds` have passed;
+        returns at once if one is ready.
         """
         self._answered.clear()
         if not any(state.ready for state in self._remote.values()):
@@ -92,10 +91,9 @@ class TreeGrammars:
         self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints
     ) -> list[Draft]:
         """Return B drafts under the grammars of slots int32[B]: without illegal tokens, with forced
-        and likely ones, nodes[b] draft tokens and depth[b] deep at most. A row whose matcher is in
-        another process gets no draft.
-
-        Other rows pass unchanged, as do rows where nodes[b] is 0.
+        and likely ones, at most nodes[b] draft tokens and depth[b] levels. A row whose matcher is
+        in another process gets no draft. Unconstrained rows and those with nodes[b] = 0 are
+        unchanged.
         """
         guided = list(drafts)
         for row, slot in enumerate(slots.tolist()):
@@ -137,7 +135,7 @@ class TreeGrammars:
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
         """Return masks for the reachable nodes of every constrained row; None if no row of slots
-        int32[B] is constrained. Matchers end at their places.
+        int32[B] is constrained. Matchers return to their positions.
         """
         rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._compiled]
         if not rows:
@@ -152,10 +150,9 @@ class TreeGrammars:
         return table.masks()
 
     def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
-        """Advance the slot's matcher over emitted tokens. One that failed, or was slow in two steps
-        of few, moves to a process of its own.
-
-        Raises KeyError for a slot without a matcher.
+        """Advance the slot's matcher over emitted tokens. One that failed, or had a second slow
+        step within SLOW_STEPS, moves to a process of its own. Raises KeyError for a slot without a
+        matcher.
         """
         if slot in self._remote:
             return self._remote[slot].commit(tokens)
@@ -178,7 +175,7 @@ class TreeGrammars:
 
 
 class _MaskTable:
-    """Collects masks, equal ones once."""
+    """Collects the masks of a step; equal ones are stored once."""
 
     def __init__(self, size: int, nodes: int) -> None:
         self._size = size
@@ -196,10 +193,9 @@ class _MaskTable:
 
 
 def _mask_row(state: GrammarState, trees: TreeBatch, row: int, table: _MaskTable) -> None:
-    """Walk one tree depth first. Nodes under an illegal draft token are out of reach: no mask.
-
-    Behind a complete text, nothing that a node emits is kept: no mask either. Nor is anything kept
-    that follows where the matcher fails (see GrammarState.commit); other nodes do not suffer.
+    """Compute the masks of one tree, depth first. A node below an illegal draft token is
+    unreachable and gets no mask, nor does one after a complete text or where the matcher fails (see
+    GrammarState.commit): tokens emitted there do not count. Other nodes are not affected.
     """
     root, matcher = trees.root(row), state.matcher
     below = children(range(root + 1, int(trees.start[row + 1])), trees.parents)

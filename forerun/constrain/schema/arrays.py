@@ -1,4 +1,4 @@
-"""Keywords about the items of arrays, in those that libraries honour."""
+"""Rewrites keywords about the items of arrays in keywords that llguidance enforces."""
 
 from collections.abc import Iterator
 from itertools import combinations, permutations
@@ -7,20 +7,20 @@ from typing import Any
 from forerun.constrain.schema.logic import Resolve, exact_values, key, types, without_types
 
 MAX_ORDERED = 4
-"""Values of which every order is allowed where items must differ."""
+"""Most values of which every order is allowed if items must differ."""
 
 MAX_VALUES = 6
-"""Values of which the schema's own order is allowed."""
+"""Most values of which the schema's own order is allowed."""
 
 Schema = dict[str, Any]
 
 
 def arrays(out: Schema, raw: Schema, contains: Any, resolve: Resolve) -> tuple[Schema, list[str]]:
     """Return a copy of `out` with `uniqueItems`, `contains` and `unevaluatedItems` of `raw` in
-    keywords that llguidance enforces, and the names of those that cannot be.
+    keywords that llguidance enforces, and the names of those that it cannot enforce.
 
     out       rewritten so far
-    raw       the same schema as it was sent
+    raw       the same schema as the client sent it
     contains  the rewritten `contains`; None = there is none
     """
     faults: list[str] = []
@@ -42,7 +42,7 @@ def _unique(out: Schema, raw: Schema, resolve: Resolve, faults: list[str]) -> Sc
     most = raw.get("maxItems")
     if isinstance(most, int) and most <= 1:
         return out
-    values = exact_values(out.get("items"))  # Without what could not be said of them.
+    values = exact_values(out.get("items"))  # Without keywords that were left out.
     if values is None:
         values = exact_values(resolve(raw.get("items")))
     if values is None or raw.get("prefixItems") or len(values) > MAX_VALUES:
@@ -71,7 +71,7 @@ def _chosen(values: list[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _containing(out: Schema, raw: Schema, contains: Any, faults: list[str]) -> Schema:
-    """Put the items that must be contained first."""
+    """Return the schema with the items that must be contained as the first ones."""
     least = raw.get("minContains", 1)
     if "maxContains" in raw:
         faults.append("maxContains")

@@ -10,7 +10,7 @@ from forerun.constrain.schema.regex_faults import regex_fault
 from forerun.errors import RequestError
 
 MAX_LEVELS = 250
-"""Most levels of a JSON schema."""
+"""Deepest nesting of a JSON schema."""
 
 
 def check_depth(value: Any, field: str) -> None:
@@ -29,8 +29,8 @@ def check_depth(value: Any, field: str) -> None:
 
 
 def check_size(value: Any, most: int, field: str) -> None:
-    """Raise RequestError if the JSON text of a value certainly has more than `most` bytes; looks
-    at no more of it than that.
+    """Raise RequestError if the JSON text of a value certainly has more than `most` bytes; stops
+    reading the value at that size.
     """
     size, todo = 0, [value]
     while todo and size <= most:
@@ -48,7 +48,7 @@ def check_size(value: Any, most: int, field: str) -> None:
 
 
 def check_patterns(schema: Any, field: str) -> None:
-    """Raise RequestError naming the path of the first `pattern` that `portable` refuses."""
+    """Raise RequestError, naming the path, for the first `pattern` that `portable` rejects."""
     for path, inner in schemas(schema):
         if isinstance(inner.get("pattern"), str):
             try:
@@ -58,8 +58,8 @@ def check_patterns(schema: Any, field: str) -> None:
 
 
 def check_regexes(schema: Any, field: str) -> None:
-    """Raise RequestError, naming the path and pointing at the character, of the first pattern, of
-    values or of keys, that no dialect of regular expressions takes.
+    """Raise RequestError, naming the path and pointing at the character, for the first pattern, of
+    values or of keys, that is invalid in every dialect of regular expressions (regex_faults.py).
     """
     for path, inner in schemas(schema):
         keys = inner.get("patternProperties")
@@ -72,7 +72,9 @@ def check_regexes(schema: Any, field: str) -> None:
 
 
 def check_members(schema: Any, field: str) -> None:
-    """Raise RequestError naming the path of the first property or definition that is no schema."""
+    """Raise RequestError, naming the path, for the first property or definition that is no
+    schema.
+    """
     for path, inner in schemas(schema):
         for keyword in ("properties", "patternProperties", "$defs", "definitions"):
             members = inner.get(keyword)
@@ -85,7 +87,9 @@ def check_members(schema: Any, field: str) -> None:
 
 def finite(value: Any, bound: bool = False) -> Any:
     """Return a copy of a schema in which bounds beyond 64-bit floats (`1.8e308`) are the largest
-    float. `bound`: the value itself is a bound.
+    float.
+
+    bound  the value itself is a bound
     """
     if isinstance(value, dict):
         return {key: finite(inner, key in _BOUNDS) for key, inner in value.items()}

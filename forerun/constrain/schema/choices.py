@@ -1,4 +1,6 @@
-"""`oneOf`, `not`, `if`: choices that exclude each other, in keywords that only allow."""
+"""Rewrites `oneOf`, `not` and `if`, choices that exclude each other, in keywords without
+exclusion.
+"""
 
 from typing import Any
 
@@ -18,17 +20,18 @@ from forerun.constrain.schema.logic import (
 )
 
 MAX_PAIRS = 2_000
-"""Pairs of branches that are compared."""
+"""Most pairs of branches that are compared."""
 
 Schema = dict[str, Any]
 
 
 def exclusive_choice(raw: Schema, branches: list[Any], resolve: Resolve) -> list[Any] | None:
-    """Return the rewritten branches of a `oneOf` as branches of an `anyOf`, each without the values
-    that another one allows too; None if that cannot be expressed.
+    """Return the branches of a `oneOf` as branches of an `anyOf`, each without the values that
+    another one also allows; None if that cannot be expressed.
 
-    raw       the schema as it was sent, with its `oneOf`
-    branches  rewritten, one each
+    raw       the schema as the client sent it, with its `oneOf`
+    branches  the rewritten branches
+    resolve   returns a schema, or the target of its reference
     """
     sent = [beside(raw, resolve(branch)) for branch in raw["oneOf"]]
     if len(sent) ** 2 > MAX_PAIRS:
@@ -51,10 +54,11 @@ def exclusive_choice(raw: Schema, branches: list[Any], resolve: Resolve) -> list
 
 
 def negated(schema: Any, raw: Schema, resolve: Resolve) -> Any:  # noqa: PLR0911
-    """Return a schema of values that are not valid under `schema`, perhaps not of all of them;
-    False if there are none, None if none is known.
+    """Return a schema of values that are not valid under `schema`, possibly not of all of them;
+    False if there are none, None if it cannot be expressed.
 
-    raw  what stands beside the `not`
+    raw      the keywords beside the `not`
+    resolve  returns a schema, or the target of its reference
     """
     if isinstance(schema, bool):
         return False if schema else {}
@@ -86,10 +90,10 @@ def negated(schema: Any, raw: Schema, resolve: Resolve) -> Any:  # noqa: PLR0911
 def conditional(  # noqa: PLR0911
     condition: Any, then: Any, otherwise: Any, raw: Schema, resolve: Resolve
 ) -> Any:
-    """Rewrite an `if` over constants and required keys as a choice of two, and a third one for what
-    is no object; None if the condition has anything else.
+    """Rewrite an `if` over constants and required keys as a choice of two schemas, and a third one
+    for values that are no objects; None if the condition has anything else.
 
-    condition        as it was sent
+    condition        as the client sent it
     then, otherwise  rewritten
     raw              the keywords beside the `if`
     """

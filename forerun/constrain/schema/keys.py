@@ -1,9 +1,9 @@
-r"""Keys of objects that a library would take in a second spelling.
+r"""Prevents a second spelling of keys of objects.
 
-Where an object may have further keys, llguidance takes the escape of a listed key (`"\u0061"` for
-`a`) for a further one, so its value need not be what the schema says. A pattern of further keys
-without escapes cures that. Where schemas are merged there must be no pattern: llguidance cannot
-merge those.
+Where an object may have further keys, llguidance accepts the escape of a listed key (`"\u0061"` for
+`a`) as a further one, so its value need not follow the schema. A pattern without escapes for
+further keys prevents that. Merged schemas must have no such pattern, because llguidance cannot
+merge patterns.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ _MERGING = ("anyOf", "allOf", "$ref")
 
 
 def with_plain_keys(root: Schema) -> None:
-    """Forbid, in place, keys with escapes in every object schema that is merged with no other: its
-    further keys then match a pattern of plain characters.
+    """Forbid, in place, keys with escapes in every object schema that is not merged with another:
+    its further keys then match a pattern of unescaped characters.
     """
     definitions = root.get("$defs", {})
     merged: set[int] = set()

@@ -1,7 +1,6 @@
-"""Disjoint schemas: which have no value in common, and what remains of one without another.
-
-All of it errs on the safe side: two schemas count as disjoint only if that is certain, and
-the remainder may be less than possible.
+"""Tests whether schemas are disjoint (have no value in common), and computes what remains of one
+without another. In doubt the result is the safe one: two schemas count as disjoint only if that is
+certain, and the remainder may be smaller than possible.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,13 +13,13 @@ from forerun.constrain.schema.strings import other_than
 
 Schema = dict[str, Any]
 Resolve = Callable[[Any], Any]
-"""A schema, or what its reference points to."""
+"""Returns a schema, or the target of its reference."""
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 NOTES = frozenset(
     "title description $comment default examples deprecated readOnly writeOnly".split()  # noqa: SIM905
 )
-"""Keywords that say nothing of a value."""
+"""Keywords that do not restrict a value."""
 
 _DEPTH = 4
 
@@ -45,12 +44,12 @@ def type_of(value: Any) -> str:
 
 
 _FEW: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}
-"""Types of few values."""
+"""Types with few values."""
 
 
 def values_of(schema: Schema) -> list[Any] | None:
-    """Return a list of values outside of which the schema allows none, though perhaps not all of
-    them; None if it may allow any.
+    """Return a list that contains every value the schema allows, possibly more; None if it may
+    allow any.
     """
     if "const" in schema:
         return [schema["const"]]
@@ -72,8 +71,8 @@ def exact_values(schema: Any) -> list[Any] | None:
 
 
 def key(value: Any) -> Any:
-    """Return a hashable that is equal exactly for values that JSON Schema calls equal (1 and 1.0,
-    but not true).
+    """Return a hashable that is equal exactly for values that JSON Schema considers equal (1 and
+    1.0, but not true).
     """
     if isinstance(value, bool):
         return "boolean", value
@@ -85,7 +84,7 @@ def key(value: Any) -> Any:
 
 
 def _without_values(values: Iterable[Any], gone: Iterable[Any]) -> list[Any]:
-    """Return those of `values` that equal none of `gone`, in order, as JSON compares (1 equals
+    """Return those of `values` that equal none of `gone`, in order, by JSON's equality (1 equals
     1.0).
     """
     known = {key(value) for value in gone}
@@ -137,8 +136,8 @@ def _parts(one: Schema, other: Schema) -> Iterable[tuple[Any, Any]]:
 
 
 def joined(base: Schema, branch: Any) -> Any:
-    """Return a schema of at least the values that are valid under both `base` and `branch`: the
-    branch with the keywords beside it, merged only as far as `disjoint` needs.
+    """Return a schema that allows at least the values valid under both `base` and `branch`: the
+    branch with the keywords of `base`, merged only as far as `disjoint` needs.
     """
     if not isinstance(branch, dict) or "$ref" in branch:
         return branch
@@ -211,7 +210,7 @@ def _properties(schema: Schema) -> dict[str, Any]:
 
 
 def _forbids(schema: Schema, name: str) -> bool:
-    """Return whether no object under a schema has the property."""
+    """Return whether a schema allows no object with this property."""
     if name in _properties(schema):
         return _properties(schema)[name] is False
     return schema.get("additionalProperties") is False and not schema.get("patternProperties")
@@ -219,7 +218,7 @@ def _forbids(schema: Schema, name: str) -> bool:
 
 def beside(base: Schema, branch: Any) -> Any:
     """Return a branch of a choice, joined with the type, keys and properties of `base`, the schema
-    around the choice.
+    that contains the choice.
     """
     if not isinstance(branch, dict):
         return branch
@@ -228,8 +227,8 @@ def beside(base: Schema, branch: Any) -> Any:
 
 
 def narrowed(one: Any, other: Any, resolve: Resolve) -> Schema | None:  # noqa: PLR0911
-    """Return a schema to hold beside `one` so that no value of `other` is left; {} if they are
-    disjoint already, None if none is known.
+    """Return a schema that excludes from `one` all values of `other` if both must hold; {} if they
+    are disjoint already, None if none can be expressed.
     """
     if disjoint(one, other, resolve):
         return {}
@@ -252,10 +251,10 @@ def narrowed(one: Any, other: Any, resolve: Resolve) -> Schema | None:  # noqa: 
 
 
 def other_values(gone: list[Any], known: Any) -> Any:
-    """Return a schema of values that are none of `gone`; False if there are none, None if none is
-    known.
+    """Return a schema of values that are none of `gone`; False if there are none, None if it cannot
+    be expressed.
 
-    known  a schema that they satisfy as well
+    known  a schema that the values also satisfy
     """
     schema = known if isinstance(known, dict) else {}
     values = values_of(schema)
@@ -287,7 +286,7 @@ _NUMBERS = frozenset({"integer", "number"})
 
 
 def _between(gone: list[Any], fractions: bool) -> list[Schema]:
-    """Return schemas of the numbers before, between and behind those that are gone."""
+    """Return schemas of the numbers before, between and after those in `gone`."""
     numbers = sorted({value for value in gone if type_of(value) in _NUMBERS})
     kind = "number" if fractions else "integer"
     places = [None, *numbers, None]

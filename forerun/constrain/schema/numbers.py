@@ -1,4 +1,4 @@
-"""Bounds and values of numbers, as far as llguidance can count."""
+"""Rewrites bounds and values of numbers within the precision of llguidance."""
 
 import math
 from decimal import Decimal
@@ -11,20 +11,20 @@ LARGE_BOUND = (
     "a bound beyond 2**53 is honoured up to 2**63 for integers and 10**18 for other numbers, and "
     "where a 64-bit float lies within the bounds"
 )
-"""Why `bounded` leaves a bound out."""
+"""Reason for which `bounded` leaves a bound out."""
 
 _INTEGERS = 2**63 - 1024
-"""The largest integer below 2**63 that a float can be."""
+"""The largest integer below 2**63 that a 64-bit float holds exactly."""
 
 _PLACES = 6
-"""Most digits behind the point of a multiple that is written with fewer, too."""
+"""Most decimal places of a multiple that may be written with fewer, too."""
 
 _DIGITS = 10**18
-"""Digits of numbers with fractions that llguidance makes a pattern for."""
+"""Largest number with a fraction for which llguidance makes a pattern."""
 
 
 def exclusive(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy with the bounds of draft 4, where `exclusiveMinimum` is true or false, in
+    """Return a copy in which bounds of draft 4, where `exclusiveMinimum` is true or false, have
     today's form.
     """
     out = dict(schema)
@@ -35,9 +35,9 @@ def exclusive(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_fewer_digits(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy under which a multiple may be written with fewer digits behind the point than
-    `multipleOf` has: llguidance takes 2.50 for a multiple of .25 and refuses 2.5 (so it does of all
-    factors of two digits and more).
+    """Return a copy under which a multiple may be written with fewer decimal places than
+    `multipleOf` has: llguidance accepts 2.50 as a multiple of .25 and rejects 2.5 (likewise for all
+    factors of two or more places).
     """
     factor = schema.get("multipleOf")
     if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
@@ -56,8 +56,8 @@ def with_fewer_digits(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a copy with bounds that llguidance does not round, the same or narrower, and the names
-    of those that have none (see LARGE_BOUND).
+    """Return a copy with bounds that llguidance does not round, the same or narrower ones, and the
+    names of the bounds that are left out (see LARGE_BOUND).
     """
     out, faults, narrowed = dict(schema), list[str](), list[str]()
     for name, sign in (
@@ -88,7 +88,9 @@ def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _inside(value: float, sign: int, exclusive: bool, limit: int) -> int | None:
-    """Return a bound at or beyond `value` in the direction of `sign` that is exact."""
+    """Return the nearest exact bound at or beyond `value` in the direction of `sign`; None if it
+    exceeds `limit`.
+    """
     at = sign * (math.ceil(value * sign) if isinstance(value, float) else value * sign)
     at += sign if exclusive else 0
     if at * sign > limit:
@@ -102,7 +104,7 @@ def _inside(value: float, sign: int, exclusive: bool, limit: int) -> int | None:
 
 
 def exact(value: Any) -> bool:
-    """Return whether llguidance writes this constant, numbers within it included, unchanged. From
+    """Return whether llguidance writes this constant, including numbers inside it, unchanged. From
     2**63 on it writes the shortest decimal of the same float.
     """
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Keywords about the keys of objects, in those that libraries honour."""
+"""Rewrites keywords about the keys of objects in keywords that llguidance enforces."""
 
 from itertools import combinations
 from typing import Any
@@ -8,13 +8,13 @@ from forerun.constrain.schema.patterns import matching
 from forerun.constrain.schema.strings import Unenforceable, lengths, plain_patterns
 
 MAX_BRANCHES = 64
-"""Alternatives that one keyword may be written as."""
+"""Most alternatives that one keyword is rewritten as."""
 
 Schema = dict[str, Any]
 
 
 def dependencies(schema: Schema) -> dict[str, list[Any]]:
-    """Return, by key, the conditions that hold if that key is present: lists of further keys, or
+    """Return, by key, the conditions on an object that has this key: lists of required keys, or
     schemas. {} without dependencies.
     """
     by_key: dict[str, list[Any]] = {}
@@ -26,11 +26,12 @@ def dependencies(schema: Schema) -> dict[str, list[Any]]:
 
 
 def depending(name: str, needs: Any, required: list[str]) -> Schema:
-    """Return one dependency as a schema to hold beside the others; {} if it always holds.
+    """Return one dependency as a schema that must hold in addition to others; {} if it always
+    holds.
 
     name      the key on which `needs` depends
     needs     names of keys, or a rewritten schema
-    required  keys that are always there
+    required  keys that are always present
     """
     if isinstance(needs, str):
         needs = [needs]
@@ -48,13 +49,13 @@ def depending(name: str, needs: Any, required: list[str]) -> Schema:
 
 
 def counted(schema: Schema, alone: bool) -> tuple[Schema, list[str]]:
-    """Return a copy with minProperties and maxProperties as llguidance can count them, and the
-    names of those that it cannot.
+    """Return a copy with minProperties and maxProperties in a form that llguidance can count, and
+    the names of those that it cannot.
 
-    It counts where all properties are required; keys that repeat, which only further keys can,
-    count each time.
+    It can count if all properties are required. Repeated keys, which are possible among further
+    keys only, count each time.
 
-    alone  no schema beside this one may list more properties
+    alone  no other schema for the same object may list more properties
     """
     out = dict(schema)
     least, most = out.pop("minProperties", None), out.pop("maxProperties", None)
@@ -94,7 +95,9 @@ def counted(schema: Schema, alone: bool) -> tuple[Schema, list[str]]:
 
 
 def _chosen(optional: list[str], least: int, most: Any, required: int) -> list[Schema] | None:
-    """Return alternatives of the optional keys that are present; None if there are too many."""
+    """Return alternatives of optional keys that are present, such that the counts hold; None if
+    there are too many.
+    """
     sizes = range(max(least, 0), len(optional) + 1)
     if most is None:
         sizes = range(least, least + 1)

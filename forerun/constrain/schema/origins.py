@@ -1,5 +1,5 @@
-"""The origins of a rewritten schema's parts, so that an error or a left-out keyword can be named by
-its path in the schema as it was sent.
+"""Records where the parts of a rewritten schema came from, so that an error or a left-out keyword
+can be named by its path in the client's schema.
 """
 
 import re
@@ -16,17 +16,21 @@ _SAYS = {
     "enum": ("not",),
     "type": ("not",),
 }
-"""Keyword -> those that may be written with it."""
+"""Keyword -> keywords of the client's schema that may have been rewritten as it."""
 _CHOICES = (
     "oneOf", "if", "not", "dependentSchemas", "dependentRequired", "dependencies", "contains",
     "uniqueItems", "minProperties", "maxProperties", "pattern", "format", "propertyNames",
 )  # fmt: skip
-"""Those that may become choices, or several schemas at once."""
+"""Keywords that may be rewritten as choices, or as several schemas that must all hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnenforcedKeyword:
-    """A keyword that is left out. path: where it stands, itself included."""
+    """A keyword that is left out.
+
+    path  of the keyword, itself included
+    why   the reason, as text for users
+    """
 
     path: str
     why: str
@@ -38,7 +42,9 @@ class UnenforcedKeyword:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """made: a rewritten schema; path: where it stood as `raw`, the schema as it was sent."""
+    """made: a rewritten schema; path: of `raw`, the schema in the client's document that it came
+    from.
+    """
 
     made: dict[str, Any]
     path: str
@@ -46,23 +52,21 @@ class _Origin:
 
 
 class Origins:
-    """The schemas of one rewritten document, with where they stood in the one that was sent."""
+    """The schemas of one rewritten document, and where each came from in the client's."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Origin] = {}  # By identity: equal schemas stand in many places.
 
     def note(self, made: Any, path: str, raw: dict[str, Any]) -> None:
-        """Remember that `made` is what became of `raw`, the schema at `path` of the document as it
-        was sent.
+        """Record that `made` was rewritten from `raw`, the schema at `path` of the client's
+        document.
         """
         if isinstance(made, dict):
             self._known[id(made)] = _Origin(made, path, raw)
 
     def original(self, root: Any, path: str) -> str:
-        """Return the path, in the document as it was sent, of what is at `path` of the rewritten
-        `root`, as nearly as possible.
-
-        A part without an origin gets the keyword that it was written for.
+        """Return the path in the client's document that corresponds best to `path` in the rewritten
+        `root`. A part without an origin gets the keyword that it was written for.
         """
         node, left, tail = root, path, list[str]()
         origin = self._known.get(id(root))
@@ -86,8 +90,8 @@ def _joined(*parts: str) -> str:
 
 
 def _named(path: str, raw: dict[str, Any]) -> str:
-    """Return a path in a rewritten schema as one in the schema that was sent: a choice on the path
-    may be ours, and the keyword another one.
+    """Translate a path in a rewritten schema to one in the client's schema: a choice on the path
+    may have been added by rewriting, and a keyword may have another name.
     """
     inner: str | None = path
     while inner:
@@ -101,7 +105,7 @@ def _named(path: str, raw: dict[str, Any]) -> str:
 
 
 def _stands(schema: Any, path: str) -> bool:
-    """Return whether a path leads to something in a schema, and not through a schema that is joined
+    """Return whether a path exists in a schema, without passing through a schema that is joined
     with it.
     """
     while path:
@@ -113,8 +117,8 @@ def _stands(schema: Any, path: str) -> bool:
 
 
 def _step(node: Any, path: str, root: Any) -> tuple[str, Any, str] | None:
-    """Return the first step of a path, the value there, and the rest of the path; None if there is
-    nothing. Schemas joined by `allOf` or `$ref` count as part of it.
+    """Return (first step of a path, the value there, the rest of the path); None if it does not
+    exist. Schemas joined by `allOf` or `$ref` count as part of the schema.
     """
     if isinstance(node, list) and path.startswith("["):
         index, _, rest = path[1:].partition("]")
@@ -139,9 +143,9 @@ def _has(part: Any, path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A schema in fewer keywords.
+    """A schema rewritten in fewer keywords.
 
-    unenforced  what it does not say any more
+    unenforced  the keywords that are left out
     origins     where its parts came from
     """
 
@@ -150,7 +154,7 @@ class Rewritten:
     origins: Origins = field(default_factory=Origins)
 
     def original(self, path: str) -> str:
-        """Return the path, in the document as it was sent, of what is at `path` of the rewritten
-        schema, as nearly as possible.
+        """Return the path in the client's document that corresponds best to `path` in the rewritten
+        schema.
         """
         return self.origins.original(self.schema, path)

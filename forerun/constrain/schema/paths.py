@@ -18,11 +18,11 @@ SINGLE = frozenset(
 """Keywords that hold a schema."""
 _IN_MAP = BY_NAME | {"dependentSchemas", "dependencies"}
 _LONGEST = 100
-"""Characters of a name in a path: every schema below it has a copy of them."""
+"""Most characters of a name in a path: every schema below it has a copy of them."""
 
 
 def schemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every object schema inside `schema`, itself first, each with its path
+    """Yield every object schema inside `schema`, itself first, with its path
     (`properties.a.items`), which begins with `path`. Long names are cut.
     """
     if not isinstance(schema, dict):
@@ -33,8 +33,8 @@ def schemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas right below one, booleans and malformed ones included, each with its path,
-    which begins with `path`.
+    """Yield the schemas directly below one, including booleans and malformed ones, with their
+    paths, which begin with `path`.
     """
     for key, value in schema.items():
         here = below(path, key)
@@ -68,7 +68,7 @@ def locate(source: str, message: str) -> str | None:
 
 def without(schema: Any, message: str) -> str | None:
     """Remove from `schema`, in place, the keyword that a compiler's message is about, and return
-    its path; None, and nothing changes, where none is found.
+    its path; returns None, and changes nothing, if it is not found.
     """
     found = _located(schema, message)
     if found is None:
@@ -79,12 +79,14 @@ def without(schema: Any, message: str) -> str | None:
 
 
 def below(path: str, key: str) -> str:
-    """Return the path of what a schema has under a key; "" is the path of the whole."""
+    """Return the path of `key` within the schema at `path`; "" is the path of the whole."""
     return f"{path}.{key}" if path else key
 
 
 def _located(schema: Any, message: str) -> tuple[str, dict[str, Any], str] | None:
-    """Return the keyword that a message is about: path of its schema, the schema, the keyword."""
+    """Return (path of its schema, the schema, the keyword) for the keyword that a message is
+    about.
+    """
     nodes, quoted = list(schemas(schema)), _quoted(message)
     apart, read = "not disjoint" in message, _patterns(message)
     for path, inner in nodes if apart or read else ():
@@ -107,8 +109,8 @@ def _located(schema: Any, message: str) -> tuple[str, dict[str, Any], str] | Non
 
 
 def _patterns(message: str) -> list[str]:
-    """Return the lines of a message about a faulty pattern, one of which is the pattern; [] for any
-    other message.
+    """Return the lines of a message about an invalid pattern, one of which is the pattern; [] for
+    any other message.
     """
     lines = [line.strip() for line in message.splitlines()]
     if "regex parse error" in message or not lines:
@@ -118,7 +120,7 @@ def _patterns(message: str) -> list[str]:
 
 
 def _is_named(pattern: Any, read: list[str]) -> bool:
-    """Return whether a pattern is one of these lines, as it was sent or as the engine reads it."""
+    """Return whether a pattern is one of these lines, in the client's form or in the engine's."""
     if not isinstance(pattern, str) or not read:
         return False
     try:

@@ -1,4 +1,6 @@
-"""Regular expressions as JavaScript reads them, written for an engine that reads some otherwise."""
+"""Translates regular expressions with JavaScript's meaning for Rust's regex engine, which reads
+some of them otherwise.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -7,14 +9,14 @@ from math import inf
 from forerun.errors import RequestError
 
 MAX_NESTING = 100
-"""Brackets inside one another."""
+"""Deepest nesting of brackets."""
 
 MAX_FORCED = 10_000
-"""Characters of the shortest text that a pattern matches."""
+"""Most characters of the shortest text that a pattern matches."""
 
 
 MAX_STEPS = 1_000_000
-"""Most steps of a backtracking engine: some milliseconds."""
+"""Most steps of a backtracking engine, which take some milliseconds."""
 
 ASCII_MEMBERS = {
     r"\d": "0-9",
@@ -22,29 +24,32 @@ ASCII_MEMBERS = {
     r"\D": r"\x00-\/:-\U0010FFFF",
     r"\W": r"\x00-\/:-@\[-\^`\{-\U0010FFFF",
 }
-"""Their meaning within a class: no digits and letters of other scripts, as in JavaScript."""
+"""Escapes of sets -> their members in a class: as in JavaScript, digits and letters of ASCII
+only.
+"""
 
 ASCII_CLASSES = {name: f"[{inside}]" for name, inside in ASCII_MEMBERS.items()} | {
     name.upper(): f"[^{ASCII_MEMBERS[name]}]" for name in (r"\d", r"\w")
 }
-"""Their meaning elsewhere."""
+"""Escapes of sets -> their meaning outside of a class."""
 
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)
 _REPETITION = re.compile(r"\{\d*+(?:,\d*+)?\}")
 _SEVERAL = re.compile(r"\\[dDwWsSpP]|\[:")
-"""Begins an atom of a class that is no character: beside it a dash is one."""
+"""Begins a member of a class that stands for several characters: a dash beside it is a
+character.
+"""
 _ATOM = r"\\[pPux]\{[^{}]*\}|\\.|\[:\w+:\]|."
 
 
 def portable(pattern: str, field: str) -> str:
-    """Return the pattern for Rust's regex engine, with JavaScript's meaning: `[`, `&&`, `--` and
-    `~~` are plain characters in a class; digits and letters are ASCII's.
-
-    Raises RequestError, naming `field` and pointing at the character, if a bracket has no
-    partner, groups nest deeper than MAX_NESTING, or every text is longer than MAX_FORCED: such a
-    text would be forced anew on every step.
+    """Translate a pattern for Rust's regex engine, with JavaScript's meaning: `[`, `&&`, `--` and
+    `~~` are ordinary characters in a class; digits and letters are ASCII's. Raises RequestError,
+    naming `field` and pointing at the character, if a bracket has no partner, groups nest deeper
+    than MAX_NESTING, or every matching text is longer than MAX_FORCED: such a text would be forced
+    anew on every step.
     """
     out: list[str] = []
     lengths = _Lengths()
@@ -72,8 +77,9 @@ def portable(pattern: str, field: str) -> str:
 
 
 def assertion(pattern: str, field: str) -> RequestError | None:
-    """Return an error that points at the first part of a portable pattern that matches a place and
-    no character: a word boundary, or the beginning or end of the text within it. None without one.
+    """Return an error for the first part of a portable pattern that matches a position instead of a
+    character: a word boundary, or the beginning or end of the text inside it. None if there is
+    none.
     """
     for index, unit in _units(pattern, field):
         inside = unit in ("^", "$") and 0 < index < len(pattern) - 1
@@ -84,7 +90,7 @@ def assertion(pattern: str, field: str) -> RequestError | None:
 
 
 def _units(pattern: str, field: str) -> Iterator[tuple[int, str]]:
-    """Yield the units of a pattern, each with its place. Raises RequestError as `unit_end`."""
+    """Yield the units of a pattern with their indices. Raises RequestError as `unit_end`."""
     index = 0
     while index < len(pattern):
         end = unit_end(pattern, index, field)
@@ -93,8 +99,8 @@ def _units(pattern: str, field: str) -> Iterator[tuple[int, str]]:
 
 
 def unit_end(pattern: str, start: int, field: str) -> int:
-    """Return the index behind the escape, class, repetition or single character that begins at
-    `start`. Raises RequestError, naming `field`, for a class without end or an escape of nothing.
+    """Return the index after the escape, class, repetition or single character that begins at
+    `start`. Raises RequestError, naming `field`, for a class without end or an incomplete escape.
     """
     if pattern[start] == "\\":
         if start + 1 == len(pattern):
@@ -110,8 +116,8 @@ def unit_end(pattern: str, start: int, field: str) -> int:
 
 
 def portable_class(text: str) -> str:
-    """Return a character class `text` ("[...]") in which no character is a set operation to Rust's
-    engine.
+    """Translate a character class `text` ("[...]") so that no character is a set operation for
+    Rust's engine.
     """
     head = "[^" if text.startswith("[^") else "["
     atoms = re.findall(_ATOM, text[len(head) : -1], re.DOTALL)
@@ -132,9 +138,9 @@ def literal(text: str) -> str:
 
 
 def matching(pattern: str, names: Sequence[str], most: int = MAX_STEPS) -> list[bool] | None:
-    """Return for each name whether a pattern matches in it. None if that may take more than about
-    `most` steps of Python's engine, which no other thread can interrupt, or if the pattern is
-    invalid in Python.
+    """Return for each name whether a pattern matches anywhere in it. None if that may take more
+    than about `most` steps of Python's engine, which no other thread can interrupt, or if the
+    pattern is invalid in Python.
     """
     try:
         tries = _Tries()
@@ -150,7 +156,9 @@ def matching(pattern: str, names: Sequence[str], most: int = MAX_STEPS) -> list[
 
 
 class _Tries:
-    """Counts how often a backtracking engine may try: each repetition multiplies its choices."""
+    """Counts how often a backtracking engine may try: each repetition multiplies the number of
+    choices.
+    """
 
     def __init__(self) -> None:
         self._unbounded = self._doubled = 0
@@ -160,7 +168,7 @@ class _Tries:
         self._inner = 0
 
     def for_length(self, length: int) -> float:
-        """Return the most tries at one place of a text of `length` characters."""
+        """Return the most tries at one position of a text of `length` characters."""
         if self._endless or self._unbounded > 8 or self._doubled > 30:
             return inf
         return (length + 1.0) ** self._unbounded * 2.0**self._doubled
@@ -180,11 +188,12 @@ class _Tries:
 
 
 class _Lengths:
-    """Open groups of a pattern, and the length of the shortest text matching what was read.
+    """Computes the length of the shortest text that matches a pattern, while it is read.
 
-    opened   where the open groups begin
-    A frame per group: length of the branch so far, of the shortest branch before it, and of the
-    last item (which a repetition multiplies).
+    opened   indices where the open groups begin
+
+    There is a frame per group: length of the branch so far, of the shortest branch before it, and
+    of the last item (which a repetition multiplies).
     """
 
     def __init__(self) -> None:
@@ -193,7 +202,7 @@ class _Lengths:
 
     @property
     def shortest(self) -> float:
-        """Length of the shortest text of the branch being read, inner groups only."""
+        """Length of the shortest text of the branch being read, without outer groups."""
         return self._frames[-1][0]
 
     def add(self, unit: str, place: int) -> None:
@@ -218,7 +227,7 @@ class _Lengths:
 
 
 def _times(bounds: str) -> int:
-    """Return the smaller of a repetition's `bounds`, MAX_FORCED + 1 at most: it may have many
+    """Return the smaller of a repetition's `bounds`, limited to MAX_FORCED + 1: it may have many
     digits.
     """
     digits = re.split("[,}]", bounds[1:])[0].lstrip("0")
@@ -226,7 +235,7 @@ def _times(bounds: str) -> int:
 
 
 def regex_error(text: str, index: int, message: str, field: str) -> RequestError:
-    """Return an error that shows the place: a few characters around it and a caret."""
+    """Return an error with an excerpt of the pattern around `index` and a caret below it."""
     left = max(0, index - 30)
     shown = text[left : index + 10].replace("\n", " ")
     return RequestError(
@@ -237,5 +246,7 @@ def regex_error(text: str, index: int, message: str, field: str) -> RequestError
 
 
 def _escaped(atom: str) -> str:
-    """Return a regex for exactly this character; longer atoms are regexes already."""
+    """Return a regex for exactly this character; a longer atom is a regex already and is returned
+    unchanged.
+    """
     return literal(atom) if len(atom) == 1 else ASCII_MEMBERS.get(atom, atom)

@@ -1,4 +1,4 @@
-"""The targets of references in a JSON schema, within the schema itself only."""
+"""Resolves references in a JSON schema, within the schema itself only."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _NAMED = ("draft-03", "draft-04")
 
 @dataclass(frozen=True, slots=True)
 class SchemaPlace:
-    """A schema inside the document, and where it stands (`properties.a.items`)."""
+    """A schema inside the document, and its path (`properties.a.items`)."""
 
     schema: Any
     path: str
@@ -21,7 +21,7 @@ class SchemaPlace:
 class References:
     """The identifiers, anchors and pointers of one document.
 
-    alone  a `$ref` is all that counts where it stands (JSON Schema up to draft 7)
+    alone  keywords beside a `$ref` are ignored (JSON Schema up to draft 7)
     """
 
     def __init__(self, root: dict[str, Any]) -> None:

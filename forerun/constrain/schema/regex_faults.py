@@ -1,17 +1,19 @@
-r"""What no dialect of regular expressions takes.
+r"""Finds faults of regular expressions that every dialect rejects.
 
-JSON Schema asks for ECMA-262's, but schemas come with the patterns of Python, Rust and Perl as
-well. So a fault is only what ECMA-262 (with and without its flags `u` and `v`), Python's re, Rust's
-regex and PCRE all refuse: a bracket without a partner, a backslash at the end, a repetition of
-nothing, a range or bounds in the wrong order. What one of them takes (`a**`, `(?i)a`, `^*`) is
-none, nor what would need a dialect's whole grammar to tell (`(?<1>a)`, `\p{Nothing}`).
+JSON Schema prescribes ECMA-262, but schemas also come with the patterns of Python, Rust and Perl.
+So a fault is only what ECMA-262 (with and without its flags `u` and `v`), Python's re, Rust's regex
+and PCRE all reject: a bracket without a partner, a backslash at the end, a repetition of nothing, a
+range or bounds in the wrong order. What one of them accepts (`a**`, `(?i)a`, `^*`) is no fault, nor
+what only a dialect's whole grammar could decide (`(?<1>a)`, `\p{Nothing}`).
 """
 
 import re
 from itertools import product
 
 _UNJUDGED = re.compile(r"\\Q|\\c(?![A-Za-z])|\(\?(?:#|C|\??\{|[A-Za-z^-]*x)")
-"""Quoted text, comments and code, whose brackets need no partner."""
+"""Quoted text, comments and code, in which brackets need no partner; patterns with them are not
+checked.
+"""
 
 _TOKEN = re.compile(
     r"(?P<escape>\\.?)"
@@ -27,22 +29,22 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _EMPTY = frozenset({"", "open", "group", "branch"})
-"""Tokens behind which there is nothing to repeat; "" = the beginning."""
+"""Tokens after which there is nothing to repeat; "" = the beginning."""
 
 _IN_SET = re.compile(r"\\.|[^\\\[\]]+|[\[\]]", re.DOTALL)
 _INNER = (re.compile("(?!)"), re.compile(r"\[:\^?\w+:\]"), re.compile(r"\["))
 """Beginnings of a set within a set: nothing, the name of a POSIX class, or any bracket."""
 _OPERATORS = re.compile(r"[\\\[]|--|&&|~~|\|\|")
 _BRACED = re.compile(r"\\[pPuUxoNgk]")
-"""An escape behind which braces may hold its argument."""
+"""An escape that may have its argument in braces."""
 
 Fault = tuple[int, str]
 """The index of a character, and what is wrong there."""
 
 
 def regex_fault(pattern: str) -> Fault | None:
-    """Return the first fault of a pattern that no dialect takes; None if one may take it. Takes
-    time in proportion to the pattern's length.
+    """Return the first fault of a pattern that is invalid in every dialect; None if one may accept
+    it. Takes time in proportion to the pattern's length.
     """
     if _UNJUDGED.search(pattern):
         return None
@@ -56,10 +58,10 @@ def regex_fault(pattern: str) -> Fault | None:
 
 
 def _fault(pattern: str, inner: re.Pattern[str], literal: bool) -> Fault | None:
-    """Return the first fault of a pattern in one reading of sets.
+    """Return the first fault of a pattern in one interpretation of sets.
 
     inner    begins a set within a set
-    literal  `]` is a character where it comes first
+    literal  `]` is a character if it comes first
     """
     opened: list[int] = []
     index, before = 0, ""
@@ -79,9 +81,9 @@ def _fault(pattern: str, inner: re.Pattern[str], literal: bool) -> Fault | None:
 
 
 def _token_fault(token: re.Match[str], before: str, end: int, inside: bool) -> str:
-    """Return the fault of a token; empty for none.
+    """Return the fault of a token; "" for none.
 
-    before  the kind of the one before it, or its text if that is an escape
+    before  the kind of the token before it, or its text if that is an escape
     end     where it ends; 0 = never
     inside  a group is open
     """
@@ -101,14 +103,14 @@ def _token_fault(token: re.Match[str], before: str, end: int, inside: bool) -> s
 
 
 def _less(one: str, other: str) -> bool:
-    """Return whether one number is less, of digits without leading zeros: an integer may be too
-    long.
+    """Return whether `one` is less than `other`, both given as digits without leading zeros: they
+    may be too long for an integer.
     """
     return (len(one), one) < (len(other), other)
 
 
 def _set_end(pattern: str, start: int, inner: re.Pattern[str], literal: bool) -> int:
-    """Return where the set that begins at `start` ends; 0 = nowhere."""
+    """Return the index where the set that begins at `start` ends; 0 if it does not end."""
     index, depth = start, 0
     while token := _IN_SET.match(pattern, index):
         text = token[0]
@@ -126,7 +128,7 @@ def _set_end(pattern: str, start: int, inner: re.Pattern[str], literal: bool) ->
 
 
 def _set_fault(text: str) -> str:
-    """Return the fault of a set of plain characters ("[...]"); others are not checked."""
+    """Return the fault of a set of ordinary characters ("[...]"); other sets are not checked."""
     inside = text[1:-1].removeprefix("^")
     if _OPERATORS.search(inside):
         return ""

@@ -1,9 +1,9 @@
-"""JSON schemas in the keywords that llguidance enforces.
+"""Rewrites JSON schemas in the keywords that llguidance enforces.
 
-If llguidance lacks a keyword of JSON Schema, there often are other words for it: `oneOf`
-whose branches exclude each other is `anyOf`, a dependency is a choice of two objects, a format is a
-pattern. Every rewriting allows what was allowed or less: never more. What remains is left out and
-named, with its path.
+A keyword that llguidance lacks can often be expressed by others: a `oneOf` whose branches exclude
+each other is an `anyOf`, a dependency is a choice of two objects, a format is a pattern. Every
+rewriting allows the same values or fewer, never more. Keywords that cannot be expressed are left
+out and reported, with their paths.
 """
 
 import re
@@ -38,7 +38,7 @@ from forerun.constrain.schema.strings import (
 )
 
 HOISTED = 20
-"""Levels below which a schema goes to `$defs`: what llguidance reads may have 128 levels."""
+"""Levels below which a schema is moved to `$defs`: llguidance reads at most 128 levels."""
 
 TOO_LARGE = "the schema would be too large with it"
 TOO_NARROW = "no text would remain"
@@ -50,17 +50,18 @@ _COPIED = (
 )  # fmt: skip
 _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties")
 _MERGED = re.compile(r"(?:^|\.)(?:(?:all|any|one)Of\[\d+\]|then|else|(?:depend|\$?def)\w+\.[^.]*)$")
-"""Ends the path of a schema that may hold beside others."""
+"""Matches the end of the path of a schema that may have to hold together with others."""
 
 
 def rewritten(schema: Any, plain: bool = True, brief: bool = False) -> Rewritten:
-    """Return a schema in keywords that llguidance enforces, whose values are all valid under
+    """Rewrite a schema in keywords that llguidance enforces, so that all its values are valid under
     `schema` except for what `unenforced` names.
 
     plain  forbid keys with escapes, which could hide a listed one (keys.py)
-    brief  leave out conditions, negations and `contains`, which may multiply, or leave no value
+    brief  leave out conditions, negations and `contains`, whose rewriting may grow fast or leave
+           no value
 
-    Raises ValueError for an unknown `type`: that is a mistake, and not left out.
+    Raises ValueError for an unknown `type`, which is an error and is not left out.
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)
@@ -76,12 +77,12 @@ def rewritten(schema: Any, plain: bool = True, brief: bool = False) -> Rewritten
 
 
 class Rewriter:
-    """Walks one document.
+    """Rewrites one document.
 
-    root     the document, but for what is malformed
+    root     the document, without malformed keywords
     defined  schemas that others refer to, by name
-    origins  where schemas stood
-    faults   what was left out so far
+    origins  where the rewritten schemas came from
+    faults   the keywords left out so far
     brief    see rewritten
     """
 
@@ -96,14 +97,14 @@ class Rewriter:
         self._depth = 0
 
     def fault(self, path: str, keyword: str, why: str) -> None:
-        """Note that `keyword` of the schema at `path` is left out, and why; each only once."""
+        """Record that `keyword` of the schema at `path` is left out, and why; each only once."""
         keyword_fault = UnenforcedKeyword(below(path, keyword), why)
         if keyword_fault not in self.faults:
             self.faults.append(keyword_fault)
 
     def resolve(self, schema: Any) -> Any:
-        """Return the schema that `schema` refers to, as it was sent, together with the keywords
-        beside the reference; `schema` itself if it is no reference or that leads out of the
+        """Return the schema that `schema` refers to, in the client's form, together with the
+        keywords beside the reference; `schema` itself if it is no reference or refers to another
         document.
         """
         for _ in range(8):
@@ -122,7 +123,7 @@ class Rewriter:
         return schema
 
     def schema(self, raw: Any, path: str) -> Any:
-        """Return the rewritten `raw`, the schema at `path`; False if no value is valid. May add to
+        """Rewrite `raw`, the schema at `path`. Returns False if no value is valid. May add to
         `defined` and `faults`.
         """
         if not isinstance(raw, dict):
@@ -167,7 +168,7 @@ class Rewriter:
         return self._reference(place)
 
     def _reference(self, place: SchemaPlace, fresh: bool = False) -> dict[str, Any]:
-        """Return a reference to a schema that is rewritten once."""
+        """Return a reference to a schema, which is rewritten once."""
         name = self._names.get(id(place.schema))
         if name is None or (fresh and name not in self.defined):
             name = self._names[id(place.schema)] = f"d{len(self.defined)}"
@@ -178,11 +179,11 @@ class Rewriter:
         return {"$ref": f"#/$defs/{name}"}
 
     def under(self, raw: dict[str, Any], path: str, key: str) -> Any:
-        """Return the rewritten schema that `raw`, the schema at `path`, has under `key`."""
+        """Rewrite the schema under `key` of `raw`, the schema at `path`."""
         return self.schema(raw[key], below(path, key))
 
     def each(self, raw: dict[str, Any], path: str, key: str) -> list[Any]:
-        """Return the rewritten schemas of the list that `raw` has under `key`."""
+        """Rewrite the schemas in the list under `key` of `raw`."""
         where = below(path, key)
         return [self.schema(one, f"{where}[{i}]") for i, one in enumerate(raw[key])]
 
@@ -204,14 +205,14 @@ class Rewriter:
 
 
 Rule = Callable[[Rewriter, dict[str, Any], str, dict[str, Any]], Any]
-"""One step: of a schema as it was sent, its path, and what has become of it so far (which may be
-changed) to what becomes of it; False = no value is valid.
+"""One rewriting step: (rewriter, a schema as the client sent it, its path, the result so far, which
+may be changed) -> the new result; False = no value is valid.
 """
 
 
 def also(out: dict[str, Any], *schemas: Any) -> dict[str, Any]:
-    """Return a copy of `out` under which `schemas` must hold too (`allOf`); those that always hold
-    are left out.
+    """Return a copy of `out` under which `schemas` must hold too (`allOf`); schemas that always
+    hold are dropped.
     """
     more = [schema for schema in schemas if schema not in ({}, True)]
     return {**out, "allOf": [*out.get("allOf", []), *more]} if more else out
@@ -264,7 +265,7 @@ def _strings(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
 
 
 def _of_length(schema: dict[str, Any], least: int, most: int | None) -> dict[str, Any]:
-    """Return a copy for strings of no fewer than `least` characters, and no more than `most`."""
+    """Return a copy for strings of at least `least` and at most `most` characters."""
     bounds = {"minLength": max(least, schema.get("minLength", 0))}
     if most is not None:
         bounds["maxLength"] = min(most, schema.get("maxLength", most))
@@ -272,8 +273,8 @@ def _of_length(schema: dict[str, Any], least: int, most: int | None) -> dict[str
 
 
 def _patterns(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
-    """Rewrite patterns of keys. A pattern that cannot be read forbids its keys if no further keys
-    are allowed.
+    """Rewrite patterns of keys. If a pattern cannot be parsed, its keys are forbidden, provided
+    that further keys are not allowed.
     """
     given = raw.get("patternProperties")
     if not isinstance(given, dict):

@@ -8,7 +8,7 @@ from forerun.constrain.schema.paths import BY_NAME, IN_LIST, SINGLE, below, sche
 
 Schema = dict[str, Any]
 Report = Callable[[str, str, str], None]
-"""Called for a keyword that is left out: path of its schema, keyword, why."""
+"""Called for each keyword that is left out, with (path of its schema, keyword, reason)."""
 
 ANY = "any"
 _COUNTS = frozenset(
@@ -21,8 +21,8 @@ _NEEDS = frozenset({"dependentRequired", "dependentSchemas", "dependencies"})
 
 
 def check_types(root: Schema) -> None:
-    """Raise ValueError, naming the path, if a `type` is none of JSON's. `any`, which tools of
-    agents have, is none, and says nothing.
+    """Raise ValueError, naming the path, if a `type` is not one of JSON's. `any`, which tools of
+    agents use, is ignored: it restricts nothing.
     """
     for path, schema in schemas(root):
         named = schema.get("type", [])
@@ -33,7 +33,7 @@ def check_types(root: Schema) -> None:
 
 
 def well_formed(schema: Any, report: Report, path: str = "") -> Any:
-    """Return a copy without the keywords with invalid values; `report` is called with each. Counts
+    """Return a copy without keywords that have invalid values; `report` is called for each. Counts
     with a fraction of zero (`2.0`) become integers.
 
     path  of the schema
@@ -54,7 +54,9 @@ def well_formed(schema: Any, report: Report, path: str = "") -> Any:
 
 
 def _value(name: str, value: Any, report: Report, path: str) -> tuple[Any, str]:  # noqa: PLR0911
-    """Return a keyword's value, and the expected type if it has another."""
+    """Return (a keyword's value, ""), or, if it has the wrong type, the expected type as the
+    second.
+    """
     if name in _COUNTS:
         whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
         return (int(value), "") if whole and value >= 0 else (None, "an integer of 0 or more")
@@ -75,7 +77,7 @@ def _value(name: str, value: Any, report: Report, path: str) -> tuple[Any, str]:
 
 
 def _schemas(name: str, value: Any, report: Report, path: str) -> tuple[Any, str]:
-    """Return the same for keywords with schemas inside."""
+    """Return the same for keywords that contain schemas."""
     if name in SINGLE and not (name == "items" and isinstance(value, list)):
         return well_formed(value, report, path), "" if _schema(value) else "a schema"
     if name in IN_LIST or name == "items":

@@ -1,10 +1,10 @@
-r"""Patterns and formats of JSON schemas, as regular expressions with the intended meaning.
+r"""Rewrites patterns and formats of JSON schemas as regular expressions with the intended meaning.
 
-llguidance writes a pattern's texts as JSON strings. In a character class that leaves out `"` or
-`\` but takes control characters (`[^"]`) it takes the escape of what was left out as well. Under a
-pattern it writes `\u` for control characters alone: where one is allowed by accident, a model that
-begins `\u2019` ends with a control character. So `.` stands for none, and a pattern that every
-string matches is none.
+llguidance writes a pattern's texts as JSON strings. In a character class that leaves out `"` or `\`
+but includes control characters (`[^"]`) it accepts the escape of what was left out as well. Under a
+pattern it writes `\u` for control characters only: where one is allowed by accident, a model that
+begins `\u2019` ends with a control character. So `.` is rewritten without control characters, and a
+pattern that every string matches is dropped.
 """
 
 import re
@@ -16,11 +16,11 @@ from forerun.errors import RequestError
 NATIVE = frozenset(
     "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()  # noqa: SIM905
 )
-"""Formats that libraries know."""
+"""Formats that llguidance knows."""
 
 _LAST = 0x10FFFF
 _CONTROL = r"\x00-\x1f\x7f"
-"""What llguidance writes as `\\u` and four digits, or in another escape."""
+"""Characters that llguidance writes as `\\u` and four digits, or in another escape."""
 _TEXT = r"[A-Za-z0-9._~!$&'()*+,;=@-]"
 _PATH = rf"(({_TEXT}|%[0-9A-Fa-f]{{2}})+/)*({_TEXT}|%[0-9A-Fa-f]{{2}})*"
 _TAIL = rf"(\?({_TEXT}|[/?:])*)?(#({_TEXT}|[/?:])*)?"
@@ -40,8 +40,9 @@ FORMATS = {
     "regex": rf"^\^?({_ATOM}|\(({_ATOM})+(\|({_ATOM})+)*\)[*+?]?)*\$?$",
     "byte": r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
 }
-"""Texts of formats that libraries do not know: some of them, for a schema only promises that no
-others come."""
+"""Patterns of formats that llguidance does not know. They match only some valid texts, since a
+schema only requires that no invalid ones are written.
+"""
 
 _DAY = (
     "([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
@@ -67,29 +68,30 @@ RAW_FORMATS = {
     "uuid": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
     "uri": rf"^https?://{_HOST}(:[0-9]{{1,4}})?(/[A-Za-z0-9._~-]*)*(\?[A-Za-z0-9=&_-]*)?$",
 }
-"""Some texts of every format."""
+"""Patterns of every format; each matches only some valid texts."""
 
 SECONDS = r":[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?[Zz+-]"
-"""In a time: libraries allow second 60 at any, JSON Schema only at some; and digits without end
-behind the point, where a model that expects no offset writes zeros until max_tokens.
+"""Minutes, seconds and the beginning of the offset of a time. llguidance allows second 60 at any
+time, JSON Schema only at some; and unlimited decimal places, where a model that expects no offset
+writes zeros until max_tokens.
 """
 
 SAME = {"idn-email": "email", "idn-hostname": "hostname"}
 NOTED_FORMATS = frozenset(
     "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float double password binary".split()  # noqa: SIM905
 )
-"""Formats of OpenAPI's that say nothing of a value: of numbers, for JSON Schema has formats of
-strings only, and of strings that are hidden as they are typed or may be anything.
+"""OpenAPI's formats that do not restrict a value: those of numbers, since JSON Schema has formats
+of strings only, and those of strings that are hidden during input or may be anything.
 """
 
 
 class Unenforceable(Exception):  # noqa: N818
-    """Why a keyword cannot be enforced."""
+    """Raised for a keyword that cannot be enforced, with the reason."""
 
 
 def plain_patterns(pattern: str) -> list[str]:
-    """Return patterns all of which together match what `pattern` matches, or less: look-aheads at
-    the beginning become patterns of their own. Raises Unenforceable for other look-around, word
+    """Return patterns that together match what `pattern` matches, or less: look-aheads at the
+    beginning become patterns of their own. Raises Unenforceable for other look-around, word
     boundaries, back-references and invalid regular expressions.
     """
     parts, start = [], 0
@@ -105,7 +107,7 @@ def plain_patterns(pattern: str) -> list[str]:
 
 
 def _closing(pattern: str, start: int) -> int:
-    """Return where the group that begins at `start` has ended."""
+    """Return the index after the group that begins at `start`."""
     depth, index = 0, start
     while index < len(pattern):
         end = _end(pattern, index)
@@ -122,8 +124,8 @@ _SOME = re.compile(rf"\^{_ANY}(?:(\+)|\{{(\d+)(,?)(\d*)\}})\$")
 
 
 def only_lengths(pattern: str) -> tuple[int, int | None] | None:
-    """Return the least and the most characters of the texts that a pattern matches, if it restricts
-    only their length; else None.
+    """Return (least, most) characters of the texts that a pattern matches, if it restricts only
+    their length; else None.
     """
     if _ALL.fullmatch(pattern):
         return 0, None
@@ -200,7 +202,7 @@ def _class(text: str) -> str:
 
 
 def other_than(words: Iterable[str]) -> str:
-    r"""Return a pattern of plain texts, without `"`, backslash and control characters, other than
+    r"""Return a pattern of texts without `"`, backslash and control characters that are none of
     `words`.
     """
     trie: dict[str, dict[str, object]] = {}
@@ -214,7 +216,7 @@ def other_than(words: Iterable[str]) -> str:
 
 
 def _otherwise(trie: dict[str, dict[str, object]]) -> str:
-    """Return a pattern of what follows a common beginning and leads to no end of a word."""
+    """Return a pattern of what may follow a common beginning without completing a word."""
     inner = {key: below for key, below in trie.items() if key}
     parts = [f"{_but(inner)}{_but(())}*"]
     parts += [re.escape(key) + _otherwise(below) for key, below in inner.items()]  # type: ignore[arg-type]
@@ -222,7 +224,7 @@ def _otherwise(trie: dict[str, dict[str, object]]) -> str:
 
 
 def _but(characters: Iterable[str]) -> str:
-    """Return a class of the plain characters except these."""
+    """Return a class of the characters that need no escape in JSON, except these."""
     out, at = "[", 32
     for code in sorted({ord('"'), ord("\\"), 0x7F, *map(ord, characters)}):
         out += _range(at, code - 1)
@@ -231,7 +233,7 @@ def _but(characters: Iterable[str]) -> str:
 
 
 def _range(first: int, last: int) -> str:
-    """Return a range of characters without surrogates, which no text has."""
+    """Return a range of characters without surrogates, which texts cannot contain."""
     if first <= 0xDFFF and last >= 0xD800:
         return _range(first, 0xD7FF) + _range(0xE000, last)
     if first > last:
