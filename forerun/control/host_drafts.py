@@ -13,6 +13,7 @@ import numpy as np
 from forerun.control.account import Account
 from forerun.control.constants import DECAY, MIN_PROB
 from forerun.control.policy import Lookahead
+from forerun.control.report import StepReport
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource
 from forerun.types import Ints
 
@@ -162,6 +163,20 @@ class HostDrafts:
         # If a draft model ran, verify at least its best token: a wrong cost is then corrected.
         best = max(best, int(with_draft_model and bool(layers) and max_loss >= 1.0))
         return [index for layer in layers[:best] for index in layer], most
+
+
+    def gain_without_model(self, report: StepReport) -> float:
+        """Return the expected gain, in tokens of all rows beyond what their time would bring
+        elsewhere, of a step's proposals without those of the draft model, after selection.
+        """
+        rows, cached = report.rows, report.cached * report.rows // report.nodes
+        if not report.used_draft_model and report.draft_tokens == [*map(len, report.proposed)]:
+            # The drafter has selected by cost.
+            time = self._account.costs.relative_cost(rows, report.nodes, cached, optimistic=True)
+            value = self._account.step_value(rows, cached, False)
+            return sum(scored(report.proposed)[0]) - value * (time - 1.0)
+        free = [draft if draft.free is None else draft.free for draft in report.proposed]
+        return self.select_nodes(*scored(free), [cached // rows] * rows, False)[1]
 
 
 def compare(draft: Draft, tokens: list[int]) -> tuple[float, int, int]:

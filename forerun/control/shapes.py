@@ -8,6 +8,8 @@ pass of the draft model would take longer than it saves (Budget.pass_prob).
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from forerun.control.constants import (
     TRIAL,
 )
 from forerun.control.costs import Mean
-from forerun.control.host_drafts import HostDrafts, LevelCounts, scored
+from forerun.control.host_drafts import HostDrafts, LevelCounts
 from forerun.control.policy import Budget
 from forerun.control.report import StepReport
 from forerun.draft_shape import DraftShape
@@ -115,7 +117,7 @@ class Shapes:
         tokens of a row per time of a plain step, so 1.0 is plain decoding.
         """
         single, *levels = self.rates()
-        brought = np.cumprod(levels).cumsum().tolist()
+        brought = [*accumulate(accumulate(levels, mul))]
         return [
             (1.0 + (single if self._alone(shape) else brought[shape.depth - 1]))
             / self.relative_cost(rows, shape)
@@ -153,7 +155,10 @@ class Shapes:
         """Return the shape of the coming step, the fastest whose loss the credit covers; None = no
         draft tokens. Changes nothing.
         """
-        speeds, bucket = self.speeds(rows), self._bucket(rows)
+        bucket = self._bucket(rows)
+        if not bucket.enabled and bucket.steps_since < bucket.cooldown:
+            return None
+        speeds = self.speeds(rows)
         order = sorted(range(len(speeds)), key=speeds.__getitem__, reverse=True)
         for shape in [self.shapes[place] for place in order]:
             ratio, balance = self.relative_cost(rows, shape), self._account.model
@@ -172,10 +177,7 @@ class Shapes:
         allowed = max(report.allowed)
         counts = self._level_counts(report) if allowed else []
         if self._merged and report.proposed:
-            free = [draft if draft.free is None else draft.free for draft in report.proposed]
-            cached = [report.cached // report.nodes] * report.rows
-            gain = self._drafts.select_nodes(*scored(free), cached, False)[1]
-            self.learn_baseline_speed(gain / report.rows)
+            self.learn_baseline_speed(self._drafts.gain_without_model(report) / report.rows)
         if report.prompt_tokens:
             return
         if not allowed or (self._merged and not report.used_draft_model):

@@ -250,8 +250,9 @@ class CombinedDrafter:
         if self._planned is not None and plan is self._planned[0]:
             return self._planned[1]
         limits, model_plan = plan.model_depth, plan
-        if limits is not None and plan.max_nodes.any():
-            nodes = plan.max_nodes * np.sign(limits)
+        if limits is not None and any(plan.max_nodes.tolist()):
+            runs = any(limits.tolist())
+            nodes = plan.max_nodes * np.sign(limits) if runs else limits
             model_plan = replace(plan, max_nodes=nodes, max_depth=limits)
         self._planned = plan, model_plan
         return model_plan

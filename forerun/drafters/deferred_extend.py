@@ -5,6 +5,8 @@ model's input is only stored, which costs next to nothing; the model catches up 
 may draft again, or when the ring of features is full.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from forerun.drafters.draft_passes import DraftPasses
@@ -46,13 +48,14 @@ class DeferredDraftExtend:
         the ring has room; then the step needs nothing else. Otherwise returns False and changes
         nothing; call `extend`.
         """
-        begin = self.begin[plan.slots]
-        if begin.min() < 0 or not outcome.n_tokens.all():
+        begin = self.begin[plan.slots].tolist()
+        if min(begin) < 0 or 0 in outcome.n_tokens.tolist():
             return False
         if self._reads:
-            ends = plan.kv_len + np.array(outcome.committed(plan), np.int32)
-            features = self._features(trees, outcome, np.arange(plan.rows))
-            if features is None or (ends - begin).max() > MAX_LAG:
+            rows = zip(plan.kv_len.tolist(), outcome.committed(plan), begin, strict=True)
+            full = any(length + count - first > MAX_LAG for length, count, first in rows)
+            features = None if full else self._features(trees, outcome, range(plan.rows))
+            if features is None:
                 return False
             self._ring = features.store()
         return True
@@ -95,13 +98,13 @@ class DeferredDraftExtend:
         waits: Bools = pending & ~self._full(lag + counts) & ((lag > 0) | (idle & short))
         rows = np.flatnonzero(waits)
         if len(rows):
-            features = self._features(trees, outcome, rows)
+            features = self._features(trees, outcome, rows.tolist())
             self._ring = features.store() if features is not None else None
             fresh = rows[lag[rows] == 0]
             self.begin[plan.slots[fresh]] = plan.kv_len[fresh]
         rows = np.flatnonzero(pending & ~waits)
         if len(rows):
-            features = self._features(trees, outcome, rows)
+            features = self._features(trees, outcome, rows.tolist())
             kv_len = plan.kv_len[rows]
             self._passes.extend(plan, states, rows, kv_len, counts[rows], features, True)
 
@@ -128,14 +131,15 @@ class DeferredDraftExtend:
         """Return bool[B]: whether so many tokens int32[B] exceed the ring of features."""
         return (lag > MAX_LAG) & self._reads
 
-    def _features(self, trees: TreeBatch, outcome: Outcome, rows: AnyArray) -> StepFeatures | None:
+    def _features(
+        self, trees: TreeBatch, outcome: Outcome, rows: Sequence[int]
+    ) -> StepFeatures | None:
         """Return the features of what became permanent of these rows, row after row."""
         if not self._reads or outcome.features is None:
             return None
-        if trees.decode_only:
-            return outcome.features.select(rows)
-        nodes: list[int] = []  # NumPy's calls, cold after a forward pass, take longer.
-        for row in rows.tolist():
-            nodes += range(int(trees.start[row]), trees.root(row) + 1)
+        # Lists: NumPy's calls, cold after a forward pass, take longer.
+        start, known, nodes = trees.start.tolist(), trees.known.tolist(), list[int]()
+        for row in rows:
+            nodes += range(start[row], start[row] + known[row])
             nodes += outcome.paths[row].tolist()
         return outcome.features.select(np.array(nodes, np.int32))

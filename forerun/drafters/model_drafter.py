@@ -96,7 +96,7 @@ class ModelDrafter:
             self._coverage.count(outcome)
         if self._traits.confident:
             self._passes.learn(states, outcome)
-        plain = not plan.max_nodes.any()
+        plain = not any(plan.max_nodes.tolist())
         if plain and self._deferred.defer_step(plan, trees, outcome):
             return
         failed = plan.samples & (outcome.n_tokens == 0)

@@ -101,6 +101,7 @@ class Capabilities:
                  time is typical, so start-up can time steps of long contexts
     hidden       it returns hidden states of known tokens (`Plan.hidden`)
     timed        most nodes of a step that start-up times, where larger ones are compiled later
+    drafts       a round can draft for the next one, as `Plan.on_device_draft` requests
     """
 
     needs_masks_before_forward: bool = False
@@ -110,6 +111,7 @@ class Capabilities:
     unwritten: bool = False
     hidden: bool = False
     timed: int = 1 << 30
+    drafts: bool = False
 
 
 class PageContents(Protocol):

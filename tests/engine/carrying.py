@@ -43,7 +43,7 @@ class CarryingToy(ToyExecutor):
     fails   which of these fail
     """
 
-    capabilities = Capabilities(overlap=True)
+    capabilities = Capabilities(overlap=True, drafts=True)
 
     def __init__(self, limits, fails=()):
         super().__init__(limits)

@@ -97,6 +97,7 @@ class JaxExecutor(Executor):
             unwritten=arch.recurrent is None and not limits.window_pages,
             hidden=True,
             timed=TIMED_NODES + 1,
+            drafts=True,
         )
         limits.check(arch)
         sharding = make_sharding(arch, options.shards, options.platform)

@@ -316,7 +316,11 @@ class TorchExecutor(EagerSteps):
             self.runner = runner_of(self.Runner, self, records, overlap)
             self.rounds = CapturedRounds(self, self.sampler, self.runner)
             self.capabilities = Capabilities(
-                needs_masks_before_forward=True, overlap=overlap, padded=True, hidden=True
+                needs_masks_before_forward=True,
+                overlap=overlap,
+                padded=True,
+                hidden=True,
+                drafts=True,
             )
         return self
 
