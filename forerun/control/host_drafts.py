@@ -169,10 +169,12 @@ class HostDrafts:
         """Return the expected gain, in tokens of all rows beyond what their time would bring
         elsewhere, of a step's proposals without those of the draft model, after selection.
         """
-        rows, cached = report.rows, report.cached * report.rows // report.nodes
+        costs, rows, nodes = self._account.costs, report.rows, report.nodes
+        cached = report.cached * rows // nodes
         if not report.used_draft_model and report.draft_tokens == [*map(len, report.proposed)]:
-            # The drafter has selected by cost.
-            time = self._account.costs.relative_cost(rows, report.nodes, cached, optimistic=True)
+            # All of it was selected by cost: that need not be done again.
+            nodes = rows * (1 + max(report.draft_tokens)) if costs.measured.padded else nodes
+            time = costs.relative_cost(rows, nodes, cached, optimistic=True)
             value = self._account.step_value(rows, cached, False)
             return sum(scored(report.proposed)[0]) - value * (time - 1.0)
         free = [draft if draft.free is None else draft.free for draft in report.proposed]

@@ -158,9 +158,6 @@ class Engine(EngineLoop):
         request = replace(request, salt=options.salt(request), tenant_key=key)
         if request.adapter >= 0:
             sink = self._adapters.counting(options.adapters[request.adapter][0], sink)
-        if request.pooling and not self._parts.executor.capabilities.hidden:
-            name = self._parts.executor.name
-            raise RequestError(f"The executor {name} makes no embeddings.", "pooling")
         if request.grammar is not None and isinstance(self._parts.grammars, NoGrammars):
             raise RequestError("This engine was started without structured output.", "grammar")
         with self._changed:

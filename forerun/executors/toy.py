@@ -88,7 +88,7 @@ class ToyExecutor(Executor):
     """
 
     name = "toy"
-    capabilities = Capabilities(hidden=True)
+    capabilities = Capabilities()
 
     def __init__(self, limits: ExecutorLimits, delay: float = 0.0) -> None:
         if limits.vocab <= END:

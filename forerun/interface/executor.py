@@ -99,7 +99,6 @@ class Capabilities:
     padded       a step computes as many nodes of every row as the row with most nodes has
     unwritten    a step may read pages that were never written: its results are meaningless but its
                  time is typical, so start-up can time steps of long contexts
-    hidden       it returns hidden states of known tokens (`Plan.hidden`)
     timed        most nodes of a step that start-up times, where larger ones are compiled later
     drafts       a round can draft for the next one, as `Plan.on_device_draft` requests
     """
@@ -109,7 +108,6 @@ class Capabilities:
     first_steps: int = 2
     padded: bool = False
     unwritten: bool = False
-    hidden: bool = False
     timed: int = 1 << 30
     drafts: bool = False
 

@@ -52,7 +52,7 @@ class Plan:
     on_device_draft  what the step does for the draft model at its end, if the executor can; the
                 result is `Outcome.drafts`, which may be None
     hidden      int32[B]    number of the row's last known tokens whose hidden states to return in
-                `Round.hidden`; None = none (`Capabilities.hidden`)
+                `Round.hidden`; None = none
     """
 
     slots: Ints

@@ -13,7 +13,7 @@ from forerun.control.account import Account
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import CREDIT, FIRST_RETURNS, FIRST_TOKENS, LOSS_SHARE, RETRY
 from forerun.control.costs import LiveCosts, StepCosts
-from forerun.control.host_drafts import compare
+from forerun.control.host_drafts import compare, scored
 from forerun.control.reasons import DISABLED, NOTHING_VERIFIED, ON, SELDOM, VERIFIED
 from forerun.speculative.tree import Draft
 from tests.control.steps import FREE, Text, arrays, chain, reached, report_of, seen
@@ -203,6 +203,21 @@ def test_prices_say_what_is_chosen(rows, rises, speed, credit, padded):
     best = np.argmax([0.0, *(np.cumsum(scores[: len(prices)]) - prices)])
     counts = list(map(len, kept_of(kept, drafts)))
     assert (max if padded else sum)(counts) == best
+
+
+@settings(max_examples=100)
+@given(st.lists(shares, min_size=1, max_size=3), increments, st.booleans(), st.booleans())
+def test_the_gain_without_a_draft_model_is_that_of_the_selection(rows, rises, padded, selected):
+    """The same number of a step that verified all that was selected as of the proposals."""
+    costs = StepCosts((1, 3, 6, 12), tuple(np.cumsum([5.0, *rises]).tolist()), padded=padded)
+    policy, drafts = seen(opened(costs, len(rows))), [chain(row) for row in rows]
+    drafts = [replace(each, free=each) for each in drafts]
+    kept, kv_len = kept_of(policy, drafts), [64] * len(rows)
+    gain = policy.drafts.select_nodes(*scored(drafts), kv_len, False)[1]
+    proposed = kept if selected else drafts
+    report = report_of([[1]] * len(rows), [*map(len, kept)], 5.0, used_draft_model=not selected)
+    report.proposed = proposed
+    assert policy.drafts.gain_without_model(report) == pytest.approx(gain, abs=1e-5)
 
 
 def test_no_step_stakes_more_than_a_plain_step_and_the_credit():

@@ -8,6 +8,7 @@ from forerun.control.policy import FixedPolicy
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
+from forerun.interface.executor import Capabilities
 from forerun.interface.grammars import NoGrammars
 from tests.engine.toys import TOKENIZER, ask, limits, run
 
@@ -75,3 +76,14 @@ def test_a_sound_drafter_is_left_alone():
     request = ask(max_tokens=80)
     run(made, request).expect(request)
     assert made.fault is None and made.stats().accepted > 20
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_only_an_executor_that_drafts_gets_a_request(drafts):
+    """Making one takes NumPy's time in every step."""
+    inner, asked = Failing("never", 10**9), []
+    inner.on_device_draft = lambda plan: asked.append(plan)
+    kind = type("Drafting", (ToyExecutor,), {"capabilities": Capabilities(drafts=drafts)})
+    made = Engine(kind(limits()), inner, FixedPolicy(4, 4), TOKENIZER, NoGrammars(), EngineOptions())
+    run(made, ask("r", "Hello", 12)).expect(ask("r", "Hello", 12))
+    assert bool(asked) == drafts

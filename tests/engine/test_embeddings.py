@@ -46,7 +46,6 @@ def vector(ear, id):
 @pytest.mark.parametrize("name", ["none", "oracle"])
 def test_embeddings_run_beside_text(name, kind):
     """Prompts of one token and of many chunks, with both poolings, beside texts that draft."""
-    kind.capabilities = replace(kind.capabilities, hidden=True)
     engine = make(name, executor=kind(limits(slots=3)), overlap=kind is CarryingToy)
     texts = [ask(f"text{n}", "Hello" * (n + 1)) for n in range(2)]
     asked = {f"{p}{n}": (PROMPT[: n or None], p) for p in POOLINGS for n in (0, 1, 2, 17)}

@@ -52,7 +52,7 @@ class CpuExecutor(Executor):
     fit, ConfigError for unknown kernels.
     """
 
-    capabilities = Capabilities(first_steps=0, unwritten=True, hidden=True)
+    capabilities = Capabilities(first_steps=0, unwritten=True)
 
     def __init__(
         self,

@@ -95,7 +95,6 @@ class JaxExecutor(Executor):
             overlap=options.overlap,
             padded=True,
             unwritten=arch.recurrent is None and not limits.window_pages,
-            hidden=True,
             timed=TIMED_NODES + 1,
             drafts=True,
         )

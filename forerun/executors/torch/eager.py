@@ -48,7 +48,7 @@ class EagerSteps(ModelRunner, Executor):
     """
 
     name = "torch"
-    capabilities = Capabilities(hidden=True)
+    capabilities = Capabilities()
     rounds: object | None = None
     runner: CudaGraphRunner | None = None
 

@@ -316,11 +316,7 @@ class TorchExecutor(EagerSteps):
             self.runner = runner_of(self.Runner, self, records, overlap)
             self.rounds = CapturedRounds(self, self.sampler, self.runner)
             self.capabilities = Capabilities(
-                needs_masks_before_forward=True,
-                overlap=overlap,
-                padded=True,
-                hidden=True,
-                drafts=True,
+                needs_masks_before_forward=True, overlap=overlap, padded=True, drafts=True
             )
         return self
 
