@@ -82,7 +82,7 @@ def test_a_sound_drafter_is_left_alone():
 def test_only_an_executor_that_drafts_gets_a_request(drafts):
     """Making one takes NumPy's time in every step."""
     inner, asked, executor = Failing("never", 10**9), [], ToyExecutor(limits())
-    inner.on_device_draft = lambda plan: asked.append(plan)
+    inner.on_device_draft = asked.append
     executor.capabilities = Capabilities(drafts=drafts)
     made = Engine(executor, inner, FixedPolicy(4, 4), TOKENIZER, NoGrammars(), EngineOptions())
     run(made, ask("r", "Hello", 12)).expect(ask("r", "Hello", 12))
