@@ -85,8 +85,8 @@ def begin(schedule: Schedule, parts: Parts) -> Step:
 
 
 def with_on_device_draft(plan: Plan, parts: Parts) -> Plan:
-    """Return the plan with the drafter's request to the executor (Plan.on_device_draft), if that can
-    draft.
+    """Return the plan with the drafter's request to an executor that can draft
+    (Plan.on_device_draft).
     """
     draft = parts.drafter.on_device_draft(plan) if parts.executor.capabilities.drafts else None
     return plan if draft is None else replace(plan, on_device_draft=draft)
