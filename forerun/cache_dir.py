@@ -44,6 +44,16 @@ def home_path(text: str) -> Path:
         ) from error
 
 
+def seen(path: Path) -> os.stat_result | None:
+    """Return what the system says of a path; None if there is nothing, or this user may not look
+    there.
+    """
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
 def make_room(folder: Path, size: int) -> None:
     """Create `folder`. Raises DownloadError if it cannot be made or its disk has fewer than
     `size` bytes free.

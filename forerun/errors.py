@@ -14,6 +14,18 @@ ForerunError
     └── EngineLostError   its process ended
 """
 
+import errno
+
+_OF_THE_SYSTEM = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+}
+
 
 class ForerunError(Exception):
     """Base of every error that Forerun raises on purpose."""
@@ -91,3 +103,15 @@ def reason_of(error: Exception) -> str:
     directory", without its number and path.
     """
     return getattr(error, "strerror", None) or str(error)
+
+
+def unusable(error: Exception) -> ModelError | None:
+    """Return the error that the system does not let this user use a file or folder; None for
+    anything else, which was not foreseen.
+    """
+    if not isinstance(error, OSError) or error.errno not in _OF_THE_SYSTEM or not error.filename:
+        return None
+    return ModelError(
+        f"{error.filename} cannot be used ({error.strerror}); give this user access to it, or "
+        "name another"
+    )

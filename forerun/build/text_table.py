@@ -154,7 +154,10 @@ def provide(
         if not os.access(stored.parent, os.W_OK):
             raise OSError
     except OSError:  # It is counted again at the next start.
-        scratch = tempfile.TemporaryDirectory(prefix="forerun-table-")
+        try:
+            scratch = tempfile.TemporaryDirectory(prefix="forerun-table-")
+        except OSError:
+            return TextTable("without an n-gram table of ordinary text: no folder can be written")
         path = Path(scratch.name, stored.name)
     command = [sys.executable, "-m", "forerun.build.text_table", model, revision or "", str(path)]
     worker = subprocess.Popen(

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from forerun.build.memory import human
-from forerun.cache_dir import cache_dir
+from forerun.cache_dir import cache_dir, seen
 from forerun.cli.console import emit, out
 from forerun.cli.models import listed
 from forerun.executors import cpu
@@ -72,7 +72,7 @@ def _torch(look: bool) -> dict[str, Any]:
 
 def _cache() -> dict[str, Any]:
     folder = cache_dir()
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    existing = next(p for p in (folder, *folder.parents) if seen(p) is not None)
     return {
         "folder": str(folder),
         "writable": os.access(existing, os.W_OK),

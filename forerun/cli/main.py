@@ -34,6 +34,7 @@ from forerun.errors import (
     ModelError,
     RankError,
     RequestError,
+    unusable,
 )
 
 resource = None if sys.platform == "win32" else importlib.import_module("resource")
@@ -94,10 +95,10 @@ def explained(error: Exception) -> int:
         # Python would complain again while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = NO_OUTPUT
-    elif isinstance(error, ForerunError):
-        for line in str(error).splitlines():
+    elif isinstance(known := unusable(error) or error, ForerunError):
+        for line in str(known).splitlines():
             _complain(line)
-        code = next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 5)
+        code = next((code for kind, code in EXIT_CODES if isinstance(known, kind)), 5)
     else:
         _complain(_want_of_memory(error))
         code = 4

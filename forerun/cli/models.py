@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.build.memory import human
-from forerun.cache_dir import cache_dir
+from forerun.cache_dir import cache_dir, seen
 from forerun.cli.console import bars, emit, emit_json, say
 from forerun.errors import ConfigError, ModelError
 from forerun.hub import huggingface
@@ -65,7 +65,7 @@ def listed() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, model in BUILT_IN.items():
         path = cache_dir() / "models" / model.file_name
-        here = path.is_file() and path.stat().st_size == model.size
+        here = (about := seen(path)) is not None and about.st_size == model.size
         rows.append(_row(name, model.size, path if here else None))
     return rows + [_row(*model) for model in huggingface.cached()]
 
@@ -117,8 +117,9 @@ def remove(name: str) -> int:
     freed = 0
     if name in BUILT_IN:
         path = cache_dir() / "models" / BUILT_IN[name].file_name
-        freed = path.stat().st_size if path.is_file() else 0
-        path.unlink(missing_ok=True)
+        if (about := seen(path)) is not None:
+            freed = about.st_size
+            path.unlink(missing_ok=True)
     elif not Path(name).exists() and (hub := hub_reference(name)):
         if hub.file:
             raise ModelError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from forerun.cache_dir import seen
 from forerun.cli.layers import entries
 from forerun.cli.yaml_file import mapping
 from forerun.errors import ConfigError
@@ -22,8 +23,8 @@ OWN = (
 
 
 def in_folder(folder: Path) -> list[str]:
-    """Return the references of all models in a folder: GGUF files, and folders with a config.json.
-    Raises ConfigError if there is none.
+    """Return the references of all models in a folder: GGUF files, and folders with a config.json
+    into which this user may look (beside `lost+found`). Raises ConfigError if there is none.
     """
     try:
         inside = sorted(folder.iterdir())
@@ -32,7 +33,7 @@ def in_folder(folder: Path) -> list[str]:
     references = [
         str(path)
         for path in inside
-        if path.suffix == ".gguf" or (path.is_dir() and (path / "config.json").is_file())
+        if path.suffix == ".gguf" or seen(path / "config.json") is not None
     ]
     if not references:
         raise ConfigError(f"--models-dir {folder} holds no .gguf file and no model folder.")

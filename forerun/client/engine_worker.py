@@ -22,7 +22,7 @@ from forerun.constrain.isolation.compile import MAX_WAITING
 from forerun.constrain.matcher.matcher import CompiledGrammar
 from forerun.engine.request import Delta
 from forerun.engine.thread import Engine
-from forerun.errors import EngineError, ForerunError, RankError
+from forerun.errors import EngineError, ForerunError, RankError, unusable
 
 BEAT_SECONDS = 0.5
 """Between two signs of life while there is no news."""
@@ -69,11 +69,11 @@ def run(fd: int, load: Load) -> int:
         connection.send_bytes(messages.encode(messages.NotLoaded(messages.Problem.of(error))))
         return NOT_LOADED
     except Exception as error:
-        log.exception("the model could not be loaded")
-        message = f"The model could not be loaded: {error or type(error).__name__}"
-        connection.send_bytes(
-            messages.encode(messages.NotLoaded(messages.Problem.of(EngineError(message))))
-        )
+        problem: ForerunError | None = unusable(error)
+        if problem is None:
+            log.exception("the model could not be loaded")
+            problem = EngineError(f"The model could not be loaded: {error or type(error).__name__}")
+        connection.send_bytes(messages.encode(messages.NotLoaded(messages.Problem.of(problem))))
         return NOT_LOADED
     worker.serve(loaded, facts)
     return 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun.cache_dir import cache_dir as default_cache_dir
+from forerun.cache_dir import seen
 from forerun.checkpoints import folder as folders
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import FolderCheckpoint
@@ -121,10 +122,11 @@ def check_reference(reference: str, revision: str | None = None) -> None:
 
 def is_here(reference: str) -> bool:
     """Return whether `open_model` would open it without fetching anything: a path, the toy, or a
-    built-in model that was fetched before. Does not look into the hub's cache.
+    built-in model that was fetched before to where this user may look. Does not look into the hub's
+    cache.
     """
     if reference in BUILT_IN:
-        return (default_cache_dir() / "models" / BUILT_IN[reference].file_name).is_file()
+        return seen(default_cache_dir() / "models" / BUILT_IN[reference].file_name) is not None
     return reference == "toy" or _local(reference).exists()
 
 

@@ -155,11 +155,11 @@ def check(repository: str, revision: str | None = None) -> None:
 
 def cached() -> list[CachedModel]:
     """Return the models in huggingface_hub's cache, fetched by any program, sorted by name; none
-    without a cache.
+    without a cache that this user may read.
     """
     try:
         repositories = huggingface_hub.scan_cache_dir().repos
-    except huggingface_hub.CacheNotFound:
+    except (huggingface_hub.CacheNotFound, OSError):
         return []
     models = [repo for repo in repositories if repo.repo_type == "model"]
     return sorted(CachedModel(r.repo_id, r.size_on_disk, r.repo_path) for r in models)
@@ -171,7 +171,7 @@ def remove(repository: str) -> int:
     """
     try:
         cache = huggingface_hub.scan_cache_dir()
-    except huggingface_hub.CacheNotFound:
+    except (huggingface_hub.CacheNotFound, OSError):
         return 0
     named = [r for r in cache.repos if r.repo_type == "model" and r.repo_id == repository]
     commits = [revision.commit_hash for repo in named for revision in repo.revisions]

@@ -196,6 +196,16 @@ def test_a_table_that_the_cache_cannot_store_is_the_process_own(cache, monkeypat
     assert not text_table.file_of(tokenizer, 300).exists()
 
 
+def test_without_a_folder_that_can_be_written_none_is_counted(cache, monkeypatch, tmp_path):
+    """As in a container whose file systems are all read-only: it serves without the table."""
+    monkeypatch.setattr(text_table.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(text_table.tempfile, "tempdir", str(tmp_path / "none"))
+    made = text_table.provide("any", None, Tokenizer.byte_level(), 300, Used())
+    assert not made.counting and made.sentence.startswith("without an n-gram table")
+    made.wait()
+    made.close()
+
+
 def test_tables_belong_to_tokenizers(cache):
     tokenizer = Tokenizer.byte_level()
     assert text_table.file_of(tokenizer, 300) == text_table.file_of(Tokenizer.byte_level(), 300)
