@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server."""
+"""The HTTP server: the APIs of OpenAI, Anthropic, Ollama, llama.cpp and SGLang."""

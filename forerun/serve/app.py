@@ -40,7 +40,7 @@ _API = (*HONOURED, *KEPT_ROUTES, *REFUSED_ROUTES, openapi_route(HONOURED))
 
 
 def create_app(source: Start, settings: ServeSettings) -> Starlette:
-    """Make the server for one model; `app.state.service` is what its routes share.
+    """Return the server for one model; its routes share `app.state.service`.
 
     source  a loaded model, or what loads it here or in a process of its own, while the server
             answers 503. The application closes the model when it ends.
@@ -55,7 +55,7 @@ def create_models_app(sources: Sequence[Source], settings: ServeSettings) -> Sta
     them.
     """
     metrics = Metrics(settings.sglang_metrics)
-    # Of all models: conversations go on with another one, and one that is let go takes none along.
+    # Shared by all models: conversations continue with another one, and outlive an unloaded one.
     shared = ResponseStore(), set[GenerationSession]()
     make = partial(_one_of_several, shared)
     models = Models(tuple(sources), settings, metrics, make, _known)
@@ -66,8 +66,8 @@ def create_models_app(sources: Sequence[Source], settings: ServeSettings) -> Sta
 
 
 def _known(scope: Scope) -> bool:
-    """Return whether a model has a route for a request. Raises HTTPException (405) if that takes
-    other methods.
+    """Return whether a model's application has a route for a request. Raises HTTPException (405) if
+    the route takes other methods.
     """
     found = [(route.matches(scope)[0], route.methods or ()) for route in _API]
     partly = (methods for match, methods in found if match is Match.PARTIAL)
@@ -91,7 +91,7 @@ def _one_of_several(
 def _with_state(
     app: Starlette, responses: ResponseStore, running: set[GenerationSession]
 ) -> Starlette:
-    """Give an application the stored answers and the running requests that its routes share."""
+    """Set the stored answers and the running requests that an application's routes share."""
     app.state.responses, app.state.running = responses, running
     return app
 
@@ -99,7 +99,9 @@ def _with_state(
 def _guarded(
     routes: Sequence[BaseRoute], service: Service | Models, settings: ServeSettings
 ) -> Starlette:
-    """Put routes behind the middleware, with `service` begun and ended."""
+    """Return an application of the routes inside the middleware, which starts and closes
+    `service`.
+    """
     hosts = AllowedHosts(settings.host, settings.allowed_hosts)
     traces = _traces(settings)
     guard = Middleware(
@@ -141,8 +143,8 @@ def _traces(settings: ServeSettings) -> Any:
 
 
 def _browsers(settings: ServeSettings) -> list[Middleware]:
-    """Allow requests from pages of the allowed origins (CORS), before keys are checked: a preflight
-    has none.
+    """Return the middleware that allows requests from pages of the allowed origins (CORS). It comes
+    before the check of keys, since a preflight has none.
     """
     if not settings.allowed_origins:
         return []
@@ -164,7 +166,7 @@ def _browsers(settings: ServeSettings) -> list[Middleware]:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Answer unknown paths and methods as OpenAI does."""
+    """Answer unknown paths and methods with an error in OpenAI's format."""
     assert isinstance(error, HTTPException)
     path = ascii(request.url.path[:200])[1:-1]
     if error.status_code == 405:

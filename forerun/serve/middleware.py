@@ -28,36 +28,38 @@ log = logging.getLogger("forerun.serve")
 OPEN_PATHS = ("/health", "/")
 """Paths that need no key."""
 OPEN_PREFIX = "/ui/"
-"""The page's files need no key either: they are the same everywhere, and ask the user for it."""
+"""Files of the web UI need no key either: they are the same everywhere, and ask the user for it."""
 MOST_HEADERS = 256
-"""Headers of a request: no client sends a tenth of them."""
+"""Most headers of a request; clients send fewer than a tenth of that."""
 
 MOST_UNREAD = 1 << 16
-"""Bytes of a body that are still read, and thrown away, once its request is answered."""
+"""Bytes of a body that are still read, and discarded, after its request is answered."""
 _ENDS = (b"connection", b"close")
 
 PIECE = 1 << 16
 """Bytes of an answer that are written at once, asyncio's own limit of what waits to be sent."""
 
 LINGER_SECONDS = 5.0
-"""A client that was refused while it still sent may take so long to read the answer and to end the
-connection; as nginx's lingering_timeout."""
+"""Seconds that a client whose request was rejected while it was still sending has to read the
+answer and to close the connection; as nginx's lingering_timeout.
+"""
 
 ANTHROPIC, OLLAMA = "/v1/messages", "/api/"
-"""Beginnings of the paths of other dialects than OpenAI's: an error before any route reads the
-request has the format of its path's dialect."""
+"""Path prefixes of dialects other than OpenAI's: an error before a route reads the request has the
+format of its path's dialect.
+"""
 
 Traces = Callable[[RequestRecord, str, str, Mapping[str, str]], None]
-"""Takes a request that has ended: what is known of it, its method, path and headers."""
+"""Called with the record, method, path and headers of a request that has ended."""
 
 
 class RequestMiddleware:
-    """ASGI middleware.
+    """ASGI middleware for authorisation, errors and the log.
 
-    keys      the API keys, none = open
+    keys      the API keys; empty = no key is needed
     hosts     the names that requests may use for the server
-    patience  seconds within which a client must read a piece of its answer
-    traces    receives every request that is in the log
+    patience  seconds within which a client must read a part of its answer
+    traces    called for every request that is logged
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class RequestMiddleware:
         self._keys = tuple(key.encode() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one request through, or answer it with an error."""
+        """Pass one request to the application, or answer it with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -115,8 +117,8 @@ class RequestMiddleware:
             self._note(record, scope["method"], scope["path"], headers)
 
     def _note(self, record: RequestRecord, method: str, path: str, headers: Headers) -> None:
-        """Write the request to log and traces. A request that only reads state, and succeeds or
-        gets 503, has the level debug: monitors, pages and clients send one every few seconds.
+        """Log and trace the request. A request that only reads state, and succeeds or gets 503, has
+        the level debug: monitors, pages and clients send one every few seconds.
         """
         status = record.answered()
         poll = method in ("GET", "HEAD", "OPTIONS") and (status < 400 or status == 503)
@@ -130,8 +132,8 @@ class RequestMiddleware:
             self._traces(record, method, path, headers)
 
     async def _sent(self, send: Send, message: Message) -> None:
-        """Send in pieces; waits while the client's buffers are full. ClientGoneError if it does not
-        read.
+        """Send a message in parts; waits while the client's buffers are full. Raises
+        ClientGoneError if the client does not read.
         """
         try:
             for part in _pieces(message):
@@ -163,8 +165,9 @@ class RequestMiddleware:
             await _answer(scope["path"], failed, send, record)
 
     def _admit(self, scope: Scope) -> None:
-        """Raise ApiError: 505 and 431 where it is no request that we read, 403 under a name that is
-        not this server's, 401 where a key is wanted and not given. Takes as long for any key.
+        """Raise ApiError if the request is not accepted: 505 and 431 for other versions and too
+        many headers, 403 for a host name that is not this server's, 401 for a missing or wrong key.
+        Takes the same time for any key.
         """
         if scope["http_version"] not in ("1.0", "1.1"):
             message = f"This server speaks HTTP/1.1, not HTTP/{scope['http_version']}."
@@ -200,9 +203,7 @@ class RequestMiddleware:
 
 
 def _route(scope: Scope) -> str | None:
-    """Return the path with names in place of what was given for them; None for one that is no
-    route's.
-    """
+    """Return the path with names in place of its parameters; None if it is no route."""
     if "path_params" not in scope:
         return None
     path: str = scope["path"]
@@ -212,7 +213,9 @@ def _route(scope: Scope) -> str | None:
 
 
 def _pieces(message: Message) -> Iterator[Message]:
-    """Yield a message, or a long body in pieces: sending one waits until the one before is read."""
+    """Yield a message, with a long body in parts: sending one waits until the one before is
+    read.
+    """
     body = message.get("body", b"")
     more = message.get("more_body", False)
     for start in range(0, len(body), PIECE):
@@ -223,7 +226,9 @@ def _pieces(message: Message) -> Iterator[Message]:
 
 
 def _own_ids(path: str, id: str) -> list[tuple[bytes, bytes]]:
-    """Return headers by which a dialect's clients know a request, beside x-request-id."""
+    """Return the headers with the request id that a dialect's clients expect, besides
+    x-request-id.
+    """
     return [(b"request-id", id.encode())] if path.startswith(ANTHROPIC) else []
 
 
@@ -235,7 +240,7 @@ def _error_body(path: str, error: ApiError) -> Any:
 
 
 _DECLARED = re.compile(r"[a-z_]+(\[\d+\])*")
-"""A field as far as its names are ours: what stands in it may be a client's words."""
+"""The part of a field's path whose names are declared: what follows may be a client's text."""
 
 
 async def _answer(path: str, error: ApiError, send: Send, record: RequestRecord) -> None:
@@ -263,7 +268,7 @@ class _BodyToCome:
 
     @property
     def large(self) -> bool:
-        """Whether an answer that is sent now ends the connection."""
+        """Whether sending an answer now closes the connection."""
         return self._chunked or self._left > MOST_UNREAD
 
     async def receive(self) -> Message:
@@ -275,8 +280,9 @@ class _BodyToCome:
         return message
 
     async def discard(self) -> None:
-        """Throw away what the client still sends, until it ends or for LINGER_SECONDS: the client
-        reads the answer meanwhile, and loses it where bytes that are not read reset the connection.
+        """Read and discard what the client still sends, until it ends or for LINGER_SECONDS, while
+        the client reads the answer: unread bytes would reset the connection, and the answer would
+        be lost.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):

@@ -1,8 +1,9 @@
-"""Several models behind one address: loaded when a request names them, let go by memory and time.
+"""Serves several models at one address: loaded when a request names them, unloaded by memory and
+time.
 
-Every model is a `Service` of its own with the routes of a server of one model, so nothing that
-happens to one reaches another. This door reads which model a request is for, has it loaded, and
-hands the request on; it answers by itself only what concerns all.
+Every model is a `Service` of its own with the routes of a server of one model, so a failure of one
+does not affect another. The application here determines the model of a request, loads it, and
+forwards the request; it answers itself only what concerns all models.
 """
 
 import asyncio
@@ -38,11 +39,13 @@ from forerun.serve.http.workers import Workers
 from forerun.serve.observe.metrics import Metrics
 
 SIZE_OF_WORK = 1.25
-"""Memory that a model takes at least, in sizes of its file: with its cache about a quarter more."""
+"""Least memory of a model, as a multiple of its file's size: its cache takes about a quarter
+more.
+"""
 FOR_EVER = 3e13
 """Seconds: a million years."""
 LOOK_SECONDS = 1.0
-"""How often to check whether a model's time is over."""
+"""Seconds between checks whether a model has been unused for too long."""
 BODILESS = ("/flush_cache",)
 """Paths of POST requests that need no body."""
 _text = text(2**31 - 1)
@@ -59,10 +62,10 @@ log = logging.getLogger("forerun.serve")
 class Source:
     """A model that can be served.
 
-    name      what requests call it, beside `others`
-    size      bytes of its file or files; 0 = not known
-    load      loads it, and again after it was let go
-    adapters  (name, folder) of each LoRA adapter; requests call them by their names, too
+    name      its name in requests, besides `others`
+    size      bytes of its file or files; 0 = unknown
+    load      loads it, also after it was unloaded
+    adapters  (name, folder) of each LoRA adapter; requests may use these names, too
     """
 
     name: str
@@ -74,14 +77,14 @@ class Source:
 
 @dataclass(slots=True)
 class Entry:
-    """A model and what became of it. On the event loop.
+    """A model and its state. Used on the event loop.
 
     state    unloaded, loading, loaded or failed
-    loading  the task that loads it, while that lasts: all requests for it wait for this one
+    loading  the task that loads it, while that runs: all requests for it wait for this one
     fault    why it could not be loaded the last time
     active   requests that it answers or that wait for it
     used     when the last request came or ended, on the monotonic clock
-    keep     seconds that it stays after its last request
+    keep     seconds that it stays loaded after its last request
     """
 
     source: Source
@@ -95,14 +98,16 @@ class Entry:
 
     @property
     def service(self) -> Service:
-        """The service of a model that is loaded or being loaded; AssertionError for others."""
+        """The service of a model that is loaded or being loaded; raises AssertionError for
+        others.
+        """
         assert self.app is not None
         service: Service = self.app.state.service
         return service
 
     @property
     def served(self) -> Served | None:
-        """The loaded model; None before and after."""
+        """The loaded model; None if it is not loaded."""
         return self.service.served() if self.state == "loaded" else None
 
     @property
@@ -112,24 +117,27 @@ class Entry:
 
     @property
     def needed(self) -> int:
-        """Bytes of memory that it takes at least."""
+        """Least bytes of memory that it takes."""
         return int(self.source.size * SIZE_OF_WORK)
 
     @property
     def until(self) -> float:
-        """When to unload it unless a request uses it, in seconds on the monotonic clock."""
+        """The time at which it is unloaded unless a request uses it, in seconds on the monotonic
+        clock.
+        """
         return self.used + self.keep
 
 
 @dataclass(slots=True)
 class Models:
-    """An ASGI application: the door. Offers `server` what a Service does.
+    """An ASGI application that forwards requests to the applications of models. Has the methods of
+    a Service that `server` uses.
 
-    make    the application of one model, not yet begun, of its service
+    make    service -> the application of one model, not started yet
     known   whether such an application has a route for a request; raises HTTPException (405) for
-            a method that it does not take
-    memory  bytes that are free now
-    clock   seconds that only grow
+            a method that it does not accept
+    memory  returns the bytes that are free now
+    clock   seconds, monotonic
     """
 
     sources: tuple[Source, ...]
@@ -150,7 +158,7 @@ class Models:
     _watcher: "asyncio.Task[None] | None" = None
 
     def start(self) -> None:
-        """Begin, on the running event loop. Loads no model until a request names it."""
+        """Start on the running event loop. A model is loaded when the first request names it."""
         for source in self.sources:
             entry = Entry(source, self.settings.unload_after or math.inf)
             self.entries[source.name] = entry
@@ -161,8 +169,8 @@ class Models:
         self._watcher = begun(self._watch(), "unloading by time")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request by the model that it names; without a name by the one used last. What
-        only looks (GET, `?model=NAME`) loads nothing, and keeps nothing loaded.
+        """Answer one request with the model that it names; without a name with the one used last.
+        Requests that only read (GET, `?model=NAME`) load nothing, and keep nothing loaded.
         """
         if self.draining:
             raise shutting_down()
@@ -203,9 +211,9 @@ class Models:
             entry.used = self.clock()
 
     def named(self, name: Any) -> Entry:
-        """Return the model of that name; of none, the one that was used last, or else the first,
-        rather one that is loaded than one that is not, and one that failed last. Raises ApiError
-        (404; 400 where a name is no text).
+        """Return the model of that name. Without a name: the model used last, or else the first,
+        preferring loaded ones, then loading, then unloaded, then failed ones. Raises ApiError (404
+        for an unknown name; 400 if it is not a text).
         """
         if name is None or name == "":
             order = ("failed", "unloaded", "loading", "loaded")
@@ -217,7 +225,9 @@ class Models:
         raise unknown_model(name, self.entries)
 
     async def let_go(self) -> None:
-        """Unload every unused model whose time is over. Waits for loads and unloads in progress."""
+        """Unload every model that has been unused for too long. Waits for loads and unloads in
+        progress.
+        """
         for entry in self.entries.values():
             if entry.state == "loaded" and not entry.active and self.clock() >= entry.until:
                 async with self._changing:
@@ -227,13 +237,15 @@ class Models:
                         await self._unload(entry, "no request has used it")
 
     async def drain(self, seconds: float) -> bool:
-        """Let no request in any more and wait for those that run. True if all ended."""
+        """Reject new requests and wait at most `seconds` for running ones. Returns True if all
+        ended.
+        """
         self.draining = True
         loaded = [entry.service for entry in self.entries.values() if entry.app is not None]
         return all(await asyncio.gather(*(service.drain(seconds) for service in loaded)))
 
     async def close(self) -> None:
-        """Let all models go, whatever they do, and take no more requests."""
+        """Unload all models, whatever their state, and accept no more requests."""
         self.draining = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -245,14 +257,14 @@ class Models:
         self._workers.close()
 
     async def metrics_page(self) -> bytes:
-        """Return the text of /metrics, of all models that are loaded, counted now."""
+        """Return the current text of /metrics, for all models that are loaded."""
         served = [entry.served for entry in self.entries.values()]
         await asyncio.gather(*(one.engine.stats() for one in served if one is not None))
         return self.metrics.page()
 
     async def _load_once(self, entry: Entry) -> None:
-        """Return once the model answers, loaded once for all requests that wait. Raises ApiError
-        where it cannot be loaded.
+        """Wait until the model answers; it is loaded once for all requests that wait. Raises
+        ApiError if it cannot be loaded.
         """
         if entry.loading is None:
             entry.loading = asyncio.create_task(self._load(entry))
@@ -345,8 +357,8 @@ class Models:
             await self.let_go()
 
     def _kept(self, value: Any) -> float:
-        """Return the seconds of Ollama's keep_alive; less than 0 is for ever, and so is
-        FOR_EVER.
+        """Return the seconds of Ollama's keep_alive; negative values, and FOR_EVER, mean
+        forever.
         """
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value) if 0 <= value < FOR_EVER else math.inf
@@ -358,8 +370,8 @@ class Models:
         return math.inf if value.startswith("-") and seconds else seconds
 
     async def _received(self, request: Request) -> Received:
-        """Read the request's body, once for this door and for the route: without one, the route
-        says whether it needs one. Raises what `Bodies.receive` and `parse_json` raise.
+        """Receive the request's body, once for this application and for the route. Without a body,
+        the route decides whether it needs one. Raises what `Bodies.receive` and `parse_json` raise.
         """
         length = request.headers.get("content-length", "0")
         sent = length != "0" or "transfer-encoding" in request.headers
@@ -374,6 +386,6 @@ class Models:
 
 
 def _not_loaded(entry: Entry) -> ApiError:
-    """Return the 503 for what loads no model; not raised."""
+    """Return the 503 for a request that does not load a model; does not raise it."""
     message = f"{entry.source.name} is not loaded; the first request for it loads it."
     return unavailable(message, "not_loaded")

@@ -1,4 +1,4 @@
-"""Routes that a server of several models answers itself: the models, their state, metrics."""
+"""Routes that a server of several models answers itself: lists of models, their state, metrics."""
 
 import hashlib
 import math
@@ -20,7 +20,7 @@ from forerun.serve.routes import card, version
 
 
 async def models(request: Request) -> Response:
-    """GET /v1/models: all, with `state`: unloaded, loading, loaded or failed, and their
+    """GET /v1/models: all models, with `state`: unloaded, loading, loaded or failed, and their
     adapters.
     """
     entries = _of(request).entries.values()
@@ -31,7 +31,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """GET /v1/models/{name}: one of them. 404 for a name that is none."""
+    """GET /v1/models/{name}: one of them. 404 for an unknown name."""
     name = request.path_params["name"]
     entry = _of(request).named(name)
     if "anthropic-version" in request.headers:
@@ -41,13 +41,13 @@ async def model(request: Request) -> Response:
 
 
 async def tags(request: Request) -> Response:
-    """GET /api/tags: all models, loaded or not, and their adapters, in Ollama's words."""
+    """GET /api/tags: all models, loaded or not, and their adapters, in Ollama's format."""
     entries = _of(request).entries.values()
     return Json({"models": [_tag(one, name) for one in entries for name in _cards(one)]})
 
 
 async def ps(request: Request) -> Response:
-    """GET /api/ps: those that are loaded, and until when."""
+    """GET /api/ps: the loaded models, and when each will be unloaded."""
     every = _of(request)
     found = []
     for one in every.entries.values():
@@ -63,7 +63,7 @@ async def ps(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """GET /health: 200 while requests are let in, whatever became of single models."""
+    """GET /health: 200 while requests are accepted, even if single models have failed."""
     every = _of(request)
     if every.draining:
         raise shutting_down()
@@ -76,14 +76,14 @@ async def health(request: Request) -> Response:
 
 
 async def ping(request: Request) -> Response:
-    """GET or POST /ping: 200 while requests are let in; else 503."""
+    """GET or POST /ping: 200 while requests are accepted; else 503."""
     if _of(request).draining:
         raise shutting_down()
     return Response(status_code=200)
 
 
 async def metrics(request: Request) -> Response:
-    """GET /metrics: of every model that is loaded, in Prometheus' text format."""
+    """GET /metrics: of every loaded model, in Prometheus' text format."""
     page = await _of(request).metrics_page()
     return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 

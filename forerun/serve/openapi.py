@@ -1,7 +1,7 @@
-"""GET /openapi.json: the routes with what their bodies take, from the declarations themselves.
+"""GET /openapi.json: the routes and their bodies, generated from the declarations.
 
-Where a body is written down here, whatever it forbids is refused with a 4xx. What it allows may
-still be refused, where fields contradict each other or the model.
+Whatever the schema of a body forbids is rejected with a 4xx. What it allows may still be rejected,
+if fields contradict each other or the model.
 """
 
 import re
@@ -59,7 +59,7 @@ BODIES: dict[str, type[Any]] = {
     "/v1/detokenize": DetokenizeBody,
 }
 ANSWERS = {"/metrics": ("text/plain",), "/flush_cache": ("text/plain",), "/ping": ()}
-"""Routes whose answer is not JSON: its types; () = an empty body."""
+"""Routes whose answer is not JSON, with its types; () = an empty body."""
 STREAMS = dict.fromkeys(("/api/chat", "/api/generate", "/api/pull"), "application/x-ndjson")
 
 _REFUSED = {
@@ -74,7 +74,7 @@ _REFUSED = {
 
 
 def openapi_route(routes: Sequence[Route]) -> Route:
-    """Return the route /openapi.json, which describes `routes`; the document is made on first
+    """Return the route /openapi.json, which describes `routes`; the document is generated on first
     use.
     """
 
@@ -90,7 +90,7 @@ def openapi_route(routes: Sequence[Route]) -> Route:
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """Make the OpenAPI 3.1 document of some routes, from their bodies' declarations and
+    """Return the OpenAPI 3.1 document of some routes, from their bodies' declarations and
     docstrings.
     """
     paths: dict[str, dict[str, Any]] = {}

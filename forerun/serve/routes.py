@@ -1,4 +1,4 @@
-"""The routes: read the body, run the request, answer. `schema` has their bodies."""
+"""The server's own routes, and OpenAI's except for generation. `schema` has the bodies."""
 
 import os
 from typing import Any
@@ -30,14 +30,16 @@ from forerun.version import __version__
 
 
 async def responses(request: Request) -> Response:
-    """POST /v1/responses: the next items of a conversation. 400 names a field that cannot
-    be taken.
+    """POST /v1/responses: the next items of a conversation. 400 names a field that cannot be
+    accepted.
     """
     return await generated(request, ResponsesDialect(_responses(request)))
 
 
 async def response_tokens(request: Request) -> Response:
-    """POST /v1/responses/input_tokens: tokens of the prompt as /v1/responses would make it."""
+    """POST /v1/responses/input_tokens: the number of tokens in the prompt of such a /v1/responses
+    request.
+    """
     service, store = service_of(request), _responses(request)
     value, data = await received(request)
     size = len(data) + stored_bytes(value, store)
@@ -45,7 +47,7 @@ async def response_tokens(request: Request) -> Response:
 
 
 async def response(request: Request) -> Response:
-    """GET /v1/responses/{id}: a stored response. 404 where it is not kept."""
+    """GET /v1/responses/{id}: a stored response. 404 if it is not stored."""
     return Json(_stored(request).response)
 
 
@@ -57,15 +59,15 @@ async def input_items(request: Request) -> Response:
 
 
 async def forget_response(request: Request) -> Response:
-    """DELETE /v1/responses/{id}: forget a stored response. 404 where it is not kept."""
+    """DELETE /v1/responses/{id}: delete a stored response. 404 if it is not stored."""
     id = _stored(request).response["id"]
     _responses(request).drop(id)
     return Json({"id": id, "object": "response", "deleted": True})
 
 
 async def count_tokens(request: Request) -> Response:
-    """POST /v1/messages/count_tokens: how many tokens such a request has. 400 names a field that
-    cannot be taken.
+    """POST /v1/messages/count_tokens: the number of tokens in such a request. 400 names a field
+    that cannot be accepted.
     """
     service = service_of(request)
     value, data = await received(request)
@@ -73,7 +75,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """GET /v1/models: the model under each of its names. 503 while nothing can answer."""
+    """GET /v1/models: the model under each of its names. 503 while no request can be answered."""
     served = service_of(request).enter()
     names = service_of(request).settings.served_name or (served.name,)
     if "anthropic-version" in request.headers:
@@ -97,7 +99,7 @@ async def model(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """GET /health: 200 only where a request would be let in; why speculation is off, if it is."""
+    """GET /health: 200 only if requests are accepted; with the reason if speculation is off."""
     service = service_of(request)
     engine = service.enter().engine
     processes = {"server_pid": os.getpid(), "engine_pid": engine.pid}
@@ -120,7 +122,7 @@ STORED_ROUTES = [
     Route("/v1/responses/{id}", forget_response, methods=["DELETE"]),
     Route("/v1/responses/{id}/input_items", input_items),
 ]
-"""Routes to stored answers, which no model is needed for."""
+"""Routes of stored answers, which need no model."""
 
 ROUTES = [
     answering("/v1/chat/completions", ChatDialect),
@@ -142,13 +144,13 @@ ROUTES = [
 
 
 def _responses(request: Request) -> ResponseStore:
-    """Return the stored answers as the request's tenant sees them."""
+    """Return the request's tenant's view of the stored answers."""
     store: ResponseStore = request.app.state.responses
     return store.of(request.scope["state"].get("tenant", ""))
 
 
 def _stored(request: Request) -> StoredAnswer:
-    """Return the answer that a path names. Raises ApiError (404)."""
+    """Return the stored answer named by the path. Raises ApiError (404)."""
     id = request.path_params["id"]
     found = _responses(request).get(id)
     if found is None:
@@ -158,7 +160,7 @@ def _stored(request: Request) -> StoredAnswer:
 
 
 def card(served: Served, name: str) -> dict[str, Any]:
-    """Return a model in OpenAI's list under one of its names, with vLLM's root and
+    """Return a model's entry in OpenAI's list under one of its names, with vLLM's root and
     max_model_len.
     """
     return {

@@ -1,4 +1,4 @@
-"""The server process: its socket, its signals, its end."""
+"""The server process: its socket, its signals, its shutdown."""
 
 import asyncio
 import errno
@@ -29,19 +29,23 @@ if sys.platform != "win32":
     import resource
 
 FLUSH_SECONDS = 5
-"""Time for answers that were cut short to reach their clients."""
+"""Seconds for the ends of aborted answers to reach their clients."""
 BACKLOG = 2048
-"""Connections that may wait to be taken in."""
+"""Most connections that may wait to be accepted."""
 AT_ONCE = 16
-"""Connections that are taken in at once. Asyncio reports as many failures of one attempt, too."""
+"""Connections that are accepted at once. Asyncio reports up to as many failures of one attempt,
+too.
+"""
 SILENT_SECONDS = 60.0
-"""How long it is not said again that no file can be opened."""
+"""Seconds before the warning that no file can be opened is repeated."""
 ROOM_SECONDS = 0.5
-"""How long a new connection is spared: asyncio tries again after a second."""
+"""Seconds that a new connection is not closed to make room: asyncio retries after a second."""
 MOST_FILES = 65536
-"""Most open files that a server requests."""
+"""Most open files that a server asks the system for."""
 IDLE_SECONDS = 75
-"""How long a connection may stay open between requests: longer than client pools reuse theirs."""
+"""Seconds that a connection may stay open between requests: longer than client pools reuse
+theirs.
+"""
 
 log = logging.getLogger("forerun.serve")
 
@@ -76,16 +80,15 @@ def run(
 
 
 def url(listening: socket.socket, settings: ServeSettings) -> str:
-    """Return the address of the API of a server that listens on this socket, ending in /v1."""
+    """Return the base URL of the API at this socket, ending in /v1."""
     host, port = listening.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
     return f"{scheme}://{_bracketed(host)}:{port}/v1"
 
 
 def uvicorn_config(app: ASGIApp, settings: ServeSettings) -> uvicorn.Config:
-    """Configure uvicorn with the parts it always has, so that what is tested is what runs.
-
-    Raises ConfigError if key or certificate cannot be used.
+    """Return uvicorn's configuration, the same for tests and for service. Raises ConfigError if key
+    or certificate cannot be used.
     """
     if settings.ssl_certfile is not None:
         _check_certificate(settings)
@@ -119,10 +122,9 @@ def _check_certificate(settings: ServeSettings) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind a socket. Raises ConfigError that says what is in the way.
-
-    Its protocol is named, because asyncio sets TCP_NODELAY on the connections of such sockets only:
-    without, the end of an answer waits some 40 ms for the client's acknowledgement.
+    """Bind and return a listening socket. Raises ConfigError with the reason. The protocol is set
+    explicitly, because asyncio sets TCP_NODELAY on the connections of such sockets only: without
+    it, the end of an answer waits some 40 ms for the client's acknowledgement.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -150,7 +152,7 @@ def allow_connections() -> None:
 
 
 def _bracketed(host: str) -> str:
-    """Write an address as it stands in a URL."""
+    """Return an address as it is written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -166,7 +168,7 @@ def _in_the_way(host: str, port: int, error: Exception) -> str:
 
 
 class Drained(Protocol):
-    """What a server can drain at its end: Service, Models, a front of replicas.
+    """What a server drains at its end: Service, Models, or the front of replicas.
 
     failed  set when it cannot answer any more
     """
@@ -175,18 +177,18 @@ class Drained(Protocol):
     failed: asyncio.Event
 
     async def drain(self, seconds: float) -> bool:
-        """Refuse new requests and wait, at most `seconds`, for running ones. Returns whether all
+        """Reject new requests and wait, at most `seconds`, for running ones. Returns whether all
         have ended.
         """
         ...
 
     async def close(self) -> None:
-        """Stop the engine, which ends what still runs, and release the model."""
+        """Stop the engine, which ends the running requests, and release the model."""
         ...
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, ended the way `run` says."""
+    """Uvicorn's server, with the shutdown that `run` describes."""
 
     def __init__(self, config: uvicorn.Config, service: Drained) -> None:
         super().__init__(config)
@@ -203,7 +205,7 @@ class Server(uvicorn.Server):
             listening.listen(BACKLOG)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve; also end when the model cannot be loaded, or a process that shares it is gone."""
+        """Serve; ends also if the model cannot be loaded, or a process that shares it has ended."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._failed)
         main = threading.current_thread() is threading.main_thread()
@@ -213,8 +215,8 @@ class Server(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain on a signal; the second ends the process at once with 128 + sig. Called
-        between two bytecodes of the main thread.
+        """Begin to drain on a signal; the second one ends the process at once with status 128 +
+        signal. Called between two bytecodes of the main thread.
         """
         if self._signalled or self._loop is None:
             os._exit(128 + sig)
@@ -222,8 +224,8 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_to_end)
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error that no task raises. Where no connection can be taken in, asyncio waits for
-        a second and tries again; meanwhile idle connections make room.
+        """Log an error that no task raises. If no connection can be accepted, asyncio retries after
+        a second; meanwhile idle connections are closed to make room.
         """
         error, now = context.get("exception"), loop.time()
         if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):

@@ -1,6 +1,4 @@
-"""Text to tokens and back: /tokenize, /detokenize and /tokenizer_info, as vLLM, SGLang and
-llama.cpp have them.
-"""
+"""/tokenize, /detokenize and /tokenizer_info, in the formats of vLLM, SGLang and llama.cpp."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ from forerun.text.tokenizer import as_numbers
 from forerun.types import Ints
 
 _PART = 1 << 16
-"""Bytes of an answer that are sent at once."""
+"""Bytes of an answer that are sent at a time."""
 
 
 @takes(one_or_more(plain_text, MAX_PROMPTS).schema)
@@ -54,7 +52,7 @@ _one_list, _empty = per_list(token_ids), items(token_ids, 0)
 
 @takes({"anyOf": [_empty.schema, _one_list.schema]})
 def _ids(value: Any, where: str) -> PerText:
-    """Read token ids, maybe none, or a list of lists of them."""
+    """Read token ids, possibly none, or a list of lists of them."""
     return PerText(((),)) if value == [] else _one_list(value, where)
 
 
@@ -87,7 +85,7 @@ class DetokenizeBody(RequestBody):
 
 async def tokenize(request: Request) -> Response:
     """POST /tokenize: the token ids of a text or conversation. 400 names a field that cannot be
-    taken.
+    accepted.
     """
     value, data = await received(request)
     service = service_of(request)
@@ -97,7 +95,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """POST /detokenize: the text of token ids. 400 names a field that cannot be taken."""
+    """POST /detokenize: the text of token ids. 400 names a field that cannot be accepted."""
     value, data = await received(request)
     service = service_of(request)
     body = await service.workers.run(len(data), read, DetokenizeBody, value)
@@ -133,8 +131,8 @@ TOKEN_ROUTES = [
 
 
 def _sent(answer: bytes) -> Response:
-    """Answer with JSON that may be fifteen times as long as a request may be: its client takes it
-    in parts, and others have their turn in between.
+    """Return an answer of JSON, sent in parts because it may be fifteen times as long as the
+    request: others have their turn in between.
     """
 
     async def parts() -> AsyncIterator[bytes]:
@@ -146,7 +144,7 @@ def _sent(answer: bytes) -> Response:
 
 
 def _answer(body: TokenizeBody, loaded: Frontend) -> bytes:
-    """Make the answer's JSON where the tokens are: there may be millions of them."""
+    """Return the answer's JSON, encoded where the tokens are: there may be millions of them."""
     return dump_json(_tokens(body, loaded))
 
 
@@ -170,7 +168,7 @@ def _tokens(body: TokenizeBody, loaded: Frontend) -> dict[str, Any]:
 def _counts_and_ids(
     body: TokenizeBody, loaded: Frontend, found: list[Ints], several: bool
 ) -> dict[str, Any]:
-    """Return counts and ids: of one text, or lists of them for a list."""
+    """Return counts and ids: of one text, or lists of them for several."""
 
     def strings(ids: Ints) -> list[str]:
         return [token_text(loaded.tokenizer.token_bytes(id)) for id in ids.tolist()]
@@ -195,7 +193,7 @@ def _counts_and_ids(
 
 
 def _detokenized(body: DetokenizeBody, loaded: Frontend) -> bytes:
-    """Make the answer's JSON, as vLLM, llama.cpp and SGLang call what is in it."""
+    """Return the answer's JSON, with the field names of vLLM, llama.cpp and SGLang."""
     found = _text(body, loaded)
     return dump_json({"prompt": found, "content": found, "text": found})
 

@@ -1,1 +1,1 @@
-"""Answers: submit a request to the engine, follow it, write it in a dialect."""
+"""Answers: submit a request to the engine, read its deltas, write them in a dialect's format."""

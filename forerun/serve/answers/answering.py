@@ -1,4 +1,6 @@
-"""From a body to its answer, in every dialect: receive, parse, submit to the engine, write."""
+"""Answers a request in every dialect: receive the body, parse it, submit it to the engine, write
+the answer.
+"""
 
 from collections.abc import Callable
 from contextlib import aclosing
@@ -23,7 +25,7 @@ Result = TypeVar("Result")
 
 
 FIT_HEADER = "x-forerun-fit-max-tokens"
-"""Of a request: `true` asks for what the option fit-max-tokens does."""
+"""Request header: `true` has the effect of the option fit-max-tokens."""
 
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
@@ -34,14 +36,16 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Encode `content` as JSON in UTF-8, without blanks. Raises TypeError or ValueError for
-        what JSON has no value for.
+        """Encode `content` as compact JSON in UTF-8. Raises TypeError or ValueError for values that
+        JSON cannot represent.
         """
         return dump_json(content)
 
 
 class Generated(Response):
-    """An answer that the engine writes: in one piece or as a stream, with its client in view."""
+    """An answer that the engine generates: in one piece or as a stream. Ends when its client
+    disconnects.
+    """
 
     def __init__(self, service: Service, dialect: Dialect, parsed: ParsedRequest) -> None:
         super().__init__()
@@ -51,7 +55,7 @@ class Generated(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Submit, and answer as the news comes."""
+        """Submit the request, and send the answer as its deltas arrive."""
         settings = self._service.settings
         generation, served = self._parsed.generation, self._parsed.served
         with GenerationSession(generation, served, settings, receive) as session:
@@ -69,8 +73,8 @@ class Generated(Response):
         _observe(session, served)
 
     async def _stream(self, session: GenerationSession, send: Send) -> None:
-        """Answer in pieces: server-sent events or lines of JSON. What a dialect writes after a
-        silence keeps proxies from closing the connection. Raises ApiError only where nothing was
+        """Answer with a stream: server-sent events or lines of JSON. A dialect's ping after a
+        silence keeps proxies from closing the connection. Raises ApiError only if nothing was
         written before.
         """
         dialect, workers = self._dialect, self._service.workers
@@ -93,7 +97,7 @@ class Generated(Response):
             await self._write(send, dialect.end(error), last=True)
 
     async def _write(self, send: Send, data: bytes, last: bool = False) -> None:
-        """Send a piece; waits while the client's buffers are full."""
+        """Send a part of the answer; waits while the client's buffers are full."""
         if not data and not last:
             return
         if not self._started:
@@ -103,7 +107,7 @@ class Generated(Response):
         await send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def _whole(self, session: GenerationSession) -> Response:
-        """Answer in one piece; a large answer is encoded beside the event loop."""
+        """Answer in one piece; a large answer is encoded outside the event loop."""
         dialect, choices = self._dialect, await session.whole()
 
         def written() -> bytes:
@@ -114,9 +118,9 @@ class Generated(Response):
 
 
 async def generated(request: Request, dialect: Dialect) -> Response:
-    """Answer a request for text, whole or as a stream, in the words of `dialect`. Raises
+    """Answer a request for text, in one piece or as a stream, in the format of `dialect`. Raises
     RequestError and ApiError before the first byte; later errors end the stream in the dialect's
-    words.
+    format.
     """
     service = service_of(request)
     value, data = await received(request)
@@ -143,8 +147,8 @@ async def generated(request: Request, dialect: Dialect) -> Response:
 
 
 def fitted(generation: Generation, context: int) -> tuple[Generation, tuple[str, ...]]:
-    """Cut max_tokens to what the context has room for; return the generation, and a notice where
-    something was cut.
+    """Lower max_tokens to what the context has room for. Returns the generation, and a notice if
+    something was lowered.
     """
     found = within(generation, context)
     asked, left = (
@@ -154,8 +158,8 @@ def fitted(generation: Generation, context: int) -> tuple[Generation, tuple[str,
 
 
 async def received(request: Request) -> tuple[Any, bytes]:
-    """Receive a body; return its JSON and its bytes. The server does not end before this request
-    is answered. Raises ApiError, also if nothing can be answered.
+    """Receive a body; return its JSON and its bytes. A drain waits for this request. Raises
+    ApiError, also if no request can be answered.
     """
     service = service_of(request)
     service.enter()
@@ -178,7 +182,9 @@ async def rendered(
     *args: Parameters.args,
     **kwargs: Parameters.kwargs,
 ) -> Result:
-    """Do `work`, which may render a conversation, for a body of `size` bytes."""
+    """Run `work`, which may render a conversation, for a body of `size` bytes, on a worker that
+    suits this size.
+    """
     chat, workers = service.served().loaded.chat, service.workers
     apart = chat is not None and chat.waits
     return await (workers.apart if apart else workers.run)(size, work, *args, **kwargs)
@@ -191,7 +197,7 @@ def service_of(request: Request) -> Service:
 
 
 def _observe(session: GenerationSession, served: Served) -> None:
-    """Count the speed of an answer that came to its end."""
+    """Record the speed of a completed answer."""
     events, generation = session.events, session.generation
     tokens = session.tally.output_tokens / (len(generation.requests) * generation.n)
     if events.first is not None and events.last is not None and tokens > 1:

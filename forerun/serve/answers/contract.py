@@ -1,6 +1,4 @@
-"""The interface between a family of clients and the core: four functions; nothing else knows its
-format.
-"""
+"""The contract between a dialect and the server: only the dialect knows its format."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,9 +16,9 @@ from forerun.serve.http.errors import ApiError
 class ParsedRequest:
     """A checked body.
 
-    generation  what it asks of the engine
+    generation  the engine requests for it
     served      the model that it names
-    ignored     fields of it that change nothing
+    ignored     its fields that have no effect
     """
 
     generation: Generation
@@ -30,7 +28,7 @@ class ParsedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An answer that needs no engine: its JSON, and fields of the body that change nothing."""
+    """An answer that needs no engine: its JSON, and fields of the body that have no effect."""
 
     body: Any
     ignored: tuple[str, ...] = ()
@@ -40,14 +38,14 @@ REPORT, STEP = 40, 400
 """Bytes of one log-probability in an answer, and of one step of a trace."""
 
 News = Sequence[tuple[int, Delta]]
-"""(index of the choice, what is new of it)."""
+"""(index of the choice, its new delta) pairs."""
 
 
 class Dialect(ABC):
     """The request and answer format of one route. An object belongs to one request: `parse` reads
-    its body, the others write its answer and may count along it.
+    its body, the other methods write its answer and may keep counts.
 
-    media_type  of an answer in pieces
+    media_type  of a streamed answer
     """
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
@@ -61,12 +59,14 @@ class Dialect(ABC):
         """
 
     def stored(self, value: Any) -> int:
-        """Count the bytes that `parse` reads beside a body, of which this is the JSON."""
+        """Return the bytes of stored answers that `parse` reads in addition to the body, whose JSON
+        is `value`.
+        """
         return 0
 
     @staticmethod
     def size(news: News) -> int:
-        """Estimate the bytes of an answer with this news."""
+        """Estimate the bytes of an answer with these deltas."""
         size = 0
         for _, delta in news:
             reported = len(delta.logprobs) + len(delta.prompt_logprobs)
@@ -76,21 +76,21 @@ class Dialect(ABC):
         return size
 
     def ping(self) -> bytes:
-        """Return what is written after a silence, so that proxies and clients keep the connection
+        """Return the bytes written after a silence, so that proxies and clients keep the connection
         open.
         """
         return b": ping\n\n"
 
     @abstractmethod
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """Encode some news, maybe none, as bytes of a stream; with `last`, nothing runs any more.
-        May run on any thread, as `whole` may.
+        """Encode deltas, possibly none, as bytes of a stream; with `last`, no choice runs any more.
+        May run on any thread, as may `whole`.
         """
 
     @abstractmethod
     def whole(self, choices: News, tally: Tally) -> Any:
-        """Return the JSON of an answer in one piece; a choice's delta is all there is of it."""
+        """Return the JSON of an answer in one piece, from one merged delta per choice."""
 
     @abstractmethod
     def end(self, error: ApiError | None) -> bytes:
-        """Encode the last bytes of a stream: after all news, or where an error ended it."""
+        """Return the last bytes of a stream, after all deltas or after an error."""

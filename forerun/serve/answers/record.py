@@ -1,4 +1,4 @@
-"""The entry of one request in log and traces, never with a prompt or an answer."""
+"""The record of one request for log and traces, which never contains a prompt or an answer."""
 
 import re
 import uuid
@@ -11,36 +11,37 @@ from urllib.parse import quote
 from forerun.serve.answers.session import GenerationSession
 
 CLIENT_GONE = 499
-"""The logged status if the client has gone, as in nginx."""
+"""Status that is logged if the client has disconnected, as in nginx."""
 
 IGNORED = b"x-forerun-ignored"
-"""Header that names the fields of a request that changed nothing."""
+"""Header with the names of request fields that had no effect."""
 
 UNENFORCED = b"x-forerun-unenforced"
-"""Header that names the schema keywords that an answer need not follow."""
+"""Header with the schema keywords that are not enforced."""
 
 LOSSY = b"x-forerun-lossy"
-"""Header that names the accept thresholds, where an answer may differ from plain decoding's."""
+"""Header with the accept thresholds, if the answer may differ from plain decoding's."""
 
 LONGEST = 1000
-"""Bytes of the names in such a header, at most: proxies keep a few kilobytes for all headers. The
-answer's body names all."""
+"""Most bytes of names in such a header: proxies accept a few kilobytes for all headers. The
+answer's body has all names.
+"""
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
-"""Version, trace, span, flags (W3C Trace Context)."""
+"""A traceparent header: version, trace, span, flags (W3C Trace Context)."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, as far as it has come.
+    """What is known of one request so far.
 
-    route       its path with names in place of ids; None where there is no such route
-    model       what answers it
-    trace       the caller's trace id, where it sent a traceparent
-    ignored     fields of it that change nothing
+    route       its path with names in place of ids; None if there is no such route
+    model       name of the model that answers it
+    trace       the caller's trace id, if it sent a traceparent
+    ignored     its fields that have no effect
     unenforced  keywords of its schemas that are not enforced
-    lossy       its accept thresholds, where they may change the answer
+    lossy       its accept thresholds, if they may change the answer
     """
 
     id: str
@@ -57,16 +58,16 @@ class RequestRecord:
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> "RequestRecord":
-        """Return the record of a request that begins now, under the client's own id, if that is
-        harmless.
+        """Return the record of a request that begins now. It has the client's own id, if that is
+        safe to log.
         """
         given = headers.get("x-request-id", "")
         trace = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
         return cls(given if _ID.fullmatch(given) else uuid.uuid4().hex, trace and trace[1])
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers, names and values, by which an answer says what was ignored, not
-        enforced, or may be lossy.
+        """Return (name, value) of the response headers that report what was ignored, not enforced,
+        or may be lossy.
         """
         found = [(IGNORED, _names(self.ignored, "%[]$:() "))] if self.ignored else []
         if self.unenforced:
@@ -76,7 +77,7 @@ class RequestRecord:
         return [(name, value.encode()) for name, value in found]
 
     def answered(self) -> int:
-        """Return the status that was sent; CLIENT_GONE where none was."""
+        """Return the status that was sent; CLIENT_GONE if none was."""
         return self.status or CLIENT_GONE
 
     def first_seconds(self) -> float | None:
@@ -85,8 +86,8 @@ class RequestRecord:
         return None if first is None else first - self.began
 
     def fields(self) -> dict[str, Any]:
-        """Return by short names: id, trace, times in milliseconds, and for generations tokens and
-        acceptance length.
+        """Return the record by short names: id, trace, times in milliseconds, and for generations
+        tokens and acceptance length.
         """
         found: dict[str, Any] = {"id": self.id}
         if self.trace is not None:
@@ -108,7 +109,7 @@ class RequestRecord:
         return found
 
     def line(self, method: str, path: str, fields: Mapping[str, Any]) -> str:
-        """Write the record as one line of the log: method, path, status and `fields`."""
+        """Return the record as one log line: method, path, status and `fields`."""
         parts = [f"{method} {quote(path)[:200]} {self.answered()}"]
         for name, value in fields.items():
             parts.append(f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}")
@@ -116,8 +117,8 @@ class RequestRecord:
 
 
 def _names(paths: Sequence[str], safe: str) -> str:
-    """Join paths for a header, quoted but for `safe` signs: those that fit, and how many there are
-    more.
+    """Join paths for a header, percent-quoted except for the characters `safe`: as many as fit, and
+    the number of the rest.
     """
     found, room = list[str](), LONGEST
     for path in paths:

@@ -36,23 +36,25 @@ from forerun.version import __version__
 Loader = Callable[[], Loaded]
 
 Start = Loaded | Loader | EngineCommand
-"""A loaded model, what loads it into this process, or what starts a process that does."""
+"""A loaded model, a function that loads it in this process, or the command that starts a process
+for it.
+"""
 
 LATEST = ":latest"
-"""The tag that Ollama's clients put behind the name of a model."""
+"""The tag that Ollama's clients append to the name of a model."""
 
 log = logging.getLogger("forerun.serve")
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A loaded model on the event loop.
+    """A loaded model, as used on the event loop.
 
-    name         what requests call it, and answers do
-    names        all that it is called
+    name         its name in requests and answers
+    names        all names that requests may use
     created      when it was loaded, in seconds since 1970
-    fingerprint  changes when the model, the configuration or the version does
-    adapters     names of the adapters beside the model, by number
+    fingerprint  changes with the model, the configuration and the version
+    adapters     names of its adapters, by number
     adapter      number of the adapter that requests of this name run with; -1 = none
     """
 
@@ -68,11 +70,12 @@ class Served:
 
 
 class Service(InFlight):
-    """Loads in the background, accepts requests while it can answer them, and drains.
+    """Loads a model in the background, accepts requests while it can answer them, and drains.
 
-    metrics  the registry to use; None = one of its own
+    metrics  the registry to use; None = a new one
     loading  the current stage of loading, as text for users; "" if unknown
-    arrived, failed  set when the model is loaded; when it cannot be, or can run no step any more
+    arrived  set when the model is loaded
+    failed   set when it cannot be loaded, or can run no more steps
     """
 
     def __init__(
@@ -92,7 +95,9 @@ class Service(InFlight):
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to load, on the running event loop; returns at once. What fails is in `failure`."""
+        """Begin to load, on the running event loop; returns at once. An error is stored in
+        `failure`.
+        """
         loop = asyncio.get_running_loop()
         if isinstance(self._source, Loaded):
             self._arrived(self._source, LocalEngine(self._source))
@@ -126,7 +131,7 @@ class Service(InFlight):
         return self._served
 
     def enter(self) -> Served:
-        """Return what a request needs. Raises ApiError (503) while the model cannot answer it."""
+        """Return the loaded model, for a request. Raises ApiError (503) while it cannot answer."""
         if self.draining:
             raise shutting_down()
         served = self.served()
@@ -137,8 +142,9 @@ class Service(InFlight):
         return served
 
     def named(self, model: str | None, strict: bool = False) -> Served:
-        """Return what `enter` does, for a request that names a model. With one model any name is
-        accepted, unless `strict` or --strict-model-names: then ApiError, 404 for another.
+        """Return the loaded model, for a request that names one. With one model any name is
+        accepted, unless `strict` or --strict-model-names: then another name raises ApiError (404).
+        Raises as `enter`.
         """
         served = self.enter()
         adapters = served.adapters
@@ -152,8 +158,8 @@ class Service(InFlight):
         return served
 
     def answering(self, model: str | None, lora_path: str, lora: tuple[int, ...] = ()) -> Served:
-        """Return what `named` does, with the adapter that a request names or numbers beside its
-        model. Raises RequestError for one that is not there.
+        """Return the loaded model, with the adapter that the request names or numbers. Raises
+        RequestError for an unknown adapter, and as `named`.
         """
         served = self.named(model)
         if lora_path:
@@ -166,15 +172,17 @@ class Service(InFlight):
         return replace(served, adapter=number)
 
     async def compiled(self, served: Served, rules: Rules, client: str) -> Constraint:
-        """Compile, on behalf of `client`. Raises RequestError that names the part at fault,
-        BusyError.
+        """Compile a constraint, charged to `client`. Raises RequestError that names the faulty
+        part, BusyError.
         """
         if isinstance(rules, TagRules):
             rules = rules.with_control(served.loaded.tokenizer.control_within)
         return await rules.compiled(lambda grammar: served.engine.compile(grammar, client))
 
     async def close(self) -> None:
-        """Stop the engine, which ends what still runs, and release the model. Waits for both."""
+        """Stop the engine, which ends the running requests, and release the model. Waits for
+        both.
+        """
         self.draining = True
         for task in self._tasks:
             task.cancel()
@@ -188,14 +196,14 @@ class Service(InFlight):
                 await asyncio.to_thread(served.loaded.chat.close)
 
     async def metrics_page(self) -> bytes:
-        """Return the text of /metrics, counted now; before the model is loaded, of HTTP alone."""
+        """Return the current text of /metrics; before the model is loaded, only that of HTTP."""
         if self._served is not None:
             await self._served.engine.stats()
         return self.metrics.page()
 
     async def _launch(self, command: EngineCommand) -> None:
-        """Have the model loaded in another process. What this one needs of it, the tokenizer, it
-        opens meanwhile where the model is here, and else when the other has fetched it.
+        """Start the process that loads the model. Meanwhile this process opens the tokenizer: at
+        once if the model is local, else when the other process has fetched it.
         """
         begun = command.begun
         began = time.monotonic() if begun is None or begun.taken else begun.began
@@ -278,7 +286,7 @@ class Service(InFlight):
 
 
 def _discard(loading_text: "asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]") -> None:
-    """Close what was opened, because loading failed; the engine's own error has the reason."""
+    """Close the tokenizer after loading failed; the engine's own error has the reason."""
     if loading_text.cancelled() or loading_text.exception() is not None:
         return
     _, chat = loading_text.result()
@@ -287,14 +295,14 @@ def _discard(loading_text: "asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]"
 
 
 def spellings(model: str | None) -> tuple[str, ...]:
-    """Return the names that a request may mean, the likelier first: as it is, and without Ollama's
-    tag. None: the request names none.
+    """Return the names that a request's name may mean, the likelier first: the name itself, and
+    without Ollama's tag. None: the request names no model.
     """
     return () if model is None else (model, model.removesuffix(LATEST))
 
 
 def cache_facts(config: EngineConfig) -> dict[str, Any]:
-    """Describe the key/value cache under vLLM's names: a block is a page."""
+    """Return facts about the key/value cache under vLLM's names, where a block is a page."""
     return {
         "block_size": config.page_size,
         "num_gpu_blocks": (config.kv_tokens or 0) // config.page_size,

@@ -1,4 +1,4 @@
-"""One generation between a client and the engine, from submission to its end, and its news."""
+"""One generation between a client and the engine, from submission to its end."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -21,12 +21,12 @@ from forerun.serve.http.errors import ApiError, ClientGoneError, api_error, stuc
 from forerun.types import RequestId
 
 MERGE_AT = 64
-"""Deltas in a queue that are merged: a reader this far behind gets larger pieces."""
+"""Number of queued deltas from which they are merged: a slow reader gets larger pieces."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over all choices of one generation, as far as it has come.
+    """Counts over all choices of one generation so far.
 
     generation    what was submitted
     began, first  when it was submitted and when the first tokens came, on the monotonic clock
@@ -41,7 +41,7 @@ class Tally:
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens all prompts of the generation have together."""
+        """Number of tokens in all prompts of the generation together."""
         return self.generation.prompt_tokens
 
     def add(self, delta: Delta) -> None:
@@ -56,14 +56,14 @@ class Tally:
 
 
 class GenerationSession:
-    """Submits a generation, passes on its deltas, and ends it with its client.
+    """Submits a generation, passes its deltas on, and aborts it when its client disconnects.
 
         with GenerationSession(...) as exchange:
             async for news in exchange.news():
                 ...
 
-    Leaving the block aborts what still runs. When the client closes its connection, the engine
-    gets the abort at once, whatever this task waits for: it drops the request before its next step.
+    Leaving the block aborts what still runs. When the client closes its connection, the engine gets
+    the abort at once, whatever this task waits for, and drops the request before its next step.
     """
 
     def __init__(
@@ -116,16 +116,14 @@ class GenerationSession:
         return not self._open
 
     def abort(self) -> None:
-        """End what still runs, for an abort route: `news` raises so that the client gets the
+        """Abort what still runs, for an abort route: `news` raises so that the client gets the
         reason.
         """
         self._aborting = True
         self._abort()
 
     async def news(self) -> AsyncGenerator[list[tuple[int, Delta]]]:
-        """Yield (index of the choice, what is new of it), as it comes; an empty list after a
-        silence.
-
+        """Yield lists of (index of the choice, delta) as they come; an empty list after a silence.
         Raises ApiError if the engine ended the request, ClientGoneError.
         """
         deadline = monotonic() + self._settings.request_seconds
@@ -148,7 +146,9 @@ class GenerationSession:
             yield news
 
     async def whole(self) -> list[tuple[int, Delta]]:
-        """Return all choices, in order, once they have ended. Raises what `news` raises."""
+        """Return (index, merged delta) of all choices, in order, once they have ended. Raises what
+        `news` raises.
+        """
         parts: dict[int, list[Delta]] = {}
         async with aclosing(self.news()) as pieces:
             async for news in pieces:
@@ -165,7 +165,7 @@ class GenerationSession:
             self._open[request.id] = request.n
 
     async def _taken(self, patience: float) -> list[Delta]:
-        """Return what is new. Raises ApiError if the engine refused a request or has ended."""
+        """Return new deltas. Raises ApiError if the engine rejected a request or has ended."""
         try:
             deltas = await self.events.take(patience)
         except ForerunError as error:
@@ -175,8 +175,8 @@ class GenerationSession:
         return deltas
 
     def _shortened(self, delta: Delta) -> Delta:
-        """Return the delta, or its beginning as the end of the answer, and then abort the rest. An
-        ending with an error stays.
+        """Return the delta; or, if the generation's `cut` ends the text within it, its beginning as
+        the end of the answer, after aborting the rest. An ending with an error is unchanged.
         """
         if self._cut is None or delta.finish in (Finish.ERROR, Finish.ABORT):
             return delta
@@ -203,7 +203,7 @@ class GenerationSession:
         return self._first[delta.request] + delta.index, delta
 
     def _aborted(self) -> Exception:
-        """Return the error that says why the engine ended a request before its end."""
+        """Return the error for a request that the engine ended early."""
         if self._gone:
             return ClientGoneError()
         if self._aborting:
@@ -227,8 +227,7 @@ class GenerationSession:
 
 
 class EventQueue:
-    """A Sink for the requests of one HTTP request: what the engine said of it and the writer of the
-    answer has not read.
+    """A Sink for the requests of one HTTP request; holds the deltas that its reader has not read.
 
     The engine never waits for a client. Unread deltas are queued here, and merged to one per choice
     once they are many; they are bounded by the tokens the request may have. All on the event loop.
@@ -250,7 +249,7 @@ class EventQueue:
         self._expired = False
 
     def put(self, delta: Delta) -> None:
-        """Queue a delta until `take`, as Sink.put. Many unread deltas are merged."""
+        """Implement Sink.put: queue a delta until `take`. Many unread deltas are merged."""
         if delta.tokens:
             self._time(delta)
         self._news.append(delta)
@@ -261,13 +260,13 @@ class EventQueue:
         self._nudge()
 
     def fail(self, error: ForerunError) -> None:
-        """Make `take` raise `error` once all is read that came before, as Sink.fail."""
+        """Implement Sink.fail: make `take` raise `error` after the deltas that came before."""
         self._error = error
         self._nudge()
 
     async def take(self, patience: float) -> list[Delta]:
-        """Return what is new, one delta per choice; nothing after `patience` seconds or `close`.
-        Raises the engine's failure after all earlier deltas have been read.
+        """Return new deltas, one per choice; none after `patience` seconds or `close`. Raises the
+        engine's failure after all earlier deltas have been read.
         """
         loop = asyncio.get_running_loop()
         self._expired = False
@@ -290,7 +289,7 @@ class EventQueue:
         self._nudge()
 
     def _nudge(self) -> None:
-        """Let a waiting `take` look again."""
+        """Wake a waiting `take`."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -309,7 +308,7 @@ class EventQueue:
 
 
 def merged(news: Iterable[Delta]) -> list[Delta]:
-    """Merge news into one delta per choice that says what all of them say, choices in order of
+    """Merge deltas to one per choice with the content of all of them, choices in order of
     appearance.
     """
     choices: dict[tuple[str, int], list[Delta]] = {}

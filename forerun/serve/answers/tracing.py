@@ -1,9 +1,9 @@
-"""Spans of requests for OpenTelemetry: the extra `otel`. Imported only if they are enabled.
+"""Sends spans of requests to OpenTelemetry: the extra `otel`. Imported only if they are enabled.
 
-A span is made when its request has ended, from the log line, so nothing is added to the
-path of a token. It continues the caller's trace if the request has a W3C `traceparent`.
-Names of attributes: OpenTelemetry's semantic conventions for HTTP and generative models, and
-vLLM's for latencies.
+A span is created after its request has ended, from the log line, so nothing is added to the path of
+a token. It continues the caller's trace if the request has a W3C `traceparent`. Names of
+attributes: OpenTelemetry's semantic conventions for HTTP and generative models, and vLLM's for
+latencies.
 """
 
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ SHUTDOWN_MILLISECONDS = 3000
 
 
 class RequestTraces:
-    """Sends a span per request to a collector, in batches, from a thread of its own.
+    """Sends a span per request to a collector, in batches, from its own thread.
 
     endpoint  the collector's address for OTLP over HTTP, such as http://localhost:4318; without a
-              path, /v1/traces is meant
+              path, /v1/traces is used
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -44,8 +44,8 @@ class RequestTraces:
     def ended(
         self, record: RequestRecord, method: str, path: str, headers: Mapping[str, str]
     ) -> None:
-        """Make the span of a request that has just ended, below the one that its headers name.
-        Never waits.
+        """Create the span of a request that has just ended, as a child of the one that its headers
+        name. Never blocks.
         """
         seconds = monotonic() - record.began
         end = time_ns()
@@ -65,7 +65,7 @@ class RequestTraces:
         span.end(end)
 
     def close(self) -> None:
-        """Send what is left, for SHUTDOWN_MILLISECONDS at most, and make no more spans."""
+        """Send what is left, for SHUTDOWN_MILLISECONDS at most, and create no more spans."""
         self._processor.force_flush(SHUTDOWN_MILLISECONDS)
         self._provider.shutdown()
 

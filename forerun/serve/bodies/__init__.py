@@ -1,1 +1,1 @@
-"""Request bodies: what clients may send, and the engine request that becomes of it."""
+"""Request bodies: what clients may send, and the conversion to engine requests."""

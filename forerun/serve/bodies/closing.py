@@ -1,6 +1,5 @@
-"""Closes JSON schemas: their objects may only have the named keys.
-
-JSON Schema allows further keys in an object, and a small model invents some.
+"""Closes JSON schemas: objects may only have the listed keys. JSON Schema allows further keys by
+default, and a small model invents some.
 """
 
 import json
@@ -27,10 +26,10 @@ _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 
 
 def closed(schema: Any) -> Any:
-    """Set additionalProperties to false in every object schema that names properties and says
-    nothing of others, and is not combined with other schemas. What such a combination holds stays
-    as it is; if that refers to another schema, so do all definitions, or, with references to
-    anything else in the document, all of it.
+    """Return a copy with additionalProperties false in every object schema that lists properties,
+    has no keyword for other keys, and is not combined with other schemas. Schemas inside such a
+    combination stay unchanged; so do all definitions if it refers to another schema, and the whole
+    document if it refers to anything else in it.
     """
     combined: list[Any] = []
     found = _closed(schema, combined, _DEFINED)
@@ -42,7 +41,7 @@ def closed(schema: Any) -> Any:
 
 
 def _closed(schema: Any, combined: list[Any], defined: tuple[str, ...]) -> Any:
-    """See closed. Adds to `combined` what is combined with other schemas; `defined` are the
+    """Implement `closed`. Adds to `combined` what is combined with other schemas; `defined` are the
     keywords whose definitions are closed.
     """
     if not isinstance(schema, dict):
@@ -67,15 +66,15 @@ def _closed(schema: Any, combined: list[Any], defined: tuple[str, ...]) -> Any:
 
 
 def _free(key: str, value: Any) -> bool:
-    """Return whether the schemas under `key` describe objects by themselves, where nothing stands
-    beside it.
+    """Return whether the schemas under `key` describe objects by themselves, if no keyword beside
+    it combines them.
     """
     return key in _CHOICES or (key == "allOf" and isinstance(value, list) and len(value) == 1)
 
 
 def closed_grammar(grammar: Grammar) -> Grammar:
-    """Return a grammar of the schema that `closed` makes of it; one that is no schema stays as it
-    is.
+    """Return the grammar with its schema `closed`; a grammar that is no schema is returned
+    unchanged.
     """
     if grammar.kind is not Kind.JSON_SCHEMA:
         return grammar

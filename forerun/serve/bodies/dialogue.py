@@ -41,10 +41,10 @@ class Dialogue:
     """A conversation, ready to be answered.
 
     prompt   int32[T]
-    rules    what the answer is constrained to
-    parser   makes the reader of one choice; None if its text is plain
+    rules    the constraint of the answer
+    parser   creates the parser of one choice; None if its text needs none
     control  control tokens leave text, because some of them are marks that `parser` reads
-    ignored  fields that were kept otherwise than they are
+    ignored  fields that have no effect
     """
 
     prompt: Ints
@@ -55,9 +55,8 @@ class Dialogue:
 
 
 def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialogue:
-    """Render the conversation and find out what may come back.
-
-    Raises RequestError naming the field, ApiError if the model has no chat template.
+    """Render the conversation, and determine the constraint and the parser of its answer. Raises
+    RequestError naming the field, ApiError if the model has no chat template.
     """
     offered, choice = _offered(body)
     if settings.additional_properties == "deny":
@@ -119,7 +118,7 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
 
 
 def _channels(tools: list[dict[str, Any]], begun: str, apart: bool) -> Callable[[], OutputParser]:
-    """Return a factory of readers for answers in Harmony whose prompt already has `begun`."""
+    """Return a factory of parsers for answers in Harmony whose prompt already contains `begun`."""
     names = [tool["function"]["name"] for tool in tools]
     return lambda: OutputParser(None, None, HarmonyReader(names, begun, apart))
 
@@ -131,7 +130,7 @@ def _apart(body: ChatBody) -> bool:
 
 def constraint(body: SampledBody, settings: ServeSettings) -> Rules | None:
     """Return the constraint of an answer without tools: the body's rules, with closed schemas
-    unless `settings` allow more keys; None: none.
+    unless `settings` allow more keys; None if there are none.
     """
     rules = body.rules
     if rules is None or settings.additional_properties == "allow":
@@ -140,10 +139,9 @@ def constraint(body: SampledBody, settings: ServeSettings) -> Rules | None:
 
 
 def token_rules(body: SampledBody, tokenizer: Tokenizer) -> Rules | None:
-    """Return the rules that vLLM's bad_words or allowed_token_ids impose; None without either. They
-    hold from the first token on, also while a model reasons.
-
-    Raises RequestError if there is another constraint too, or an id that does not exist.
+    """Return the rules of vLLM's bad_words or allowed_token_ids; None without either. They apply
+    from the first token on, also during reasoning. Raises RequestError if there is another
+    constraint too, or an id that does not exist.
     """
     names = [name for name in ("bad_words", "allowed_token_ids") if getattr(body, name)]
     if not names:
@@ -161,15 +159,15 @@ def token_rules(body: SampledBody, tokenizer: Tokenizer) -> Rules | None:
 
 
 def never(body: SampledBody, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
-    """Return the biases beside allowed_token_ids, after which a grammar lets every end of the text
-    follow: those that are not listed are impossible.
+    """Return the biases for allowed_token_ids, which exclude the end-of-text ids that are not
+    listed: a grammar would allow them.
     """
     allowed = body.allowed_token_ids
     return tuple((id, NEVER) for id in tokenizer.eos_ids if id not in allowed) if allowed else ()
 
 
 def _without_words(words: Sequence[str], tokenizer: Tokenizer) -> Rules:
-    """Make the rules of texts and control tokens, of which no text contains a word."""
+    """Return the rules of texts and control tokens in which no text contains one of `words`."""
     special = sorted(tokenizer.control_within.values())
     between = f"(<[{','.join(map(str, special))}]> TEXT)*" if special else ""
     source = f"start: TEXT {between}\nTEXT: {without(words)}"
@@ -193,7 +191,7 @@ def chat_prompt(
 ) -> Ints:
     """Encode a conversation by the model's template: int32[T]. Raises ApiError if there is none.
 
-    marks  around thoughts: a message that goes on may break off in one
+    marks  around reasoning: a message that is continued may end inside it
     """
     template, opens = template_of(loaded), _opens(body)
     extra, most = dict(body.chat_template_kwargs or {}), None
@@ -213,8 +211,8 @@ def chat_prompt(
 
 
 def _opens(body: ConversationFields) -> bool:
-    """Return whether the prompt ends where an answer begins. Raises RequestError if it would have
-    to end in two ways.
+    """Return whether the prompt ends where an answer begins. Raises RequestError if the request
+    asks for two different ends.
     """
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError(
@@ -226,7 +224,7 @@ def _opens(body: ConversationFields) -> bool:
 
 
 def _effort(body: ChatBody) -> str | None:
-    """Return how much the request wants the model to think; None = as the template has it."""
+    """Return the reasoning effort that the request asks for; None = the template's default."""
     asked = body.reasoning
     if body.reasoning_effort is not None or asked is None:
         return body.reasoning_effort
@@ -234,7 +232,7 @@ def _effort(body: ChatBody) -> str | None:
 
 
 def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
-    """Return the template's variables for `reasoning_effort`; empty if it has none."""
+    """Return the template's variables for `reasoning_effort`; {} if it has none."""
     effort = _effort(body)
     if effort is not None and "reasoning_effort" in template.source:
         return {"reasoning_effort": effort}
@@ -244,8 +242,8 @@ def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
 
 
 def budget_name(body: ChatBody, template: str) -> dict[str, Any]:
-    """Return the variable of a template's source that names a budget (Seed-OSS); empty if it has
-    none, or the request.
+    """Return the variable for a thinking budget in a template's source (Seed-OSS); {} if the
+    template has none, or the request no budget.
     """
     _, tokens = body.asked_budget
     if tokens is None or tokens < 0 or "thinking_budget" not in template:
@@ -254,7 +252,9 @@ def budget_name(body: ChatBody, template: str) -> dict[str, Any]:
 
 
 def ignored_fields(body: SampledBody, loaded: Frontend) -> tuple[str, ...]:
-    """Name the fields of a request that were sent and change nothing with this model."""
+    """Return the names of the fields that the request has and that have no effect with this
+    model.
+    """
     found = tuple(body.ignored)
     if isinstance(body, ChatBody):
         found += left_out(body.messages)
@@ -283,7 +283,7 @@ def template_of(loaded: Frontend) -> ChatTemplate:
 
 
 def _offered(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Return the tools that the model may call, and whether it must."""
+    """Return the tools that the model may call, and the tool choice."""
     tools = body.tools
     choice = body.tool_choice or ToolChoice("auto")
     if choice.kind == "none":
@@ -308,7 +308,11 @@ def _tool_rules(
     answer: Grammar | None,
     inside: bool,
 ) -> Rules:
-    """Make the grammar of an answer with calls; answer: of one without; inside: as of Calling."""
+    """Return the grammar of an answer with calls.
+
+    answer  of an answer without calls
+    inside  as in Calling
+    """
     required = choice.kind != "auto"
     if required and answer is not None:
         raise RequestError(
@@ -327,7 +331,7 @@ def _tool_rules(
 
 
 def keeps_budgets(loaded: Frontend, settings: ServeSettings) -> bool:
-    """Return whether thoughts of the model can have a budget: the marks around them are known."""
+    """Return whether the model's reasoning can have a budget: the marks around it are known."""
     if loaded.chat is None:
         return False
     format = FORMATS.get(settings.tool_parser) or loaded.chat.traits.tool_format

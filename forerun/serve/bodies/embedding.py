@@ -26,17 +26,17 @@ from forerun.speculative.sampling import Sampling
 from forerun.types import Floats, Ints, RequestId
 
 MAX_INPUTS = 2048
-"""Inputs of one request, OpenAI's limit."""
+"""Most inputs of one request, OpenAI's limit."""
 MAX_NUMBERS = 1 << 22
-"""Numbers of one answer, at most: some 80 MB of JSON."""
+"""Most numbers of one answer: some 80 MB of JSON."""
 AT_ONCE = 64
-"""Inputs of one request that the engine has at once; the others wait outside of its queue."""
+"""Most inputs of one request in the engine at once; the others wait outside its queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingBody(RequestBody):
-    """POST /v1/embeddings. dimensions: the first numbers alone, again of length 1, for models that
-    were trained for it. normalize: false leaves the length as it is (vLLM).
+    """POST /v1/embeddings. dimensions: keep only the first numbers, scaled to length 1 again, for
+    models that were trained for it. normalize: false keeps the vector's own length (vLLM).
     """
 
     input: tuple[Prompt, ...] = need(prompts(MAX_INPUTS))
@@ -56,13 +56,13 @@ class EmbeddingBody(RequestBody):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """What a body of any dialect asks for.
+    """A request for embeddings, from a body of any dialect.
 
-    place       the field that holds the inputs
-    dimensions  the first numbers that are kept; None = all
+    place       the field that has the inputs
+    dimensions  how many numbers are kept, the first ones; None = all
     normalize   vectors have length 1
-    most        tokens of an input, at most: longer ones are cut; None = they are refused
-    keep_first  cut inputs keep their first tokens, not their last
+    most        most tokens of an input: longer ones are cut; None = they are rejected
+    keep_first  cut inputs keep their first tokens instead of their last
     special     texts get the tokens that the model expects around them
     name        the client's own name for the request
     """
@@ -92,7 +92,7 @@ class EmbeddingRequest:
         )
 
     def vectors(self, deltas: Iterable[Delta]) -> list[Floats]:
-        """Return float32[dimensions] of each input's last delta, in order."""
+        """Return float32[dimensions] for each input, from the last deltas, in order."""
         return [self._vector(np.frombuffer(delta.embedding, np.float32)) for delta in deltas]
 
     def _vector(self, pooled: Floats) -> Floats:
@@ -107,7 +107,7 @@ class EmbeddingRequest:
 
 def embedding_generation(asked: EmbeddingRequest, loaded: Frontend, name: str) -> Generation:
     """Return the engine's requests. Raises RequestError naming the field, ContextError, ApiError
-    (501) where the model called `name` makes no embeddings.
+    (501) if the model, called `name`, makes no embeddings.
     """
     rule: dict[str, Any] = loaded.info["embeddings"]
     if rule["fault"]:
@@ -146,7 +146,7 @@ def embedding_generation(asked: EmbeddingRequest, loaded: Frontend, name: str) -
 def _tokens(
     given: Prompt, asked: EmbeddingRequest, loaded: Frontend, prompt: str, index: int
 ) -> Ints:
-    """int32[T] an input. Raises RequestError, ContextError."""
+    """Return the tokens int32[T] of an input. Raises RequestError, ContextError."""
     tokenizer, suffix = loaded.tokenizer, np.zeros(0, np.int32)
     place = asked.place if len(asked.inputs) == 1 else f"{asked.place}[{index}]"
     if isinstance(given, str):

@@ -5,8 +5,8 @@ A body is declared once:
     class Body(Declaration):
         temperature: float = accept(number(0, 2), 1.0)
 
-`read(Body, value)` returns a Body or raises RequestError naming the field. An unknown field is
-an error, and so is a known one that is not supported: nothing is silently ignored.
+`read(Body, value)` returns a Body or raises RequestError naming the field. An unknown field is an
+error, and so is a known one that is not supported: no field is ignored silently.
 """
 
 import dataclasses
@@ -23,21 +23,20 @@ from urllib.parse import quote
 from forerun.errors import RequestError
 
 Reader = Callable[[Any, str], Any]
-"""(JSON value, where it stands) -> what the field holds. Raises RequestError."""
+"""(JSON value, its path) -> the field's value. Raises RequestError."""
 
 Mend = Callable[[Any, str, list[str]], Any]
-"""(JSON value, its path, places left out so far) -> the JSON value without the parts that its
-reader refuses, whose places are added. Raises RequestError if nothing remains that the reader
-accepts.
+"""(JSON value, its path, paths left out so far) -> the JSON value without the parts that its reader
+rejects, whose paths are added. Raises RequestError if nothing is left that the reader accepts.
 """
 
 Schema = dict[str, Any]
-"""A JSON schema. It may let pass what a reader refuses, but never forbid what it takes."""
+"""A JSON schema. It may allow values that a reader rejects, but forbids none that it accepts."""
 
 
 class Unused(NamedTuple):
     """A field that is checked and then ignored, because it cannot change an answer here. The answer
-    names it where a client sent another value than `default`.
+    names it if the client sent another value than `default`.
     """
 
     reader: Reader
@@ -46,12 +45,12 @@ class Unused(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """A body, or an object within one. `read` makes it.
+    """A body, or an object within one. Created by `read`.
 
-    renamed  other servers' names of fields, each with ours
-    refused  fields that are not supported, each with the reason
-    unused   fields that change nothing
-    blank    what fields are that cannot be read in an earlier turn of a conversation
+    renamed  other servers' names of fields -> ours
+    refused  fields that are not supported -> the reason
+    unused   fields that have no effect
+    blank    values for fields that cannot be read in an earlier turn of a conversation
     ignored  the unused fields that it was given, with their values, as `unused` has them in order;
              of a body behind them those of objects within it, by their paths
     """
@@ -70,17 +69,17 @@ Read = TypeVar("Read")
 _INNER: ContextVar[list[str]] = ContextVar("_INNER")
 """Paths of unused fields in objects within the body that is being read."""
 _NO_NAME = re.compile(r"(\.content)?\[\d+\]")
-"""What a path of an unused field does without: places in lists, and that these are contents."""
+"""Left out of the path of an unused field: indices of lists, and `content` before them."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN = 60
 UNKNOWN_FIELD = "There is no field"
-"""Begins the message about a field whose name is the client's own."""
+"""Beginning of the message about a field whose name the client chose."""
 _UNSET: tuple[Any, ...] = (False, 0, "", [], {})
-"""Values that a field may have that is not supported: clients send them as defaults."""
+"""Values that an unsupported field may have: clients send them as defaults."""
 
 
 class DescribedReader(Generic[Read]):
-    """A reader that says what it takes, and makes of a value what it takes of it (`mend`)."""
+    """A reader with a JSON schema of its values; `mend` reduces a value to what it accepts."""
 
     def __init__(
         self, reader: Callable[[Any, str], Read], schema: Schema, mend: Mend | None = None
@@ -98,8 +97,8 @@ class DescribedReader(Generic[Read]):
 def takes(
     schema: Schema, mend: Mend | None = None
 ) -> Callable[[Callable[[Any, str], Read]], DescribedReader[Read]]:
-    """Describe a reader by a JSON schema, for /openapi.json. Decorates it. Without `mend` a value
-    is taken whole or not at all.
+    """Return a decorator that describes a reader by a JSON schema, for /openapi.json. Without
+    `mend` a value is accepted completely or not at all.
     """
     return lambda reader: DescribedReader(reader, schema, mend)
 
@@ -118,13 +117,13 @@ def mender(reader: Reader) -> Mend:
 
 
 def schema_of(reader: Reader) -> Schema:
-    """Return the JSON schema of what a reader takes; {} (anything) where it has none."""
+    """Return the JSON schema of the values a reader accepts; {} (anything) if it has none."""
     return reader.schema if isinstance(reader, DescribedReader) else {}
 
 
 def body_schema(kind: type[Declaration]) -> Schema:
-    """Return the JSON schema that `read` accepts for a body. Absent and null are the same, except
-    for required fields.
+    """Return the JSON schema of the values that `read` accepts for a body. Absent and null are the
+    same, except for required fields.
     """
     properties, needed, renamed = {}, [], kind.renamed
     for name, item in declared(kind).items():
@@ -158,22 +157,22 @@ def body_schema(kind: type[Declaration]) -> Schema:
 
 
 def _given(name: str) -> Schema:
-    """Return the schema of objects that have a field, and not as null."""
+    """Return the schema of objects that have this field with another value than null."""
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
 def accept(reader: Reader, default: Any = None) -> Any:
-    """Declare a field of a body: how it is read, and what it is when absent or null."""
+    """Declare an optional field of a body: its reader, and its value if it is absent or null."""
     return dataclasses.field(default=default, metadata={"reader": reader})
 
 
 def need(reader: Reader) -> Any:
-    """Declare a field of a body that may not be absent or null."""
+    """Declare a required field of a body: it may not be absent or null."""
     return dataclasses.field(metadata={"reader": reader})
 
 
 class _Declared(NamedTuple):
-    """A field of a declaration. unused: it changes nothing, and so is no attribute."""
+    """A field of a declaration. unused: it has no effect, and is not an attribute."""
 
     reader: Reader
     default: Any
@@ -189,7 +188,7 @@ _DECLARED: dict[type[Declaration], dict[str, _Declared]] = {}
 
 
 def declared(kind: type[Declaration]) -> dict[str, _Declared]:
-    """Return what a declaration says of each field, by name."""
+    """Return the declared fields by name."""
     if kind not in _DECLARED:
         unused = {name: _Declared(*one, unused=True) for name, one in kind.unused.items()}
         own = (item for item in dataclasses.fields(kind) if "reader" in item.metadata)
@@ -199,8 +198,8 @@ def declared(kind: type[Declaration]) -> dict[str, _Declared]:
 
 
 def read(kind: type[Body], value: Any, where: str = "") -> Body:
-    """Read a `kind` from a JSON object. `where` is the object's own place, for messages. What is
-    null is as if it were left out, under whatever name.
+    """Read an object of class `kind` from a JSON object at the path `where`. Fields that are null
+    are treated as absent. Raises RequestError naming the field.
     """
     if not isinstance(value, dict):
         name = where or "the body"
@@ -238,7 +237,7 @@ def read(kind: type[Body], value: Any, where: str = "") -> Body:
 
 
 def mend_object(kind: type[Declaration]) -> Mend:
-    """Mend an object for `read`: fields that it would refuse are left out."""
+    """Return the function that mends an object: it leaves out fields that `read` would reject."""
 
     def mend(value: Any, where: str, left: list[str]) -> Any:
         known = declared(kind)
@@ -262,7 +261,7 @@ def mend_object(kind: type[Declaration]) -> Mend:
 
 
 def shown(value: Any) -> str:
-    """Write a value for a message: short, whatever was sent."""
+    """Return a value as short text for a message."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -290,7 +289,7 @@ def boolean(value: Any, where: str) -> bool:
 
 
 def integer(low: int, high: int) -> DescribedReader[int]:
-    """Make a reader of whole numbers from `low` to `high`; it raises RequestError for anything
+    """Return a reader of whole numbers from `low` to `high`; it raises RequestError for anything
     else.
     """
 
@@ -307,8 +306,8 @@ def integer(low: int, high: int) -> DescribedReader[int]:
 
 
 def number(low: float, high: float, above_low: bool = False) -> DescribedReader[float]:
-    """Make a reader of finite numbers from `low` to `high`; with `above_low`, `low` itself is too
-    low.
+    """Return a reader of finite numbers from `low` to `high`; with `above_low`, `low` itself is
+    rejected.
     """
     span = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
     least = "exclusiveMinimum" if above_low else "minimum"
@@ -325,8 +324,8 @@ def number(low: float, high: float, above_low: bool = False) -> DescribedReader[
 
 
 def text(longest: int, shortest: int = 0) -> DescribedReader[str]:
-    """Make a reader of strings of valid Unicode with `shortest` to `longest` characters; it raises
-    RequestError for anything else.
+    """Return a reader of strings of valid Unicode with `shortest` to `longest` characters; it
+    raises RequestError for anything else.
     """
 
     @takes({"type": "string", "minLength": shortest, "maxLength": longest})
@@ -351,7 +350,7 @@ def text(longest: int, shortest: int = 0) -> DescribedReader[str]:
 
 
 MAX_TEXT = 2**31 - 1
-"""Texts are bounded by the size of the body."""
+"""The limit of texts that only the size of the body limits."""
 
 plain_text = text(MAX_TEXT)
 
@@ -372,8 +371,8 @@ def listed(value: Any, where: str, longest: float = math.inf, shortest: int = 0)
 def items(
     each: Callable[[Any, str], Read], longest: int, shortest: int = 0
 ) -> DescribedReader[tuple[Read, ...]]:
-    """Make a reader of lists with `shortest` to `longest` entries, each read by `each`, which gives
-    a tuple; it raises RequestError for anything else.
+    """Return a reader of lists with `shortest` to `longest` entries, each read by `each`, as a
+    tuple; it raises RequestError for anything else.
     """
     bounds = {"minItems": shortest, "maxItems": longest}
 
@@ -398,8 +397,8 @@ def items(
 def one_or_more(
     each: Callable[[Any, str], Read], longest: int
 ) -> DescribedReader[tuple[Read, ...]]:
-    """Make a reader of one string or a list of at most `longest`, each read by `each`, which gives
-    a tuple; it raises RequestError for anything else.
+    """Return a reader of one string or a list of at most `longest`, each read by `each`, as a
+    tuple; it raises RequestError for anything else.
     """
     several = items(each, longest)
 
@@ -414,8 +413,8 @@ def one_or_more(
 
 
 def only(*allowed: Read, why: str) -> DescribedReader[Read]:
-    """Make a reader of a field that is accepted only where it is one of `allowed`: what happens
-    anyway. Else it raises RequestError that names these and says why.
+    """Return a reader of a field that is accepted only if it is one of `allowed`, the values that
+    have the server's own behaviour. Otherwise it raises RequestError that lists them and says why.
     """
     several = [one for place, one in enumerate(allowed) if one not in allowed[:place]]
     known = ", ".join(map(json.dumps, several))
@@ -432,7 +431,7 @@ def only(*allowed: Read, why: str) -> DescribedReader[Read]:
 
 
 def part(kind: type[Body]) -> DescribedReader[Body]:
-    """Make a reader of an object that is itself a declared body; it raises RequestError as
+    """Return a reader of an object that is itself a declared body; it raises RequestError as
     `read`.
     """
 
@@ -445,7 +444,7 @@ def part(kind: type[Body]) -> DescribedReader[Body]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed(Declaration):
-    """An object whose `type` says what else it has, if anything."""
+    """An object whose `type` determines its other fields."""
 
     type: str = need(plain_text)
 

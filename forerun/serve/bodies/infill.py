@@ -1,4 +1,6 @@
-"""Fill-in-the-middle prompts: the text before, the text behind, in the model's own marks."""
+"""Builds fill-in-the-middle prompts: the text before and the text after, in the model's own
+marks.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -35,10 +37,10 @@ _NAMES = (*(name for family in _FAMILIES for name in family), *_REPOSITORY, *_FI
 
 @dataclass(frozen=True, slots=True)
 class InfillMarks:
-    """Token ids before the prefix, before the suffix, and before what is to be written; and before
-    a repository's name and a file's, where the model has them.
+    """Token ids before the prefix, before the suffix, and before the text to be written; and before
+    the names of a repository and of a file, if the model has them.
 
-    ends  ids of all marks, and of those that only end a text: none stands in what is written
+    ends  ids of all marks, and of those that only end a text: the written text contains none
     """
 
     prefix: int
@@ -49,12 +51,12 @@ class InfillMarks:
     ends: tuple[int, ...]
 
     def around(self, before: Iterable[int], behind: Iterable[int]) -> list[int]:
-        """Return the ids of a prompt for what stands between two texts."""
+        """Return the ids of a prompt for the text between `before` and `behind`."""
         return [self.prefix, *before, self.suffix, *behind, self.middle]
 
 
 def infill_marks(tokenizer: Tokenizer) -> InfillMarks | None:
-    """Return the marks that the model's vocabulary has for infilling; None without any."""
+    """Return the marks for infilling in the model's vocabulary; None if it has none."""
     known = {name: tokenizer.added[name].id for name in _NAMES if name in tokenizer.added}
 
     def first(names: Sequence[str]) -> int | None:
@@ -69,7 +71,9 @@ def infill_marks(tokenizer: Tokenizer) -> InfillMarks | None:
 
 
 def needed_marks(tokenizer: Tokenizer, field: str) -> InfillMarks:
-    """Return the same. Raises RequestError, for the field that needs them, without any."""
+    """Return the marks for infilling. Raises RequestError, for the field that needs them, if the
+    model has none.
+    """
     marks = infill_marks(tokenizer)
     if marks is None:
         raise RequestError(
@@ -81,8 +85,8 @@ def needed_marks(tokenizer: Tokenizer, field: str) -> InfillMarks:
 
 
 def file_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Encode a file's text; control strings and marks in it are plain text. Marks that the
-    tokenizer would read in any text are encoded in two parts.
+    """Encode a file's text; control strings and marks in it are ordinary text. Marks that the
+    tokenizer would recognise in any text are encoded in two parts.
     """
     read = (name for name in _NAMES if name in tokenizer.added)
     marks = matcher(name for name in read if not tokenizer.added[name].control)
@@ -94,8 +98,8 @@ def file_ids(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def filling(body: CompletionBody, loaded: Frontend) -> CompletionBody:
-    """Return a request that has a suffix as one without: its prompts are token ids, in which the
-    model's marks stand around both texts, and its marks end the answer. Raises RequestError,
+    """Convert a request with a suffix to one without: its prompts become token ids, with the
+    model's marks around both texts, and its marks end the answer. Raises RequestError,
     ContextError.
     """
     if not body.suffix:

@@ -1,4 +1,4 @@
-"""The messages of a conversation, as OpenAI's clients write them, and those of earlier turns."""
+"""The messages of a conversation in OpenAI's format, and those of earlier turns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ def of_parts(parts: DescribedReader[Any]) -> Mend:
 
 
 def joined(part: DescribedReader[Any]) -> DescribedReader[str]:
-    """Make a reader of a text: a string, or parts, each with a `text`, that are joined by line
+    """Return a reader of a text: a string, or parts, each with a `text`, which are joined by line
     breaks. It raises RequestError, naming `where`, for anything else.
     """
     parts = items(part, MAX_MESSAGES)
@@ -74,7 +74,9 @@ content = joined(tagged({"text": _TextPart}, dict.fromkeys(_MEDIA, NO_MEDIA)))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message(Declaration):
-    """One turn of a conversation. What clients copy from earlier answers may be null or empty."""
+    """One turn of a conversation. Fields that clients copy from earlier answers may be null or
+    empty.
+    """
 
     role: str = need(text(64))
     content: str | None = accept(content)
@@ -105,7 +107,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @takes(body_schema(Message), mend_object(Message))
 def _message(value: Any, where: str) -> dict[str, Any]:
-    """Read a message as the chat template takes it. OpenAI's `developer` is the older `system`."""
+    """Read a message in the form of chat templates. OpenAI's `developer` becomes the older
+    `system`.
+    """
     message = read(Message, value, where)
     if message.reasoning is not None and message.reasoning_content is None:
         message = replace(message, reasoning_content=message.reasoning)
@@ -124,12 +128,12 @@ def _message(value: Any, where: str) -> dict[str, Any]:
 
 
 def is_assistant(message: dict[str, Any]) -> bool:
-    """Return whether a message as it was sent is what the model said."""
+    """Return whether a message, in the client's form, is from the model."""
     return message.get("role") == "assistant"
 
 
 def of_tools(reader: DescribedReader[Any]) -> Mend:
-    """Return the function that mends new messages: only those from tools."""
+    """Return the function that mends new messages, but only those from tools."""
 
     def mend(value: Any, where: str, left: list[str]) -> Any:
         brought = isinstance(value, dict) and value.get("role") == "tool"
@@ -139,19 +143,20 @@ def of_tools(reader: DescribedReader[Any]) -> Mend:
 
 
 class MessageHistory(tuple[Any, ...]):
-    """The messages of a request, earlier ones read as far as possible. left_out: places of what
-    could not be read.
+    """The messages of a request; earlier ones are read as far as possible.
 
-    A client cannot mend its history: arguments that a model broke, fields that another server
-    added, images from a tool. What a reader refuses in such a message is left out, and the answer
-    names it; new messages of the client are read strictly.
+    A client cannot correct its history: arguments that a model wrote wrongly, fields that another
+    server added, images from a tool. What a reader rejects in such a message is left out, and the
+    answer names it; new messages of the client are read strictly.
+
+    left_out  paths of what could not be read
     """
 
     left_out: tuple[str, ...] = ()
 
 
 def left_out(messages: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return the places of what was left out of messages; empty if they were not read as a
+    """Return the paths of what was left out of messages; empty if they were not read as a
     history.
     """
     return messages.left_out if isinstance(messages, MessageHistory) else ()
@@ -166,11 +171,11 @@ def history(
     fresh: Mend = lambda value, where, left: value,
     drops: bool = False,
 ) -> DescribedReader[MessageHistory]:
-    """Make a reader of a conversation, which gives a MessageHistory. Entries up to the last one of
-    the model's (`assistant`) are mended; it raises RequestError for others that `each` refuses.
+    """Return a reader of a conversation, as a MessageHistory. Entries up to the last one of the
+    model (`assistant`) are mended; it raises RequestError for later ones that `each` rejects.
 
-    fresh  mends a later entry: what tools brought is nothing that a client could mend, either
-    drops  earlier entries that cannot be mended are left out, instead of refused
+    fresh  mends a later entry: a client cannot correct results of tools either
+    drops  earlier entries that cannot be mended are left out, instead of rejected
     """
     bounds = {"minItems": shortest, "maxItems": longest}
 
@@ -205,8 +210,8 @@ messages = history(_message, MAX_MESSAGES, 1, assistant=is_assistant, fresh=of_t
 
 
 def goes_on(message: dict[str, Any]) -> bool:
-    """Return whether the answer continues a message, as templates take it, where dialects continue
-    the last one: the assistant's, with text or a thought.
+    """Return whether the answer continues this message, in the form of templates: it is the
+    assistant's and has text or reasoning. For dialects in which the last message is continued.
     """
     texts = (str(message.get(name) or "") for name in ("content", "reasoning_content"))
     return bool(message["role"] == "assistant" and "".join(texts).strip())

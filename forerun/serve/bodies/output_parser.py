@@ -11,9 +11,9 @@ from forerun.text.tools import ToolReader
 
 
 class OutputParser:
-    """Reads the text of one choice. None = the model has no such part, or the request none.
+    """Parses the text of one choice. A part is None if the model or the request has none.
 
-    channels  reads all of a text in messages, instead of the other two
+    channels  parses a text that consists of messages, instead of the other two
     """
 
     def __init__(
@@ -29,23 +29,23 @@ class OutputParser:
         self._arguments = ""  # Of the last call, as far as they have come.
 
     def called(self, finish: Finish | None, stop_reason: str | int | None) -> bool:
-        """Return whether a choice that ended so ended with tool calls: not where a limit or a stop
-        string cut off the last one.
+        """Return whether a choice with this ending ended with tool calls: not if a limit or a stop
+        string cut off the last call.
         """
         if self._caller is None or not self._caller.called or finish != Finish.STOP:
             return False
         return not self.stopped_inside(stop_reason)
 
     def stopped_inside(self, stop_reason: str | int | None) -> bool:
-        """Return whether a stop string came before the arguments of a call were whole."""
+        """Return whether a stop string came before the arguments of a call were complete."""
         called = self._caller is not None and self._caller.called
         if not called or not isinstance(stop_reason, str):
             return False
         return loads_or(self._arguments, NOTHING) is NOTHING
 
     def push(self, text: str, last: bool, cut: bool = False) -> ParsedDelta:
-        """Return what `text` makes certain; with `last`, all that remains; with `cut`, the text was
-        cut off.
+        """Parse the next text, and return what is certain now; with `last`, all that remains; with
+        `cut`, the text was cut off.
         """
         parsed = self._in_channels(text, last, cut) or self._marked(text, last, cut)
         for piece in parsed.calls:
@@ -71,7 +71,7 @@ class OutputParser:
 
 
 def whole_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:
-    """Make the `tool_calls` of a message, from all pieces of its calls in order."""
+    """Return the `tool_calls` of a message, from all pieces of its calls in order."""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
         if piece.name is not None:
@@ -82,7 +82,7 @@ def whole_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:
 
 
 def streamed_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:
-    """Make the `tool_calls` of a chunk: id and name first, then arguments in pieces."""
+    """Return the `tool_calls` of a chunk: id and name first, then arguments in pieces."""
     return [
         {"index": piece.index, **_begun(piece)}
         if piece.name is not None

@@ -1,4 +1,6 @@
-"""From a checked body to requests for the engine: tokens, limits that depend on the model."""
+"""Converts a checked body to requests for the engine: tokens, and limits that depend on the
+model.
+"""
 
 import secrets
 import time
@@ -28,17 +30,19 @@ from forerun.text.tokenizer import Tokenizer, as_ids
 from forerun.types import Ints, RequestId
 
 MAX_SEQUENCES = 256
-"""Prompts times choices of one request, at most."""
+"""Most prompts times choices of one request."""
 MAX_REPORTED = 1 << 19
-"""Log-probabilities that one request may have reported: some 100 MB of answer."""
+"""Most log-probabilities that one request may have reported: some 100 MB of answer."""
 
 THRESHOLDS = ("accept_threshold_single", "accept_threshold_acc")
 
 Cut = Callable[[str, float], str | None]
-"""(New text, seconds since the first) -> what is kept of it, where the answer ends with it."""
+"""(new text, seconds since the first) -> the part to keep if the answer ends within it, else
+None.
+"""
 
 MAX_TRACED = 8
-"""Choices of a traced request: some 20 MB of traces where each is as long as it can be."""
+"""Most choices of a traced request: some 20 MB of traces of the greatest length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +51,16 @@ class Generation:
 
     requests    one per prompt; choice c of prompt p has the index p * n + c in the answer
     created     seconds since 1970
-    stream      the answer comes in pieces
+    stream      the answer is streamed
     rules       the constraint of the answers, not yet compiled
-    unseen      stop tokens without text: they get no log-probabilities either
-    parser      makes the reader of one choice's text; None if all of it is content
+    unseen      stop tokens without text, for which no log-probabilities are reported either
+    parser      creates the parser of one choice's text; None if all of it is content
     lossy       the accept thresholds, if they may change the answer
     ignored     fields that have no effect beside others
-    given       the client's own name for it: it can be aborted by that and by its id
-    cut         makes what may end the one text before the engine does
+    given       the client's own names for it: it can be aborted by these and by its id
+    cut         creates a function that may end the one text before the engine does
     unenforced  keywords of its schemas that its compiled rules do not enforce
-    at_once     how many of its requests are in flight at most; None = all
+    at_once     most of its requests in flight; None = all
     """
 
     id: str
@@ -75,14 +79,12 @@ class Generation:
     at_once: int | None = None
 
     def under(self, grammar: Constraint) -> "Generation":
-        """Compile its rules to `grammar`, which holds for all its requests; return the new
-        generation.
-        """
+        """Return a copy whose requests are all constrained by `grammar`, its compiled rules."""
         requests = tuple(replace(request, grammar=grammar) for request in self.requests)
         return replace(self, requests=requests, rules=None, unenforced=grammar.unenforced)
 
     def sent_by(self, client: str, tenant: str, adapter: int) -> "Generation":
-        """Return the same generation with the client, tenant and adapter of its HTTP request
+        """Return a copy with the client, tenant and adapter of its HTTP request
         (engine.request.Request).
         """
         requests = tuple(
@@ -93,7 +95,7 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens all its prompts have together."""
+        """Number of tokens in all its prompts together."""
         return sum(len(request.prompt) for request in self.requests)
 
 
@@ -107,7 +109,7 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
         message = f"max_tokens is {body.max_tokens}, but max_completion_tokens is {limit}."
         raise RequestError(message, "max_tokens")
     if limit is None:
-        # One at least, so that a prompt that fills the context is refused as what it is.
+        # At least one, so that a prompt that fills the context gets the error for that.
         limit = max(loaded.context - len(prompt), 1)
     sampling = _sampling(body, loaded, logprobs, body.prompt_logprobs)
     stopping = _stopping(body, sampling, limit)
@@ -126,7 +128,7 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
 def completion_generation(
     body: CompletionBody, loaded: Frontend, settings: ServeSettings
 ) -> Generation:
-    """Return the generation for plain texts; a suffix is not looked at (infill.filling). Raises
+    """Return the generation for plain prompts; ignores a suffix (see infill.filling). Raises
     RequestError naming the field, ContextError for a prompt that is longer than the context.
     """
     if body.best_of not in (None, body.n):
@@ -147,7 +149,9 @@ def completion_generation(
 
 
 def within(generation: Generation, context: int) -> Generation:
-    """Lower each request's max_tokens to what the context has room for, one at least."""
+    """Return a copy with each request's max_tokens lowered to what the context has room for, at
+    least one.
+    """
     cut = []
     for request in generation.requests:
         room = max(context - len(request.prompt), 1)
@@ -158,7 +162,7 @@ def within(generation: Generation, context: int) -> Generation:
 
 def _alternatives(body: ChatBody) -> int | None:
     """Return how many alternatives of each token to report; None = no log-probabilities. Raises
-    RequestError for alternatives without log-probabilities. `n_probs` means both.
+    RequestError for alternatives without log-probabilities. `n_probs` sets both.
     """
     if body.logprobs:
         return body.n_probs if body.top_logprobs is None else body.top_logprobs
@@ -176,7 +180,9 @@ def _generation(
     settings: ServeSettings,
     continues_text: bool,
 ) -> Generation:
-    """Make the requests of these prompts; `continues_text` as in Request. Raises RequestError."""
+    """Return the generation of these prompts; `continues_text` as in Request. Raises
+    RequestError.
+    """
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     _check_limits(body, prompts, stopping, sampling, settings)
@@ -215,8 +221,8 @@ def _generation(
 
 
 def _predicted(body: SampledBody, loaded: Frontend) -> Ints:
-    """Encode what the answer is expected to be: int32[T], often empty. Raises ContextError beyond
-    the context.
+    """Encode the expected text of the answer: int32[T], often empty. Raises ContextError beyond the
+    context.
     """
     if not body.prediction:
         return np.zeros(0, np.int32)
@@ -231,8 +237,8 @@ def _predicted(body: SampledBody, loaded: Frontend) -> Ints:
 def _thresholds(
     body: SampledBody, sampling: Sampling, loaded: Frontend
 ) -> tuple[dict[str, float] | None, tuple[str, ...]]:
-    """Return the accept thresholds, if they may change the answer; else None and the fields that
-    change nothing although the request has them.
+    """Return (the accept thresholds if they may change the answer, else None; their field names if
+    the request sets them without effect).
     """
     asked = body.speculative
     if sampling.lossy and asked.enabled and loaded.config.speculates:
@@ -248,7 +254,9 @@ def _sampling(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> Sampling:
-    """Make the sampler's part. Without a seed of the client's, each request gets a fresh one."""
+    """Return the sampling parameters. Without a seed from the client, each request gets a random
+    one.
+    """
     tokenizer = loaded.tokenizer
     eos = () if body.ignore_eos else tokenizer.eos_ids
     given = {name: getattr(body, name) for name in NEUTRAL}
@@ -315,7 +323,7 @@ def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Frontend, place:
 
 
 def too_long(count: int, loaded: Frontend, place: str, least: str = "") -> ContextError:
-    """Return the message for a text with more tokens than the context; least: words before their
+    """Return the error for a text with more tokens than the context. least: words before their
     number, such as "at least ".
     """
     return ContextError(
@@ -328,14 +336,18 @@ def too_long(count: int, loaded: Frontend, place: str, least: str = "") -> Conte
 
 
 def check_length(text: str, loaded: Frontend, place: str) -> None:
-    """Raise ContextError if a text certainly has more tokens than the context, unencoded."""
+    """Raise ContextError if a text certainly has more tokens than the context, without encoding
+    it.
+    """
     least = loaded.tokenizer.least_tokens(text)
     if least > loaded.context:
         raise too_long(least, loaded, place, "at least ")
 
 
 def truncated(prompt: Ints, body: SampledBody, room: int) -> Ints:
-    """Return the last tokens of a prompt, as many as requested; -1: as leave one of `room` free."""
+    """Return the last tokens of a prompt, as many as truncate_prompt_tokens says; -1: as many as
+    leave one of `room` positions free.
+    """
     asked = body.truncate_prompt_tokens
     if asked is None:
         return prompt
@@ -344,8 +356,8 @@ def truncated(prompt: Ints, body: SampledBody, room: int) -> Ints:
 
 
 def known_tokens(tokens: tuple[int, ...], loaded: Frontend, place: str) -> Ints:
-    """Check token ids that came from a client; return int32[T]. Raises RequestError, naming
-    `place`, for one beyond the vocabulary.
+    """Check a client's token ids; return int32[T]. Raises RequestError, naming `place`, for an id
+    outside the vocabulary.
     """
     ids, vocab = as_ids(tokens, np.int64), loaded.tokenizer.vocab_size
     unknown = np.flatnonzero(ids >= vocab)
@@ -365,7 +377,7 @@ def _check_limits(
     sampling: Sampling,
     settings: ServeSettings,
 ) -> None:
-    """Check the limits of the server as a whole, before anything is allocated."""
+    """Check the server's own limits, before anything is allocated. Raises RequestError."""
     if body.n > settings.max_choices:
         raise RequestError(f"n is {body.n}, but this server allows {settings.max_choices}.", "n")
     if body.n * len(prompts) > MAX_SEQUENCES:

@@ -1,8 +1,8 @@
 """Request bodies: one declaration per body, with OpenAI's and vLLM's names.
 
-A field is honoured exactly, refused by name, or, if it cannot change an answer, ignored: then a
-header of the response names it (docs/use/requests.md). Bounds here are those of the field
-alone; `prepare` checks what depends on the model or on other fields.
+A field is honoured exactly, rejected by name, or, if it cannot change an answer, ignored: then a
+header of the response names it (docs/use/requests.md). Bounds here are those of the field alone;
+`prepare` checks what depends on the model or on other fields.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from forerun.serve.bodies.unused import UNUSED
 
 MAX_TOKENS = 2**31 - 1
 UNLIMITED = -1
-"""As max_tokens: as many as the context takes."""
+"""Value of max_tokens: as many as the context has room for."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 FORMATS = ("auto", "deepseek", "none")
 """Formats of reasoning, by llama.cpp's names."""
@@ -55,7 +55,7 @@ _SAFE = "a message's text never becomes a control token; use /v1/completions"
 _NO_BEAMS = "sequences are sampled, not searched"
 _NO_CODE = "the server runs no code from requests"
 NEVER = -1e9
-"""A bias that leaves a token no probability."""
+"""A bias that makes a token impossible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +96,14 @@ class _Prediction(Declaration):
 
 @takes(body_schema(_Prediction))
 def prediction(value: Any, where: str) -> str:
-    """Read `prediction` (OpenAI): the text that the answer is expected to be, or most of it."""
+    """Read `prediction` (OpenAI): the expected text of the answer, or most of it."""
     return read(_Prediction, value, where).content
 
 
 @takes({"type": ["object", "array"], "maxProperties": MAX_LOGIT_BIAS})
 def token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
-    """Read `logit_bias`: {"token id": bias}, or [[token id, bias], ...] (llama.cpp), where false is
-    never. Whether the ids exist is checked by the engine.
+    """Read `logit_bias`: {"token id": bias}, or [[token id, bias], ...] (llama.cpp), where false
+    means never. The engine checks whether the ids exist.
     """
     if isinstance(value, list):
         value = _bias_pairs(value, where)
@@ -134,7 +134,7 @@ def _bias_pairs(pairs: list[Any], where: str) -> dict[str, Any]:
 
 @takes({"type": "integer", "minimum": -1, "not": {"const": 0}})
 def truncation(value: Any, where: str) -> int:
-    """Read `truncate_prompt_tokens`: how many of a prompt's last tokens stay; -1: as many as
+    """Read `truncate_prompt_tokens`: how many of a prompt's last tokens to keep; -1: as many as
     fit.
     """
     found = integer(-1, MAX_TOKENS)(value, where)
@@ -148,7 +148,7 @@ _length = integer(1, MAX_TOKENS)
 
 @takes({"type": "integer", "minimum": -1, "not": {"const": 0}})
 def _answer_length(value: Any, where: str) -> int | None:
-    """Read `max_tokens` of a conversation; -1 (llama.cpp) is as if it were left out."""
+    """Read `max_tokens` of a conversation; -1 (llama.cpp) counts as absent."""
     if type(value) is int and value == UNLIMITED:
         return None
     return _length(value, where)
@@ -156,8 +156,8 @@ def _answer_length(value: Any, where: str) -> int | None:
 
 @takes(body_schema(SpeculativeOptions))
 def untraced(value: Any, where: str) -> SpeculativeOptions:
-    """Read `speculative` of routes whose answers have no place for a trace. Raises RequestError for
-    a trace.
+    """Read `speculative` for routes whose answers have no field for a trace. Raises RequestError
+    for a trace.
     """
     found = read(SpeculativeOptions, value, where)
     if found.trace:
@@ -169,15 +169,15 @@ def untraced(value: Any, where: str) -> SpeculativeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestBody(Declaration):
-    """A body that may name the model; without slots, so that it may be one base of several."""
+    """A body that may name the model; without slots, so that it can be one of several bases."""
 
     model: str | None = accept(text(256, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFields(Declaration):
-    """How tokens are chosen, in the words of all dialects. Where nothing is said, the model's
-    recommended values count.
+    """Sampling parameters that all dialects have. Absent ones get the model's recommended
+    values.
     """
 
     temperature: float | None = accept(number(0.0, 2.0))
@@ -188,7 +188,7 @@ class SamplingFields(Declaration):
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltyFields(SamplingFields):
-    """What most dialects say beyond that."""
+    """Sampling parameters that most dialects have in addition."""
 
     frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
     presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
@@ -197,7 +197,7 @@ class PenaltyFields(SamplingFields):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFields(PenaltyFields):
-    """What vLLM and SGLang say beyond that."""
+    """Sampling parameters that vLLM and SGLang have in addition."""
 
     n: int = accept(integer(1, MAX_TOKENS), 1)
     repetition_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
@@ -208,9 +208,7 @@ class TokenFields(PenaltyFields):
 
 
 cache_salt = text(1024, 1)
-"""Read `cache_salt` of vLLM, `extra_key` of SGLang. Not empty: "" is probably a client's
-mistake.
-"""
+"""Reads `cache_salt` of vLLM, `extra_key` of SGLang. Not empty: "" is probably a client's error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +221,8 @@ class _Scaled(Declaration):
 
 @takes({"type": "array", "items": {"type": "object"}})
 def _one_adapter(value: Any, where: str) -> tuple[int, ...]:
-    """Read llama.cpp's list of adapters with scales: the number of the one at scale 1, if any.
-    Raises RequestError for other scales, and for several.
+    """Read llama.cpp's list of adapters with scales: the number of the one with scale 1, if any.
+    Raises RequestError for other scales, and for several adapters.
     """
     entries = items(part(_Scaled), MAX_ADAPTERS)(value, where)
     chosen = tuple(one.id for one in entries if one.scale)
@@ -299,7 +297,7 @@ class SampledBody(ConstrainedBody, TokenFields, RequestBody):
 
 @takes({"type": "object", "maxProperties": 64})
 def template_options(value: Any, where: str) -> dict[str, Any]:
-    """Read `chat_template_kwargs`: names for the template, which checks their depth."""
+    """Read `chat_template_kwargs`: variables for the template, which checks their depth."""
     if not isinstance(value, dict) or len(value) > 64:
         raise RequestError(f"{where} must be an object of at most 64 entries.", where)
     return value
@@ -307,7 +305,7 @@ def template_options(value: Any, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateFields(Declaration):
-    """What a chat template is given beside messages."""
+    """Variables of a chat template besides messages."""
 
     tools: tuple[Tool, ...] = accept(tools, ())
     add_generation_prompt: bool | None = accept(boolean)
@@ -323,13 +321,13 @@ class ConversationFields(TemplateFields):
 
 
 NO_BUDGET = -1
-"""As a thinking budget: the thought may go on as long as the answer."""
+"""Value of a thinking budget: only max_tokens limits the reasoning."""
 thinking_budget = integer(NO_BUDGET, MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningOptions(Declaration):
-    """`reasoning`, as OpenRouter's clients write it."""
+    """`reasoning`, in OpenRouter's format."""
 
     effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
     max_tokens: int | None = accept(thinking_budget)
@@ -342,11 +340,11 @@ class ReasoningOptions(Declaration):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatBody(SampledBody, ConversationFields):
-    """POST /v1/chat/completions, and what other dialects make of their conversations."""
+    """POST /v1/chat/completions. The conversations of other dialects are converted to this body."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
     budget_is_target: ClassVar[bool] = False
-    """Whether a thinking budget that cannot be kept is left out, instead of being refused."""
+    """Whether a thinking budget that cannot be enforced is ignored, instead of rejected."""
 
     messages: tuple[dict[str, Any], ...] = need(messages)
     max_tokens: int | None = accept(_answer_length)
@@ -397,8 +395,8 @@ class ChatBody(SampledBody, ConversationFields):
 
     @property
     def asked_budget(self) -> tuple[str, int | None]:
-        """The field that has a budget for thoughts, and its tokens; None: no field has one. Raises
-        RequestError where two fields disagree.
+        """(field that sets a thinking budget, its tokens); tokens None: no field does. Raises
+        RequestError if two fields disagree.
         """
         name, in_kwargs = "thinking_token_budget", "chat_template_kwargs.thinking_budget"
         of_template = (self.chat_template_kwargs or {}).get("thinking_budget")
@@ -457,7 +455,7 @@ def prompts(most: int) -> DescribedReader[tuple[Prompt, ...]]:
 class CompletionBody(SampledBody):
     """POST /v1/completions.
 
-    suffix  what stands behind the answer: it is filled in between; "" = the prompt is continued
+    suffix  the text after the answer, which is filled in between; "" = the prompt is continued
     parse_special  control strings in a text prompt are their tokens, if there is no suffix
     """
 

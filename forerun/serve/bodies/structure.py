@@ -1,8 +1,8 @@
-"""The fields that constrain an answer, in the words of four servers, each read into `Rules`.
+"""The fields that constrain an answer, in the formats of four servers, each read into `Rules`.
 
 OpenAI     response_format {"type": "text" | "json_object" | "json_schema", ...}
 vLLM       structured_outputs {"json" | "regex" | "choice" | "grammar" | "structural_tag"},
-and its older guided_json, guided_regex, guided_choice, guided_grammar
+           and its older guided_json, guided_regex, guided_choice, guided_grammar
 SGLang     json_schema, regex, ebnf
 llama.cpp  grammar, json_schema, and "schema" in a response_format of type json_object
 """
@@ -36,21 +36,21 @@ from forerun.serve.bodies.fields import (
 from forerun.text.json_text import JsonFault, read_json
 
 MAX_PARTS = 1 << 16
-"""Choices, tags or triggers; their size in bytes is bounded by the grammar's."""
+"""Most choices, tags or triggers; their size in bytes is limited by the grammar's."""
 
 
 @takes({"type": ["object", "string", "boolean"]})
 def json_rules(value: Any, where: str) -> Rules:
-    """Read a JSON schema: an object, or JSON text of one. What cannot be enforced is left out.
-    Raises RequestError, naming `where`, for what is no schema.
+    """Read a JSON schema: an object, or JSON text of one. Keywords that cannot be enforced are left
+    out. Raises RequestError, naming `where`, for anything else.
     """
     return Rules(_whole_schema(_parsed(value, where), False, where))
 
 
 def _whole_schema(schema: Any, strict: bool, where: str) -> Grammar:
-    """Make the grammar of a schema that the answer is held to, strict or not: parts that are no
-    schemas, and patterns that are no regular expressions, are refused. (Tools may have them: the
-    others can be called.)
+    """Return the grammar of a schema for the whole answer, strict or not. Rejects parts that are no
+    schemas, and patterns that are no regular expressions. (Tools may have them: the others can be
+    called.)
     """
     grammar = Grammar.json_schema(schema, not strict, where)
     if not strict:
@@ -61,15 +61,15 @@ def _whole_schema(schema: Any, strict: bool, where: str) -> Grammar:
 
 @takes({"type": "string"})
 def regex_rules(value: Any, where: str) -> Rules:
-    """Read a regular expression for the whole text. Raises RequestError, naming `where`, for no
-    string or a bad one.
+    """Read a regular expression for the whole text. Raises RequestError, naming `where`, if it is
+    no string or invalid.
     """
     return Rules(Grammar.regex(plain_text(value, where), where))
 
 
 @takes(items(plain_text, MAX_PARTS, 1).schema)
 def choice_rules(value: Any, where: str) -> Rules:
-    """Read a list of texts, of which the answer is one. Raises RequestError, naming `where`, for
+    """Read a list of texts, one of which is the answer. Raises RequestError, naming `where`, for
     anything else.
     """
     return Rules(Grammar.choice(items(plain_text, MAX_PARTS, 1)(value, where), where))
@@ -77,23 +77,25 @@ def choice_rules(value: Any, where: str) -> Rules:
 
 @takes({"type": "string"})
 def grammar_rules(value: Any, where: str) -> Rules:
-    """Read a grammar in GBNF or Lark for the whole text. Raises RequestError, naming `where`, for
-    no string or a bad one.
+    """Read a grammar in GBNF or Lark for the whole text. Raises RequestError, naming `where`, if it
+    is no string or invalid.
     """
     return Rules(Grammar.grammar(plain_text(value, where), where))
 
 
 @takes({"type": ["object", "string"]})
 def structural_rules(value: Any, where: str) -> Rules:
-    """Read tags in free text: an object with structures and triggers, or JSON text of one."""
+    """Read tags in free text: an object with structures and triggers, or JSON text of one. Raises
+    RequestError naming the field.
+    """
     given = read(_StructuralTag, _parsed(value, where), where)
     return tag_rules(given.structures, given.triggers, where)
 
 
 @takes({"type": "object", "required": ["type"]})
 def response_rules(value: Any, where: str) -> Rules | None:
-    """Read OpenAI's response_format, whose type decides its other fields; None: any text. Raises
-    RequestError naming the field.
+    """Read OpenAI's response_format, whose type determines its other fields. Returns None for any
+    text. Raises RequestError naming the field.
     """
     given = _response_format(value, where)
     if isinstance(given, _JsonSchema):
@@ -126,8 +128,8 @@ def structured_rules(value: Any, where: str) -> Rules:
 
 
 def one_of(body: Any, names: tuple[str, ...], prefix: str = "") -> Rules | None:
-    """Return the one field of `names` that is set. Raises RequestError naming two where more
-    are.
+    """Return the one field of `names` that is set; None if none is. Raises RequestError, naming
+    two, if more are.
     """
     found = [name for name in names if getattr(body, name) is not None]
     if len(found) > 1:
@@ -141,7 +143,7 @@ def one_of(body: Any, names: tuple[str, ...], prefix: str = "") -> Rules | None:
 
 
 def _parsed(value: Any, where: str) -> Any:
-    """Return a value, or what its JSON text says."""
+    """Return a value; if it is a string, the JSON value in it."""
     if not isinstance(value, str):
         return value
     try:
@@ -177,8 +179,8 @@ class _JsonObject(Typed):
 
 
 def named_rules(schema: Any, strict: bool, place: str) -> Rules:
-    """Make the rules of a schema as OpenAI's clients send it. What is strict has objects without
-    further keys; what is not may have keywords that are not honoured.
+    """Return the rules of a schema in OpenAI's format. A strict one has objects without further
+    keys; another may have keywords that are not enforced.
     """
     found = _whole_schema(schema, strict, place)
     return Rules(closed_grammar(found) if strict else found)
@@ -245,7 +247,7 @@ _response_format = tagged(
 
 
 def _or_nothing(reader: Reader) -> Reader:
-    """Make a reader that takes an empty text as absent, and all else as `reader` does."""
+    """Return a reader that treats an empty text as absent, and anything else as `reader` does."""
 
     def empty_or_read(value: Any, where: str) -> Rules | None:
         rules: Rules | None = None if value == "" else reader(value, where)
@@ -256,8 +258,8 @@ def _or_nothing(reader: Reader) -> Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstrainedBody(Declaration):
-    """The part of a request that constrains its answer; at most one of these fields. An empty text
-    is none: clients send it for what their users left open.
+    """The fields that constrain a request's answer; at most one may be set. An empty text counts as
+    absent: clients send it for settings their users left open.
     """
 
     response_format: Rules | None = accept(response_rules)

@@ -1,4 +1,4 @@
-"""Thoughts: where an answer behind a prompt is in one, the rules behind it, and its budget."""
+"""Reasoning: whether a prompt ends inside it, the rules that apply after it, and its budget."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,13 +19,13 @@ from forerun.types import Ints
 def kept_budget(
     body: ChatBody, settings: ServeSettings, marks: Marks | None, tokenizer: Tokenizer, room: int
 ) -> tuple[ThinkingBudget | None, tuple[str, ...]]:
-    """Return the budget of a thought that the prompt has not begun, None: no limit; and what
-    became of the field, if it was lowered so that there is room for the answer.
+    """Return the budget of reasoning that the prompt has not begun (None: no limit), and a notice
+    if it was lowered so that there is room for the answer.
 
-    marks  around thoughts; None = they are unknown, or the answer has rules for single tokens
-    room   tokens of the context behind the prompt
+    marks  around reasoning; None = unknown, or the answer has rules for single tokens
+    room   tokens of the context after the prompt
 
-    Raises RequestError for a budget that cannot be kept, if the request has it.
+    Raises RequestError for a budget that cannot be enforced.
     """
     name, asked = body.asked_budget
     own, must = asked is not None, asked is not None and not body.budget_is_target
@@ -71,8 +71,8 @@ def kept_budget(
 
 
 def stage_behind(body: ChatBody, tail: str, marks: Marks) -> tuple[Stage, bool]:
-    """Return where in its answer the model is after a prompt that ends with `tail`, and whether it
-    is right behind a mark.
+    """Return the stage of the answer at which a prompt with the end `tail` leaves the model, and
+    whether that is directly after a mark.
     """
     stage = marks.stage(tail)
     if not body.continue_final_message:
@@ -93,12 +93,11 @@ def after_reasoning(
     control: bool,
     budget: ThinkingBudget | None,
 ) -> tuple[Ints, Rules | None, Stage]:
-    """Make the constraint begin after the reasoning: where the reader of its text, in which control
-    tokens are seen with `control`, reads the end. Return prompt int32[T], constraint and stage.
+    """Make the constraint begin after the reasoning: where the parser of the answer, which sees
+    control tokens if `control`, finds the end. Returns prompt int32[T], constraint and stage.
 
-    Where the prompt leaves it to the model whether to think, and the constraint leaves no room
-    for it, the prompt begins the reasoning: the constraint, or the budget, needs to know its
-    beginning.
+    If the prompt lets the model decide whether to reason, and the constraint would not allow it,
+    the prompt begins the reasoning: the constraint, or the budget, needs to know where it begins.
     """
     if (rules is None and budget is None) or stage == Stage.ANSWERING:
         return prompt, rules, stage
@@ -118,8 +117,8 @@ def after_analysis(
     budget: ThinkingBudget | None,
     tokenizer: Tokenizer,
 ) -> tuple[Ints, Rules | None, str]:
-    """Do what `after_reasoning` does, for Harmony: the constraint begins in the final channel, and
-    a budget opens the analysis. Return prompt, constraint, and the message that the prompt has
+    """Do the same as `after_reasoning` for Harmony: the constraint begins in the final channel, and
+    a budget opens the analysis. Returns prompt, constraint, and the message that the prompt has
     begun.
     """
     opened = MESSAGE in message
@@ -137,21 +136,21 @@ def after_analysis(
 
 
 class BudgetWatch:
-    """Finds out from an answer's tokens whether its budget ended the thought."""
+    """Detects from an answer's tokens whether its budget ended the reasoning."""
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._due = max(budget.tokens - budget.used, 0)
         self._ending, self._begun = budget.ending, list[int]()
 
     def push(self, tokens: Sequence[int]) -> None:
-        """Take the next tokens of the answer; those far behind the end are not kept."""
+        """Take the next tokens of the answer; those long after the end are not stored."""
         if len(self._begun) < self._due + LETTER + len(self._ending):
             self._begun += tokens
 
     @property
     def cut(self) -> bool:
-        """Whether the ending stands where the budget forces it: behind the N-th token, or the
-        letter that it ends in.
+        """Whether the ending is where the budget forces it: after the N-th token, or after the end
+        of its character.
         """
         size = len(self._ending)
         places = range(self._due, self._due + LETTER + 1)
@@ -159,7 +158,7 @@ class BudgetWatch:
 
 
 def thought_tokens(prompt: Ints, opener: str, tokenizer: Tokenizer) -> int:
-    """Return how many tokens at the end of a prompt are a thought, behind its opener."""
+    """Return how many tokens at the end of a prompt are reasoning, after its opener."""
     token, ids = tokenizer.added.get(opener), list[int](prompt.tolist())
     if token is not None and token.id in ids:
         return ids[::-1].index(token.id)
@@ -169,6 +168,6 @@ def thought_tokens(prompt: Ints, opener: str, tokenizer: Tokenizer) -> int:
 
 
 def mark_ids(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of a mark: its own token, or what spells it."""
+    """Return the ids of a mark: its own token, or those that spell it."""
     token = tokenizer.added.get(mark)
     return (token.id,) if token is not None else tuple(tokenizer.encode_within(mark))

@@ -1,4 +1,6 @@
-"""The fields about tools: what may be called, and whether the model may, must or must not."""
+"""The fields about tools: which functions may be called, and whether the model may, must or must
+not.
+"""
 
 import json
 import re
@@ -33,13 +35,17 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function on offer. plain: as chat templates take it, the same in every dialect."""
+    """A function that the model may call.
+
+    signature  its name and the grammar of its arguments
+    plain      in the form of chat templates, the same for every dialect
+    """
 
     signature: Signature
     plain: dict[str, Any]
 
     def called(self, name: str) -> "Tool":
-        """Return the same tool under a name."""
+        """Return the same tool under another name."""
         if name == self.signature.name:
             return self
         plain = {**self.plain, "function": {**self.plain["function"], "name": name}}
@@ -48,7 +54,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """kind: none, auto, required, or named; `name` of the function with the last."""
+    """kind: none, auto, required, or named; name: of the function, for named."""
 
     kind: str
     name: str | None = None
@@ -56,8 +62,8 @@ class ToolChoice:
 
 @takes({"type": "object", "required": ["type", "function"]})
 def tool(value: Any, where: str) -> Tool:
-    """Read a function with its parameters; without any it takes none. Raises RequestError naming
-    the field.
+    """Read a function with its parameters; without parameters it takes none. Raises RequestError
+    naming the field.
     """
     given = read(_Tool, value, where).function
     place = f"{where}.function.parameters"
@@ -71,8 +77,10 @@ def plain_tool(
     strict: bool,
     place: str,
 ) -> Tool:
-    """Make a tool of a function in any dialect's words. Its `plain` has OpenAI's, without strict,
-    which is no matter of the model's. `place` is the path of the parameters, for messages.
+    """Return a tool from the parts of a function in any dialect. Its `plain` has OpenAI's format,
+    without `strict`, which the model need not see.
+
+    place  path of the parameters, for messages
     """
     function: dict[str, Any] = {"name": name}
     if description is not None:
@@ -87,8 +95,8 @@ def plain_tool(
 
 
 def different(tools: tuple[Tool, ...], name_field: str, where: str = "tools") -> tuple[Tool, ...]:
-    """Return `tools` as they are. Raises RequestError, by `where` and `name_field`, if two have one
-    name.
+    """Return `tools` unchanged. Raises RequestError, naming `where` and `name_field`, if two have
+    the same name.
     """
     names = [item.signature.name for item in tools]
     for index, name in enumerate(names):
@@ -120,8 +128,8 @@ def tool_choice(value: Any, where: str) -> ToolChoice:
 
 @takes({"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,256}$"})
 def function_name(value: Any, where: str) -> str:
-    """Read a name that every way of writing calls can hold. Raises RequestError, naming `where`,
-    for anything else.
+    """Read a function's name, which must be valid in every format of calls. Raises RequestError,
+    naming `where`, for anything else.
     """
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         message = f"{where} must be 1 to 256 letters, digits, '_', '.' or '-', not {shown(value)}."
@@ -134,7 +142,7 @@ _FUNCTIONS = only("function", why="tools are functions")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFunction(Declaration):
-    """What all dialects but Anthropic's say of a function."""
+    """The fields of a function in all dialects but Anthropic's."""
 
     name: str = need(function_name)
     description: str | None = accept(plain_text)
@@ -160,9 +168,7 @@ class _Choice(Declaration):
 
 
 def _first_object(value: Any, where: str, left: list[str]) -> dict[str, Any]:
-    """Return the first whole object in arguments that a model wrote; an empty one where there is
-    none.
-    """
+    """Return the first complete object in arguments that a model wrote; {} if there is none."""
     found, whole = value, True
     try:
         if isinstance(value, str):
@@ -186,8 +192,8 @@ def _mend_text(value: Any, where: str, left: list[str]) -> str:
 
 @takes(plain_text.schema, _mend_text)
 def argument_text(value: Any, where: str) -> str:
-    """Read arguments of a call as JSON text; none may be empty. Raises RequestError, naming
-    `where`, for anything else.
+    """Read a call's arguments as JSON text; no arguments may be an empty text. Raises RequestError,
+    naming `where`, for anything else.
     """
     written = plain_text(value, where)
     if written.strip():
@@ -201,7 +207,7 @@ def argument_text(value: Any, where: str) -> str:
 
 @takes({"type": "object"}, _first_object)
 def argument_object(value: Any, where: str) -> dict[str, Any]:
-    """Read arguments of a call as a JSON object. Raises RequestError, naming `where`, for anything
+    """Read a call's arguments as a JSON object. Raises RequestError, naming `where`, for anything
     else.
     """
     check_json(value, where)
@@ -210,7 +216,7 @@ def argument_object(value: Any, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Called(Declaration):
-    """A function that was called. OpenAI's `parse` leaves its arguments in it a second time."""
+    """A function that was called. OpenAI's `parse` adds its arguments a second time."""
 
     name: str = need(function_name)
     arguments: str = need(argument_text)
@@ -221,7 +227,7 @@ class _Called(Declaration):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call(Declaration):
-    """A call of an earlier answer. Streams leave an index in it."""
+    """A call of an earlier answer. Streams add an index."""
 
     id: str | None = accept(plain_text)
     type: str = accept(_FUNCTIONS, "function")
@@ -231,8 +237,8 @@ class _Call(Declaration):
 
 @takes({"type": "object", "required": ["function"]}, mend_object(_Call))
 def call(value: Any, where: str) -> dict[str, Any]:
-    """Read a call of an earlier answer, as chat templates take it. Raises RequestError naming the
-    field.
+    """Read a call of an earlier answer, in the form of chat templates. Raises RequestError naming
+    the field.
     """
     given = read(_Call, value, where)
     function = {"name": given.function.name, "arguments": given.function.arguments}

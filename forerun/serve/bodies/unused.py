@@ -1,4 +1,4 @@
-"""Fields of other servers' bodies that change nothing here."""
+"""Fields of other servers' bodies that have no effect here."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from forerun.serve.bodies.fields import (
 
 _MOST = 2**31 - 1
 TIERS = ("auto", "default", "flex", "priority", "scale", "standard", "standard_only", "batch")
-"""Service tiers, as OpenAI and others name them; there is one here."""
+"""Service tiers of OpenAI and others; this server has one."""
 _OFF = "this kind of sampling is not supported; leave it off"
 
 
@@ -27,12 +27,12 @@ _OF_BACKENDS = {
     "disable-any-whitespace": "use structured_outputs.disable_any_whitespace",
     "no-additional-properties": "use structured_outputs.disable_additional_properties",
 }
-"""Options behind a backend's name, and what to use for those that change texts."""
+"""Options after a backend's name; for those that change texts, what to use instead."""
 
 
 @takes({"type": "string"})
 def _backend(value: Any, where: str) -> str:
-    """Read `guided_decoding_backend` of older vLLM: name:option,option. All backends keep to the
+    """Read `guided_decoding_backend` of older vLLM: name:option,option. All backends enforce the
     same constraint. Raises RequestError for an option that changes texts.
     """
     found = text(256)(value, where)
@@ -99,6 +99,6 @@ UNUSED: dict[str, Unused] = {
     "store": Unused(boolean, False),
     "metadata": Unused(mapping),
 }
-"""Fields of other servers that have no effect here: they request what happens anyway, or what this
-server does not have. Values that would change the text are refused.
+"""Fields of other servers that have no effect here: they request the default behaviour, or
+something this server does not have. Values that would change the text are rejected.
 """

@@ -1,4 +1,4 @@
-"""Bytes to JSON and back: sizes, depths and numbers are checked before anything uses them."""
+"""Decodes and encodes JSON: sizes, depths and numbers are checked before anything uses them."""
 
 import asyncio
 import json
@@ -17,19 +17,22 @@ from forerun.serve.http.errors import ApiError, ClientGoneError
 from forerun.text.json_text import JsonFault, read_json
 
 DISCARDED = 16
-"""A body that is too large is read, and thrown away, up to so many times the limit: a client
-that is still sending would not see the answer. Beyond that the connection is cut."""
+"""A body that is too large is read and discarded, up to this many times the limit: a client that is
+still sending would not see the answer. Beyond that the connection is closed.
+"""
 
 AT_ONCE = 16
-"""All bodies that are being received may together hold so many times the limit of one, and those
-of one client half of what the others leave: no client can take the room of all."""
+"""All bodies that are being received may together have this many times the limit of one body, and
+those of one client half of what the others leave: no client can use up the room of all.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
     """A body that was read before its route was chosen.
 
-    value  what it says; fault: why it says nothing
+    value  its JSON value
+    fault  the error if it has none
     """
 
     data: bytes
@@ -49,9 +52,8 @@ class Bodies:
         self._held: Counter[str] = Counter()  # Bytes of bodies on their way, by client.
 
     async def receive(self, request: Request) -> bytes:
-        """Receive the body of a request that says it is JSON.
-
-        Raises ApiError (400, 408, 413, 415, 429) and ClientGoneError.
+        """Receive the body of a request whose type is JSON. Raises ApiError (400, 408, 413, 415,
+        429) and ClientGoneError.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and (not _careless(request) or _from_a_page(request)):
@@ -83,8 +85,8 @@ class Bodies:
 
     @contextmanager
     def holding(self, request: Request, size: int) -> Iterator[None]:
-        """Count a received body as one on its way within this context: it waits. Raises ApiError
-        (429) as `receive` does.
+        """Count a received body as being received within this context, because it waits. Raises
+        ApiError (429) as `receive`.
         """
         client = "" if request.client is None else request.client.host
         self._hold(client, size)
@@ -119,8 +121,8 @@ class Bodies:
             del self._held[client]
 
     def _too_large(self, sent: bool) -> ApiError:
-        """Make the error for it; sent: the whole body has arrived, and the connection can be used
-        again.
+        """Return the error for a body that is too large. sent: the whole body has arrived, so the
+        connection can be used again.
         """
         return ApiError(
             413,
@@ -132,8 +134,8 @@ class Bodies:
 
 
 def _careless(request: Request) -> bool:
-    """Return whether the client may leave out that a body is JSON, as those of Ollama and of
-    llama.cpp, and their users with curl, do.
+    """Return whether the content type may be missing: clients of Ollama and llama.cpp, and their
+    users with curl, often send none.
     """
     path = request.url.path
     native = ("/completion", "/completions", "/infill", "/embedding", "/embeddings")
@@ -141,8 +143,8 @@ def _careless(request: Request) -> bool:
 
 
 def check_same_site(request: Request) -> None:
-    """Raise ApiError (403) if a page of another site sent what needs no body: browsers let any
-    page do so without asking the server. Pages of --allowed-origins may.
+    """Raise ApiError (403) if a page of another site sent a request that needs no body: browsers
+    let any page do so without asking the server. Pages of --allowed-origins may.
     """
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site")
     settings = request.app.state.service.settings
@@ -154,18 +156,18 @@ def check_same_site(request: Request) -> None:
 
 
 def _from_a_page(request: Request) -> bool:
-    """Return whether a web page sent the request: browsers say where one comes from, whatever a
-    page wants; other clients do not.
+    """Return whether a web page sent the request: browsers always report the origin, other clients
+    do not.
     """
     return "origin" in request.headers or "sec-fetch-site" in request.headers
 
 
 _AT_ONCE = 4096
-"""Pieces of an answer that are put together in one call of C's."""
+"""Parts of an answer that are joined in one call."""
 
 
 def parse_json(body: bytes) -> Any:
-    """Return the content of a body, as `read_json`. Raises ApiError, also for invalid UTF-8."""
+    """Parse a body, as `read_json`. Raises ApiError, also for invalid UTF-8."""
     try:
         return read_json(body.decode(json.detect_encoding(body), "surrogatepass"))
     except UnicodeDecodeError as error:
@@ -176,8 +178,9 @@ def parse_json(body: bytes) -> Any:
 
 
 def dump_json(value: Any) -> bytes:
-    """Encode as compact JSON in UTF-8; a lone surrogate becomes a question mark. Beside the event
-    loop it is slower, and lets go of the interpreter's lock again and again: the loop goes on.
+    """Encode as compact JSON in UTF-8; a lone surrogate becomes a question mark. Outside the event
+    loop it is slower, but releases the interpreter's lock again and again, so that the loop
+    continues.
     """
     if _on_the_loop():
         try:

@@ -1,1 +1,1 @@
-"""The families of clients that the server speaks with, one folder each, behind one contract."""
+"""Dialects: the APIs of other servers, one folder each, behind one contract."""

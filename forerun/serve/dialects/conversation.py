@@ -7,7 +7,7 @@ from forerun.text.tool_bodies import ParsedDelta
 
 
 class ChoiceReader:
-    """Reads the one choice of a generation."""
+    """Parses the one choice of a generation."""
 
     def __init__(self, generation: Generation) -> None:
         make = generation.parser or (lambda: OutputParser(None, None))
@@ -16,7 +16,7 @@ class ChoiceReader:
         self.stop_reason: str | int | None = None
 
     def push(self, news: Delta) -> ParsedDelta:
-        """Return what is new in a delta, split into reasoning, content and calls. Stores why the
+        """Return a delta split into reasoning, content and calls. Stores the reason for which the
         choice ended.
         """
         if news.finish is not None:
@@ -26,11 +26,11 @@ class ChoiceReader:
 
     @property
     def called(self) -> bool:
-        """Whether the answer ended with calls of tools."""
+        """Whether the answer ended with tool calls."""
         return self._parser.called(self.finish, self.stop_reason)
 
     @property
     def cut(self) -> bool:
-        """Whether there was no room for more, or a stop string came inside a call."""
+        """Whether the token limit, or a stop string inside a call, cut the answer off."""
         inside = self._parser.stopped_inside(self.stop_reason)
         return self.finish == Finish.LENGTH or inside

@@ -1,4 +1,4 @@
-"""Routes that other servers have and that this one answers with a sentence."""
+"""Routes of other servers that this one does not have and answers with an explanation."""
 
 from collections.abc import Awaitable, Callable
 
@@ -24,7 +24,7 @@ SCORES = (
 
 
 async def scores(request: Request) -> Response:
-    """Refuse scoring, classification and other poolings with 501."""
+    """Answer 501 to scoring, classification and other poolings."""
     raise ApiError(
         501,
         "This server writes text and makes embeddings (/v1/embeddings), but no scores or classes; "
@@ -41,7 +41,7 @@ OF_LLAMA = {
     "by the model's name.",
     "/props": "Properties are those that the server was started with.",
 }
-"""Routes of llama.cpp's server that change things, and why this server has none."""
+"""Routes of llama.cpp's server that change its state, and why this server has no such route."""
 
 
 def _says(message: str) -> Callable[[Request], Awaitable[Response]]:

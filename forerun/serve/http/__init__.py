@@ -1,1 +1,1 @@
-"""HTTP without any dialect: connections, bytes, hosts, workers, static files."""
+"""HTTP independent of any dialect: connections, allowed hosts, workers, static files."""

@@ -1,4 +1,6 @@
-"""One HTTP/1.1 connection: read in turns with others, and given up when a head does not arrive."""
+"""An HTTP/1.1 connection that takes turns with others, and is closed if a request's head does not
+arrive in time.
+"""
 
 import asyncio
 from collections.abc import Iterable
@@ -9,32 +11,35 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 PIECE = 1 << 13
-"""Bytes that are parsed in one turn of the event loop, but for plain bodies: what costs time is a
-request or a chunk, of which so many bytes hold some hundreds."""
+"""Bytes that are parsed in one turn of the event loop, except for bodies without chunks: the cost
+is per request or chunk, and this many bytes have some hundreds of them.
+"""
 LONGEST_HEAD = 1 << 16
 EXCESS = 1 << 14
-"""Bytes of a chunked body that may be neither content, nor a chunk's size and a little more."""
+"""Bytes of a chunked body that may be something else than content, its chunks' sizes, and a little
+more.
+"""
 SPARED = 16
-"""Bytes around a chunk that are not counted; beside them, two for each byte of content. As Go's
-net/http does it."""
+"""Bytes around a chunk that are not counted; in addition, two for each byte of content. As in Go's
+net/http.
+"""
 PROBES = 0.1
-"""Seconds between two looks whether a client that sends no more still reads."""
+"""Seconds between two checks whether a client that sends no more still reads."""
 LAST_SECONDS = 1.0
-"""A client of HTTP/1.0 that sends no more, and so may be gone, has so long for its answer."""
+"""Seconds for the answer to a client of HTTP/1.0 that sends no more, and so may be gone."""
 
 
 def connections(patience: float) -> type[HttpToolsProtocol]:
-    """Return Uvicorn's connections, closed when a request's head takes longer than `patience`
-    seconds to arrive: a client that sends a byte now and then would hold one for ever (slowloris).
-    The clock runs from the head's first byte. Before that a connection is idle, a new one like one
-    whose request was answered: a client that connects early, or is slow to begin, has done nothing
-    wrong.
+    """Return a class of Uvicorn's connections that are closed if a request's head takes longer than
+    `patience` seconds to arrive: a client that sends a byte now and then would hold one forever
+    (slowloris). The time begins with the head's first byte. Before that a connection is idle,
+    whether it is new or its last request was answered.
     """
     return type("Connection", (_Connection,), {"patience": patience})
 
 
 def close_idle(connections: Iterable[Any], most: int) -> None:
-    """Close at most `most` connections: those without a request for the longest time."""
+    """Close at most `most` connections, those that have had no request for the longest time."""
     idle = [one for one in connections if one.timeout_keep_alive_task is not None]
     idle.sort(key=lambda one: one.timeout_keep_alive_task.when())
     for connection in idle[:most]:
@@ -42,7 +47,7 @@ def close_idle(connections: Iterable[Any], most: int) -> None:
 
 
 class _Connection(HttpToolsProtocol):
-    """See `connections`. What arrives is parsed PIECE by PIECE, up to a request that has to wait
+    """See `connections`. Data is parsed in parts of PIECE bytes, up to a request that has to wait
     for the answer before it.
     """
 
@@ -74,8 +79,8 @@ class _Connection(HttpToolsProtocol):
             self._feed()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection where an answer is under way: its client may only have ended its own
-        half. One that is gone resets the connection when it is written to.
+        """Keep the connection open while an answer is being written: its client may only have
+        closed its own half. If the client is gone, writing fails.
         """
         answering = self.cycle is not None and not self.cycle.response_complete
         if not answering or not self._complete or self.pipeline or self.scheme == "https":
@@ -112,7 +117,7 @@ class _Connection(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See httptools. What stands behind a body (trailers) says nothing of the request."""
+        """See httptools. Fields after a body (trailers) are ignored."""
         if self._in_head:
             super().on_header(name, value)
 
@@ -143,7 +148,7 @@ class _Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Go on with what was not read yet, once an answer is written."""
+        """Continue with unread data after an answer is written."""
         super().on_response_complete()
         if self._unread:
             self._feed_soon()
@@ -151,7 +156,7 @@ class _Connection(HttpToolsProtocol):
             self._wait()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; an answer that is on its way ends as it is."""
+        """Reject data that is not HTTP; an answer that is being written ends unchanged."""
         self._unread.clear()
         self._refused = True
         if self.cycle is not None and not self.cycle.response_complete:
@@ -170,16 +175,14 @@ class _Connection(HttpToolsProtocol):
         self._probing = self.loop.call_later(LAST_SECONDS, self.transport.close)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection after a while without a request; what is unread by then stays
-        unread.
-        """
+        """Close the connection after a time without a request; unread data is dropped."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
 
     def _feed(self) -> None:
-        """Parse the next piece, and come back for the rest."""
+        """Parse the next part, and schedule the rest."""
         self._feeding = None
         if self.transport.is_closing() or not self._unread:
             return
@@ -228,8 +231,8 @@ class _Connection(HttpToolsProtocol):
             self._left -= self._content
 
     def _resolve_target(self) -> None:
-        """Resolve a target with scheme and host, as sent to proxies: its host counts, not the
-        header (RFC 9112, 3.2.2).
+        """Resolve a target with scheme and host, as sent to proxies: it takes precedence over the
+        Host header (RFC 9112, 3.2.2).
         """
         if self.url.lower().startswith((b"http://", b"https://")):
             target = httptools.parse_url(self.url)
@@ -257,7 +260,7 @@ class _Connection(HttpToolsProtocol):
             self._waiting = None
 
     def _probe(self) -> None:
-        """Write what a client skips: it is an error where that is gone."""
+        """Write bytes that a client skips, which fails if the client is gone."""
         if not self.cycle.response_started and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._probing = self.loop.call_later(PROBES, self._probe)
@@ -268,18 +271,18 @@ class _Connection(HttpToolsProtocol):
 
 
 class _Flow(FlowControl):
-    """Uvicorn's, which does not read on while something is unread."""
+    """Uvicorn's flow control, which does not resume reading while there is unread data."""
 
     held = False
 
     def resume_reading(self) -> None:
-        """Read on, if there is no need to wait."""
+        """Resume reading, unless there is unread data."""
         if not self.held:
             super().resume_reading()
 
 
 def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
-    """Return an application whose answer of unknown length ends with the connection, for
+    """Return an application that ends an answer of unknown length by closing the connection, for
     HTTP/1.0.
     """
 

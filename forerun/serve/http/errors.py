@@ -1,4 +1,4 @@
-"""Answers that are errors: a status and a sentence, never a stack trace."""
+"""Error answers: a status and a sentence, never a stack trace."""
 
 from collections.abc import Iterable, Mapping
 from math import ceil
@@ -15,14 +15,16 @@ from forerun.errors import (
 )
 
 LONGEST_NAME = 80
-"""Characters of a name from a client that a message repeats."""
+"""Most characters of a client's name that a message repeats."""
 LONGEST_MESSAGE, LONGEST_PARAM = 4000, 400
-"""Characters of an error's message and of its field: either may quote what a client sent."""
+"""Most characters of an error's message and of its field: either may quote a client's text."""
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` is the wrong request field, if it is one; `lengths` are
-    tokens of the prompt, requested ones, and the limit of both, if they are too many.
+    """An error answer.
+
+    param    the wrong request field, if there is one
+    lengths  tokens of the prompt, requested tokens, and the limit of both, if they are too many
     """
 
     def __init__(
@@ -53,7 +55,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection, or reads too slowly; the answer has no receiver."""
+    """The client closed its connection, or reads too slowly, so the answer cannot be delivered."""
 
 
 def _cut(text: str, longest: int) -> str:
@@ -61,17 +63,17 @@ def _cut(text: str, longest: int) -> str:
 
 
 def unavailable(message: str, code: str, retry_after: float = 1.0) -> ApiError:
-    """Return a 503 that says in how many seconds to come back, rounded up; not raised."""
+    """Return a 503 with the seconds after which to retry, rounded up; does not raise it."""
     return ApiError(503, message, code, headers={"retry-after": str(ceil(retry_after))})
 
 
 def shutting_down() -> ApiError:
-    """Return the 503 of a server that ends; not raised."""
+    """Return the 503 of a server that shuts down; does not raise it."""
     return unavailable("The server is shutting down.", "shutting_down")
 
 
 def stuck(since: float | None, limit: float) -> ApiError | None:
-    """Return a 503 where a step that began at `since` (time.monotonic) has taken over `limit`
+    """Return a 503 if a step that began at `since` (time.monotonic) has taken more than `limit`
     seconds.
     """
     if since is None or (seconds := monotonic() - since) <= limit:
@@ -81,7 +83,9 @@ def stuck(since: float | None, limit: float) -> ApiError | None:
 
 
 def api_error(error: ForerunError) -> ApiError:
-    """Return the answer to one of Forerun's own errors: its status, code and field. Not raised."""
+    """Convert one of Forerun's errors to an ApiError, with its status, code and field; does not
+    raise it.
+    """
     if isinstance(error, WorkerError):
         return unavailable(str(error), "worker_process_lost")
     if isinstance(error, BusyError):
@@ -99,7 +103,7 @@ def api_error(error: ForerunError) -> ApiError:
 
 
 def unknown_model(name: str, known: Iterable[str]) -> ApiError:
-    """Return the 404 for a name that is none of `known`; a long one is cut."""
+    """Return the 404 for a name that is not in `known`; a long name is cut."""
     cut = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
     some = ", ".join(map(repr, known))
     message = f"The model {cut!a} does not exist; this server serves {some}."

@@ -1,8 +1,8 @@
-"""The host names that requests may use for the server.
+"""Checks the host names that requests use for the server.
 
-A web page may send requests to any server under its own name. By DNS rebinding its name can come to
-mean 127.0.0.1, and the page then reads the answers of a server on its user's machine. Such a
-name is a public one: addresses and names that only a local network knows are safe.
+A web page may send requests to any server under the page's own name. DNS rebinding can make that
+name resolve to 127.0.0.1, so that the page can read the answers of a server on its user's machine.
+Such a name is a public one: addresses, and names that only a local network knows, are safe.
 """
 
 import ipaddress
@@ -13,15 +13,16 @@ from collections.abc import Iterable
 from forerun.errors import ConfigError
 
 PRIVATE = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".cluster.local", ".svc")
-"""Ends of names that no public name server answers (RFC 6761, 6762, 8375; ICANN's .internal), and
-those that Kubernetes gives to services."""
+"""Suffixes of names that no public name server resolves (RFC 6761, 6762, 8375; ICANN's .internal),
+and of names that Kubernetes gives to services.
+"""
 
 _NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 
 _HEADER = re.compile(
     r"(?:\[(?P<address>[0-9a-f:.]+(?:%25[0-9a-z._~-]+)?)\]|(?P<name>[0-9a-z._-]*))(?::[0-9]*)?"
 )
-"""A Host header in small letters."""
+"""A Host header in lower case."""
 
 
 class AllowedHosts:
@@ -46,8 +47,8 @@ class AllowedHosts:
         self._names = names | {bound.lower(), socket.gethostname().lower()}
 
     def admits(self, header: str | None) -> bool:
-        """Return whether a request with this Host header may be answered; None: it had none, as in
-        HTTP/1.0, which no browser speaks.
+        """Return whether a request with this Host header may be answered. None: it had none, as in
+        HTTP/1.0, which no browser uses.
         """
         if header is None or self._any:
             return True

@@ -1,4 +1,4 @@
-"""Which requests are being answered, and the wait for them at the end."""
+"""Counts the requests that are being answered, and waits for them at the end."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ log = logging.getLogger("forerun.serve")
 class InFlight:
     """Counts the requests that are being answered. Used on the event loop.
 
-    draining  no request may come in any more
+    draining  no more requests are accepted
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class InFlight:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Enter a context around an answer that `drain` waits for."""
+        """Return a context for an answer that `drain` waits for."""
         self._active += 1
         try:
             yield
@@ -31,7 +31,9 @@ class InFlight:
                 self._idle.set()
 
     async def drain(self, seconds: float) -> bool:
-        """Refuse new requests and wait for running ones. Returns True if all ended."""
+        """Reject new requests and wait at most `seconds` for running ones. Returns True if all
+        ended.
+        """
         self.draining = True
         if not self._active:
             return True

@@ -1,4 +1,4 @@
-"""The web UI: static files from `ui`, and headers that let nothing else run there."""
+"""The web UI: static files from `ui`, with headers that allow no other code there."""
 
 from pathlib import Path
 
@@ -25,7 +25,8 @@ POLICY = "; ".join(
     )
 )
 """Content-Security-Policy: code, styles and connections of this server only, no inline code, and
-HTML from text through the sanitiser only (its Trusted Types policy is called dompurify)."""
+HTML from text only through the sanitiser (its Trusted Types policy is called dompurify).
+"""
 
 HEADERS = {
     "content-security-policy": POLICY,

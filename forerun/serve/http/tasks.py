@@ -1,4 +1,4 @@
-"""Tasks that nothing awaits, and whose errors are heard all the same."""
+"""Background tasks whose errors are logged although they are not awaited."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 def begun(work: Coroutine[Any, Any, Result], name: str) -> "asyncio.Task[Result]":
-    """Begin `work` on the running event loop; its error is logged where it ends with one."""
+    """Start `work` on the running event loop, and log its error if it raises one."""
     task = asyncio.get_running_loop().create_task(work, name=name)
     task.add_done_callback(_log_failure)
     return task

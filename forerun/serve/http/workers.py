@@ -1,4 +1,6 @@
-"""Where a request's work outside of the engine runs: on the event loop, or beside it."""
+"""Chooses where a request's work outside the engine runs: on the event loop, or on another
+thread.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -10,22 +12,25 @@ from forerun.machine import trim_memory
 from forerun.serve.http.errors import shutting_down
 
 LARGE = 1 << 14
-"""Bodies above this many bytes are parsed and encoded on another thread: others go on."""
+"""Bodies above this many bytes are parsed and encoded on another thread, so that other requests
+continue.
+"""
 
 HUGE = 1 << 20
-"""Bodies above this many bytes are worked on one at a time, and the memory that it took is given
-back to the system: glibc keeps some 200 bytes for each byte of a text that was encoded, 800 MB
-after 4 MB."""
+"""Bodies above this many bytes are processed one at a time, and their memory is returned to the
+system afterwards: glibc keeps some 200 bytes for each byte of a text that was encoded, 800 MB after
+4 MB.
+"""
 
 SMALL_AT_ONCE, LARGE_AT_ONCE = 4, 2
-"""Threads for small bodies whose work waits for another process, and for large bodies."""
+"""Threads for small bodies whose work waits for another process, and threads for large bodies."""
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
 class Workers:
-    """Threads beside the event loop. No body waits for one of a larger class."""
+    """Threads beside the event loop. A body never waits for one of a larger class."""
 
     def __init__(self) -> None:
         self._small = ThreadPoolExecutor(SMALL_AT_ONCE, "forerun-small")
@@ -33,7 +38,7 @@ class Workers:
         self._huge = ThreadPoolExecutor(1, "forerun-huge")
 
     def close(self) -> None:
-        """Take no more work; what waits is cancelled, what is under way is not waited for."""
+        """Accept no more work; waiting work is cancelled, running work is not waited for."""
         for pool in (self._small, self._large, self._huge):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -44,8 +49,8 @@ class Workers:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Result:
-        """Do `work` for a body of `size` bytes, on another thread where that may take long. Raises
-        ApiError (503) once it is closed, also for work that waits.
+        """Run `work` for a body of `size` bytes, on another thread if that may take long. Raises
+        ApiError (503) after `close`, also for waiting work.
         """
         if size <= LARGE:
             return work(*args, **kwargs)
@@ -61,7 +66,9 @@ class Workers:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Result:
-        """Do as `run`, for work that waits for another process: on a thread, whatever its size."""
+        """Run `work` as `run` does, but always on a thread, because it waits for another
+        process.
+        """
         if size > LARGE:
             return await self.run(size, work, *args, **kwargs)
         return await _on(self._small, partial(work, *args, **kwargs))

@@ -1,1 +1,1 @@
-"""What operators read: logs, metrics, traces."""
+"""Logs, metrics and traces for operators."""

@@ -1,4 +1,4 @@
-"""Log lines about prompts and decoding every so many steps, in SGLang's words."""
+"""Logs lines about prompts and decoding at intervals of steps, in SGLang's format."""
 
 import asyncio
 import logging
@@ -8,17 +8,17 @@ from time import monotonic
 from forerun.engine.stats import Stats
 
 LOOK_SECONDS = 0.5
-"""How often the number of steps is checked: a line is at most this late."""
+"""Seconds between checks of the number of steps: a line is late by at most this."""
 
 log = logging.getLogger("forerun.serve")
 
 
 class DecodeLog:
-    """Says what the engine did since it last spoke.
+    """Logs what the engine did since the last line.
 
     interval  steps between two lines
-    last      what it had done before
-    clock     seconds that only grow
+    last      the counters at the last line
+    clock     seconds, monotonic
     """
 
     def __init__(self, interval: int, last: Stats, clock: Callable[[], float] = monotonic) -> None:
@@ -26,8 +26,8 @@ class DecodeLog:
         self._last, self._time = last, clock()
 
     def look(self, now: Stats) -> list[str]:
-        """Return the lines to log, if the engine made `interval` steps since the last ones; else
-        none. Remembers `now`.
+        """Return the lines to log if the engine ran `interval` steps since the last ones; else
+        none. Stores `now`.
         """
         if now.steps - self._last.steps < self._interval:
             return []

@@ -6,16 +6,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 FIELDS = "fields"
-"""Attribute of a log record with its values by name, for programs that read logs."""
+"""Attribute of a log record that has its values by name, for programs that read logs."""
 
 _NAMES = {"uvicorn.error": "forerun.http", "uvicorn": "forerun.http"}
-"""Libraries' loggers under the names that operators know."""
+"""Libraries' loggers -> their names in our log."""
 
 
 def configure_logs(level: str, kind: str) -> None:
-    """Send all loggers to standard error. level: least level of a line. kind: text or json.
+    """Send all loggers to standard error. Uvicorn's lines about its own start and end are left out:
+    the server logs its own.
 
-    Uvicorn's lines about its own start and end are left out: the server says these itself.
+    level  least level of a line
+    kind   text or json
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_Json() if kind == "json" else _Text())
@@ -38,8 +40,8 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """One object per line: time (RFC 3339), level, logger, message, a traceback where there is one,
-    and the record's fields.
+    """Formats a line as one object: time (RFC 3339), level, logger, message, a traceback if there
+    is one, and the record's fields.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,4 +1,4 @@
-"""/metrics: the engine's counters for Prometheus, under vLLM's names where vLLM has them."""
+"""/metrics: the engine's counters for Prometheus, under vLLM's names if it has them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ from forerun.engine.stats import Histogram as Counts
 from forerun.engine.stats import Stats
 
 LABELS = ["model_name", "engine"]
-"""Labels of every family, as in vLLM, whose dashboards select by them; there is one engine, number
-0.
+"""Labels of every metric family, as in vLLM, whose dashboards select by them; there is one engine,
+number 0.
 """
 
 ENGINE = "0"
 
 
 def _stored(name: str) -> Callable[[Stats], float]:
-    """Return what reads a counter of the pages on disk; 0 if none are kept."""
+    """Return a function that reads a counter of the page store; 0 without a store."""
     return lambda stats: getattr(stats.store, name, 0)
 
 
@@ -188,15 +188,17 @@ _LABELLED: tuple[
         lambda s: s.store.misses.items() if s.store else (),
     ),
 )
-"""Counters with labels of their own: family, meaning, labels, (values of the labels, count)."""
+"""Counters with labels of their own: (family, description, label names, stats -> (label values,
+count)).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """The measurements of one engine, which serves the model `name`.
+    """The metrics of one engine, which serves the model `name`.
 
-    stats      its counters now
-    fault      why speculation is off although it was requested; None = it is not
+    stats      returns its counters
+    fault      returns why speculation is off although it was requested; None = it is on
     gap        called with the seconds between two deltas of one sequence
     per_token  called with the seconds per token of an ended request, after its first delta
     cache      facts about the key/value cache, by name
@@ -211,9 +213,9 @@ class Meter:
 
 
 class Metrics:
-    """All that /metrics shows: the process, and every engine that was `add`ed.
+    """The contents of /metrics: the process, and every engine that was `add`ed.
 
-    sglang  under SGLang's names too
+    sglang  also under SGLang's names
     """
 
     def __init__(self, sglang: bool = False) -> None:
@@ -237,7 +239,9 @@ class Metrics:
         fault: Callable[[], str | None],
         cache: Mapping[str, Any],
     ) -> Meter:
-        """Show an engine from now on, under `name`, and return its meter. Arguments as in Meter."""
+        """Include an engine from now on, under `name`, and return its meter. Parameters as in
+        Meter.
+        """
         gap = self._gap.labels(name, ENGINE).observe
         per_token = self._per_token.labels(name, ENGINE).observe
         meter = Meter(name, stats, fault, gap, per_token, cache)
@@ -245,7 +249,7 @@ class Metrics:
         return meter
 
     def remove(self, meter: Meter) -> None:
-        """Show its engine no longer: its counters begin anew when it comes back."""
+        """Remove an engine: its counters begin at zero if it is added again."""
         self._engines.meters.remove(meter)
 
     def page(self) -> bytes:
@@ -257,7 +261,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """Takes a snapshot of every engine for each scrape, so that nothing is counted twice."""
+    """Takes one snapshot of every engine per scrape, so that its numbers are consistent."""
 
     def __init__(self, sglang: bool) -> None:
         self.meters: list[Meter] = []
@@ -266,8 +270,8 @@ class EngineCollector(Collector):
         self._histograms = (*_HISTOGRAMS, *(_SGLANG_HISTOGRAMS if sglang else ()))
 
     def collect(self) -> Iterable[Metric]:
-        """Yield one metric family per counter, gauge and histogram, with a sample per engine, from
-        what each said last.
+        """Yield one metric family per counter, gauge and histogram, with a sample per engine from
+        its last snapshot.
         """
         engines = [([meter.name, ENGINE], meter.stats()) for meter in self.meters]
         kinds = (CounterMetricFamily, self._counters), (GaugeMetricFamily, self._gauges)
@@ -297,7 +301,7 @@ class EngineCollector(Collector):
         return family
 
     def _caches(self) -> Metric:
-        """Return vLLM's gauge with value 1 whose labels are facts."""
+        """Return vLLM's gauge of value 1 whose labels are facts about the cache."""
         names = dict.fromkeys(name for meter in self.meters for name in meter.cache)
         text = "The key/value cache, in labels."
         family = GaugeMetricFamily("vllm:cache_config_info", text, labels=[*LABELS, *names])

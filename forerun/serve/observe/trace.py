@@ -10,8 +10,8 @@ FIELD = "speculative_trace"
 
 
 def traced(steps: Iterable[StepTrace], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the JSON of some steps of one choice, in order (docs/reference/trace.md); `tokenizer`
-    turns token ids into text.
+    """Return the JSON of consecutive steps of one choice (docs/reference/trace.md); `tokenizer`
+    decodes token ids.
     """
     return [_step(step, tokenizer) for step in steps]
 
@@ -44,7 +44,7 @@ def _nodes(row: DraftRow, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def _token(token: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return its id and text; where that is no whole characters, its bytes too."""
+    """Return a token's id and text; also its bytes if they are not whole characters."""
     piece = tokenizer.token_bytes(token)
     text = piece.decode("utf-8", "replace")
     whole = "\ufffd" not in text

@@ -1,1 +1,1 @@
-"""Anthropic's /v1/messages and its counting of tokens."""
+"""Anthropic's /v1/messages and its count_tokens."""

@@ -1,4 +1,4 @@
-"""An answer's content blocks while they grow: their events, and what they come to."""
+"""An answer's content blocks while they grow, and their events."""
 
 import secrets
 from typing import Any
@@ -9,7 +9,7 @@ Event = dict[str, Any]
 
 
 class Blocks:
-    """Turns parsed text into events of blocks, one after the other.
+    """Converts parsed text to events of blocks, one after the other.
 
     hidden  thinking is counted, but not shown
     """
@@ -21,7 +21,7 @@ class Blocks:
         self._open: str | None = None
 
     def push(self, parsed: ParsedDelta) -> list[Event]:
-        """Return the events, in order, of what is new; blocks are begun and ended where the kind of
+        """Return the events, in order, of a parsed delta; blocks begin and end where the kind of
         text changes.
         """
         events: list[Event] = []
@@ -53,8 +53,9 @@ class Blocks:
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def whole(self, cut: bool) -> list[dict[str, Any]]:
-        """Return all blocks. cut: as ChoiceReader.cut; then a last call without a whole input is
-        left out.
+        """Return all blocks.
+
+        cut  as ChoiceReader.cut; then a last call with an incomplete input is left out
         """
         found = []
         for at, block in enumerate(self._blocks):

@@ -1,5 +1,5 @@
-"""Tools that Anthropic's models know by a type instead of a schema, and that clients run: a shell
-and an editor. Other models are offered functions of the same names and arguments.
+"""Anthropic's tools that have a type instead of a schema and are run by clients: a shell and an
+editor. Other models get functions of the same names and arguments.
 """
 
 from dataclasses import dataclass
@@ -65,8 +65,8 @@ class _ClientTool(Declaration):
 
 
 def known_tool(value: Any, where: str) -> Tool | None:
-    """Return the function that stands for a tool of such a type; None for other tools. Raises
-    RequestError naming the field.
+    """Return the function for a tool of such a type; None for other tools. Raises RequestError
+    naming the field.
     """
     kind = value.get("type") if isinstance(value, dict) else None
     found = next((one for name, one in _KNOWN.items() if str(kind).startswith(name)), None)

@@ -1,4 +1,4 @@
-"""Conversations of blocks, as chat templates and the rest of the server know them."""
+"""Converts conversations of content blocks to the form of chat templates."""
 
 import json
 from dataclasses import dataclass
@@ -25,20 +25,20 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversation(ChatBody):
-    """Anthropic's budgets are targets: clients send them to models that do not think, too."""
+    """Anthropic's budgets are targets: clients also send them to models that do not reason."""
 
     budget_is_target: ClassVar[bool] = True
 
 
 def chat_body(body: CountBody) -> ChatBody:
-    """Put the request in the server's own words. Raises RequestError, by the field, for what has no
-    such words.
+    """Convert the request to a ChatBody. Raises RequestError, by the field, for what has no
+    equivalent there.
     """
     messages = [] if body.system is None else [{"role": "system", "content": body.system}]
     for message in body.messages:
         messages += _plain(message)
     if len(messages) > 1 and _is_blank(messages[-1]):
-        messages.pop()  # The beginning of an answer, and nothing of it yet.
+        messages.pop()  # An empty beginning of an answer.
     choice = body.tool_choice
     options: dict[str, Any] = {}
     if isinstance(body, MessagesBody):
@@ -68,13 +68,13 @@ def chat_body(body: CountBody) -> ChatBody:
 
 
 def ignored(body: CountBody) -> tuple[str, ...]:
-    """Name the fields of the request, those within it by their path, that change nothing."""
+    """Return the fields of the request that have no effect; nested ones by their paths."""
     return *body.ignored, *left_out(body.messages)
 
 
 def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """Write a message as templates take it: results of tools are messages of their own, and come
-    first, since they answer the calls before.
+    """Convert a message to messages of a template: results of tools become messages of their own,
+    and come first, since they answer the calls before.
     """
     texts = [block.text for block in message.content if isinstance(block, Text | Document)]
     found: list[dict[str, Any]] = [
@@ -93,7 +93,7 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
 
 
 def _is_blank(message: dict[str, Any]) -> bool:
-    """Return whether the assistant's message says, thinks and calls nothing."""
+    """Return whether the assistant's message has no text, reasoning or calls."""
     speaks = goes_on(message) or "tool_calls" in message
     return message["role"] == "assistant" and not speaks
 
@@ -120,7 +120,7 @@ def _choice(body: CountBody) -> ToolChoice:
 
 
 def _effort(body: CountBody) -> str | None:
-    """Return how much to think; None = the template's default."""
+    """Return the reasoning effort; None = the template's default."""
     effort = body.output_config.effort if body.output_config is not None else None
     if body.thinking is None:
         return effort

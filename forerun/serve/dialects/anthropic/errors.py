@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients expect them."""
+"""Errors in Anthropic's format."""
 
 from typing import Any
 
@@ -26,9 +26,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def _message(error: ApiError) -> str:
-    """Write the sentence. Where a prompt is too long, or leaves no room for max_tokens, it begins
-    with the words by which Anthropic's clients know that they should shorten the one or lower the
-    other.
+    """Return the message. If a prompt is too long, or leaves no room for max_tokens, it begins with
+    the words by which Anthropic's clients recognise that.
     """
     if error.lengths is None:
         return str(error)

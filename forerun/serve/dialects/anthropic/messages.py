@@ -1,4 +1,4 @@
-"""POST /v1/messages, and counting its tokens."""
+"""POST /v1/messages and /v1/messages/count_tokens."""
 
 import uuid
 from dataclasses import replace
@@ -22,8 +22,8 @@ from forerun.serve.http.errors import ApiError
 
 
 class MessagesDialect(Dialect):
-    """POST /v1/messages: the next message, whole or as a stream, in Anthropic's words. 400 names a
-    field that cannot be taken.
+    """POST /v1/messages: the next message, whole or as a stream, in Anthropic's format. 400 names a
+    field that cannot be accepted.
     """
 
     _reader: ChoiceReader
@@ -62,7 +62,7 @@ class MessagesDialect(Dialect):
         return event({"type": "ping"}, "ping")
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """Implement Dialect.events: message_start at first, content blocks, and with `last` the
+        """Implement Dialect.events: message_start first, content blocks, and with `last` the
         message_delta.
         """
         events: list[Event] = []
@@ -113,7 +113,7 @@ class MessagesDialect(Dialect):
         }
 
     def _stop(self) -> dict[str, Any]:
-        """Say why the answer ended."""
+        """Return the reason for which the answer ended."""
         reader = self._reader
         if reader.finish == Finish.LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -124,14 +124,16 @@ class MessagesDialect(Dialect):
 
 
 def counted(value: Any, service: Service) -> dict[str, int]:
-    """POST /v1/messages/count_tokens: tokens of the prompt as /v1/messages would make it."""
+    """POST /v1/messages/count_tokens: the number of tokens in the prompt of such a /v1/messages
+    request.
+    """
     body = read(CountBody, value)
     loaded = service.named(body.model).loaded
     return {"input_tokens": len(dialogue(chat_body(body), loaded, service.settings).prompt)}
 
 
 def _input(tally: Tally) -> dict[str, int]:
-    """Count the tokens of the prompt. Those that the prefix cache had are counted apart."""
+    """Return the usage of the prompt. Tokens from the prefix cache are counted separately."""
     return {
         "input_tokens": tally.prompt_tokens - tally.cached_tokens,
         "cache_creation_input_tokens": 0,

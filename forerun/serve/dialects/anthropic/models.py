@@ -1,12 +1,14 @@
-"""Models in Anthropic's list: for requests with the header anthropic-version."""
+"""Lists of models in Anthropic's format, for requests with the header anthropic-version."""
 
 from datetime import UTC, datetime
 from typing import Any
 
 
 def model_card(name: str, created: int, context: int | None) -> dict[str, Any]:
-    """Return the entry of one model in /v1/models, in Anthropic's format. created: seconds since
-    1970; context: None = it is not loaded.
+    """Return a model's entry in /v1/models, in Anthropic's format.
+
+    created  seconds since 1970
+    context  tokens; None = it is not loaded
     """
     return {
         "id": name,
@@ -20,6 +22,6 @@ def model_card(name: str, created: int, context: int | None) -> dict[str, Any]:
 
 
 def listed(cards: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a page of models, the only one; at least one card."""
+    """Return the list of models as one page; `cards` has at least one entry."""
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
     return {"data": cards, "has_more": False, **ends}

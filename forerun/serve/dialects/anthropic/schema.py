@@ -63,7 +63,7 @@ class Text(Typed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking(Typed):
-    """An earlier thought of the model; the signature is ignored."""
+    """Earlier reasoning of the model; the signature is ignored."""
 
     thinking: str = need(plain_text)
     signature: str = accept(plain_text, "")
@@ -110,7 +110,7 @@ class Document(Typed):
 
     @property
     def text(self) -> str:
-        """Title, context and text, as the model reads them."""
+        """Title, context and text in one string, for the prompt."""
         head = [one for one in (self.title, self.context) if one]
         return "\n\n".join([*head, self.source.data])
 
@@ -165,7 +165,7 @@ _OTHERS: dict[Any, tuple[str, ...]] = {
     "user": ("thinking", "tool_use"),
     "system": ("thinking", "tool_use", "tool_result"),
 }
-"""Types of blocks that messages of a role do not have."""
+"""Types of blocks that messages of a role cannot have."""
 
 
 def _mend(value: Any, where: str, left: list[str]) -> Any:
@@ -178,7 +178,7 @@ def _mend(value: Any, where: str, left: list[str]) -> Any:
 
 
 def _mend_results(value: Any, where: str, left: list[str]) -> Any:
-    """Mend what tools brought, and nothing else of a message."""
+    """Mend the results of tools in a message, and no other block."""
     content = mapping(value, where).get("content")
     if not isinstance(content, list):
         return value
@@ -192,7 +192,7 @@ def _mend_results(value: Any, where: str, left: list[str]) -> Any:
 
 @takes(body_schema(AnthropicMessage), _mend)
 def _message(value: Any, where: str) -> AnthropicMessage:
-    """Read a message; its role limits the kinds of blocks."""
+    """Read a message; its role limits the types of blocks."""
     found = read(AnthropicMessage, value, where)
     for index, block in enumerate(found.content):
         if block.type in _OTHERS[found.role]:
@@ -218,12 +218,14 @@ class _Function(Declaration):
 
 
 _SEARCH = "tool_search_tool_"
-"""Begins the types of tools by which a model finds others: all tools are known at once here."""
+"""Beginning of the types of tools that find other tools: here the model has all tools from the
+start.
+"""
 
 
 @takes({"type": "array", "maxItems": MAX_TOOLS})
 def _tools(value: Any, where: str) -> tuple[Tool, ...]:
-    """Read functions. Those that only search for deferred ones are left out."""
+    """Read functions. Tools that only search for deferred ones are left out."""
     kept = [(at, one) for at, one in enumerate(listed(value, where)) if not _finds_others(one)]
     found = [_tool(one, f"{where}[{at}]") for at, one in kept]
     return tuple(listed(found, where, MAX_TOOLS))
@@ -237,7 +239,7 @@ def _finds_others(value: Any) -> bool:
 def _tool(value: Any, where: str) -> Tool:
     if known := known_tool(value, where):
         return known
-    # Tools that the service itself would run come first: their other fields are of no interest.
+    # Check for tools that the service itself would run first, whatever other fields they have.
     kind = value.get("type") if isinstance(value, dict) else None
     if kind is not None:
         only("custom", why=OWN_TOOLS)(kind, f"{where}.type")
@@ -248,7 +250,7 @@ def _tool(value: Any, where: str) -> Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnthropicToolChoice(Declaration):
-    """auto, any, none, or tool with a name."""
+    """`tool_choice`: auto, any, none, or tool with a name."""
 
     type: str = need(only("auto", "any", "none", "tool", why="it is one of these"))
     name: str | None = accept(function_name)
@@ -257,7 +259,7 @@ class AnthropicToolChoice(Declaration):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingConfig(Declaration):
-    """Whether to think, and in how many tokens at most."""
+    """`thinking`: whether to reason, and in at most how many tokens."""
 
     type: str = need(only("enabled", "adaptive", "between_tools", "disabled", why="these exist"))
     budget_tokens: int | None = accept(integer(1, MAX_TOKENS))
@@ -272,7 +274,7 @@ class _Format(Declaration):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig(Declaration):
-    """The effort of thinking, and the schema of the answer."""
+    """`output_config`: the reasoning effort, and the schema of the answer."""
 
     effort: str | None = accept(only("low", "medium", "high", "xhigh", "max", why="these exist"))
     format: _Format | None = accept(part(_Format))
@@ -280,7 +282,7 @@ class OutputConfig(Declaration):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountBody(RequestBody):
-    """POST /v1/messages/count_tokens: what is counted."""
+    """POST /v1/messages/count_tokens: the parts of a request that make up its prompt."""
 
     messages: tuple[AnthropicMessage, ...] = need(
         history(_message, MAX_MESSAGES, 1, assistant=is_assistant, fresh=_mend_results)

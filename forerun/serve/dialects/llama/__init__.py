@@ -1,1 +1,1 @@
-"""Routes of llama.cpp's server that OpenAI does not have."""
+"""llama.cpp's own routes."""

@@ -1,4 +1,4 @@
-"""POST /completion and /infill: llama.cpp's answer, in one piece or as it is written."""
+"""POST /completion and /infill: llama.cpp's answer, in one piece or as a stream."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,12 +31,12 @@ from forerun.serve.http.errors import ApiError, error_body
 from forerun.text.tokenizer import Tokenizer
 
 NO_SLOT = -1
-"""Sequences have no places that a client could choose: any is as good."""
+"""Value of id_slot that lets the server choose: clients cannot choose a slot here."""
 
 
 class CompletionsDialect(Dialect):
-    """POST /completion: text in llama.cpp's words, whole or as a stream. 400 names a field that
-    cannot be taken.
+    """POST /completion: text in llama.cpp's format, whole or as a stream. 400 names a field that
+    cannot be accepted.
     """
 
     _kind: ClassVar[type[NativeBody]] = NativeBody
@@ -63,13 +63,13 @@ class CompletionsDialect(Dialect):
         return ParsedRequest(self._generation, self._served, tuple(body.ignored))
 
     def _plain(self, body: NativeBody) -> CompletionBody:
-        """Put the request in the server's own words. Raises RequestError, ApiError."""
+        """Convert the request to a CompletionBody. Raises RequestError, ApiError."""
         tokenizer = self._served.loaded.tokenizer
         return body.plain(tuple(_prompt(parts, tokenizer) for parts in body.prompt))
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """Implement Dialect.events: one event per delta that has text, one more where a choice
-        ends.
+        """Implement Dialect.events: one event per delta that has text, and one at the end of a
+        choice.
         """
         found = []
         for index, delta in news:
@@ -81,7 +81,7 @@ class CompletionsDialect(Dialect):
         return b"".join(map(event, found))
 
     def whole(self, choices: News, tally: Tally) -> Any:
-        """Implement Dialect.whole: an object, or a list of them where there are several choices."""
+        """Implement Dialect.whole: an object, or a list of them if there are several choices."""
         found = []
         for index, delta in choices:
             self._written.setdefault(index, Completion()).add(delta)
@@ -202,7 +202,7 @@ class CompletionsDialect(Dialect):
 
 
 class InfillDialect(CompletionsDialect):
-    """POST /infill: what stands between two texts. 400 where the model has no marks for that."""
+    """POST /infill: the text between two texts. 400 if the model has no marks for that."""
 
     _kind = InfillBody
 
@@ -216,8 +216,8 @@ class InfillDialect(CompletionsDialect):
 
 
 def _prompt(parts: Parts, tokenizer: Tokenizer) -> Prompt:
-    """Return a text alone, or the ids of texts and ids in order: the first text may begin the
-    whole.
+    """Return a text, or the ids of texts and ids in order; the first text may be the beginning of
+    the prompt.
     """
     if len(parts) == 1 and isinstance(parts[0], str):
         return parts[0]
@@ -229,7 +229,9 @@ def _prompt(parts: Parts, tokenizer: Tokenizer) -> Prompt:
 
 
 def _cut(body: NativeBody, texts: int) -> Callable[[], Cut] | None:
-    """Return the limit on the text's lines. Raises RequestError if there are several."""
+    """Return the limit on the text's lines; None without one. Raises RequestError for several
+    texts.
+    """
     seconds = max(body.t_max_predict_ms, 0) / 1000
     if not (body.n_indent or seconds):
         return None
@@ -240,7 +242,7 @@ def _cut(body: NativeBody, texts: int) -> Callable[[], Cut] | None:
 
 
 def _stop(written: Completion) -> tuple[str, str]:
-    """Say why a text ended, and the word that ended it: "" where none did."""
+    """Return why a text ended, and the stop string that ended it: "" if none did."""
     if written.finish is None:
         return "none", ""
     if written.finish == Finish.LENGTH:
@@ -251,7 +253,7 @@ def _stop(written: Completion) -> tuple[str, str]:
 
 
 def _chosen(answer: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
-    """Select the parts of an answer that are named, each under its path; what is missing is left
+    """Return the parts of an answer at these paths, each under its path; missing ones are left
     out.
     """
     found = {}

@@ -17,7 +17,7 @@ _NORMS = only(-1, 2, why="vectors have the length 1 (2), or stay as they are (-1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaEmbeddingBody(RequestBody):
-    """POST /embedding. embd_normalize: 2, of length 1; -1, as they are."""
+    """POST /embedding. embd_normalize: 2, of length 1; -1, unchanged."""
 
     content: tuple[Prompt, ...] = need(prompts(MAX_INPUTS))
     encoding_format: str = accept(only("float", why="numbers are JSON here"), "float")
@@ -28,7 +28,7 @@ class LlamaEmbeddingBody(RequestBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingsBody(EmbeddingBody):
-    """POST /embeddings: `input` as of /v1/embeddings, or `content` as of /embedding."""
+    """POST /embeddings: `input` as in /v1/embeddings, or `content` as in /embedding."""
 
     input: tuple[Prompt, ...] = accept(prompts(MAX_INPUTS), ())
     content: tuple[Prompt, ...] = accept(prompts(MAX_INPUTS), ())
@@ -47,7 +47,7 @@ class LlamaEmbeddings(EmbeddingDialect):
         return asked, served, tuple(body.ignored)
 
     def whole(self, choices: News, tally: Tally) -> list[dict[str, Any]]:
-        """As Dialect.whole."""
+        """Implement Dialect.whole: a list with the vector of each input."""
         vectors = self._vectors(choices)
         return [{"index": i, "embedding": [one.tolist()]} for i, one in enumerate(vectors)]
 
@@ -71,7 +71,7 @@ class EitherEmbeddings(OpenAIEmbeddings):
         return self._native._read(value, service)
 
     def whole(self, choices: News, tally: Tally) -> Any:
-        """As Dialect.whole, in the words of the field's server."""
+        """Implement Dialect.whole, in the format that belongs to the field."""
         if self._native is None:
             return super().whole(choices, tally)
         self._native._asked = self._asked

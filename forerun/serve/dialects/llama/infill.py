@@ -1,4 +1,6 @@
-"""The prompt of llama.cpp's /infill: other files, and the texts around what is to be written."""
+"""The prompt of llama.cpp's /infill: other files, and the texts before and after the text to be
+written.
+"""
 
 from forerun.serve.bodies.infill import InfillMarks, file_ids, needed_marks
 from forerun.serve.dialects.llama.schema import InfillBody
@@ -8,9 +10,9 @@ from forerun.text.tokenizer import Tokenizer
 def infill_prompt(
     body: InfillBody, tokenizer: Tokenizer, context: int
 ) -> tuple[tuple[int, ...], InfillMarks]:
-    """Make token ids of: what else is known, prefix, suffix, and the mark behind which is written.
-    Of input_extra the first chunks are left out where all of them leave no room for the answer.
-    Raises RequestError where the model has no marks for that.
+    """Return the token ids of the prompt (other files, prefix, suffix, and the last mark), and the
+    model's marks. The first chunks of input_extra are left out as needed to leave room for the
+    answer. Raises RequestError if the model has no marks for infilling.
     """
     marks = needed_marks(tokenizer, "input_suffix")
     ((written,),) = body.prompt

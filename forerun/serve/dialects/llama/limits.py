@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class LineLimits:
-    """Reads one text as it comes; see `Cut`.
+    """Ends one text by its lines; an implementation of `Cut`.
 
-    indent   a line after the first that is indented by less ends the text, and is no part of it
-    seconds  the text ends after so long, once it has a line break; 0 = never
+    indent   a line after the first that is indented by less ends the text, and is not part of it
+    seconds  the text ends after this time, once it has a line break; 0 = never
     """
 
     indent: int
     seconds: float
     _blank: int | None = None
-    """The white space so far of a line without another character yet; None = it has one."""
+    """White space so far of a line that has no other character yet; None = it has one."""
     _lines: int = 0
 
     def __call__(self, piece: str, seconds: float) -> str | None:

@@ -26,22 +26,22 @@ from forerun.version import __version__
 
 
 async def adapters(request: Request) -> Response:
-    """GET /lora-adapters: the adapters that requests may name as their model. 503 while nothing
-    can answer.
+    """GET /lora-adapters: the adapters that requests may name as their model. 503 while no request
+    can be answered.
     """
     found = service_of(request).enter().loaded.info.get("adapters", ())
     return Json([{"id": i, **one, "scale": 1.0} for i, one in enumerate(found)])
 
 
 async def props(request: Request) -> Response:
-    """GET /props: the model, its template, and how answers are sampled where nothing is said."""
+    """GET /props: the model, its template, and its default sampling parameters."""
     service = service_of(request)
     return Json(_properties(service.enter(), service))
 
 
 async def slots(request: Request) -> Response:
-    """GET /slots: places for sequences, and how many of them are taken. 503 while nothing can
-    answer.
+    """GET /slots: slots for sequences, and how many of them are taken. 503 while no request can be
+    answered.
     """
     served = service_of(request).enter()
     loaded, running = served.loaded, (await served.engine.stats()).load.running
@@ -59,8 +59,8 @@ async def slots(request: Request) -> Response:
 
 
 async def apply_template(request: Request) -> Response:
-    """POST /apply-template: a conversation as the model's template writes it, `{"prompt": ...}`.
-    400 names a field that cannot be taken.
+    """POST /apply-template: a conversation as the model's template renders it, `{"prompt": ...}`.
+    400 names a field that cannot be accepted.
     """
     value, data = await received(request)
     service = service_of(request)
@@ -79,7 +79,9 @@ def _as_text(body: TemplateBody, loaded: Frontend) -> str:
 
 
 async def input_tokens(request: Request) -> Response:
-    """POST /v1/chat/completions/input_tokens: tokens of the prompt as that route would make it."""
+    """POST /v1/chat/completions/input_tokens: the number of tokens in the prompt of such a
+    request.
+    """
     value, data = await received(request)
     service = service_of(request)
     return Json(await rendered(service, len(data), _counted, value, service))

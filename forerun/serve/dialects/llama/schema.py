@@ -35,10 +35,12 @@ from forerun.serve.bodies.schema import (
 )
 
 MAX_FIELDS = 256
-"""Names in response_fields, and chunks of input_extra."""
+"""Most names in response_fields, and most chunks of input_extra."""
 MAX_MIXED = 1 << 20
 RANDOM_SEEDS = (None, -1, 2**32 - 1)
-"""Values of seed for a random one. The answer reports it, small enough for every reader of JSON."""
+"""Values of seed that request a random one. The answer reports it, small enough for every JSON
+parser.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +92,13 @@ def _prompts(value: Any, where: str) -> tuple[Parts, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeBody(SampledBody):
-    """POST /completion. max_tokens (n_predict): negative = as many as the context takes.
+    """POST /completion. max_tokens (n_predict): negative = as many as the context has room for.
 
     n_probs  alternatives to report of each token; 0 = no probabilities
     return_tokens  the answer has its tokens; a stream always does
     response_fields  the parts of the answer to return; "a/b" is b of a
     n_indent  the answer ends before a line that is indented by less, from its second line on
-    t_max_predict_ms  the answer ends after so long, once it has a line break; 0 = never
+    t_max_predict_ms  the answer ends after this time, once it has a line break; 0 = never
     """
 
     prompt: tuple[Parts, ...] = need(_prompts)
@@ -125,7 +127,7 @@ class NativeBody(SampledBody):
     }
 
     def plain(self, prompts: tuple[Prompt, ...]) -> CompletionBody:
-        """Put the request in the server's own words, with its prompts as texts or ids."""
+        """Convert the request to a CompletionBody with these prompts, texts or ids."""
         shared = {item.name: getattr(self, item.name) for item in fields(SampledBody)}
         drawn = secrets.randbits(31) if self.seed in RANDOM_SEEDS else self.seed
         return CompletionBody(
@@ -149,9 +151,9 @@ def _one_text(value: Any, where: str) -> tuple[Parts, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfillBody(NativeBody):
-    """POST /infill: what stands between input_prefix, with prompt behind it, and input_suffix.
+    """POST /infill: the text between input_prefix followed by prompt, and input_suffix.
 
-    input_extra  what else is known, as much of its end as the context has room for
+    input_extra  other files; as much of their end is used as the context has room for
     """
 
     prompt: tuple[Parts, ...] = accept(_one_text, (("",),))

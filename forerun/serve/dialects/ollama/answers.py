@@ -31,7 +31,7 @@ NANO = 1e9
 
 class OllamaChat(Dialect):
     """POST /api/chat: the next message of a conversation. 400 names a field that cannot be
-    taken.
+    accepted.
     """
 
     media_type = b"application/x-ndjson"
@@ -45,8 +45,8 @@ class OllamaChat(Dialect):
         self._calls = Calls()
 
     def parse(self, value: Any, service: Service) -> ParsedRequest | Ready:
-        """Implement Dialect.parse; Ready for a request that has nothing to write, which only loads.
-        Raises RequestError naming the field, ApiError.
+        """Implement Dialect.parse; Ready for an empty request, which only loads the model. Raises
+        RequestError naming the field, ApiError.
         """
         body = self._read(value)
         self._served = service.named(body.model)
@@ -89,7 +89,7 @@ class OllamaChat(Dialect):
         return chat_generation(chat, self._served.loaded, service.settings)
 
     def _text_fields(self, parsed: ParsedDelta, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the part of a line that holds the text."""
+        """Return the part of a line that has the text."""
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning:
             message["thinking"] = parsed.reasoning
@@ -98,8 +98,8 @@ class OllamaChat(Dialect):
         return {"message": message}
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """Implement Dialect.events: a line of JSON per delta that says something; with `last` one
-        with counts and times.
+        """Implement Dialect.events: a line of JSON per delta with content; with `last` one with
+        counts and times.
         """
         lines = []
         for _, delta in news:
@@ -137,7 +137,7 @@ class OllamaChat(Dialect):
                 for entry in logprob_entries(delta, unseen, tokenizer)]  # fmt: skip
 
     def _done(self, tally: Tally) -> dict[str, Any]:
-        """Return the end: why, how many tokens, and how long they took, in nanoseconds."""
+        """Return the end: the reason, and counts and durations in nanoseconds."""
         now = monotonic()
         first = tally.first or now
         found: dict[str, Any] = {
@@ -156,8 +156,8 @@ class OllamaChat(Dialect):
 
 
 class OllamaGenerate(OllamaChat):
-    """POST /api/generate: the answer to a prompt, or its continuation: of a raw one, of one with a
-    suffix, and by a model without a template. 400 names a field that cannot be taken.
+    """POST /api/generate: the answer to a prompt; or its continuation, for a raw prompt, one with a
+    suffix, and a model without a template. 400 names a field that cannot be accepted.
     """
 
     def _read(self, value: Any) -> OllamaGenerateBody:
@@ -190,7 +190,7 @@ class OllamaGenerate(OllamaChat):
 
 
 class Calls:
-    """Calls in pieces, until they are whole: Ollama's clients take no pieces."""
+    """Collects the pieces of calls until they are complete: Ollama's clients accept no pieces."""
 
     def __init__(self) -> None:
         self._name: str | None = None
@@ -199,8 +199,9 @@ class Calls:
     def push(
         self, pieces: Sequence[CallPiece], finish: Finish | None, cut: bool
     ) -> list[dict[str, Any]]:
-        """Return the calls that are whole now, all where the answer ends; cut: as ChoiceReader.cut,
-        then a last one that is not whole is left out.
+        """Return the calls that are complete now; at the end of the answer all.
+
+        cut  as ChoiceReader.cut; then an incomplete last call is left out
         """
         found = []
         for piece in pieces:
@@ -225,8 +226,8 @@ class Calls:
 
 
 def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> ChatBody:
-    """Put a request with messages, at least one, in the server's own words; a last assistant's
-    message that has text or a thought is continued.
+    """Convert a request with messages, at least one, to a ChatBody. A last message of the assistant
+    that has text or reasoning is continued.
     """
     return ChatBody(
         messages=messages,
@@ -240,7 +241,7 @@ def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> Chat
 
 
 def plain(body: OllamaGenerateBody) -> CompletionBody:
-    """Put a request whose prompt is continued in the server's own words. Raises RequestError for
+    """Convert a request whose prompt is continued to a CompletionBody. Raises RequestError for
     top_logprobs without logprobs.
     """
     if body.top_logprobs is not None and not body.logprobs:
@@ -257,8 +258,8 @@ def plain(body: OllamaGenerateBody) -> CompletionBody:
 
 
 def _limit(body: OllamaBody) -> int | None:
-    """Return the most tokens; left out, 0 and negative ones mean as many as the context takes:
-    Ollama's runner counts tokens against positive limits alone (ollamarunner/runner.go).
+    """Return the most tokens; absent, 0 and negative values mean as many as the context has room
+    for: Ollama's runner compares tokens with positive limits only (ollamarunner/runner.go).
     """
     limit = body.options.num_predict
     return None if limit is None or limit <= 0 else limit

@@ -26,7 +26,7 @@ from forerun.serve.dialects.openai.embeddings import EmbeddingDialect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedBody(RequestBody):
-    """POST /api/embed. truncate: inputs beyond the context are cut to their beginning."""
+    """POST /api/embed. truncate: inputs longer than the context are cut at the end."""
 
     input: tuple[str, ...] = accept(one_or_more(plain_text, MAX_INPUTS), ())
     truncate: bool = accept(boolean, True)
@@ -65,7 +65,7 @@ class OllamaEmbed(EmbeddingDialect):
         return {"model": self._served.name, "embeddings": []}
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """As Dialect.whole: the vectors, with counts and times."""
+        """Implement Dialect.whole: the vectors, with counts and times."""
         return {
             "model": self._served.name,
             "embeddings": [vector.tolist() for vector in self._vectors(choices)],
@@ -92,6 +92,6 @@ class OllamaOldEmbed(OllamaEmbed):
         return {"embedding": []}
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """As Dialect.whole."""
+        """Implement Dialect.whole: the vector of the one prompt."""
         (vector,) = self._vectors(choices)
         return {"embedding": vector.tolist()}

@@ -1,4 +1,4 @@
-"""Errors as Ollama's clients expect them."""
+"""Errors in Ollama's format."""
 
 from forerun.serve.http.errors import ApiError
 

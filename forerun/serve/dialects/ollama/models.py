@@ -1,4 +1,4 @@
-"""Ollama's answers about models."""
+"""Answers about models in Ollama's format."""
 
 import hashlib
 import re
@@ -16,7 +16,7 @@ from forerun.text.reasoning import Marks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowBody(RequestBody):
-    """POST /api/show. `name` is what older clients say for `model`."""
+    """POST /api/show. Older clients send `name` instead of `model`."""
 
     name: str | None = accept(text(256, 1))
     unused: ClassVar[dict[str, Unused]] = {"verbose": Unused(boolean, False)}
@@ -24,7 +24,7 @@ class ShowBody(RequestBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullBody(RequestBody):
-    """POST /api/pull. `name` is what older clients say for `model`."""
+    """POST /api/pull. Older clients send `name` instead of `model`."""
 
     name: str | None = accept(text(256, 1))
     stream: bool = accept(boolean, True)
@@ -32,20 +32,24 @@ class PullBody(RequestBody):
 
 
 def listed(served: Served) -> dict[str, Any]:
-    """Answer GET /api/tags: the one model that is loaded, and its adapters."""
+    """Return the answer to GET /api/tags: the one model that is loaded, and its adapters."""
     names = (served.name, *served.adapters)
     return {"models": [card(replace(served, name=name)) for name in names]}
 
 
 def running(served: Served) -> dict[str, Any]:
-    """Answer GET /api/ps: the one model, which stays as long as the server."""
+    """Return the answer to GET /api/ps: the one model, which stays loaded as long as the server
+    runs.
+    """
     never = datetime(9999, 12, 31, tzinfo=UTC)
     more = {"expires_at": time_of(never), "size_vram": 0, "context_length": served.loaded.context}
     return {"models": [{**card(served), **more}]}
 
 
 def shown(served: Served) -> dict[str, Any]:
-    """Answer POST /api/show: template, parameters, capabilities and sizes of the model."""
+    """Return the answer to POST /api/show: template, parameters, capabilities and sizes of the
+    model.
+    """
     loaded = served.loaded
     template = loaded.chat.source if loaded.chat is not None else ""
     capabilities = ["completion"]
@@ -74,7 +78,7 @@ def shown(served: Served) -> dict[str, Any]:
 
 
 def tagged(name: str) -> str:
-    """Return a model's name as Ollama's lists have it: with the tag `latest` if it has none."""
+    """Return a model's name as in Ollama's lists: with the tag `latest` if it has none."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
@@ -110,16 +114,18 @@ def _details(served: Served) -> dict[str, Any]:
 
 
 _LEVEL = re.compile(r"[:._-](I?Q\d_\w+|BF16|F16|F32)(?:\.gguf)?$", flags=re.IGNORECASE)
-"""What the name of a GGUF file says of its numbers."""
+"""The quantisation level in the name of a GGUF file."""
 _STORED = re.compile(r"weights (?:\w+(?:, \w+)* made )?(\w+).*")
-"""What an executor says of them: weights Q4_1 as in the file, ..."""
+"""The quantisation level in an executor's description: weights Q4_1 as in the file, ..."""
 _OF_GGUF = re.compile(r"I?Q\d")
-"""Numbers that a GGUF file stores; what others are made at the start is written small."""
+"""Levels of GGUF files; those that weights are converted to at start-up are written in lower
+case.
+"""
 _NUMBERS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 def _size(weights: int) -> str:
-    """Write a number of weights as Ollama does: 134.5M, 8.0B; "" for none."""
+    """Return a number of weights in Ollama's format: 134.5M, 8.0B; "" for none."""
     for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if weights >= unit:
             return f"{weights / unit:.1f}{name}"
@@ -127,5 +133,5 @@ def _size(weights: int) -> str:
 
 
 def time_of(moment: datetime) -> str:
-    """Write a moment as Ollama does: ISO 8601, with Z for UTC."""
+    """Return a time in Ollama's format: ISO 8601, with Z for UTC."""
     return moment.isoformat().replace("+00:00", "Z")

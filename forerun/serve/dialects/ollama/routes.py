@@ -17,21 +17,21 @@ from forerun.version import __version__
 
 KEPT_MODELS = "This server has the model that it was started with; models are not added or removed."
 KEPT = ("push", "create", "copy", "delete", "blobs/{digest}")
-"""Routes that change the models of a server: this one serves the model that it was started with."""
+"""Routes that change the models of a server; this one keeps the model it was started with."""
 
 
 async def tags(request: Request) -> Response:
-    """GET /api/tags: the model that is loaded. 503 while nothing can answer."""
+    """GET /api/tags: the model that is loaded. 503 while no request can be answered."""
     return Json(listed(service_of(request).enter()))
 
 
 async def ps(request: Request) -> Response:
-    """GET /api/ps: the model that runs. 503 while nothing can answer."""
+    """GET /api/ps: the model that runs. 503 while no request can be answered."""
     return Json(running(service_of(request).enter()))
 
 
 async def show(request: Request) -> Response:
-    """POST /api/show: what the model is. 400 without a name."""
+    """POST /api/show: facts about the model. 400 without a name."""
     value, _ = await received(request)
     body = read(ShowBody, value)
     if body.model is None and body.name is None:
@@ -40,8 +40,8 @@ async def show(request: Request) -> Response:
 
 
 async def pull(request: Request) -> Response:
-    """POST /api/pull: success for the model that is served, in one piece or as a stream of one
-    line; 404 for others. 400 without a name.
+    """POST /api/pull: success if the model is served, in one piece or as a stream of one line; 404
+    for others. 400 without a name.
     """
     value, _ = await received(request)
     body, service = read(PullBody, value), service_of(request)
@@ -61,8 +61,8 @@ async def version(request: Request) -> Response:
 
 
 async def kept(request: Request) -> Response:
-    """Refuse with 501 what would change the models: this server keeps the one that it was started
-    with.
+    """Answer 501 to requests that would change the models: this server keeps the one that it was
+    started with.
     """
     raise ApiError(501, KEPT_MODELS, "not_implemented")
 

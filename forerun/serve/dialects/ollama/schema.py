@@ -53,8 +53,8 @@ _NUMBER = number(-1e9, 1e9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(PenaltyFields):
-    """`options`: sampling, and what concerns the machine, which is for the server to choose. Some
-    have no effect here (`unused`, `without_effect`).
+    """`options`: sampling parameters, and settings of the machine, which the server chooses itself.
+    Some have no effect here (`unused`, `without_effect`).
     """
 
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
@@ -88,8 +88,8 @@ class Options(PenaltyFields):
     }
 
     def without_effect(self, given: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the paths of what in `given`, from which it was read, changes nothing beside the
-        unused fields; unknown names quoted as in a URL.
+        """Return the paths of the options in `given`, the JSON it was read from, that have no
+        effect, besides the unused fields; unknown names are quoted as in a URL.
         """
         window = () if self.repeat_last_n in (None, 0, -1) else ("repeat_last_n",)
         unknown = sorted(
@@ -100,8 +100,8 @@ class Options(PenaltyFields):
 
 @takes({**body_schema(Options), "additionalProperties": True})
 def _options(value: Any, where: str) -> Options:
-    """Read `options`, of which unknown names are skipped, as Ollama does. Raises RequestError for a
-    value of a known one that is wrong.
+    """Read `options`. Unknown names are skipped, as in Ollama. Raises RequestError for an invalid
+    value of a known one.
     """
     known = {
         name: item for name, item in mapping(value, where).items() if name in declared(Options)
@@ -111,7 +111,7 @@ def _options(value: Any, where: str) -> Options:
 
 @takes({"type": ["object", "string", "boolean"]})
 def _format(value: Any, where: str) -> Rules | None:
-    """Read `json`, or a JSON schema; "" is none."""
+    """Read `format`: `json`, or a JSON schema; "" counts as absent."""
     if value == "":
         return None
     if isinstance(value, str) and value != "json" and not value.lstrip().startswith("{"):
@@ -124,7 +124,7 @@ _LEVELS = only("low", "medium", "high", why="it is one of these, or true or fals
 
 @takes({"anyOf": [{"type": "boolean"}, _LEVELS.schema]})
 def _think(value: Any, where: str) -> str:
-    """Return how much to think, as reasoning_effort."""
+    """Read `think`, as a value of reasoning_effort."""
     if isinstance(value, bool):
         return "medium" if value else "none"
     return _LEVELS(value, where)
@@ -135,7 +135,7 @@ _seconds, _duration = number(-1e12, 1e12), text(32, 1)
 
 @takes({"anyOf": [_seconds.schema, _duration.schema]})
 def alive(value: Any, where: str) -> Any:
-    """Read `keepalive`: seconds, or a duration such as 5m."""
+    """Read `keep_alive`: seconds, or a duration such as 5m."""
     return _duration(value, where) if isinstance(value, str) else _seconds(value, where)
 
 
@@ -189,7 +189,7 @@ class OllamaMessage(Declaration):
 
 @takes(body_schema(OllamaMessage), mend_object(OllamaMessage))
 def _message(value: Any, where: str) -> dict[str, Any]:
-    """Read a message as templates take it."""
+    """Read a message in the form of chat templates."""
     message = read(OllamaMessage, value, where)
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.thinking:
@@ -247,7 +247,7 @@ def _no_context(value: Any, where: str) -> Any:
 class OllamaGenerateBody(OllamaBody):
     """POST /api/generate. Without a prompt or suffix it only checks that the model is loaded.
 
-    suffix  what stands behind the answer: it is filled in between
+    suffix  the text after the answer, which is filled in between
     """
 
     prompt: str = accept(plain_text, "")

@@ -75,8 +75,8 @@ class OpenAIDialect(Dialect):
         """Return the checked body and its generation; sets `_served` and `_format`."""
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """Return one chunk per choice and kind of news; the last one has the usage and other
-        extras.
+        """Implement Dialect.events: one chunk per choice and kind of content; the last one has the
+        usage and other extras.
         """
         options = self._options
         chunks = [
@@ -101,7 +101,7 @@ class OpenAIDialect(Dialect):
         return b"".join(event(chunk) for chunk in chunks)
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """Return all choices, the usage and other extras, as Dialect.whole."""
+        """Implement Dialect.whole: all choices, the usage and other extras."""
         worded = [self._format.choice(index, delta) for index, delta in choices]
         answer = {**self._envelope, "choices": worded, "usage": self._usage(tally)}
         if self._prompt_top is not None and self.whole_kind == ChatDialect.whole_kind:
@@ -126,7 +126,7 @@ class OpenAIDialect(Dialect):
         return counts
 
     def _running(self, chunk: dict[str, Any], tally: Tally) -> dict[str, Any] | None:
-        """Return the counts in a chunk; none in one that only gives the role."""
+        """Return the token counts of a chunk; None for a chunk that only has the role."""
         if not self._options.continuous_usage_stats:
             return None
         begins = "role" in chunk["choices"][0].get("delta", ())
@@ -134,7 +134,7 @@ class OpenAIDialect(Dialect):
         return usage(tally.prompt_tokens, made, tally.cached_tokens)
 
     def _prompts(self) -> dict[str, Any]:
-        """Return vLLM's prompt_token_ids: of one prompt a list, of several a list of lists."""
+        """Return vLLM's prompt_token_ids: a list for one prompt, a list of lists for several."""
         ids = self._prompt_ids
         return {"prompt_token_ids": ids[0] if len(ids) == 1 else ids}
 
@@ -145,7 +145,7 @@ class OpenAIDialect(Dialect):
 
 class ChatDialect(OpenAIDialect):
     """POST /v1/chat/completions: the next message, whole or as a stream. 400 names a field that
-    cannot be taken.
+    cannot be accepted.
     """
 
     whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
@@ -168,7 +168,7 @@ class ChatDialect(OpenAIDialect):
 
 class CompletionDialect(OpenAIDialect):
     """POST /v1/completions: text after a prompt, whole or as a stream. 400 names a field that
-    cannot be taken.
+    cannot be accepted.
     """
 
     whole_kind = chunk_kind = "text_completion"
@@ -192,7 +192,9 @@ def _shown(body: SampledBody, top: int | None = None) -> Shown:
 
 
 def _metadata(generation: Generation) -> dict[str, Any]:
-    """Return facts about what the answer is not: lossy, unenforced."""
+    """Return the accept thresholds if the answer may be lossy, and the keywords that were not
+    enforced.
+    """
     found: dict[str, Any] = {}
     if generation.unenforced:
         found["unenforced"] = list(generation.unenforced)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and what all routes of embeddings share."""
+"""POST /v1/embeddings, and the common part of all embedding routes."""
 
 import base64
 from abc import abstractmethod
@@ -13,16 +13,16 @@ from forerun.serve.http.errors import ApiError
 from forerun.types import Floats
 
 NUMBER = 20
-"""Bytes of a number in an answer, about."""
+"""Approximate bytes of a number in an answer."""
 
 
 class EmbeddingDialect(Dialect):
-    """The common part of all routes of embeddings: answers in one piece, a vector per input."""
+    """The common part of all embedding routes: answers in one piece, a vector per input."""
 
     _asked: EmbeddingRequest
 
     def parse(self, value: Any, service: Service) -> ParsedRequest | Ready:
-        """As Dialect.parse; Ready where there is no input, if the dialect takes that. Raises
+        """Implement Dialect.parse; Ready if there is no input and the dialect allows that. Raises
         RequestError naming the field, ApiError.
         """
         self._asked, self._served, ignored = self._read(value, service)
@@ -38,7 +38,7 @@ class EmbeddingDialect(Dialect):
         """Return the request, its model, and the ignored fields."""
 
     def _empty(self) -> Any:
-        """Return the answer to no input."""
+        """Return the answer to a request without input."""
         return {}
 
     @staticmethod
@@ -51,7 +51,7 @@ class EmbeddingDialect(Dialect):
         return b""
 
     def end(self, error: ApiError | None) -> bytes:
-        """Return nothing, as `events`."""
+        """Return nothing: embeddings do not stream."""
         return b""
 
     def _vectors(self, choices: News) -> list[Floats]:
@@ -59,8 +59,8 @@ class EmbeddingDialect(Dialect):
 
 
 class OpenAIEmbeddings(EmbeddingDialect):
-    """POST /v1/embeddings: a vector per input. 400 names a field that cannot be taken, 501 says why
-    this model makes none.
+    """POST /v1/embeddings: a vector per input. 400 names a field that cannot be accepted, 501 says
+    why this model makes none.
     """
 
     _body: EmbeddingBody
@@ -73,7 +73,7 @@ class OpenAIEmbeddings(EmbeddingDialect):
         return EmbeddingRequest.of(body, served.loaded.context), served, tuple(body.ignored)
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """As Dialect.whole: OpenAI's list of embeddings, with the usage."""
+        """Implement Dialect.whole: OpenAI's list of embeddings, with the usage."""
         packed = self._body.encoding_format == "base64"
         data = [
             {
@@ -90,5 +90,5 @@ class OpenAIEmbeddings(EmbeddingDialect):
 
 
 def _base64(vector: Floats) -> str:
-    """Return little-endian float32 in base64."""
+    """Encode a vector float32[n] as little-endian base64."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()

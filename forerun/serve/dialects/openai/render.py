@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: whole ones, chunks of a stream, log-probabilities, counts."""
+"""Answers in OpenAI's format: in one piece, as chunks of a stream, log-probabilities, counts."""
 
 import codecs
 from collections.abc import Callable, Iterable, Sequence
@@ -22,9 +22,9 @@ Choice = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What choices contain beside their text.
+    """Optional parts of a choice besides its text.
 
-    ids     their tokens
+    ids     its tokens
     as_ids  log-probabilities name tokens by their ids
     top     most alternatives of each token of an answer
     prompt  alternatives of each token of the prompt; None = no prompt log-probabilities
@@ -37,11 +37,12 @@ class Shown:
 
 
 class ChatFormat:
-    """The choices of /v1/chat/completions. Belongs to one request: it counts along a stream.
+    """Formats the choices of /v1/chat/completions. Belongs to one request, because it keeps counts
+    along a stream.
 
-    unseen  stop tokens that leave no text: they get no log-probabilities either
-    parser  makes the reader of one choice's text; None if all of it is content
-    budget  of a thought: a choice says so where it ended one
+    unseen  stop tokens without text, for which no log-probabilities are reported either
+    parser  creates the parser of one choice's text; None if all of it is content
+    budget  of the reasoning: a choice reports it if the budget ended its reasoning
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class ChatFormat:
         self._speeches: dict[int, OutputParser | None] = {}
 
     def choice(self, index: int, news: Delta) -> Choice:
-        """Return the JSON of a finished choice, of which `news` is everything: a message with
-        reasoning, content and calls, and why it ended. index: its number in the answer.
+        """Return the JSON of a finished choice with the merged delta `news`: a message with
+        reasoning, content and calls, and the finish reason. index: its number in the answer.
         """
         parsed = self._parse(index, news)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
@@ -85,7 +86,7 @@ class ChatFormat:
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
         """Return the chunks of a choice for `news`, possibly none: the role first, the finish
-        reason last; between them reasoning, content and calls.
+        reason last, between them reasoning, content and calls.
         """
         found: list[Choice] = []
         if index not in self._speeches:
@@ -129,13 +130,13 @@ class ChatFormat:
         return parsed
 
     def _thinking(self, index: int) -> dict[str, str]:
-        """Return Forerun's `thinking` of a choice; empty where its budget ended no thought."""
+        """Return Forerun's `thinking` of a choice; {} unless a budget ended its reasoning."""
         watch = self._watches.get(index)
         return {"thinking": "budget"} if watch is not None and watch.cut else {}
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning of all choices so far, each text cut into tokens anew."""
+        """Tokens of the reasoning of all choices so far; each text is encoded again for this."""
         return sum(reasoning_tokens(text, self._tokenizer) for text in self._thoughts.values())
 
     def _finish(self, index: int, news: Delta) -> str | None:
@@ -160,9 +161,9 @@ class Echo:
 
 @dataclass(slots=True)
 class Offsets:
-    """The position of each token of one choice in its text, in characters.
+    """Computes the position of each token of one choice in its text, in characters.
 
-    lead  spaces that the first piece may begin with and the text does not (SentencePiece)
+    lead  spaces that the first token may begin with and the text does not (SentencePiece)
     """
 
     at: int = 0
@@ -170,7 +171,9 @@ class Offsets:
     decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     def next(self, piece: bytes) -> int:
-        """Return the place of a token with these bytes; half a character stands where it begins."""
+        """Return the position of a token with these bytes; a partial character has the position
+        where it begins.
+        """
         place = self.at
         if piece and self.lead:
             spaces = len(piece) - len(piece.lstrip(b" "))
@@ -180,7 +183,7 @@ class Offsets:
 
 
 class CompletionFormat:
-    """The choices of /v1/completions; it belongs to one request, as ChatFormat.
+    """Formats the choices of /v1/completions; belongs to one request, as ChatFormat.
 
     unseen  as in ChatFormat
     silent  tokens whose text is skipped
@@ -208,7 +211,9 @@ class CompletionFormat:
         self._offsets: dict[int, Offsets] = {}
 
     def choice(self, index: int, news: Delta) -> Choice:
-        """Return the text, with the prompt before it if it is echoed, and why it ended."""
+        """Return the JSON of a finished choice with the merged delta `news`: the text, after the
+        prompt if it is echoed, and the finish reason.
+        """
         return self.chunks(index, news)[0]
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
@@ -231,8 +236,8 @@ class CompletionFormat:
         return [chunk | _token_ids(news, self._shown.ids)]
 
     def _logprobs(self, news: Delta, echo: Echo | None, offsets: Offsets) -> dict[str, Any] | None:
-        """Return the legacy form: parallel lists. The first token of a prompt has no
-        probability.
+        """Return the log-probabilities in the legacy format, as parallel lists. The first token of
+        a prompt has none.
         """
         if not (news.logprobs or (echo is not None and news.prompt_logprobs)):
             return None
@@ -269,15 +274,17 @@ class CompletionFormat:
 
 
 def matched_stop(news: Delta, unseen: frozenset[int]) -> str | int | None:
-    """Return what ended an answer, in SGLang's format: a stop string, or the id of a token."""
+    """Return the stop string, or the id of the stop token, that ended an answer (SGLang's format);
+    None if none did.
+    """
     if news.finish != Finish.STOP or news.stop_reason is not None:
         return news.stop_reason
     return news.tokens[-1] if news.tokens and news.tokens[-1] in unseen else None
 
 
 def visible(news: Delta, unseen: frozenset[int]) -> Sequence[TokenLogprobs]:
-    """Return the log-probabilities of tokens that left text: of all but a stop token, one of
-    `unseen`, at the end.
+    """Return the log-probabilities of the tokens with text: all but a stop token, one of `unseen`,
+    at the end.
     """
     ends = news.finish == Finish.STOP and news.tokens and news.tokens[-1] in unseen
     return news.logprobs[:-1] if ends else news.logprobs
@@ -286,7 +293,7 @@ def visible(news: Delta, unseen: frozenset[int]) -> Sequence[TokenLogprobs]:
 def logprob_entries(
     news: Delta, unseen: frozenset[int], tokenizer: Tokenizer, as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the log-probabilities of the tokens that left text, with their alternatives."""
+    """Return the log-probabilities of the tokens with text, and their alternatives."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.token_bytes(token)
@@ -304,8 +311,8 @@ def logprob_entries(
 
 
 def prompt_entries(news: Delta, top: int, tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
-    """Return vLLM's prompt_logprobs: for each token of the prompt but the first, which has none,
-    its own and its alternatives by id. A token beyond the alternatives has no rank.
+    """Return vLLM's prompt_logprobs: for each token of the prompt, its log-probability and its
+    alternatives by id; None for the first. A token that is not among the alternatives has no rank.
     """
 
     def one(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
@@ -322,17 +329,17 @@ def prompt_entries(news: Delta, top: int, tokenizer: Tokenizer) -> list[dict[str
 
 
 def reasoning_tokens(text: str, tokenizer: Tokenizer) -> int:
-    """Return how many tokens a reasoning's text has when encoded anew; 0 if it is empty."""
+    """Return the number of tokens of a reasoning text, encoded again; 0 if it is empty."""
     return len(tokenizer.encode(text, False, bos=False)) if text else 0
 
 
 def text_of(token: int, tokenizer: Tokenizer) -> str:
-    """Write a token as text, as token_text writes bytes that are none."""
+    """Return the text of a token id, with invalid bytes as in `token_text`."""
     return token_text(tokenizer.token_bytes(token))
 
 
 def token_text(piece: bytes) -> str:
-    """Write a token as text; where it is no whole characters, its bytes, as in OpenAI's answers."""
+    """Return a token's bytes as text; if they are not whole characters, as OpenAI writes bytes."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -340,7 +347,7 @@ def token_text(piece: bytes) -> str:
 
 
 def usage(prompt: int, completion: int, cached: int, reasoning: int = 0) -> dict[str, Any]:
-    """Return token counts. Every token decided counts, the one that ended the text included."""
+    """Return token counts. Every decided token counts, including the one that ended the text."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -351,8 +358,8 @@ def usage(prompt: int, completion: int, cached: int, reasoning: int = 0) -> dict
 
 
 def predicted(stats: Iterable[SpeculationStats]) -> dict[str, int]:
-    """Return the statistics of a prediction: its verified tokens that are in the text, and those
-    that are not.
+    """Return the counts of a prediction: its verified tokens that are in the text, and those that
+    are not.
     """
     counts = [item.predicted for item in stats]
     right = sum(accepted for _, accepted in counts)
@@ -361,8 +368,8 @@ def predicted(stats: Iterable[SpeculationStats]) -> dict[str, int]:
 
 
 def speculation_metrics(stats: Iterable[SpeculationStats]) -> dict[str, Any]:
-    """Return the `metrics` of vLLM, summed over the choices of an answer, and Forerun's reasons:
-    for each choice, why it got as many draft tokens as it did in the end.
+    """Return vLLM's `metrics`, summed over the choices of an answer, and Forerun's reasons: for
+    each choice, the reason for its last number of draft tokens.
     """
     found = list(stats)
     steps, draft_tokens = sum(s.steps for s in found), sum(s.draft_tokens for s in found)
@@ -383,7 +390,7 @@ def speculation_metrics(stats: Iterable[SpeculationStats]) -> dict[str, Any]:
 
 
 def timings(prompt: int, cached: int, prompt_seconds: float, n: int, seconds: float) -> Choice:
-    """Return llama.cpp's `timings`: tokens of the prompt and of the answer, and what they took."""
+    """Return llama.cpp's `timings`: tokens of the prompt and of the answer, and their times."""
     prompt_ms, predicted_ms, new = 1000.0 * prompt_seconds, 1000.0 * seconds, prompt - cached
     return {
         "cache_n": cached,

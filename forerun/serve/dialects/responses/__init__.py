@@ -1,1 +1,3 @@
-"""OpenAI's /v1/responses: items in, items out, and conversations that the server remembers."""
+"""OpenAI's /v1/responses: a list of items in, items out, and conversations that the server
+stores.
+"""

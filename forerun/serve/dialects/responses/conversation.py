@@ -1,4 +1,4 @@
-"""Items as the messages that chat templates and the rest of the server know."""
+"""Converts items to the messages of chat templates."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -28,7 +28,7 @@ Messages = tuple[dict[str, Any], ...]
 
 
 def chat_body(body: ResponsesBody, messages: Messages) -> ChatBody:
-    """Put the request in the server's own words. Raises RequestError.
+    """Convert the request to a ChatBody. Raises RequestError.
 
     messages  the conversation, without instructions
     """
@@ -36,7 +36,7 @@ def chat_body(body: ResponsesBody, messages: Messages) -> ChatBody:
         raise RequestError("input is missing.", "input")
     if body.instructions is not None:
         messages = ({"role": "system", "content": body.instructions}, *messages)
-    # The format is that of messages: where a call is demanded, there will be none.
+    # The format applies to messages, and an answer that must call a tool has none.
     forced = body.tool_choice is not None and body.tool_choice.kind in ("required", "named")
     logprobs = LOGPROBS in body.include
     if body.top_logprobs is not None and not logprobs:
@@ -66,8 +66,8 @@ def chat_body(body: ResponsesBody, messages: Messages) -> ChatBody:
 
 
 def messages_of(items: Iterable[Item], names: Names) -> Messages:
-    """Make messages of items. What the model thought, said and called in one turn is one of
-    them.
+    """Convert items to messages. The model's reasoning, text and calls in one turn become one
+    message.
 
     names  by which the model knows the tools
     """
@@ -89,9 +89,9 @@ def messages_of(items: Iterable[Item], names: Names) -> Messages:
 
 
 def ignored(body: ResponsesBody, value: dict[str, Any]) -> tuple[str, ...]:
-    """Name the fields of the request, those within it by their path, that change nothing.
+    """Return the fields of the request that have no effect; nested ones by their paths.
 
-    value  the request as it was sent
+    value  the request's JSON
     """
     found = list(body.ignored)
     if body.tools:
@@ -102,8 +102,8 @@ def ignored(body: ResponsesBody, value: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _begins_turn(message: dict[str, Any], item: Item) -> bool:
-    """Return whether an item begins another turn of the assistant's: thoughts come first, then
-    words.
+    """Return whether an item begins another turn of the assistant: reasoning comes first, then
+    text.
     """
     begun = message["content"] is not None or "tool_calls" in message
     if isinstance(item, Reasoning):
@@ -128,7 +128,7 @@ def _add(message: dict[str, Any], item: Item, names: Names) -> None:
 
 
 def input_item(item: Item, id: str) -> dict[str, Any]:
-    """Return the JSON of an item as it was read, for /v1/responses/{id}/input_items."""
+    """Return the JSON of an item for /v1/responses/{id}/input_items."""
     given = {field.name: getattr(item, field.name) for field in fields(item)}
     given |= given.pop("ignored")
     plain = {name: value for name, value in given.items() if value is not None}

@@ -1,7 +1,7 @@
 """Tools of /v1/responses other than functions, presented to the model as functions.
 
-`custom` tools take any text, `local_shell` a command: agents (Codex) run them. The model is offered
-a function instead, whose call becomes an item of the tool's own kind.
+`custom` tools take any text, `local_shell` a command; agents (Codex) run them. The model gets a
+function instead, whose call is converted to an item of the tool's own kind.
 """
 
 import json
@@ -32,7 +32,7 @@ SHELL = "local_shell"
 KINDS = ("custom", SHELL)
 NO_CALLERS = "only the model calls"
 NOT_ASYNC = {"async": "calls are answered in the next request"}
-"""A field of tools and calls that is refused unless it is false, and why."""
+"""A field of tools and calls that is rejected unless it is false, and the reason."""
 _SHELL_TAKES: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -63,13 +63,13 @@ class _Custom(Typed):
 
 
 def is_free(value: Any) -> bool:
-    """Return whether a tool of a request is one that is no function (KINDS)."""
+    """Return whether a tool of a request is not a function (KINDS)."""
     return isinstance(value, dict) and value.get("type") in KINDS
 
 
 def free_tool(value: dict[str, Any], where: str) -> Tool:
-    """Return the function that stands for such a tool. A regular expression holds its text; a Lark
-    grammar does not (`unheld`): it is shown to the model. Raises RequestError.
+    """Return the function for such a tool. A regular expression constrains its text; a Lark grammar
+    does not (`unheld`), and is only shown to the model. Raises RequestError.
     """
     if value["type"] == SHELL:
         read(Typed, value, where)
@@ -94,16 +94,14 @@ def free_tool(value: dict[str, Any], where: str) -> Tool:
 
 
 def unheld(tools: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """Name the fields that hold a grammar which nothing enforces, in checked `tools`; empty if
-    there is none.
-    """
+    """Return the paths of grammars in checked `tools` that are not enforced."""
     formats = [one.get("format") or {} for one in tools if is_free(one)]
     lark = any(format.get("syntax") == "lark" for format in formats)
     return ("tools.format.definition",) if lark else ()
 
 
 def free_input(arguments: str) -> str:
-    """Return the text of a custom tool's call; of one that was cut, as far as it goes."""
+    """Return the text of a custom tool's call; if the call was cut off, the part there is."""
     for cut in range(7):  # Of an escape that was cut: \uD83D has six letters.
         for end in ("", '"}', "}"):
             found = loads_or(arguments[: len(arguments) - cut] + end, NOTHING)
@@ -115,19 +113,19 @@ def free_input(arguments: str) -> str:
 
 
 def of_input(text: str) -> str:
-    """Write the arguments, JSON, of a call with this free text."""
+    """Return the arguments, as JSON, of a call with this free text."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def of_action(action: dict[str, Any]) -> str:
-    """Write the arguments, JSON, of a call of the shell that runs this action."""
+    """Return the arguments, as JSON, of a shell call that runs this action."""
     taken = _SHELL_TAKES["properties"]
     given = {key: action[key] for key in taken if action.get(key) is not None}
     return json.dumps(given, ensure_ascii=False)
 
 
 def shell_action(arguments: str) -> dict[str, Any]:
-    """Return the command of a shell call, from its arguments; empty if these were cut off."""
+    """Return the command of a shell call from its arguments; empty if these were cut off."""
     found = loads_or(arguments)
     given = found if isinstance(found, dict) else {}
     more = {key: given[key] for key in ("working_directory", "timeout_ms") if key in given}

@@ -1,4 +1,4 @@
-"""Names by which the model knows the tools of /v1/responses, and what they are to the client."""
+"""Names by which the model knows the tools of /v1/responses, and the client's names for them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -8,12 +8,12 @@ from typing import Any
 from forerun.serve.dialects.responses.free_tools import SHELL
 
 Names = Mapping[tuple[str | None, str], str]
-"""(Namespace or None, own name of a tool) -> the name by which the model knows it."""
+"""(namespace or None, client's name of a tool) -> the model's name of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A tool as its client knows it.
+    """A tool in the client's terms.
 
     namespace  the group that it is in (Codex); None = in none
     kind       function, custom or local_shell
@@ -25,8 +25,8 @@ class Offer:
 
 
 def known_names(tools: Iterable[tuple[str | None, str]]) -> list[str]:
-    """Return the names for the model, of tools by namespace and own name: their own, behind the
-    namespace where several have the same.
+    """Return the model's names of tools, given as (namespace, name): the name, with the namespace
+    before it if several tools have that name.
     """
     pairs = list(tools)
     counts = Counter(name for _, name in pairs)
@@ -34,7 +34,10 @@ def known_names(tools: Iterable[tuple[str | None, str]]) -> list[str]:
 
 
 def offers(tools: list[dict[str, Any]]) -> dict[str, Offer]:
-    """Return tools by the names for the model; `tools`: as `each_tool` gives them, checked."""
+    """Return tools by the model's names.
+
+    tools  checked, as `each_tool` returns them
+    """
     found = [Offer(one.get("name", SHELL), one.get("namespace"), str(one["type"])) for one in tools]
     names = known_names((one.namespace, one.name) for one in found)
     return dict(zip(names, found, strict=True))

@@ -1,4 +1,4 @@
-"""An answer's items while they grow: their events, and what they come to."""
+"""An answer's items while they grow, and their events."""
 
 import uuid
 from collections.abc import Mapping
@@ -20,10 +20,9 @@ Logprobs = list[dict[str, Any]]
 
 
 class Output:
-    """Turns parsed text into events of items, one after the other.
+    """Converts parsed text to events of items, one after the other.
 
-    offers  what tools are to the client, by the names that the model knows them by
-
+    offers  the client's tools, by the model's names of them
     calls  the model's calls, in Chat Completions' format
     """
 
@@ -35,7 +34,7 @@ class Output:
         self._waiting: Logprobs = []
 
     def push(self, parsed: ParsedDelta, logprobs: Logprobs) -> list[Event]:
-        """Return events of what is new. Log-probabilities go with the next piece of text."""
+        """Return the events of a parsed delta. Log-probabilities go with the next piece of text."""
         events: list[Event] = []
         self._waiting += logprobs
         if parsed.reasoning:
@@ -61,7 +60,9 @@ class Output:
         return events
 
     def close(self, status: str) -> list[Event]:
-        """End the item that is open; status: completed, or incomplete where it was cut off."""
+        """Return the events that end the open item. status: completed, or incomplete if it was cut
+        off.
+        """
         if self._open is None:
             return []
         events, item = [], self.items[-1]
@@ -84,8 +85,9 @@ class Output:
         return events
 
     def _called(self, item: dict[str, Any]) -> list[Event]:
-        """Return the end of a call, of which later requests have JSON, also where it was cut. What
-        a custom tool takes comes in one piece: it is JSON until then.
+        """Return the events that end a call. Its arguments are stored as JSON for later requests,
+        even if they were cut off. A custom tool's text is sent in one piece, because it is JSON
+        until then.
         """
         function = self.calls[-1]["function"]
         arguments = function["arguments"]
@@ -107,7 +109,7 @@ class Output:
 
     @property
     def thought(self) -> str:
-        """The text of all reasoning so far, one item after the other."""
+        """The text of all reasoning so far, of all items."""
         kinds = [item for item in self.items if item["type"] == "reasoning"]
         return "".join(item["content"][0]["text"] for item in kinds)
 
@@ -117,7 +119,7 @@ class Output:
         return part
 
     def _enter(self, kind: str, name: str = "") -> list[Event]:
-        """Begin an item, unless one of its kind is open."""
+        """Return the events that begin an item, unless one of its kind is open."""
         if self._open == kind:
             return []
         events = self.close("completed")

@@ -1,4 +1,4 @@
-"""Pages of the items of a stored request, as OpenAI's clients ask for them."""
+"""Pages of the items of a stored request, in OpenAI's format."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from forerun.errors import RequestError
 from forerun.serve.bodies.fields import shown
 
 MOST = 100
-"""Items of a page, at most, where a client limits them; without a limit all are one page."""
+"""Most items of a page, if the client limits them; without a limit all items are one page."""
 
 
 def page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:

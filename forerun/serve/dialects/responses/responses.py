@@ -1,4 +1,4 @@
-"""POST /v1/responses: its events, its answers, and what is remembered of them."""
+"""POST /v1/responses: its events, its answers, and what is stored of them."""
 
 import time
 import uuid
@@ -51,12 +51,12 @@ class ResponsesDialect(Dialect):
         self._number = 0
 
     def stored(self, value: Any) -> int:
-        """Implement Dialect.stored: a small body may go on with a long conversation."""
+        """Implement Dialect.stored: a small body may continue a long conversation."""
         return stored_bytes(value, self._store)
 
     def parse(self, value: Any, service: Service) -> ParsedRequest:
-        """Implement Dialect.parse for the body of /v1/responses, behind the stored answer that it
-        names. Raises RequestError naming the field, ApiError.
+        """Implement Dialect.parse for the body of /v1/responses, together with the stored answer
+        that it names. Raises RequestError naming the field, ApiError.
         """
         value = with_items(value, self._store)
         body = read(ResponsesBody, value)
@@ -80,12 +80,14 @@ class ResponsesDialect(Dialect):
         return ParsedRequest(self._generation, self._served, unused)
 
     def ping(self) -> bytes:
-        """Implement Dialect.ping: what waits for an event (Codex, 300 s) counts no comment."""
+        """Implement Dialect.ping with an event: clients that wait for events (Codex, 300 s) ignore
+        comments.
+        """
         return b"".join(map(self._worded, self._progress()))
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """Implement Dialect.events: response.created at first, the items' events, and with `last`
-        the whole answer, which is stored.
+        """Implement Dialect.events: response.created first, the items' events, and with `last` the
+        whole answer, which is stored.
         """
         events = [] if self._number else self._progress()
         events += self._push(news)
@@ -96,7 +98,7 @@ class ResponsesDialect(Dialect):
         return b"".join(map(self._worded, events))
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """Return the response with all items, as Dialect.whole; stores it if requested."""
+        """Implement Dialect.whole: the response with all items, which is stored if requested."""
         self._push(choices)
         self._output.close("completed" if self._complete else "incomplete")
         return self._answer(tally)
@@ -111,7 +113,7 @@ class ResponsesDialect(Dialect):
         return self._worded({"type": "response.failed", "response": failed})
 
     def _progress(self) -> list[Event]:
-        """Return response.in_progress, and response.created where nothing was written before."""
+        """Return response.in_progress, after response.created if nothing was written before."""
         begun = {**self._base, "status": "in_progress", "output": []}
         kinds = (
             ("response.in_progress",)
@@ -140,7 +142,7 @@ class ResponsesDialect(Dialect):
         return event(data, one["type"])
 
     def _answer(self, tally: Tally) -> dict[str, Any]:
-        """Return the whole answer, which is stored if it is to be."""
+        """Return the whole answer; stores it if requested."""
         answer = {**self._base, "output": self._output.items, "usage": self._usage(tally)}
         answer["completed_at"] = int(time.time())
         answer["status"] = "completed" if self._complete else "incomplete"
@@ -220,7 +222,9 @@ class ResponsesDialect(Dialect):
 
 
 def input_tokens(value: Any, service: Service, store: ResponseStore) -> dict[str, Any]:
-    """POST /v1/responses/input_tokens: tokens of the prompt as /v1/responses would make it."""
+    """POST /v1/responses/input_tokens: the number of tokens in the prompt of such a /v1/responses
+    request.
+    """
     value = with_items(value, store)
     body = read(ResponsesBody, value)
     loaded = service.named(body.model).loaded
@@ -233,15 +237,15 @@ def input_tokens(value: Any, service: Service, store: ResponseStore) -> dict[str
 def _conversation(
     body: ResponsesBody, known: Mapping[str, Offer], store: ResponseStore
 ) -> Messages:
-    """Return what was said so far, in stored answers and in the request itself. known: its
-    tools. Raises ApiError.
+    """Return the messages so far, in stored answers and in the request itself. known: its tools.
+    Raises ApiError.
     """
     names = {(one.namespace, one.name): name for name, one in known.items()}
     return (*_earlier(body.previous_response_id, store), *messages_of(body.input, names))
 
 
 def _earlier(id: str | None, store: ResponseStore) -> Messages:
-    """Return the conversation up to an answer. Raises ApiError if that is forgotten."""
+    """Return the conversation up to an answer. Raises ApiError if that is no longer stored."""
     if id is None:
         return ()
     found = store.get(id)

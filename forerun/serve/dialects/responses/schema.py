@@ -135,7 +135,7 @@ class CallOutput(Typed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning(Typed):
-    """An earlier thought of the model, or its summary if there is nothing else."""
+    """Earlier reasoning of the model, or its summary if there is nothing else."""
 
     summary: str = accept(joined_text, "")
     content: str = accept(joined_text, "")
@@ -186,7 +186,7 @@ def _one(value: Any, where: str) -> Item:
 
 
 def _is_assistants(item: dict[str, Any]) -> bool:
-    """Return whether a sent item is the model's own: a thought, a call, or what it said."""
+    """Return whether a sent item is the model's own: reasoning, a call, or a message."""
     kind = str(item.get("type"))
     return item.get("role") == "assistant" or kind == "reasoning" or kind.endswith("_call")
 
@@ -201,7 +201,7 @@ _items = history(_one, MAX_MESSAGES, assistant=_is_assistants, fresh=_mend_outpu
 
 @takes({"anyOf": [plain_text.schema, _items.schema]})
 def _input(value: Any, where: str) -> tuple[Item, ...]:
-    """Read `input`: a text of the user's, or items."""
+    """Read `input`: a text of the user, or items."""
     if isinstance(value, str):
         return (InputMessage(role="user", content=plain_text(value, where)),)
     return _items(value, where)
@@ -223,7 +223,7 @@ class _Function(ToolFunction):
 def _tool(value: Any, where: str) -> Tool:
     if is_free(value):
         return free_tool(value, where)
-    # Tools that the service itself would run come first: their other fields are of no interest.
+    # Check for tools that the service itself would run first, whatever other fields they have.
     kind = value.get("type") if isinstance(value, dict) else None
     only("function", why=OWN_TOOLS)(kind, f"{where}.type")
     given = read(_Function, value, where)
@@ -235,7 +235,9 @@ HOSTED = re.compile(
     "(web_search|web_search_preview|file_search|code_interpreter|image_generation|tool_search)"
     "(_20[0-9_]+)?"
 )
-"""Types of tools that OpenAI's service runs itself. Agents offer them beside their functions."""
+"""Types of tools that OpenAI's service runs itself. Agents send them together with their
+functions.
+"""
 
 
 def is_hosted(value: Any) -> bool:
@@ -246,8 +248,8 @@ def is_hosted(value: Any) -> bool:
 
 @takes({"type": "array", "maxItems": MAX_TOOLS})
 def _tools(value: Any, where: str) -> tuple[Tool, ...]:
-    """Read functions. Tools that OpenAI's service would run are left out if there are functions
-    beside them, and refused alone.
+    """Read functions. Tools that OpenAI's service would run are left out if there are also
+    functions, and rejected otherwise.
     """
     each = items(_tool, MAX_TOOLS)
     if not isinstance(value, list) or all(map(is_hosted, value)):
@@ -277,8 +279,8 @@ class _Namespace(Typed):
 
 
 def each_tool(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return the tools of a request, without those that are left out; those of a namespace say so.
-    `tools` are checked already.
+    """Return the checked tools of a request, without those that are left out; each tool of a
+    namespace has its name.
     """
     found: list[dict[str, Any]] = []
     for one in tools or []:
@@ -337,7 +339,7 @@ class TextConfig(Declaration):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningConfig(Declaration):
-    """`reasoning`: how much. The thoughts themselves are shown, so there is no summary."""
+    """`reasoning`: the effort. The reasoning itself is returned, so there is no summary."""
 
     effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
     max_tokens: int | None = accept(thinking_budget)
@@ -366,7 +368,9 @@ INCLUDED = (
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )
-"""OpenAI's values of `include`; those of tools and media that are not here change nothing."""
+"""OpenAI's values of `include`; those about tools and media that this server lacks have no
+effect.
+"""
 
 _INCLUDED = only(*INCLUDED, why="OpenAI knows no such part")
 

@@ -1,4 +1,4 @@
-"""Answers that a later request may refer to, in memory, the oldest forgotten first."""
+"""Stores answers that a later request may refer to, in memory; the oldest are dropped first."""
 
 import json
 import threading
@@ -18,11 +18,11 @@ MAX_ANSWERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """One answer.
+    """One stored answer.
 
-    response  as it was sent
+    response  its JSON
     input     the items of its request
-    messages  the conversation so far, this answer included
+    messages  the conversation so far, including this answer
     """
 
     response: dict[str, Any]
@@ -39,7 +39,7 @@ class _Written(NamedTuple):
 
 @dataclass(slots=True)
 class _Kept:
-    """Answers of all tenants, by tenant and id. Under the lock.
+    """The answers of all tenants, by tenant and id. Guarded by the lock.
 
     items  tenant and id of an item -> id of the last answer that has it
     size   bytes of all answers
@@ -53,7 +53,7 @@ class _Kept:
     size: int = 0
 
     def put(self, tenant: str, id: str, written: _Written) -> None:
-        """Keep an answer, and forget the oldest where there is no room."""
+        """Store an answer, and drop the oldest ones if there is no room."""
         self.answers[tenant, id] = written
         self.size += len(written.data)
         self.items |= {(tenant, item): id for item in written.items}
@@ -61,7 +61,7 @@ class _Kept:
             self.forget(*next(iter(self.answers)))
 
     def forget(self, tenant: str, id: str) -> bool:
-        """Forget an answer. False if there is none with this id."""
+        """Drop an answer. Returns False if there is none with this id."""
         written = self.answers.pop((tenant, id), None)
         if written is None:
             return False
@@ -73,10 +73,9 @@ class _Kept:
 
 
 class ResponseStore:
-    """Keeps answers within bounds of number and size, each tenant's out of sight of others. Safe to
-    share between threads.
-
-    They are kept as bytes of JSON: as Python objects they would take four times as much memory.
+    """Stores answers up to a number and a size; each tenant sees only its own. Safe to share
+    between threads. Answers are stored as bytes of JSON: Python objects would take four times as
+    much memory.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES, max_answers: int = MAX_ANSWERS) -> None:
@@ -84,11 +83,13 @@ class ResponseStore:
         self._tenant = ""
 
     def __len__(self) -> int:
-        """Count the stored answers of all tenants."""
+        """Return the number of stored answers of all tenants."""
         return len(self._kept.answers)
 
     def of(self, tenant: str) -> "ResponseStore":
-        """Return the same store as one tenant sees it; ids of items are a client's own words."""
+        """Return a view of the same store for one tenant; ids of items are chosen by clients, so
+        tenants may use the same.
+        """
         seen = copy(self)
         seen._tenant = tenant
         return seen
@@ -96,15 +97,15 @@ class ResponseStore:
     def put(
         self, response: dict[str, Any], input: list[dict[str, Any]], messages: Messages
     ) -> None:
-        """Keep an answer under its id, and forget the oldest where there is no room."""
+        """Store an answer under its id, and drop the oldest ones if there is no room."""
         data = dump_json([response, input, messages])
         with self._kept.lock:
             written = _Written(data, _ids(response, input))
             self._kept.put(self._tenant, response["id"], written)
 
     def items(self, ids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Return the stored items with these ids, of inputs and outputs, by id. Reads each stored
-        answer once.
+        """Return the stored items with these ids, of inputs and outputs, by id. Each stored answer
+        is decoded once.
         """
         wanted: dict[str, set[str]] = {}
         with self._kept.lock:
@@ -130,7 +131,7 @@ class ResponseStore:
         return StoredAnswer(response, input, tuple(messages))
 
     def size(self, answers: Iterable[str], items: Iterable[str]) -> int:
-        """Count the bytes of the stored answers with these ids, or with items of these ids."""
+        """Return the bytes of the stored answers with these ids, or with items of these ids."""
         with self._kept.lock:
             having = (self._kept.items.get((self._tenant, id)) for id in items)
             names = {(self._tenant, id) for id in (*answers, *having) if id is not None}
@@ -138,7 +139,7 @@ class ResponseStore:
             return sum(len(written.data) for written in found if written is not None)
 
     def drop(self, id: str) -> bool:
-        """Forget an answer. False if there is none with this id."""
+        """Drop an answer. Returns False if there is none with this id."""
         with self._kept.lock:
             return self._kept.forget(self._tenant, id)
 

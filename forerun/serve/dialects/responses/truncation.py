@@ -1,4 +1,4 @@
-"""Conversations with their stored items, and with no more than there is room for."""
+"""Inserts stored items into conversations, and shortens conversations to the context."""
 
 from bisect import bisect_left
 from dataclasses import replace
@@ -14,8 +14,8 @@ from forerun.serve.http.errors import ApiError
 
 
 def with_items(value: Any, store: ResponseStore) -> Any:
-    """Put the stored items in place of every `item_reference` of a request's JSON. Raises ApiError
-    if one is not stored, or is referred to twice: a small body would become a huge one.
+    """Return a request's JSON with the stored items in place of every `item_reference`. Raises
+    ApiError if one is not stored, or is referred to twice: a small body could become huge.
     """
     items = value.get("input") if isinstance(value, dict) else None
     if not isinstance(items, list) or not any(map(_refers, items)):
@@ -27,7 +27,7 @@ def with_items(value: Any, store: ResponseStore) -> Any:
 
 
 def stored_bytes(value: Any, store: ResponseStore) -> int:
-    """Count the bytes of stored answers that a request's JSON refers to."""
+    """Return the bytes of the stored answers that a request's JSON refers to."""
     if not isinstance(value, dict):
         return 0
     before, items = value.get("previous_response_id"), value.get("input")
@@ -41,9 +41,7 @@ def _refers(value: Any) -> bool:
 
 
 def _item(value: Any, where: str, kept: dict[str, dict[str, Any]]) -> Any:
-    """Return an item as it is, or the stored one that it refers to, which is taken out of
-    `kept`.
-    """
+    """Return an item, or the stored one that it refers to, which is removed from `kept`."""
     if not _refers(value):
         return value
     id = value.get("id")
@@ -58,11 +56,10 @@ def _item(value: Any, where: str, kept: dict[str, dict[str, Any]]) -> Any:
 
 
 def fitting(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> tuple[Generation, int]:
-    """Return what to ask of the engine for as much of the end of a conversation as there is room
-    for, and how many of its messages are left out.
-
-    System messages at its head stay; the rest begins with a user's message. Raises what
-    `chat_generation` raises, also if not even the last such message fits.
+    """Return the generation for as much of the end of a conversation as the context has room for,
+    and how many of its messages are left out. System messages at its beginning stay; the rest
+    begins with a user's message. Raises what `chat_generation` raises, also if not even the last
+    such message fits.
     """
     messages = body.messages
     head = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))

@@ -1,4 +1,4 @@
-"""POST /generate: the text so far and what is known of it, in one piece or as it grows."""
+"""POST /generate: the text so far and its statistics, in one piece or as a stream."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,24 +31,24 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(slots=True)
 class Answer(Completion):
-    """One text as far as it has come.
+    """One text so far.
 
-    worded  its log-probabilities as the answer has them, by field
+    worded  its formatted log-probabilities, by field
     """
 
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     worded: dict[str, list[Any]] = field(default_factory=dict)
 
     def add(self, delta: Delta) -> None:
-        """Implement Completion.add, with log-probabilities of the prompt."""
+        """Implement Completion.add, including log-probabilities of the prompt."""
         Completion.add(self, delta)
         self.prompt_logprobs += delta.prompt_logprobs
 
     def field(
         self, name: str, entries: list[TokenLogprobs], word: Callable[[TokenLogprobs], Any]
     ) -> list[Any]:
-        """Return what a field says of all entries so far, each worded once: every event says the
-        whole.
+        """Return a field's formatted entries so far. Each is formatted once, because every event
+        repeats all.
         """
         found = self.worded.setdefault(name, [])
         found += map(word, entries[len(found) :])
@@ -56,8 +56,8 @@ class Answer(Completion):
 
 
 class GenerateDialect(Dialect):
-    """POST /generate: text in SGLang's words, whole or as a stream. 400 names a field that cannot
-    be taken.
+    """POST /generate: text in SGLang's format, whole or as a stream. 400 names a field that cannot
+    be accepted.
     """
 
     _body: GenerateBody
@@ -97,7 +97,7 @@ class GenerateDialect(Dialect):
         return b"".join(map(event, found))
 
     def whole(self, choices: News, tally: Tally) -> Any:
-        """Return an object, or a list of them for several texts, as Dialect.whole."""
+        """Implement Dialect.whole: an object, or a list of them for several texts."""
         for index, delta in choices:
             self._answers.setdefault(index, Answer()).add(delta)
         found = [self._output(index, tally) for index in sorted(self._answers)]
@@ -166,7 +166,7 @@ class GenerateDialect(Dialect):
 
 
 def _finish(answer: Answer) -> dict[str, Any] | None:
-    """Say why the text ended; null while it grows."""
+    """Return the reason for which the text ended; None while it grows."""
     if answer.finish is None:
         return None
     if answer.finish == Finish.LENGTH:

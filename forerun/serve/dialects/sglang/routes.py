@@ -1,4 +1,4 @@
-"""SGLang's routes, and those of vLLM's that its operators know."""
+"""SGLang's routes, and some of vLLM's for operators."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from forerun.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortBody(Declaration):
-    """POST /abort_request: one request by what its client called it or by its id, or all."""
+    """POST /abort_request: one request, by the client's name for it or by its id, or all."""
 
     rid: str | None = accept(text(2**16))
     abort_all: bool = accept(boolean, False)
@@ -32,8 +32,8 @@ class AbortBody(Declaration):
 
 
 async def model_info(request: Request) -> Response:
-    """GET /model_info: what the loaded model is, in SGLang's words. 503 while nothing can
-    answer.
+    """GET /model_info: facts about the loaded model, in SGLang's format. 503 while no request can
+    be answered.
     """
     served = service_of(request).enter()
     path = served.loaded.config.model
@@ -52,7 +52,7 @@ async def model_info(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """GET /server_info: what runs here, with which options, and what it has done."""
+    """GET /server_info: the version, options and statistics of this server."""
     service = service_of(request)
     served = service.served()
     settings = asdict(service.settings)
@@ -74,8 +74,8 @@ async def server_info(request: Request) -> Response:
 
 
 async def health_generate(request: Request) -> Response:
-    """GET /health_generate: 200 only where a token was really made; else the error that
-    stopped it.
+    """GET /health_generate: 200 only if a token was really generated; else the error that prevented
+    it.
     """
     service = service_of(request)
     served = service.enter()
@@ -87,14 +87,14 @@ async def health_generate(request: Request) -> Response:
 
 
 async def ping(request: Request) -> Response:
-    """GET or POST /ping: 200 only where a request would be let in; else 503."""
+    """GET or POST /ping: 200 only if requests are accepted; else 503."""
     service_of(request).enter()
     return Response(status_code=200)
 
 
 async def flush_cache(request: Request) -> Response:
-    """GET or POST /flush_cache: forget all prefixes that no running sequence holds. 403 for pages
-    of other sites.
+    """GET or POST /flush_cache: evict all cached prefixes that no running sequence holds. 403 for
+    pages of other sites.
     """
     check_same_site(request)
     service_of(request).enter().engine.forget_prefixes()
@@ -117,15 +117,15 @@ async def abort_request(request: Request) -> Response:
 
 
 async def load(request: Request) -> Response:
-    """GET /load: how many requests run or wait (vLLM). 503 while nothing can answer."""
+    """GET /load: how many requests run or wait (vLLM). 503 while no request can be answered."""
     engine = service_of(request).enter().engine
     running: set[GenerationSession] = request.app.state.running
     return Json({"server_load": sum(one.engine is engine for one in running)})
 
 
 async def get_load(request: Request) -> Response:
-    """GET /get_load: sequences that run and wait, and tokens that they hold. 503 while nothing can
-    answer.
+    """GET /get_load: running and waiting sequences, and the tokens they hold. 503 while no request
+    can be answered.
     """
     served = service_of(request).enter()
     now = (await served.engine.stats()).load

@@ -74,14 +74,14 @@ class SamplingParams(TokenFields):
 
 @dataclass(frozen=True, slots=True)
 class PerText:
-    """A field for the texts of a request. several: there is a value for each."""
+    """The values of a field for the texts of a request. several: there is a value for each text."""
 
     values: tuple[Any, ...]
     several: bool = False
 
     def of(self, count: int, where: str) -> tuple[Any, ...]:
-        """Return a value for each of `count` texts. Raises RequestError if there are not as
-        many.
+        """Return a value for each of `count` texts. Raises RequestError, naming `where`, if the
+        number differs.
         """
         if not self.several:
             return self.values * count
@@ -92,8 +92,8 @@ class PerText:
 
 
 def per_list(each: DescribedReader[tuple[int, ...]]) -> DescribedReader[PerText]:
-    """Make a reader of a list that `each` takes, or a list of such lists, one for each text: a
-    PerText.
+    """Return a reader of a list that `each` accepts, or a list of such lists, one for each text, as
+    a PerText.
     """
     several = items(each, MAX_PROMPTS, 1)
 
@@ -111,7 +111,7 @@ _some_texts = one_or_more(plain_text, MAX_PROMPTS)
 
 @takes(_some_texts.schema)
 def _texts(value: Any, where: str) -> PerText:
-    """Read `text`: one, or a list, to which the answer is one, too."""
+    """Read `text`: one, or a list, for which the answer is a list, too."""
     found = _some_texts(value, where)
     if not found:
         raise RequestError(f"{where} is an empty list.", where)
@@ -119,7 +119,7 @@ def _texts(value: Any, where: str) -> PerText:
 
 
 def each(reader: Reader) -> DescribedReader[PerText]:
-    """Make a reader of a value for all texts of a request, or a list with one for each, as
+    """Return a reader of one value for all texts of a request, or a list with one for each, as a
     PerText.
     """
     several = items(reader, MAX_PROMPTS, 1)
@@ -142,8 +142,8 @@ _reported_ids = per_list(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateBody(RequestBody):
-    """POST /generate. speculative is Forerun's own field. Fields that are lists where they need not
-    be hold a value for each text.
+    """POST /generate. speculative is Forerun's own field. A list in a field that also accepts a
+    single value has a value for each text.
     """
 
     text: PerText | None = accept(_texts)

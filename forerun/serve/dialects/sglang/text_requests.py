@@ -17,10 +17,10 @@ from forerun.serve.dialects.sglang.schema import GenerateBody, PerText, Sampling
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One text.
+    """The settings of one text.
 
     logprobs  report log-probabilities
-    start     first token of the prompt to report them for; -1 = for the answer alone
+    start     first token of the prompt to report them for; -1 = for the answer only
     top       alternatives of each token
     ids       tokens whose log-probabilities are reported at every position
     """
@@ -39,8 +39,8 @@ _LISTS = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprob
 
 
 def text_requests(body: GenerateBody, prompts: PerText) -> tuple[TextRequest, ...]:
-    """Make one for each text. Raises RequestError if lists have other lengths, or texts of one
-    request differ in what they cannot differ in.
+    """Return the settings of each text. Raises RequestError if lists have other lengths, or texts
+    of one request differ in a setting that they must share.
     """
     count = len(prompts.values)
     columns = [getattr(body, name).of(count, name) for name in _LISTS]
@@ -102,7 +102,9 @@ def generation_of(
 
 
 def together(parts: list[Generation], rids: tuple[str, ...]) -> Generation:
-    """Return one generation of several texts. Raises RequestError if it would report too much."""
+    """Merge the generations of several texts into one. Raises RequestError if it would report too
+    many log-probabilities.
+    """
     entries = sum(
         part.n
         * (request.stopping.max_tokens + len(request.prompt))
@@ -125,7 +127,7 @@ def together(parts: list[Generation], rids: tuple[str, ...]) -> Generation:
 
 
 def _plain(text: TextRequest, body: GenerateBody) -> CompletionBody:
-    """Put the request in the server's own words."""
+    """Convert the settings to a CompletionBody."""
     given = text.params
     return CompletionBody(
         prompt=(text.prompt,),
