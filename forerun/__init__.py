@@ -9,7 +9,7 @@ from forerun.version import __version__ as __version__
 
 
 def __getattr__(name: str) -> object:
-    """Load the Python API late: the command line should answer at once."""
+    """Import the Python API on first use, so that the command line starts fast."""
     if name == "LLM":
         from forerun.client.llm import LLM
 

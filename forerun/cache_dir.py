@@ -1,4 +1,4 @@
-"""Paths of users: their homes, the folder for models, and its lock for one process at a time."""
+"""Paths of users: their homes, the folder for models, and its lock between processes."""
 
 import os
 import shutil
@@ -55,8 +55,8 @@ def seen(path: Path) -> os.stat_result | None:
 
 
 def make_room(folder: Path, size: int) -> None:
-    """Create `folder`. Raises DownloadError if it cannot be made or its disk has fewer than
-    `size` bytes free.
+    """Create `folder`. Raises DownloadError if that fails or its disk has fewer than `size` bytes
+    free.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,8 +71,8 @@ def make_room(folder: Path, size: int) -> None:
 
 
 def write_kept(path: Path, content: bytes, files: int) -> None:
-    """Write a file of the cache at once, making its folder, and delete the oldest files of the same
-    ending beyond `files`. Raises OSError.
+    """Write a file of the cache atomically, creating its folder, and delete the oldest files with
+    the same suffix beyond `files`. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}")
@@ -87,9 +87,7 @@ def write_kept(path: Path, content: bytes, files: int) -> None:
 
 
 def unwritable(folder: Path, error: OSError) -> DownloadError:
-    """Return the error that the cache directory `folder` cannot be written; the caller raises
-    it.
-    """
+    """Return the error that the cache directory `folder` cannot be written; does not raise it."""
     return DownloadError(
         f"the cache directory {folder} cannot be written ({error.strerror or error}); "
         "make it writable or choose another"
@@ -103,7 +101,8 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
     waiting  called a few times a second while another process holds it
 
-    A lock dies with its process. Raises DownloadError if the file cannot be made or locked.
+    The system releases the lock when its process ends. Raises DownloadError if the file cannot be
+    created or locked.
     """
     try:
         file = path.open("a+b")

@@ -7,19 +7,18 @@ from contextlib import suppress
 from time import sleep
 
 STOPPED_SECONDS = 1.0
-"""Seconds within which a stopped process may continue. Work does not count, however long it takes:
-only SIGSTOP and similar signals stop a process. An attached debugger does not count: the system
-reports to it, and not to the parent.
+"""Seconds within which a stopped process may continue. A working process is never stopped: only
+SIGSTOP and similar signals stop one. An attached debugger does not count: the system reports to it
+instead of the parent.
 """
 LOOK = 0.05
-"""Seconds between two looks at a process that is stopped."""
+"""Seconds between two checks of a stopped process."""
 
 
 def wait(process: "subprocess.Popen[bytes]") -> int:
-    """Wait for the end of a child that no other code waits for; its `returncode` is set then. One
-    that stays stopped for STOPPED_SECONDS is killed.
-
-    Returns the signal that stopped it for so long, 0 if it ended otherwise.
+    """Wait for the end of a child process and set its `returncode`; no other code may wait for it.
+    A child that stays stopped for STOPPED_SECONDS is killed. Returns the signal that stopped it for
+    so long, 0 if it ended otherwise.
     """
     stopped = 0
     while True:
@@ -45,7 +44,7 @@ def _stays(pid: int) -> bool:
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
-    """End a child, stopped or not; one that has ended already is let be."""
+    """Kill a child process, stopped or not. Does nothing if it has ended."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The size of drafts. Without NumPy: options are read before anything heavy is imported."""
+"""The size of drafts. Without NumPy, because options are read before large imports."""
 
 from typing import NamedTuple
 
@@ -16,18 +16,16 @@ class DraftShape(NamedTuple):
     depth: int = 0
 
     def full(self, block: bool) -> bool:
-        """Return whether a full tree of this width and depth holds every draft: the best of a
-        block's paths (`block`) may be more than that on one level.
+        """Return whether a full tree of this width and depth contains every draft: the best paths
+        of a block (`block`) may have more nodes than that on one level.
         """
         return not block or self.width == 1 or 0 < self.nodes <= self.width**2
 
     def declared(self) -> list["DraftShape"]:
         """Return the few shapes that such drafts have, ascending, so that a device can prepare a
-        program for each.
-
-        Depths are 1, 3, 7, ... and `depth` itself, every level as large as the others
-        (nodes // depth); where that is more than one, also a single draft token. Requires
-        1 <= depth <= nodes; not checked.
+        program for each. Depths are 1, 3, 7, ... and `depth` itself, with equal levels (nodes //
+        depth); if a level has more than one node, also a single draft token. Requires 1 <= depth <=
+        nodes; not checked.
         """
         level = self.nodes // self.depth
         depths = {(2 << power) - 1 for power in range(self.depth.bit_length())}

@@ -1,4 +1,4 @@
-"""The one tree of errors. A message says what was wrong, where, and what to do.
+"""The exceptions. A message says what was wrong, where, and what to do.
 
 ForerunError
 ├── ModelError        a checkpoint, tokenizer or draft on disk cannot be used
@@ -40,7 +40,7 @@ class DownloadError(ModelError):
 
 
 class RequestError(ForerunError):
-    """A request cannot be honoured. `field` is the request field at fault, if one is."""
+    """A request cannot be run. `field` is the request field with the fault, if there is one."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class ContextError(RequestError):
 
 
 class BusyError(RequestError):
-    """No room in the queue: try again in a second."""
+    """The queue is full, or the engine is shutting down: try again later."""
 
 
 class WorkerError(BusyError):
@@ -85,22 +85,22 @@ class ConfigError(ForerunError):
 
 
 class EngineError(ForerunError):
-    """The engine failed; the request was not at fault."""
+    """The engine failed; the request was not the cause."""
 
 
 class RankError(EngineError):
-    """A process that shares the model with others is gone, or out of step with them: no step can
-    run any more.
+    """A process that shares the model with others has ended, or is out of step with them: no step
+    can run any more.
     """
 
 
 class EngineLostError(EngineError):
-    """The process that an engine runs in was killed or ended by itself."""
+    """The engine's process was killed or ended by itself."""
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's text for a message that names the file already: of OSError "No such file or
-    directory", without its number and path.
+    """Return an error's text for a message that already names the file: for OSError "No such file
+    or directory", without its number and path.
     """
     return getattr(error, "strerror", None) or str(error)
 

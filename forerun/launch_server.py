@@ -1,4 +1,4 @@
-"""`python -m forerun.launch_server`: SGLang's way to start a server, with its options."""
+"""`python -m forerun.launch_server`: starts a server as SGLang does, with its options."""
 
 import sys
 

@@ -26,7 +26,7 @@ def cpu_name() -> str:
 
 
 def cpu_identity() -> str:
-    """Return all that decides whether machine code that was made here runs elsewhere: the
+    """Return everything that decides whether machine code built here runs elsewhere: the
     processor's name and every instruction set it has.
     """
     flags = [line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))]
@@ -34,7 +34,7 @@ def cpu_identity() -> str:
 
 
 def _cpu_features() -> list[str]:
-    """Return the instruction sets of this CPU, of those that matter to the kernels."""
+    """Return those instruction sets of this CPU that matter to the kernels."""
     for line in _lines("/proc/cpuinfo"):
         if line.startswith(("flags", "Features")):
             have = set(line.partition(":")[2].split())
@@ -52,7 +52,7 @@ def cores() -> int:
 
 
 def physical_cores() -> int:
-    """Return the cores that this process may use, hyperthreads of one counted once, cgroup quota
+    """Return the cores that this process may use, hyperthreads of a core counted once, cgroup quota
     included; at least 1.
     """
     if not hasattr(os, "sched_getaffinity"):
@@ -73,8 +73,8 @@ def _memory_total() -> int:
 
 @contextmanager
 def collected_later() -> Iterator[None]:
-    """Return a context manager within which no cycles are collected: code and vocabularies that are
-    loaded stay, and looking for garbage among them takes a tenth of the time.
+    """Disable garbage collection of cycles within a context: code and vocabularies that are loaded
+    stay alive, and searching them for garbage takes a tenth of the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -87,9 +87,9 @@ def collected_later() -> Iterator[None]:
 
 def trim_memory(cycles: bool = False) -> None:
     """Return freed memory to the system, as far as the C library keeps it (glibc only): loading
-    leaves hundreds of megabytes behind.
+    leaves hundreds of megabytes.
 
-    cycles  free what only refers to itself, too: all threads wait for that
+    cycles  also collect cyclic garbage, which stops all threads
     """
     if cycles:
         gc.collect()
@@ -127,8 +127,7 @@ def gpu_devices() -> list[str]:
 
 def tpu_devices() -> list[str]:
     """Return the device files of this machine's TPU chips, sorted; [] without one. Newer ones
-    appear as VFIO groups, which other devices do, too: those count only if Google's library is
-    installed.
+    appear as VFIO groups, as other devices do: those count only if Google's library is installed.
     """
     devices = [path for path in Path("/dev").glob("accel*") if path.name[5:].isdigit()]
     if find_spec("libtpu") is not None:
@@ -137,7 +136,7 @@ def tpu_devices() -> list[str]:
 
 
 def stamp() -> dict[str, Any]:
-    """Return the machine as JSON values, to accompany every number that was measured on it:
+    """Return facts about the machine as JSON values, for every number that is measured on it:
     processor, cores, memory in bytes, load, system, Python.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None

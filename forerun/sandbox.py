@@ -1,4 +1,4 @@
-"""A process of our own for work whose cost depends on untrusted input: it can be killed.
+"""A process that can be killed, for work whose cost depends on untrusted input.
 
 It reads one line of JSON per request from standard input and answers each with one line of JSON.
 Before it answers it may ask a question itself: a line `{"question": ...}`, which gets one line as
@@ -20,19 +20,21 @@ from typing import Any
 from forerun.errors import EngineError
 
 START_SECONDS = 120.0
-"""Some libraries take their time to load."""
+"""Seconds for a process to become ready; some libraries take long to load."""
 
 STARTS = 4
 """Most starts of a process that is ended from outside before it is ready."""
 
 SILENCE = 12.0
-"""A process is given up when it has neither answered nor worked for so many times the processor
-time that it may take: it waits for something. On a busy machine one that works a little from time
-to time goes on."""
+"""A process is ended when it has neither answered nor used the processor for this many times the
+processor time that it may take: it is blocked. On a busy machine one that runs now and then
+continues.
+"""
 
 LOOK = 1.0
-"""Seconds between two looks at a process that has not answered. One that is found stopped (SIGSTOP)
-twice in a row is given up."""
+"""Seconds between two checks of a process that has not answered. One that is stopped (SIGSTOP) at
+two consecutive checks is ended.
+"""
 
 
 class Fault(StrEnum):
@@ -46,7 +48,7 @@ class Fault(StrEnum):
 
     @property
     def ours(self) -> bool:
-        """Whether the request did not cause it, so that it may be tried again."""
+        """Whether the request was not the cause, so that it may be tried again."""
         return self in (Fault.KILLED, Fault.SILENT)
 
     def words(self, seconds: float) -> str:
@@ -57,19 +59,18 @@ class Fault(StrEnum):
 
 
 Questions = Callable[[Any], Any]
-"""Answers a process's question, in JSON values. Called on the thread that waits for its answer."""
+"""Answers a process's question; JSON values. Called on the thread that waits for its answer."""
 
 
 class SandboxProcess:
-    """A process that is started on use, killed when an answer takes too long, then started anew;
-    also if it is killed before it is ready, since nothing was lost. Not locked.
+    """A process that is started on first use, killed when an answer takes too long, then started
+    again; also if it is killed before it is ready, since no state was lost. Not locked.
 
     command  starts it; `seconds` is added as an argument
     seconds  of processor time that an answer may take
-    init_message  the first line it reads, which it answers when it is ready; None = it needs
-                  neither
+    init_message  the first line it reads, which it answers when it is ready; None = none
     questions  answers its questions
-    stateful  its state matters: once it is ready it is not started anew
+    stateful  its state matters: once it is ready it is not started again
     fault    why the last answer did not come
     """
 
@@ -89,10 +90,9 @@ class SandboxProcess:
         self._killed = False
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Send one request, JSON values, and wait for the answer; starts the process where needed.
-        None where it took too long or died: `fault` says why, and the process is gone.
-
-        Raises EngineError if no process can be started, and what `questions` raises.
+        """Send one request, JSON values, and wait for the answer; starts the process if needed.
+        Returns None if it took too long or the process died: `fault` has the reason. Raises
+        EngineError if no process can be started, and what `questions` raises.
         """
         process = self._process if self._stateful and self._process else self._running()
         line = self._ask_once(process, json.dumps(request), SILENCE * self.seconds)
@@ -102,7 +102,7 @@ class SandboxProcess:
         return answer
 
     def close(self) -> None:
-        """End the process, if there is one; unless it is stateful, the next request starts
+        """End the process, if there is one. Unless it is stateful, the next request starts
         another.
         """
         process, self._process = self._process, None
@@ -115,7 +115,7 @@ class SandboxProcess:
                         stream.close()
 
     def kill(self) -> None:
-        """End the process from another thread, for good: a waiting caller gets no answer."""
+        """End the process permanently, from any thread: a waiting caller gets no answer."""
         self._killed = True
         process = self._process
         if process is not None:
@@ -145,7 +145,7 @@ class SandboxProcess:
         return process
 
     def _ask_once(self, process: "subprocess.Popen[str]", line: str, patience: float) -> str:
-        """Return the process's answer to a line; "" if it had to be killed or died by itself."""
+        """Return the process's answer to a line; "" if it was killed or died."""
         silent, heard = threading.Event(), threading.Event()
 
         def watch() -> None:
@@ -191,7 +191,7 @@ _BY_SIGNAL: dict[int, Fault] = {
     signal.SIGKILL: Fault.KILLED,
     signal.SIGTERM: Fault.KILLED,
 }
-"""What a process that ended by a signal had come to. Of its own, for want of memory, it aborts."""
+"""Signal that ended a process -> the fault. A process that lacks memory aborts."""
 
 
 def _processor_time(pid: int) -> int:
@@ -200,8 +200,8 @@ def _processor_time(pid: int) -> int:
 
 
 def _state(pid: int) -> list[str]:
-    """Return what Linux reports of a process behind its name, its state first; elsewhere
-    nothing.
+    """Return the fields that Linux reports of a process after its name, its state first; [] on
+    other systems.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -210,10 +210,9 @@ def _state(pid: int) -> list[str]:
 
 
 def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-    """Answer requests until standard input ends: in the process, whose first argument is its limit
-    in seconds.
-
-    An answer that takes more processor time than the limit ends the process with SIGPROF.
+    """Answer requests until standard input ends: runs in the process, whose first argument is its
+    limit in seconds. An answer that takes more processor time than that ends the process with
+    SIGPROF.
     """
     seconds = float(sys.argv[1])
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -226,7 +225,7 @@ def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
 
 
 def question(value: Any) -> Any:
-    """Ask the other side a question, in the process, while it answers; return the answer to
+    """Ask the parent a question, from within the process while it answers; return the answer to
     `value`, JSON values. Blocks.
     """
     sys.stdout.write(json.dumps({"question": value}) + "\n")

@@ -1,4 +1,4 @@
-"""Ids, array aliases, and the project's one legend of dimension letters.
+"""Ids, array aliases, and the legend of dimension letters.
 
 Shapes in docstrings and signatures use these letters; one that is not here is explained beside it:
 

@@ -1,3 +1,3 @@
-"""The version of the package; it imports nothing, so that every room may."""
+"""The version of the package; imports nothing, so that every package may import it."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""Composition: a configuration becomes a loaded target and a running engine."""
+"""Composition: builds a loaded target and a running engine from a configuration."""

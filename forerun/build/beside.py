@@ -1,5 +1,5 @@
-"""Finds the draft that lies beside a model or is named: Gemma 4's assistant (drafts/assistant.py),
-or prediction layers in a GGUF file of their own (drafts/gguf_prediction.py).
+"""Finds a draft next to the model's files, or one that is named: Gemma 4's assistant
+(drafts/assistant.py), or prediction layers in a GGUF file of their own (drafts/gguf_prediction.py).
 """
 
 import warnings
@@ -20,19 +20,21 @@ from forerun.options.config import EngineConfig
 
 ALGORITHM = "FROZEN_KV_MTP"
 MEANS_IT = ("AUTO", "EAGLE", "NEXTN", "NEXTN+NGRAM", "STANDALONE", "STANDALONE+NGRAM", ALGORITHM)
-"""Algorithms that mean an assistant if the draft is one: what users of other servers write."""
+"""Algorithms that select an assistant if the draft is one: the names that users of other servers
+write.
+"""
 
 
 def with_beside(
     config: EngineConfig, layered: bool = False, target: Checkpoint | None = None
 ) -> EngineConfig:
-    """Return the configuration with the assistant or the file of prediction layers that it names,
-    or that lies beside its model if it names no draft and wants one, or AUTO chooses; else as it
-    is.
+    """Return the configuration with the assistant or the file of prediction layers that it names.
+    If it names no draft, with the one next to its model, if the algorithm needs one or AUTO chooses
+    it; else unchanged.
 
-    layered  the model has prediction layers of its own, which AUTO takes
-    target   AUTO leaves out, with a warning, a draft that does not open for it: a draft that
-             was not named may not cost the ones that would have been taken. None = not opened
+    layered  the model has prediction layers of its own, which AUTO prefers
+    target   with it, AUTO skips a draft that cannot be opened for this target, with a warning, so
+             that other drafts are still used. None = the target is not opened
 
     Raises ConfigError for an assistant under another algorithm.
     """
@@ -63,8 +65,8 @@ def with_beside(
 
 
 def meant(config: EngineConfig, name: str) -> str:
-    """Return the algorithm `name` of a draft's kind, with n-grams if the configured one has them:
-    AUTO on a CPU, since n-grams leave the rounds that a GPU captures.
+    """Return the algorithm `name` for a kind of draft, with n-grams if the configured one has them:
+    AUTO has them on a CPU only, because n-grams draft outside the rounds that a GPU captures.
     """
     method = config.algorithm
     lookup = method.lookup and (method.name != "AUTO" or config.device == "cpu")
@@ -72,7 +74,9 @@ def meant(config: EngineConfig, name: str) -> str:
 
 
 def check_meant(config: EngineConfig, path: Path) -> None:
-    """Raise ConfigError if the algorithm means another kind of draft than the assistant there."""
+    """Raise ConfigError if the algorithm is for another kind of draft than the assistant at
+    `path`.
+    """
     if config.algorithm.name not in MEANS_IT and config.algorithm.kind != "assistant":
         raise ConfigError(
             f"speculative-algorithm is {config.algorithm.name}, but {path} holds an assistant; use "
@@ -81,15 +85,15 @@ def check_meant(config: EngineConfig, path: Path) -> None:
 
 
 def runs_layers(config: EngineConfig, count: int) -> bool:
-    """Return whether the chosen executor drafts with the first of `count` prediction layers that
-    the configured depth uses: jax with one, which drafts all depths.
+    """Return whether the chosen executor drafts with the `count` prediction layers that the
+    configured depth uses. (The jax executor supports one, which drafts all depths.)
     """
     count = min(count, config.speculative_num_steps or count)
     return config.executor in ("cpu", "torch") or (config.executor == "jax" and count == 1)
 
 
 def _opens(config: EngineConfig, path: Path, target: Checkpoint | None) -> bool:
-    """Return whether AUTO can take the draft beside a model; warns of one that does not open."""
+    """Return whether AUTO can use the draft next to a model; warns if it cannot be opened."""
     if target is None:
         return True
     try:
@@ -118,9 +122,9 @@ def _runs(config: EngineConfig) -> bool:
 
 
 def assistant_beside(reference: str) -> Path | None:
-    """Return the assistant beside a model: beside the folder NAME the folder NAME-assistant; beside
-    a file also NAME-assistant*.gguf; for a hub id the one published for that model, if it is on
-    this machine. None if there is none. Contacts no host.
+    """Return the assistant next to a model: for a folder NAME the folder NAME-assistant; for a file
+    also NAME-assistant*.gguf; for a hub id the one published for that model, if it is on this
+    machine. None if there is none. Uses no network.
     """
     found = _beside(reference, "{}-assistant", holds_assistant)
     if found is not None or hub_reference(reference) is None or _path(reference) is not None:
@@ -133,7 +137,7 @@ def assistant_beside(reference: str) -> Path | None:
 
 
 def _path(reference: str) -> Path | None:
-    """Return a reference as the path of what exists, None if nothing does."""
+    """Return a reference as a path, None if nothing exists there."""
     try:
         path = Path(reference).expanduser()
         here = path.exists()
@@ -146,8 +150,8 @@ def _path(reference: str) -> Path | None:
 
 
 def _beside(reference: str, form: str, holds: Callable[[Path], bool]) -> Path | None:
-    """Return what lies beside a model under its name in `form`, without kinds of numbers, and is
-    the right thing; None if there is none.
+    """Return the path next to a model whose name is the model's in `form`, without number formats,
+    and for which `holds` is true; None if there is none.
     """
     path = _path(reference)
     if path is None:
@@ -164,5 +168,5 @@ def _siblings(path: Path) -> list[Path]:
 
 
 def _named(path: Path) -> str:
-    """Return the name of a folder or file in small letters, without the kind of its numbers."""
+    """Return the name of a folder or file in lower case, without its number format."""
     return plain_name(path.name) if path.suffix == ".gguf" else path.name.lower()

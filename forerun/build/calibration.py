@@ -1,5 +1,5 @@
-"""Measures what a step costs on this machine, in a fraction of a second at start-up, after
-compiling what steps run.
+"""Measures the time of steps on this machine, in a fraction of a second at start-up, after
+everything that steps run is compiled.
 """
 
 from collections.abc import Callable
@@ -32,43 +32,45 @@ from forerun.speculative.tree import Draft, batch
 from forerun.types import Ints
 
 NODES = (1, 2, 8, 4, 16, 64, 32, 3, 5, 6)
-"""Node counts that are timed, the most informative first: no further one is begun after SECONDS.
-Each comes after one that is not much larger: a long step leaves little of the weights in the caches
-(8 nodes of the default model take 6.0 ms after 64, 5.3 after 16, 5.2 after 8)."""
+"""Node counts that are timed, the most informative first; none is begun after SECONDS. Each comes
+after one that is not much larger, because a long step displaces the weights from the caches (8
+nodes of the default model take 6.0 ms after 64, 5.3 after 16, 5.2 after 8).
+"""
 PER_ROW = 8
-"""Most nodes of one row; more nodes mean more rows, as they would in service."""
+"""Most nodes of one row; more nodes are spread over more rows, as in service."""
 CACHED = 256
-"""Most cached tokens when reading the cache is measured: as many as can be computed in SECONDS, at
-least a quarter of this. (A 1B model on two cores takes a second for 256; the result with 128 is the
-same within a fifth.)
+"""Most cached tokens with which reading the cache is timed: as many as can be computed in SECONDS,
+at least a quarter of this. (A 1B model on two cores takes a second for 256; the result with 128 is
+the same within a fifth.)
 """
 UNWRITTEN = 1024
-"""The same if the pages need not be computed (Capabilities.unwritten): the more cached tokens, the
-more their reading stands out of a step's time. (Behind 1,000 unwritten and 1,000 computed tokens,
-in milliseconds: 1.77, 1.94 and 1.70 of a 1B model, .62 to .71 and .84 of the default; behind 256
-computed ones 1.55, 1.58 and .58, .71.)"""
+"""The same if pages need not be computed first (Capabilities.unwritten): the more cached tokens,
+the larger their share of a step's time. (With 1,000 unwritten and 1,000 computed tokens, in
+milliseconds: 1.77, 1.94 and 1.70 of a 1B model, .62 to .71 and .84 of the default; with 256
+computed ones 1.55, 1.58 and .58, .71.)
+"""
 SECONDS = 0.5
-"""Time for all node counts together; three times that on a slow machine."""
+"""Seconds for all node counts together; three times that on a slow machine."""
 REPEATS = 8
-"""Most timings of a count."""
+"""Most repeats per count."""
 ALIKE = 1.1
-"""A long step, of which MIN_REPEATS take more than a count's share of SECONDS, is timed once if its
-time is as expected from the counts around it, twice if both times are alike: the longer is at most
-this many times the shorter. (Steps of 16, 32 and 64 nodes of a 1B model on two cores at real-time
-priority: 1.00 to 1.05 in 14 of 16 pairs, 1.4 and 1.8 in the others. Simulated, such a model beside
-neighbours: .51 s instead of 1.20, prices no further from the truth.)"""
+"""If MIN_REPEATS steps take more than a count's share of SECONDS, the step is timed once if its
+time is as expected from the counts around it, and twice if the longer of two times is at most this
+many times the shorter. (Steps of 16, 32 and 64 nodes of a 1B model on two cores at real-time
+priority: 1.00 to 1.05 in 14 of 16 pairs, 1.4 and 1.8 in the others. Simulated, such a model with
+other processes running: .51 s instead of 1.20, with errors of costs no larger.)
+"""
 
 
 def measure_costs(executor: Executor) -> StepCosts:
-    """Time steps of several sizes. All slots must be closed, and are closed again afterwards.
+    """Time steps of several sizes, and return their costs. All slots must be closed, and are closed
+    again afterwards. Raises ConfigError as `timed_nodes`.
 
-    The median of a few repeats counts. They are taken in turns, so that a slow moment does not
-    disturb one size alone. (The least of them would favour big steps beside a neighbour that takes
-    time: there four nodes took 1.25 times one node at best, but 1.4 times mostly.) Each step has
-    other tokens, so that it visits other experts, as text does; such draft tokens are wrong, so
-    little more than the root's token is accepted.
-
-    Raises ConfigError as `timed_nodes`.
+    The result is the median of a few repeats. They are interleaved, so that a slow moment does not
+    disturb one size alone. (The minimum would favour large steps on a machine with other load:
+    there four nodes took 1.25 times one node at best, but 1.4 times mostly.) Each step has other
+    tokens, so that it uses other experts, as text does; such draft tokens are wrong, so rarely more
+    than the root's token is accepted.
     """
     possible = timed_nodes(executor)
     times = _time_interleaved(executor, possible)
@@ -80,7 +82,7 @@ def measure_costs(executor: Executor) -> StepCosts:
 
 def timed_nodes(executor: Executor) -> list[int]:
     """Return the counts of NODES that an executor has room for, at least two. Raises ConfigError if
-    it has not.
+    there are fewer.
     """
     limits = executor.limits
     most = min(limits.scored_nodes, executor.capabilities.timed)
@@ -95,13 +97,14 @@ def timed_nodes(executor: Executor) -> list[int]:
 
 
 def timed_tokens(limits: ExecutorLimits) -> int:
-    """Return the most cached tokens that reading the cache is measured behind."""
+    """Return the most cached tokens with which reading the cache is timed."""
     return min(UNWRITTEN, min(limits.context, limits.pages * limits.page_size) - PER_ROW - 1)
 
 
 def estimated_ms(times: dict[int, list[float]]) -> tuple[float, ...]:
-    """Return the milliseconds of a step by ascending number of nodes. times: seconds of such steps,
-    by number of nodes.
+    """Return the milliseconds of a step by ascending number of nodes.
+
+    times  seconds of timed steps, by number of nodes
     """
     counts = sorted(times)
     ms = [1000.0 * median(times[nodes]) for nodes in counts]
@@ -109,9 +112,9 @@ def estimated_ms(times: dict[int, list[float]]) -> tuple[float, ...]:
 
 
 def rising(ms: list[float], weights: list[int]) -> list[float]:
-    """Return the ascending times that are nearest to these, counted `weights` times each (isotonic
-    regression, by pooling adjacent violators): a bigger step is never cheaper, so of two times that
-    contradict this both are wrong, and share the error.
+    """Return the ascending times nearest to `ms`, with these weights (isotonic regression, by
+    pooling adjacent violators): a larger step never takes less time, so two times that contradict
+    this are both wrong and share the error.
     """
     pools: list[tuple[float, int, int]] = []
     for time, weight in zip(ms, weights, strict=True):
@@ -124,12 +127,12 @@ def rising(ms: list[float], weights: list[int]) -> list[float]:
 
 
 def smoothed(counts: list[int], ms: list[float]) -> list[float]:
-    """Return the times with disturbed ones replaced: a time above OUTLIER times the one that is
-    expected from the counts around it (between them time is a power of nodes) becomes that. One
-    slow step of 32 nodes made a draft token beside 64 rows look like a bargain.
+    """Return the times with disturbed ones replaced: a time above OUTLIER times the one expected
+    from the counts around it (between them time is a power of nodes) becomes that.
 
-    Convexity is not assumed: kernels work in fours, and if nodes share experts of a sparse model,
-    or the reading of weights, a further node costs less than the one before it.
+    One slow step of 32 nodes made a draft token with 64 rows look cheap. Convexity is not assumed:
+    kernels work in fours, and if nodes share experts of a sparse model, or the reading of weights,
+    a further node costs less than the one before it.
     """
     smooth = [*ms]
     for place in range(1, len(ms) - 1):
@@ -144,7 +147,9 @@ def smoothed(counts: list[int], ms: list[float]) -> list[float]:
 
 
 def _time_interleaved(executor: Executor, possible: list[int]) -> dict[int, list[float]]:
-    """Time steps, and return their seconds by number of nodes, for at least two of `possible`."""
+    """Time steps of the counts `possible`, interleaved. Returns their seconds by number of nodes,
+    for at least two counts.
+    """
     random, times = Random(0), dict[int, list[float]]()  # noqa: S311
     for _ in range(REPEATS):
         for nodes in possible:
@@ -165,8 +170,8 @@ def _time_interleaved(executor: Executor, possible: list[int]) -> dict[int, list
 
 
 def _enough(taken: list[float], share: float) -> bool:
-    """Return whether a count was timed often enough: for its share of the time and MIN_REPEATS
-    times; or twice, if steps are long and both took about as long.
+    """Return whether a count was timed often enough: MIN_REPEATS times and for its share of the
+    time; or twice, if steps are long and both took about the same time.
     """
     if len(taken) == 2:
         return MIN_REPEATS * min(taken) > share and max(taken) <= ALIKE * min(taken)
@@ -176,7 +181,7 @@ def _enough(taken: list[float], share: float) -> bool:
 def _confirmed(nodes: int, times: dict[int, list[float]], share: float) -> bool:
     """Return whether the only time of a long step is as expected from the counts around it, within
     ALIKE: on the straight line between two others; for the largest, between that line and a time in
-    proportion to the one before it; not below smaller steps nor above bigger ones. A disturbed one
+    proportion to the one before it; not below smaller steps nor above larger ones. A disturbed time
     is not, nor are its neighbours, so all of them are timed again.
     """
     counts = sorted(times)
@@ -194,7 +199,9 @@ def _confirmed(nodes: int, times: dict[int, list[float]], share: float) -> bool:
 
 
 def _nearest(place: int, many: int) -> range:
-    """Return three adjacent places of `many`, with `place` in the middle unless it is an end."""
+    """Return three adjacent indices of `many`, with `place` in the middle unless it is at an
+    end.
+    """
     first = min(max(place - 1, 0), many - 3)
     return range(first, first + 3)
 
@@ -206,8 +213,8 @@ def _fits(limits: ExecutorLimits, nodes: int) -> bool:
 
 
 def _attention_ms(executor: Executor, seconds: float) -> float:
-    """Return the milliseconds that 1,000 cached tokens add to a node: nodes behind many cached
-    tokens and behind none are timed in turn, so that both run under the same load.
+    """Return the milliseconds that 1,000 cached tokens add to a node. Nodes with many cached tokens
+    and with none are timed in turn, so that both run under the same load.
 
     seconds  time of one prompt token
     """
@@ -236,8 +243,8 @@ def _attention_ms(executor: Executor, seconds: float) -> float:
 
 
 class _Step:
-    """One step to time: rows of `tokens` int32[rows,n] behind `cached` tokens, the last
-    `draft_tokens` of each a chain of draft tokens.
+    """One step to time: rows of `tokens` int32[rows,n] after `cached` tokens; the last
+    `draft_tokens` of each row are a chain of draft tokens.
     """
 
     def __init__(
@@ -277,15 +284,15 @@ def _steps(limits: ExecutorLimits, nodes: int, random: Random) -> _Step:
 
 
 def _time_step(executor: Executor, step: _Step) -> float:
-    """Run one step and return its seconds, without those to open and close its slots."""
+    """Run one step and return its seconds, without the time to open and close its slots."""
     return _run_step(executor, step, None)[0]
 
 
 def _run_step(
     executor: Executor, step: _Step, request: OnDeviceDraftSpec | None
 ) -> tuple[float, Outcome]:
-    """Run one step and return its seconds, without those to open and close its slots, and its
-    outcome.
+    """Run one step and return (its seconds, without the time to open and close its slots; its
+    outcome).
     """
     plan = replace(step.plan, on_device_draft=request)
     for slot, cached, known in zip(plan.slots, plan.kv_len, plan.known, strict=True):
@@ -305,10 +312,10 @@ def _run_step(
 def with_draft_model(
     costs: StepCosts, model: DraftModel, executor: Executor, page_size: int, depth: int
 ) -> StepCosts:
-    """Measure and add a draft model's costs: a pass per level of draft tokens, or its part of a
-    block, and the pass over accepted tokens, which every step pays. If steps do that work by
-    themselves: the added time of a step that grows one level, and of each further level, of which
-    there are `depth` at most. All slots must be closed, and are closed again.
+    """Measure a draft model and return the costs with it: a pass per level of draft tokens, or its
+    part of a block, and the pass over accepted tokens, which every step runs. If steps draft by
+    themselves: the added time of a step that grows one level, and of each further level, at most
+    `depth`. All slots must be closed, and are closed again.
     """
     within, outcome = _times_within(executor, min(depth, PER_ROW // 2))
     if within is not None:
@@ -337,9 +344,9 @@ def with_draft_model(
 
 
 def _times_within(executor: Executor, most: int) -> tuple[tuple[float, float] | None, Outcome]:
-    """Return the milliseconds that a step takes longer if it also extends the draft model and grows
-    one level, and for each further level of `most`; None if steps do not draft by themselves.
-    Also returns the last step's outcome.
+    """Return (milliseconds that a step takes longer if it also extends the draft model and grows
+    one level, milliseconds of each further level up to `most`), or None if steps do not draft by
+    themselves; and the last step's outcome.
     """
     step, fastest = _steps(executor.limits, 2, Random(0)), {}  # noqa: S311
     for levels in dict.fromkeys((1, 0, most)):
@@ -368,8 +375,8 @@ def prepare(
     within: bool,
     progress: Callable[[str, int, int], None] | None,
 ) -> None:
-    """Compile and capture all that steps will run. Call it after the draft model is attached, which
-    would invalidate that.
+    """Compile and capture everything that steps will run. Call it after the draft model is
+    attached, since that would invalidate the result.
 
     within    a draft is loaded whose trees steps grow by themselves
     progress  called with (what, done, total); None = not called

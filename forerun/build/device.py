@@ -1,4 +1,4 @@
-"""Chooses the target's device, and gives the reason: a GPU if torch can use one."""
+"""Chooses the target's device, with the reason: a GPU if torch can use one."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,11 +9,11 @@ from forerun.options.config import KV_DTYPES, NATIVE_DTYPES, EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """The device for --device.
+    """The device for --device, and the reason.
 
     device  cpu, cuda, cuda:N or tpu
     why     the reason, as a clause for the start line
-    gpu     whether this machine seems to have one
+    gpu     whether this machine seems to have a GPU
     """
 
     device: str
@@ -21,15 +21,14 @@ class DeviceChoice:
     gpu: bool = False
 
     def sentence(self) -> str:
-        """Return one line for the start: the device and why it was chosen."""
+        """Return one line for the start: the device and the reason."""
         return f"device {self.device}: {self.why}"
 
 
 def choose_device(config: EngineConfig) -> DeviceChoice:
-    """Return the device of a configuration, with "auto" decided by this machine's devices.
-
-    Imports torch only where there is a GPU, jax only where there is a TPU. Raises nothing: a GPU
-    that torch cannot use is a reason for the CPU.
+    """Return the device of a configuration, with "auto" decided by this machine's devices. Imports
+    torch only if there is a GPU, jax only if there is a TPU. Raises nothing: if torch cannot use a
+    GPU, the CPU is chosen.
     """
     if config.device != "auto":
         return DeviceChoice(config.device, "from --device")
@@ -59,7 +58,7 @@ def cuda_devices() -> int:
 
 
 def _tpu(devices: list[str]) -> DeviceChoice | None:
-    """Return a TPU that jax can use; None without one."""
+    """Return the choice of a TPU if jax can use one; else None."""
     if not devices or find_spec("jax") is None:
         return None
     import jax
@@ -70,7 +69,9 @@ def _tpu(devices: list[str]) -> DeviceChoice | None:
 
 
 def _gpu(devices: list[str]) -> DeviceChoice:
-    """Return the machine's first GPU if torch can use it, else the CPU and why."""
+    """Return the choice of the machine's first GPU if torch can use it, else of the CPU with the
+    reason.
+    """
     if not devices:
         return DeviceChoice("cpu", "no NVIDIA GPU here")
     if find_spec("torch") is None:

@@ -28,11 +28,10 @@ AnyDraftFile = DraftFile | BlockFile | PredictionLayers | Assistant
 
 
 def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> AnyDraftFile:
-    """Open the network in a draft's folder or GGUF file, of the kind that the configured
-    algorithm runs; EAGLE takes prediction layers and assistants too, as in SGLang. Weights are
-    mapped, not read.
-
-    Raises ModelError if it cannot be used, ConfigError if it is of another kind.
+    """Open the network in a draft's folder or GGUF file, of the kind that the configured algorithm
+    runs. EAGLE also accepts prediction layers and assistants, as in SGLang. Weights are
+    memory-mapped, not read. Raises ModelError if the draft cannot be used, ConfigError if it is of
+    another kind.
     """
     method, arch = config.algorithm, target.architecture
     if holds_assistant(folder):
@@ -80,14 +79,14 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
 
 
 def names_gguf_model(named: str) -> bool:
-    """Return whether a draft that is named is a whole model in a GGUF file, there or not."""
+    """Return whether the named draft is a whole model in a GGUF file, existing or not."""
     path = Path(named)
     return (named.endswith(".gguf") or is_gguf(path)) and not holds_block_file(path)
 
 
 def holds_model(named: str) -> bool:
-    """Return whether a draft that is named is a whole model: a built-in one, or a folder whose
-    files have a language model's embedding and nothing that joins features to it.
+    """Return whether the named draft is a whole model: a built-in one, or a folder whose files have
+    a language model's embedding and no tensor that combines features with it.
     """
     folder = Path(named)
     if not (folder / "config.json").is_file():
@@ -107,9 +106,8 @@ def open_standalone(
     reference: str, revision: str | None, target: Tokenizer, vocab: int
 ) -> WholeDraft:
     """Open the model called `reference` as a drafter for a target of V = `vocab`, with the tokens
-    that both spell alike; fetches it if needed.
-
-    Raises ModelError, also if the two share no token; DownloadError if it cannot be fetched.
+    that both vocabularies have; fetches it if needed. Raises ModelError, also if the two share no
+    token; DownloadError if it cannot be fetched.
     """
     model = open_model(reference, revision=revision)
     vocabulary = _shared_vocabulary(target, vocab, model.tokenizer, model.architecture.vocab)
@@ -122,7 +120,9 @@ def open_standalone(
 
 
 def _shared_vocabulary(target: Tokenizer, vocab: int, draft: Tokenizer, own: int) -> VocabularyMap:
-    """Return which tokens of a draft model with `own` ids are the target's, of V = `vocab`."""
+    """Return the map between the tokens of a draft model with `own` ids and those of the target, V
+    = `vocab`.
+    """
     theirs, mine = _spellings(target, vocab), _spellings(draft, own)
     common = min(len(theirs), len(mine))
     alike = all(a[1] == b[1] for a, b in zip(theirs, mine, strict=False))
@@ -152,7 +152,7 @@ def _spellings(tokenizer: Tokenizer, vocab: int) -> list[Spelling]:
 
 
 def _is_token(spelling: Spelling) -> bool:
-    """Return whether an id has a token; the others pad a vocabulary."""
+    """Return whether an id has a token; other ids pad a vocabulary."""
     return bool(spelling[1])
 
 
@@ -166,7 +166,7 @@ def _same(id: int, item: Spelling, mine: list[Spelling], by_spelling: dict[Spell
 
 
 def _tail(item: Spelling, by_spelling: dict[Spelling, int]) -> int:
-    """Return the id of the longest token at the end of a token that the draft's vocabulary lacks;
+    """Return the id of the longest token of the draft's vocabulary with which a missing token ends;
     0 if there is none.
     """
     text = item[1]

@@ -50,8 +50,9 @@ from forerun.options.config import EngineConfig
 log = logging.getLogger("forerun.build")
 
 AUTO, NO_DRAFT = "AUTO", "none"
-"""The algorithm that is still to be decided, and the draft path that excludes even the draft that
-comes with the model."""
+"""The algorithm that is decided later, and the draft path that excludes even the draft that comes
+with the model.
+"""
 
 Result = TypeVar("Result")
 
@@ -63,14 +64,14 @@ def with_shipped(
     algorithm needs one. Raises ConfigError if there is none.
 
     layered  the model's checkpoint has prediction layers: EAGLE without a draft, or with the model
-             itself as its draft, means them
+             itself as its draft, selects them
     target   as in with_beside
 
-    AUTO takes the draft's n-gram table, not its head: a table costs no arithmetic, and on the
+    AUTO uses the draft's n-gram table, not its head: a table costs no arithmetic, and on the
     machines measured a head's draft tokens cost more than their better acceptance saved
-    (docs/results/not-taken.md). It takes prediction layers, which were trained with the whole
-    model, wherever they run, and an assistant (build/beside.py). Another GGUF file is a whole
-    model.
+    (docs/results/not-taken.md). It uses prediction layers, which were trained with the whole model,
+    on every executor that runs them, and an assistant (build/beside.py). Another GGUF file is a
+    whole model.
     """
     config = with_beside(config, layered, target)
     if config.speculative_algorithm == AUTO:
@@ -104,7 +105,7 @@ def with_shipped(
 
 
 def _besides(config: EngineConfig, layered: bool) -> str:
-    """Return, as the rest of a sentence, a draft that a model without a named one could use."""
+    """Return, as the rest of a sentence, a draft that a model could use without naming one."""
     if layered:
         return ", or use NEXTN: the model has prediction layers of its own"
     draft = known_draft(config.model, config.algorithm)
@@ -112,8 +113,8 @@ def _besides(config: EngineConfig, layered: bool) -> str:
 
 
 def _automatic(config: EngineConfig, layered: bool, target: Checkpoint | None) -> str:
-    """Return what AUTO means by the names of target and draft; AUTO if a draft's folder must be
-    opened first.
+    """Return the algorithm that AUTO stands for, by the names of target and draft; AUTO if a
+    draft's folder must be opened first.
     """
     named = config.speculative_draft_model_path
     if named is not None and names_gguf_model(named):
@@ -124,7 +125,7 @@ def _automatic(config: EngineConfig, layered: bool, target: Checkpoint | None) -
 
 def _own_run(config: EngineConfig, target: Checkpoint | None) -> bool:
     """Return whether the executor drafts with the target's own prediction layers; they are opened
-    only where their number decides it. What is wrong with them is for `open_drafts` to say.
+    only if their number decides it. `open_drafts` reports their errors.
     """
     if target is None or runs_layers(config, MOST_STEPS):
         return runs_layers(config, 1)
@@ -140,13 +141,13 @@ def drafting_sentence(
     fault: str | None,
     own: bool = True,
 ) -> str:
-    """Return one line for the start: the drafter, and why.
+    """Return one line for the start: the drafter, with the reason.
 
     asked     the configuration before it was resolved
     resolved  the same afterwards
     table     there is an n-gram table
     fault     why drafting is off although it was requested; None = it is not
-    own       the table was counted in the model's own answers: no others are counted beside it
+    own       the table was counted in the model's own answers, so no further answers are counted
     """
     method, named = resolved.algorithm, resolved.speculative_draft_model_path
     if not resolved.speculates:
@@ -184,14 +185,14 @@ def drafting_sentence(
 
 
 def _published(config: EngineConfig) -> str:
-    """Return the note which drafts the hub has for the model; "" if none is known."""
+    """Return a note on the drafts that the hub has for the model; "" if none is known."""
     rows = known_drafts(config.model)
     named = ", ".join(f"{row.draft} ({row.method.name})" for row in rows)
     return f"; the hub has {named}: --speculative-draft-model-path takes one" if rows else ""
 
 
 def _seldom(config: EngineConfig) -> str:
-    """Return the note that one draft token of a head rarely pays on a CPU; "" if it does not
+    """Return a note that one draft token of a head rarely pays on a CPU; "" if it does not
     apply.
     """
     if config.algorithm.name != "NAIVE" or config.device != "cpu" or config.policy == "fixed":
@@ -203,9 +204,7 @@ def _seldom(config: EngineConfig) -> str:
 
 
 def _unlike_sglang(asked: EngineConfig) -> str:
-    """Return the note about SGLang's trees, for a head without options of its tree's size; else
-    "".
-    """
+    """Return a note on SGLang's trees, for a head without options of its tree's size; else ""."""
     given = (
         asked.speculative_num_steps,
         asked.speculative_eagle_topk,
@@ -220,7 +219,7 @@ def _unlike_sglang(asked: EngineConfig) -> str:
 
 
 def lossy_sentence(config: EngineConfig) -> str | None:
-    """Describe the effect of the configured accept thresholds in one line; None if they are
+    """Return one line on the effect of the configured accept thresholds; None if they are
     lossless.
     """
     if not config.lossy:
@@ -240,7 +239,7 @@ _MEANS = {
     Assistant.kind: "FROZEN_KV_MTP",
     WholeDraft.kind: "STANDALONE",
 }
-"""The algorithm of drafts of a kind that has but one."""
+"""The algorithm for each kind of draft that has only one."""
 
 
 def resolved_drafting(
@@ -252,8 +251,8 @@ def resolved_drafting(
 ) -> EngineConfig:
     """Return the configuration with AUTO decided, and the length and size of its trees filled in.
 
-    head   there is a draft model
-    draft  it, before it was loaded
+    head   whether there is a draft model
+    draft  the opened draft model
     block  draft tokens of a block, a block drafter's default
     fault  why a named draft cannot be used, which turns drafting off
 
@@ -278,7 +277,7 @@ def resolved_drafting(
         nodes, width, depth = DraftShape()
         if config.algorithm.kind == "whole":
             nodes, width, depth = WHOLE_SHAPE
-        if config.algorithm.lookup:  # A draft model ends where it does not pay.
+        if config.algorithm.lookup:  # A draft model stops where it does not pay.
             nodes = depth = NGRAM_STEPS
         if nodes:
             config = replace(
@@ -309,10 +308,9 @@ class DraftParts:
 
 def open_drafts(config: EngineConfig, target: Model) -> DraftParts:
     """Open the parts of the named draft that the configuration uses; fetches one named by hub id.
-    Returns no parts if none is named or nothing drafts.
-
-    Warns (warnings.warn) of a draft's peculiarities. Raises ModelError, or its DownloadError, if
-    the draft cannot be used, ConfigError if it is of another kind than the algorithm.
+    Returns no parts if no draft is named or the algorithm drafts nothing. Warns (warnings.warn) of
+    a draft's peculiarities. Raises ModelError, or its DownloadError, if the draft cannot be used,
+    ConfigError if it is of another kind than the algorithm.
     """
     named, method = config.speculative_draft_model_path, config.algorithm
     if config.speculates and method.kind == "layers" and named is None:
@@ -391,7 +389,7 @@ def _deep_enough(config: EngineConfig, layers: PredictionLayers) -> PredictionLa
 
 def _folder(named: str, revision: str | None) -> Path:
     """Return the draft's folder, or the file of an assistant, of prediction layers or of a block
-    drafter; fetches one named by its hub id. Raises ModelError.
+    drafter; fetches a hub id. Raises ModelError.
     """
     folder = Path(named)
     if holds_assistant(folder) or holds_layers_alone(folder) or holds_block_file(folder):
@@ -408,7 +406,9 @@ def _folder(named: str, revision: str | None) -> Path:
 
 
 def _trained(folder: Path) -> Path:
-    """Return the subfolder `draft` of a work folder of `forerun train`; another folder as it is."""
+    """Return the subfolder `draft` of a work folder of `forerun train`; any other folder
+    unchanged.
+    """
     inner = folder / "draft"
     bare = not (folder / "config.json").exists() and not (folder / TABLE).exists()
     return inner if bare and inner.is_dir() else folder
@@ -431,9 +431,9 @@ def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result 
 
 
 def with_draft(needs: Needs, draft: AnyDraft, item: int | None, slots: int) -> Needs:
-    """Return a model's needs with those of its draft model: weights, keys and values of all layers,
-    scratch of a node, and the ring of features of all slots; in captured rounds also the tables of
-    a block drafter whose tokens depend on those above.
+    """Return a model's memory needs with those of its draft model: weights, keys and values of all
+    layers, scratch of a node, and the ring of features of all slots; in captured rounds also the
+    tables of a block drafter whose tokens depend on those above.
 
     item  bytes of a number; None: at most 8 bits of weights, 16 of keys and values, 32 of features
     """
@@ -482,7 +482,7 @@ def policy_for(
     config: EngineConfig, costs: StepCosts | None, drafter: Drafter, lookahead: Lookahead
 ) -> Policy:
     """Return the policy that decides how many draft tokens a step has: adaptive if configured and
-    `costs` were measured, else fixed; fixed at none if nothing drafts.
+    `costs` were measured, else fixed; fixed at zero if the drafter drafts nothing.
 
     costs      of steps on this machine; None = not measured
     lookahead  what grammars predict

@@ -1,8 +1,7 @@
-"""The composition root: an engine is put together here, on a target.
+"""The composition root: builds an engine on a target.
 
-config -> target.open_target -> Target (executor, tokenizer, memory plan)
-Target + config -> make_engine -> Engine
-load = both
+config -> target.open_target -> Target (executor, tokenizer, memory plan) Target + config ->
+make_engine -> Engine load = both
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +36,8 @@ from forerun.types import Ints
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """The part of a loaded model that a server needs beside its engine, which may run in another
-    process: to make requests of clients' bodies, and answers of the results.
+    """The part of a loaded model that a server needs besides its engine, which may run in another
+    process: to make requests from clients' bodies, and answers from the results.
 
     context   longest sequence in tokens, prompt and output together
     info      facts for /server_info and `doctor`, as JSON values
@@ -56,7 +55,7 @@ class Frontend:
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Frontend):
-    """A model with its engine: `serve`, `run` and `LLM` are built on it.
+    """A model with its engine, as used by `serve`, `run` and `LLM`.
 
     text_table  n-gram table of ordinary text; None if it is not used
     """
@@ -75,8 +74,8 @@ class Loaded(Frontend):
 
 def make_engine(target: Target, config: EngineConfig) -> Engine:
     """Return a new engine on `target`, not started; one at a time. `config` decides drafting and
-    the queue; all else was decided when the target was opened. Of ordinary text it has the table
-    that the cache has; `text_table_of` counts it.
+    the queue; everything else was decided when the target was opened. Uses the table of ordinary
+    text if it is cached already; `text_table_of` counts it.
     """
     lookup = _lookup(config, target)
     if _takes_text(config, target):
@@ -154,10 +153,10 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
 def text_table_of(
     target: Target, use: Callable[[NgramTable], None] = lambda _: None
 ) -> TextTable | None:
-    """Provide an n-gram table of ordinary text, beside whatever runs, if n-grams draft on the
-    target and its draft has no table. Returns None if not, or if an option excludes it.
+    """Provide an n-gram table of ordinary text, in the background, if n-grams draft on the target
+    and its draft has no table. Returns None if not, or if an option excludes it.
 
-    use  receives the table, and before it the part that is ready sooner
+    use  called with the table, and before with the part that is ready sooner
     """
     config = target.config
     if not _takes_text(config, target):
@@ -190,14 +189,14 @@ def _facts(target: Target) -> dict[str, Any]:
 
 
 def _embeddings(target: Target) -> dict[str, Any]:
-    """Return how embeddings are made, and of how many numbers."""
+    """Return the pooling of embeddings and their length, by name."""
     rule, size = target.embedding
     return {**asdict(rule), "size": size}
 
 
 def _lookup(config: EngineConfig, target: Target) -> TableDrafter:
-    """Return the n-gram drafter. Beside a table of the target's own answers it has no cache of
-    answers (decision 0054); beside one of other text it has.
+    """Return the n-gram drafter. With a table of the target's own answers it has no cache of
+    answers (decision 0054); with one of other text it has.
     """
     own = target.table is not None and target.table.answers
     capacity = 0 if own else config.speculative_ngram_capacity
@@ -207,8 +206,8 @@ def _lookup(config: EngineConfig, target: Target) -> TableDrafter:
 def _drafter(
     config: EngineConfig, target: Target, grammars: TreeGrammars, lookup: TableDrafter
 ) -> Drafter:
-    """Return the drafter of a configuration: on its draft model, else `lookup`. Opens a new kind of
-    drafter without a draft model by `config.algorithm.name`, once there is one.
+    """Return the drafter of a configuration: on its draft model, else `lookup`. A new kind of
+    drafter without a draft model is to be created here, by `config.algorithm.name`.
     """
     shape = config.draft_shape
     if not config.speculates or shape.nodes == 0 or shape.depth == 0:
@@ -220,8 +219,8 @@ def _drafter(
 
 
 def encode_chat(loaded: Loaded | Target, messages: Sequence[dict[str, Any]]) -> Ints:
-    """Return int32[T], a conversation's ids up to the beginning of the model's answer. Raises
-    ModelError if the model has no chat template, RequestError if the template refuses the messages.
+    """Return int32[T], the ids of a conversation up to the beginning of the model's answer. Raises
+    ModelError if the model has no chat template, RequestError if the template rejects the messages.
     """
     if loaded.chat is None:
         raise ModelError(

@@ -1,4 +1,6 @@
-"""Describes an executor to the composition root, which imports none that it does not use."""
+"""The description of an executor for the composition root, which imports only the executor it
+uses.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from forerun.options.config import EngineConfig
 from forerun.types import Ints
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what, done, total) while something long is under way; bytes of files and weights."""
+"""Called with (what, done, total) during a long operation; bytes for files and weights."""
 
 
 class AnyDraft(Protocol):
@@ -23,7 +25,7 @@ class AnyDraft(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind, in a sentence's words, "EAGLE head"."""
+        """The kind of draft, as in a sentence: "EAGLE head"."""
         ...
 
     @property
@@ -50,12 +52,12 @@ class AnyDraft(Protocol):
 
     @property
     def node_numbers(self) -> int:
-        """Float32 numbers of scratch that a node of a pass takes, beside its logits."""
+        """Float32 numbers of scratch per node of a pass, besides its logits."""
         ...
 
     @property
     def feature_numbers(self) -> int:
-        """F*H, the numbers per token that it reads of the target's hidden states; 0 = none."""
+        """F*H, the numbers per token that it reads from the target's hidden states; 0 = none."""
         ...
 
     def limited(self, token_map: Ints) -> "AnyDraft":
@@ -75,22 +77,22 @@ class ExecutorEntry:
     name          for --executor
     title         for messages
     unsuited      why it does not suit a configuration without an executor, whose device is decided,
-                  as a clause; None if it does. The first suitable entry is taken
-    refusal       why it cannot run a model, in one clause; None if it can
+                  as a clause; None if it does. The first suitable entry is chosen
+    refusal       why it cannot run a model, as a clause; None if it can
     needs         the memory needs of a model
     draft_item    bytes of a number in a draft model's weights and cache; None: 8 bits in blocks,
                   and 16 bits
     free_memory   free bytes of its device. Raises ConfigError if it has none
     build         raises what the executor raises, and ConfigError if a requirement is missing;
                   reports progress of reading the weights, except for ranks of --tp-size on torch
-    draft_model   makes that of a draft of any kind, for this executor and the target's checkpoint.
-                  Raises ModelError if the two do not fit, MemoryPlanError
+    draft_model   builds the draft model of a draft of any kind, for this executor and the target's
+                  checkpoint. Raises ModelError if the two do not fit, MemoryPlanError
     within        the kinds whose trees steps grow by themselves (Executor.warm_up)
     dtype         the meaning of "auto"; None: bfloat16 on devices of their own, float32 on the CPU
-    keeps         whether "auto" is the file's own numbers for quantised matrices (kept.py)
+    keeps         whether "auto" keeps quantised matrices in the file's own format (kept.py)
     shards        whether it divides a model over devices
-    together      whether needs and free memory are those of all these devices, not of each
-    arithmetic    a text that changes when its results may, beside this package's version
+    together      whether needs and free memory are summed over these devices, not of each
+    arithmetic    a text that changes when its results may, besides this package's version
     prefill_chunk default tokens of prompts and draft tokens in one step, for a device with so many
                   bytes of memory (None: this machine's)
     """

@@ -1,10 +1,10 @@
-"""Costs of steps that earlier starts measured on this machine, kept in the cache directory: timing
-takes half of a start.
+"""Stores the step costs that earlier starts measured on this machine, in the cache directory:
+timing takes half of a start.
 
 A file holds what the last starts of one model and setting measured, at most STARTS of them, each
-with its time. Once it holds STARTS of them, their medians count and nothing is timed: one slow
-moment of the machine changes a median less than it changes a single measurement. Steps are timed
-again after SECONDS, or when anything changes that the file is named by.
+with its time. Once there are STARTS of them, their medians are used and no steps are timed: one
+slow moment of the machine changes a median less than a single measurement. Steps are timed again
+after SECONDS, or when anything that the file's name depends on changes.
 """
 
 import json
@@ -24,18 +24,18 @@ from forerun.control.step_costs import StepCosts
 from forerun.machine import cores
 
 STARTS = 3
-"""Measurements whose medians count."""
+"""Number of measurements of which the medians are used."""
 FILES = 64
-"""Most files; the ones written longest ago go."""
+"""Most files; the oldest are deleted."""
 SECONDS = 7 * 86_400.0
 """Age at which a measurement no longer counts."""
 
 
 def kept_or_measured(facts: Sequence[Any], measure: Callable[[], StepCosts]) -> StepCosts:
-    """Return the medians of STARTS kept measurements; while there are fewer, return what `measure`
-    returns, and keep it unless other processes use the machine.
+    """Return the medians of STARTS stored measurements. While there are fewer, return what
+    `measure` returns, and store it unless other processes use the machine.
 
-    facts  all that step times depend on, as JSON values
+    facts  everything that step times depend on, as JSON values
     """
     name = sha256(json.dumps(facts, default=str).encode()).hexdigest()[:24]
     path = cache_dir() / "costs" / f"{name}.json"
@@ -52,8 +52,8 @@ def kept_or_measured(facts: Sequence[Any], measure: Callable[[], StepCosts]) -> 
 
 
 def medians(measured: Sequence[StepCosts]) -> StepCosts:
-    """Return the medians of one or more measurements with the same counts of nodes; what is no
-    time is the first one's.
+    """Return the medians of one or more measurements with the same counts of nodes; fields that are
+    no times are the first one's.
     """
     first = measured[0]
     every = zip(*(costs.verify_ms for costs in measured), strict=True)
@@ -71,7 +71,7 @@ def medians(measured: Sequence[StepCosts]) -> StepCosts:
 
 
 def _busy() -> bool:
-    """Return whether more processes want to run than there are cores. Raises OSError."""
+    """Return whether more processes are ready to run than there are cores. Raises OSError."""
     return hasattr(os, "getloadavg") and os.getloadavg()[0] > cores()
 
 
@@ -85,7 +85,7 @@ def _read(path: Path) -> list[tuple[float, StepCosts]]:
 
 
 def _sound(costs: StepCosts) -> bool:
-    """Return whether there are as many times as counts, and all of them are times."""
+    """Return whether there are as many times as counts, and all of them are valid times."""
     others = (costs.attend_ms, costs.draft_ms, costs.follow_ms)
     pairs = 2 <= len(costs.nodes) == len(costs.verify_ms)
     return pairs and min(costs.verify_ms) > 0.0 and min(others) >= 0.0

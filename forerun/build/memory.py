@@ -1,4 +1,6 @@
-"""Plans memory: everything else is counted before pages of the key/value cache."""
+"""Plans memory: everything else is counted first, and the rest is for pages of the key/value
+cache.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -24,35 +26,37 @@ def item_bytes(config: EngineConfig) -> int:
 
 
 TOKENS_PER_SEQUENCE = 256
-"""Tokens of the cache planned by default for each of `max_sequences`; all share them on demand."""
+"""Tokens of the cache planned by default for each of `max_sequences`; sequences share them on
+demand.
+"""
 
 KEPT_WINDOWS, MOST_WINDOWS, FEWEST_WINDOWS = 8, 16, 4
-"""Whole windows that layers with a window have pages for, if these are their own: with few
-sequences; at most, unless these have TOKENS_PER_SEQUENCE each; and at least, if memory is short.
-
-Every window is for a sequence that runs or a place where a text may continue. Where 1, 2, 4, 8 and
-16 agents take turns with prompts of 6,571 tokens, of 5,698 found tokens are computed again with 4
-windows 11, 5, 25, 25 and 24 %, with 8 .3, .7, .2, 25 and 23 %, with 16 .1, .1, .1, .1 and 23 %: two
-windows for each agent suffice (`python -m bench.windows`, counted; with windows of 128 and 1,024
-tokens it is the same within 6 points, but for four of 128: 1 %).
+"""Number of whole windows in the page pool of sliding-window layers, if they have their own: with
+few sequences; at most, unless these have TOKENS_PER_SEQUENCE each; and at least, if memory is
+short. A window is for a running sequence or a place where a text may continue. With 1, 2, 4, 8 and
+16 agents in turns, prompts of 6,571 tokens of which 5,698 are found in the cache, the share of
+these that is computed again is with 4 windows 11, 5, 25, 25 and 24 %, with 8 .3, .7, .2, 25 and 23
+%, with 16 .1, .1, .1, .1 and 23 %: two windows per agent suffice (`python -m bench.windows`,
+counted; with windows of 128 and 1,024 tokens the same within 6 points, except for four of 128: 1
+%).
 """
 
 HOST_SHARE = 0.6
-"""Share of the free memory to use on a host, where other programs run too, and prompts' scratch is
-not planned.
+"""Share of the free memory to use on a host, where other programs run too and the scratch of
+prompts is not planned.
 """
 
 DEVICE_SHARE = 0.88
-"""The same on a device of its own (a GPU or TPU); not measured."""
+"""Share of the free memory to use on a device (a GPU or TPU); not measured."""
 
 
 CHECKPOINTS = 2
-"""Checkpoints of a recurrent state for each of `max_sequences`: a sequence makes two from which
+"""Checkpoints of a recurrent state for each of `max_sequences`: a sequence stores two from which
 others may continue (executors/state_slots.py).
 """
 
 CHUNK = 512
-"""Default tokens of prompts and draft tokens in one step, on the CPU."""
+"""Default number of prompt and draft tokens in one step, on the CPU."""
 
 SCORED = 512
 """Nodes in one step whose logits choose a token, unless max-sequences is larger: on an H100 or H200
@@ -62,16 +66,17 @@ more are bound by products and no longer free (64 x 8 in bench/results/gpu-roofl
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The needs of a model, in bytes unless noted.
+    """The memory needs of a model, in bytes unless noted.
 
     context    longest sequence the model was made for, tokens
     vocab      V
     weights    all weights, in the executor's own format
     per_token  keys and values of one token, all layers
-    windowed   the part of it in layers that see a window, if the executor gives back what lies
-               behind; `window`: tokens that it keeps of a sequence
+    windowed   the part of it in sliding-window layers, if the executor frees what lies behind the
+               window
+    window     tokens that it keeps of a sequence there
     per_node   scratch of one node in a step: activations
-    per_scored the same of one that chooses a token: its row of logits
+    per_scored scratch of one node that chooses a token: its row of logits
     fixed      scratch that does not depend on nodes, such as features for a draft model
     state      recurrent states of one text, all layers that have one
     captured   rounds are captured: their intermediate results have memory of their own, which all
@@ -93,12 +98,12 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The executor's limits, and the bytes of each purpose.
+    """The executor's limits, and the bytes for each purpose.
 
     graphs  intermediate results of captured rounds; the driver's own memory for the programs is not
             counted
     states  recurrent states of all sequences and checkpoints
-    windows the part of `cache` in layers that see a window, if they have pages of their own
+    windows the part of `cache` in sliding-window layers, if they have pages of their own
     """
 
     limits: ExecutorLimits
@@ -130,8 +135,8 @@ class MemoryPlan:
         )
 
     def windows_clause(self) -> str:
-        """Return what layers that see a window have of the cache, as the end of a sentence; "" if
-        they keep all.
+        """Return the cache of sliding-window layers, as the end of a sentence; "" if they keep all
+        pages.
         """
         if not self.windows:
             return ""
@@ -148,7 +153,7 @@ def plan_memory(
     fill  give the cache all bytes that remain, on a device of its own; else only as many as
           `context` and max_sequences need
 
-    Raises MemoryPlanError, with the parts and what to lower, if they do not fit; ConfigError
+    Raises MemoryPlanError, with the parts and the option to lower, if they do not fit; ConfigError
     if `context` and `kv_tokens` contradict the model or each other.
     """
     share = config.mem_fraction_static or (DEVICE_SHARE if fill else HOST_SHARE)
@@ -207,9 +212,11 @@ def plan_memory(
 def _with_windows(
     config: EngineConfig, needs: Needs, left: int, nodes: int, wanted: int, fewest: int
 ) -> tuple[int, int] | None:
-    """Return the tokens that `left` bytes have room for if layers that see a window give back what
-    lies behind it, and the pages of these layers; None if they would not have fewer so, for
-    `wanted` tokens or as many as fit. fewest: whole windows, if memory is short.
+    """Return (tokens that `left` bytes have room for, pages of sliding-window layers) if these
+    layers free what lies behind the window; None if that gives fewer tokens than keeping all pages,
+    of `wanted` or as many as fit.
+
+    fewest  whole windows, if memory is short
     """
     page = config.page_size
     token = needs.per_token - needs.windowed  # Bytes, in layers that see everything.
@@ -223,7 +230,7 @@ def _with_windows(
 
 
 def _window_pages(config: EngineConfig, needs: Needs, step: int, spare: int, fewest: int) -> int:
-    """Return the pages of layers that see a window: those that a step writes, `step`, and whole
+    """Return the pages of sliding-window layers: those that a step writes (`step`), and whole
     windows, as many as the texts of max_sequences need, or as fit into `spare` pages, at least
     `fewest`.
     """
@@ -235,9 +242,7 @@ def _window_pages(config: EngineConfig, needs: Needs, step: int, spare: int, few
 
 
 def _refusal(needs: Needs, scratch: tuple[int, int], tokens: int, budget: int, share: float) -> str:
-    """Return the message that a model does not fit. scratch: bytes of steps, and of recurrent
-    states.
-    """
+    """Return the message that a model does not fit. scratch: bytes of (steps, recurrent states)."""
     step, states = scratch
     extra = f"recurrent states {human(states)} + " if states else ""
     return (
@@ -282,8 +287,8 @@ def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
 
 
 def window_needs(arch: Architecture, needs: Needs, windowed: int) -> Needs:
-    """Add that layers with a window give back what lies behind it, if they can; windowed: bytes of
-    one token's keys and values in them.
+    """Return the needs of a model whose sliding-window layers free what lies behind the window, if
+    they can. windowed: bytes of one token's keys and values in them.
     """
     if not arch.widest_window:
         return needs
@@ -291,8 +296,8 @@ def window_needs(arch: Architecture, needs: Needs, windowed: int) -> Needs:
 
 
 def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) -> Needs:
-    """Return the needs of a model whose weights are unpacked to config.dtype, in bytes; does not
-    read the checkpoint. Layers with a window give back what lies behind it.
+    """Return the needs of a model whose weights are converted to config.dtype, in bytes; does not
+    read the checkpoint. Sliding-window layers free what lies behind the window.
     """
     width = item_bytes(config)
     # In float32 on the CPU, torch packs a tied head once more.
@@ -307,8 +312,8 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
 
 
 def cached_bytes(config: EngineConfig, caches: Iterable[CacheLayer]) -> int:
-    """Return the bytes of one token's keys and values in layers of torch or XLA: in float8 a head
-    of a token has a scale, of 4 bytes.
+    """Return the bytes of one token's keys and values in layers of torch or XLA; in float8 each
+    head of a token also has a scale of 4 bytes.
     """
     item, scale = (1, 4) if config.kv_dtype == "float8" else (item_bytes(config), 0)
     heads = ((c.planes * c.kv_heads, c.head_size * item + scale) for c in caches)
@@ -317,7 +322,7 @@ def cached_bytes(config: EngineConfig, caches: Iterable[CacheLayer]) -> int:
 
 def few_bits_titles(checkpoint: object, config: EngineConfig) -> list[str]:
     """Return how a checkpoint stores quantised matrices: the methods in a folder's configuration;
-    GGUF if torch computes with the file's own numbers; else none.
+    GGUF if torch keeps the file's own format; else none.
     """
     as_stored = config.executor == "torch" and config.dtype == "file"
     titles = [method.title for method in getattr(checkpoint, "methods", ())]
@@ -330,7 +335,7 @@ def few_bits_sentence(path: Path, title: str, weights: int, here: str | None = N
     title  how it stores its matrices
     here   how the executor stores them, as text for users; None: they are widened
 
-    Raises OSError if its files are gone.
+    Raises OSError if its files no longer exist.
     """
     how = "they are widened when they are read" if here is None else f"here {here}"
     return (
@@ -340,8 +345,8 @@ def few_bits_sentence(path: Path, title: str, weights: int, here: str | None = N
 
 
 def bytes_on_disk(path: Path) -> int:
-    """Return the bytes of a file with its further parts, or of the files right in a folder. Raises
-    OSError if the path does not exist.
+    """Return the bytes of a file with its further parts, or of the files directly in a folder.
+    Raises OSError if the path does not exist.
     """
     if path.is_file():
         return sum(part.stat().st_size for part in parts_of(path))

@@ -1,5 +1,5 @@
-"""Opens the store on disk for a loaded model, in a subfolder for this model and the way it is
-computed: of pages, and of what its engine learnt.
+"""Opens the store on disk for a loaded model: of pages, and of what its engine learned, in a
+subfolder for this model and the way it is computed.
 """
 
 import hashlib
@@ -37,31 +37,35 @@ from forerun.version import __version__
 
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json")
 OTHER = ("generation_config.json", "chat_template.json")
-"""Files of a model that change no key and no value."""
+"""Files of a model that do not affect keys and values."""
 OTHER_SETTINGS = {
     *("model", "revision", "chat_template", "sampling_defaults", "kv_store", "kv_store_size"),
     *("context", "kv_tokens", "mem_fraction_static", "max_waiting"),
 }
-"""Fields of EngineConfig that change no cost, or follow from the memory that is free."""
+"""Fields of EngineConfig that do not affect costs, or follow from the free memory."""
 ANSWER_BYTES, ESTIMATE_BYTES = 2 << 20, 1 << 20
-"""Most bytes of a model's counted answers, half a million tokens, and of its estimates. (A million
-tokens take the core a second to count again.)"""
+"""Most bytes of a model's counted answers (half a million tokens), and of its estimates. (Counting
+a million tokens again takes the core a second.)
+"""
 BLOCK = 16 << 20
 HASHES = "hashes.json"
-"""In the cache directory: the hashes of files, which are read for them once."""
+"""File in the cache directory with the hashes of files, so that each is read for its hash only
+once.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Learns:
-    """What of an engine learns while serving, as in engine.learning.Learnt."""
+    """The parts of an engine that learn while serving, as in engine.learning.Learnt."""
 
     counts: AnswerCounts | None
     learners: Mapping[str, Learner]
 
 
 def learns(policy: Policy, drafter: Drafter, lookup: TableDrafter) -> Learns:
-    """Return what learns in an engine's policy and drafter. lookup: the n-gram drafter, whether it
-    takes part or not.
+    """Return the parts of an engine's policy and drafter that learn.
+
+    lookup  the n-gram drafter, whether it takes part or not
     """
     learners: dict[str, Learner] = {}
     if isinstance(policy, AdaptivePolicy):
@@ -84,8 +88,8 @@ def attach_store(
     progress: Progress | None = None,
 ) -> str | None:
     """Attach the store that `config` names to an engine that was not started: of its pages, and of
-    what it learns, which it learns again. Returns the store's folder, limit and contents as text
-    for users; None if the user wants no store.
+    what it learns; restores what was learned before. Returns the store's folder, limit and contents
+    as text for users; None if no store is configured.
 
     model  description of the network and its draft, different for different ones
     files  files or folders of their weights
@@ -139,7 +143,9 @@ def _digest(facts: list[Any]) -> bytes:
 
 
 def _settings(config: EngineConfig) -> dict[str, Any]:
-    """Return what of a resolved configuration decides costs and acceptance, with more that may."""
+    """Return the fields of a resolved configuration that affect costs and acceptance, and some that
+    may.
+    """
     return {name: value for name, value in asdict(config).items() if name not in OTHER_SETTINGS}
 
 
@@ -151,7 +157,7 @@ def _folder(name: str) -> Path:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield the files that a model's path stands for, in order."""
+    """Yield the files at a model's path, in order."""
     if path.is_dir():
         yield from (
             one for one in sorted(path.iterdir()) if one.suffix in WEIGHTS and one.name not in OTHER
@@ -161,7 +167,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _hashes(files: list[Path], progress: Progress) -> list[str]:
-    """Return the hash of each file; those that were read before are not read again."""
+    """Return the hash of each file; known hashes are not computed again."""
     known: dict[str, list[Any]] = {}
     place = cache_dir() / HASHES
     with suppress(OSError, ValueError):
@@ -181,7 +187,7 @@ def _hashes(files: list[Path], progress: Progress) -> list[str]:
 
 
 def _hash(known: Mapping[str, list[Any]], name: str, path: Path, progress: Progress) -> list[Any]:
-    """Return the file's size, times and inode, by which a change shows, and then its hash."""
+    """Return the file's size, times and inode, which show a change, followed by its hash."""
     about = path.stat()
     state = [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
     entry = known.get(name, [])

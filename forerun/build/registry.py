@@ -1,4 +1,4 @@
-"""Chooses an executor from one table of all. A new one needs a line here."""
+"""Chooses an executor from a table. A new one needs a line here."""
 
 import warnings
 from dataclasses import replace
@@ -14,16 +14,18 @@ from forerun.networks.arch import Architecture
 from forerun.options.config import KV_DTYPES, EngineConfig
 
 EXECUTORS = {entry.name: entry for entry in (with_jax.ENTRY, with_cpu.ENTRY, with_torch.ENTRY)}
-"""By name, in the order that "auto" tries. The toy is not among them: it has a model of its own."""
+"""Executors by name, in the order in which "auto" tries them. The toy is not among them: it has its
+own model.
+"""
 
 
 def choose_executor(
     config: EngineConfig, arch: Architecture, checkpoint: Checkpoint | None = None
 ) -> EngineConfig:
     """Return a copy with "auto" replaced in device, executor and dtype. Warns if the best executor
-    cannot run `arch` and a slower one is taken.
+    cannot run `arch` and a slower one is chosen.
 
-    checkpoint  decides whether dtype "auto" is the file's own numbers; None: it is not
+    checkpoint  decides whether dtype "auto" keeps the file's own format; None: it does not
 
     Raises ConfigError if the executor cannot divide a model over --tp-size devices, or torch is
     needed and not installed.
@@ -51,7 +53,7 @@ def choose_executor(
 
 def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
     """Return the first executor that suits the configuration and can run `arch`. Raises
-    ConfigError, which says why no other can, if that is torch and torch is not installed.
+    ConfigError, with the reasons against the others, if that is torch and torch is not installed.
     """
     able = [each for each in EXECUTORS.values() if each.shards or config.tp_size == 1]
     *better, last = (entry for entry in able if entry.unsuited(config) is None)

@@ -1,8 +1,8 @@
 """Shapes of well-known models, and checkpoints of random numbers in any shape, to plan memory and
 time steps without the weights.
 
-The text of random weights means nothing; their time is the real model's, because the time of matrix
-products does not depend on the numbers. Sizes as in the models' published configurations.
+The text of random weights is meaningless, but their time is the real model's, because the time of
+matrix products does not depend on the numbers. Sizes as in the models' published configurations.
 """
 
 from collections.abc import Mapping
@@ -75,11 +75,11 @@ SHAPES: dict[str, Architecture] = {
     "glm-4.5": Architecture("glm4_moe", 5120, 96, 8, 128, 151552, 131072, 1e-5, _GLM),
     "deepseek-v3": Architecture("deepseek_v3", 7168, 128, 1, 576, 129280, 163840, 1e-6, _DEEPSEEK),
 }
-"""Name -> architecture; RoPE scaling for long contexts is left out, it costs nothing."""
+"""Name -> architecture. RoPE scaling for long contexts is left out, since it costs no time."""
 
 
 _BLOCK = 1 << 20
-"""Random numbers drawn; larger tensors repeat them."""
+"""Number of random numbers drawn; larger tensors repeat them."""
 
 
 class RandomCheckpoint:
@@ -118,7 +118,6 @@ class RandomCheckpoint:
 
 class PlannedCheckpoint(RandomCheckpoint):
     """Random numbers for a config.json alone, with all matrices quantised by its first method.
-
     Raises ModelError as read_method.
     """
 

@@ -34,10 +34,10 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A model as far as planning needs it.
+    """A model opened as far as planning needs it.
 
     checkpoint  its files, opened; or random numbers if there is only a configuration
-    stored      whether these are the files, so that the bytes of their numbers are known
+    stored      whether these are the real files, so that the bytes of their numbers are known
     """
 
     name: str
@@ -52,15 +52,15 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The memory of a model on each of `config.tp_size` devices, in bytes; with an executor that
-    counts them together (ExecutorEntry), on all.
+    """The memory of a model, in bytes on each of `config.tp_size` devices; summed over all for an
+    executor that counts them together (ExecutorEntry.together).
 
-    config   every "auto" replaced
-    needs    the draft's part included
+    config   with every "auto" replaced
+    needs    including the draft's
     draft    the draft model's part of the weights
-    memory   usable
+    memory   usable bytes
     plan     its division; None if the model does not fit
-    refusal  why it does not
+    refusal  why it does not fit
     """
 
     model: Described
@@ -73,10 +73,9 @@ class Sizing:
 
 
 def described(config: EngineConfig) -> Described:
-    """Open the named model as far as planning needs it: of a hub id that is not on this machine
-    only config.json is fetched, and a well-known model's shape (build/shapes.py) needs no file.
-
-    Raises ModelError, DownloadError if it cannot be fetched.
+    """Open the named model as far as planning needs it. Of a hub id that is not on this machine
+    only config.json is fetched; a well-known model's shape (build/shapes.py) needs no file. Raises
+    ModelError, DownloadError if it cannot be fetched.
     """
     path = home_path(config.model)
     if config.model in SHAPES.keys() - BUILT_IN.keys() and not path.exists():
@@ -96,7 +95,7 @@ def described(config: EngineConfig) -> Described:
 def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing:
     """Compute the memory that `model` needs under `config`, and whether it fits; allocates nothing.
 
-    memory  bytes of each device; None: the free bytes of this machine's
+    memory  bytes of each device; None: this machine's free bytes
 
     Raises ConfigError if the options contradict the model or the machine, ModelError for a draft
     that cannot be used.
@@ -155,8 +154,8 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
 
 
 def _whole(config: EngineConfig, named: str, target: Checkpoint) -> WholeDraft:
-    """Open a whole model that drafts as far as planning needs it, as if it had the target's
-    tokens.
+    """Open a whole model that drafts as far as planning needs it, assuming that it has all of the
+    target's tokens.
     """
     revision = config.speculative_draft_model_revision
     draft = described(replace(config, model=named, revision=revision, context=None))

@@ -1,7 +1,7 @@
-"""Takes the built-in model as the draft of a much larger one that comes with none.
+"""Uses the built-in model as the draft of a much larger one that comes with none.
 
-It is chosen by AUTO alone, on the compiled core, if it is on this machine already and memory holds
-it without a cached token less. Whether and how deep it drafts is decided step by step as ever.
+Only AUTO chooses it, on the compiled core, if it is on this machine already and fits into memory
+without reducing the cached tokens. The policy decides as usual whether and how deep it drafts.
 """
 
 import logging
@@ -21,14 +21,15 @@ log = logging.getLogger("forerun.build")
 SMALL = "smollm2-135m"
 SMALL_BYTES = BUILT_IN[SMALL].size
 RATIO = 16
-"""How many times as many bytes a target has at least. (Two cores of an EPYC, AVX-512, first turns
-of MT-bench at T=0, n-grams with it and alone, over plain decoding: Qwen2.5 Coder 1.5B in Q4_K_M, 11
-times as large, 1.20 and 1.33 (beside load); in Q8_0, 19 times, 1.50 and 1.50, at .8 1.33 and 1.26;
-with the products of its steps run four times, in place of 45 times, 1.39 and 1.23.)"""
+"""Least size of the target, in multiples of the draft's bytes. (Two cores of an EPYC, AVX-512,
+first turns of MT-bench at T=0, n-grams with it and alone, over plain decoding: Qwen2.5 Coder 1.5B
+in Q4_K_M, 11 times as large, 1.20 and 1.33 (beside load); in Q8_0, 19 times, 1.50 and 1.50, at .8
+1.33 and 1.26; with the products of its steps run four times, in place of 45 times, 1.39 and 1.23.)
+"""
 
 
 def wants_small(config: EngineConfig, weights: int) -> bool:
-    """Return whether the built-in model would draft for a target with `weights` bytes of weights
+    """Return whether the built-in model would draft for a target with `weights` bytes of weights,
     if it is on this machine and no draft is named.
     """
     undecided = config.speculative_algorithm == AUTO and config.policy != "fixed"
@@ -37,8 +38,8 @@ def wants_small(config: EngineConfig, weights: int) -> bool:
 
 
 def missing(asked: EngineConfig, resolved: EngineConfig, weights: int) -> str:
-    """Return the note, for the end of the start's sentence, that the built-in model would draft if
-    it were on this machine; "" if it is, or would not.
+    """Return a note, for the end of the start's sentence, that the built-in model would draft if it
+    were on this machine; "" if it is, or would not.
 
     asked     the configuration before it was resolved
     resolved  the same afterwards
@@ -54,9 +55,9 @@ def missing(asked: EngineConfig, resolved: EngineConfig, weights: int) -> str:
 def with_small(
     config: EngineConfig, target: Model, parts: DraftParts, needs: Needs, entry: ExecutorEntry
 ) -> DraftParts:
-    """Return the parts with the built-in model as their draft model, or unchanged if it is not
-    wanted, not on this machine, shares no token with the target or takes the memory of cached
-    tokens. Opens its file; loads nothing.
+    """Return the parts with the built-in model as their draft model; unchanged if it is not wanted,
+    not on this machine, shares no token with the target or would reduce the cached tokens. Opens
+    its file; loads nothing.
 
     needs  of the target alone
     """
@@ -76,7 +77,9 @@ def with_small(
 def fits(
     config: EngineConfig, draft: WholeDraft, needs: Needs, entry: ExecutorEntry, free: int
 ) -> bool:
-    """Return whether as many tokens are cached with the draft as without it. free: usable bytes."""
+    """Return whether as many tokens can be cached with the draft as without it. free: usable
+    bytes.
+    """
     with_it = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     try:
         plans = [plan_memory(config, each, free) for each in (needs, with_it)]

@@ -64,19 +64,19 @@ class Target:
     chat      None if the model has no chat template
     costs     measured at start-up; None if the policy does not need them
     compiler  of grammars; None if the model has no end-of-text token, so no text could end
-    draft     the opened draft model; None without one
-    draft_model  the same, ready to run
+    draft     the opened draft model's files; None without one
+    draft_model  the draft model, ready to run
     table     the draft's n-gram table; None without one
-    fault     why a draft that was named is not used
-    device    where it runs, and why; None for the toy
+    fault     why a named draft is not used
+    device    the device, with the reason; None for the toy
     sampling  the model's defaults for requests: temperature, top_p, top_k, min_p,
               repetition_penalty; a missing one is neutral
     family    of its architecture; "" for the toy
     parameters  number of weights; 0 for the toy
     network  description of the network and its draft, for page_store.attach_store
-    files    their weights
-    embedding  how embeddings are made, and of how many numbers
-    adapters   that run beside the weights, by number
+    files    of their weights
+    embedding  (pooling rule of embeddings, their length)
+    adapters   LoRA adapters, by number
     """
 
     executor: Executor
@@ -101,9 +101,8 @@ class Target:
     adapters: tuple[LoraAdapter, ...] = ()
 
     def compile(self, grammar: Grammar, client: str = "") -> CompiledGrammar:
-        """Compile a grammar for a request; client: see Compiler. May block for seconds.
-
-        Raises RequestError naming the field and the place at fault, BusyError if too many wait.
+        """Compile a grammar for a request. client: see Compiler. May block for seconds. Raises
+        RequestError naming the field and the place of the fault, BusyError if too many wait.
         """
         if self.compiler is None:
             raise RequestError(
@@ -186,7 +185,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
             config, lambda: entry.draft_model(executor, model.checkpoint, draft)
         )
         if isinstance(draft, WholeDraft) and unnamed:
-            fault = None  # It was not named: n-grams draft without it.
+            fault = None  # The draft was not named, so n-grams draft without it.
     block = drafts.traits.block_size if drafts is not None else 0
     config = resolved_drafting(config, drafts is not None, fault, block, draft)
     return Target(
@@ -217,7 +216,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
 
 
 def _warn_of_omissions(model: Model) -> None:
-    """Warn of what the model's files have and is not used."""
+    """Warn of parts of the model's files that are not used."""
     if unstretched := model.architecture.unstretched:
         warnings.warn(unstretched, stacklevel=4)
     if towers := getattr(model.checkpoint, "towers", ()):
@@ -230,7 +229,10 @@ def _warn_of_omissions(model: Model) -> None:
 
 
 def _warn_of_few_bits(config: EngineConfig, model: Model, executor: Executor, weights: int) -> None:
-    """Warn of matrices that are stored in few bits; weights: bytes that they take in memory."""
+    """Warn of matrices that are stored in few bits.
+
+    weights  bytes that they take in memory
+    """
     here = str(executor.describe()["dtype"]) if config.dtype in NATIVE_DTYPES else None
     for title in few_bits_titles(model.checkpoint, config):
         warnings.warn(few_bits_sentence(model.path, title, weights, here), stacklevel=4)
@@ -238,7 +240,7 @@ def _warn_of_few_bits(config: EngineConfig, model: Model, executor: Executor, we
 
 def _with_executor(config: EngineConfig, model: Model) -> EngineConfig:
     """Return the configuration with the executor, the draft that comes with the model, and the
-    length of prompts' chunks decided.
+    chunk size of prompts decided.
     """
     chosen = choose_executor(config, model.architecture, model.checkpoint)
     layered = bool(getattr(model.checkpoint, "prediction_files", None))
@@ -256,8 +258,9 @@ def _prepared_costs(
     progress: Progress | None,
     model: Model,
 ) -> StepCosts | None:
-    """Compile all that steps will run, then return what they cost, None where the policy does not
-    need it: on the compiled core what its last starts measured, if that is known.
+    """Compile everything that steps will run, then return the costs of steps; None if the policy
+    does not need them. On the compiled core they are those that its last starts measured, if
+    stored.
     """
     entry = EXECUTORS[config.executor]
     within = drafts is not None and draft is not None and draft.kind in entry.within
@@ -286,7 +289,7 @@ def _prepared_costs(
 
 
 def _drafts(config: EngineConfig, target: Model) -> DraftParts:
-    """Return the draft model of the configured draft, if the executor runs its kind."""
+    """Return the parts of the configured draft, if the executor runs its kind."""
     parts = open_drafts(config, target)
     if parts.model is None:
         return parts
@@ -298,7 +301,7 @@ def _resolved(
 ) -> EngineConfig:
     """Return the configuration with the values that the memory plan and the executor decided.
 
-    policy  what "auto" means
+    policy  what policy "auto" stands for
     """
     limits, threads = memory.limits, executor.describe().get("threads")
     overlap = executor.capabilities.overlap if config.overlap is None else config.overlap
@@ -334,12 +337,12 @@ def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
 
 
 def _priced(config: EngineConfig) -> bool:
-    """Return whether the policy needs to know what steps cost."""
+    """Return whether the policy needs the costs of steps."""
     return config.policy == "adaptive" and config.speculates
 
 
 def _costs(config: EngineConfig, executor: Executor, progress: Progress | None = None) -> StepCosts:
-    """Measure what steps cost."""
+    """Measure the costs of steps."""
     if progress is not None:
         compiled = "compiling with torch.compile, " * config.enable_torch_compile
         progress(f"{compiled}timing steps", 0, 0)

@@ -1,7 +1,7 @@
-"""An n-gram table of ordinary text, for a model whose draft brings none.
+"""Counts an n-gram table of ordinary text, for a model whose draft has none.
 
 A text ships with the package (forerun/drafts/text). It is tokenised and counted once for every
-tokenizer, in a process of its own at the lowest priority while the model serves already, and stored
+tokenizer, in a process of its own at the lowest priority while the model already serves, and stored
 in the cache. A first part of it is ready sooner than all of it.
 
     python -m forerun.build.text_table MODEL REVISION FILE
@@ -34,10 +34,11 @@ from forerun.text.tokenizer import Tokenizer
 log = logging.getLogger("forerun.build")
 
 TEXT = Path(__file__).parents[1] / "drafts" / "text" / "text.xz"
-"""Answers to chats and pieces of documents, form feeds between them, in an order in which any
-beginning is a sample."""
+"""Answers to chats and pieces of documents, separated by form feeds, in an order in which every
+beginning is a sample of the whole.
+"""
 PIECE = 4096
-"""Characters of a user's text that are tokenised at once. No n-gram goes over its end."""
+"""Characters of a user's text that are tokenised at once. No n-gram crosses the end of a piece."""
 FIRST = 0.25
 """Share of the text that is counted first. (Replayed, answers of Gemma 3 270M at T=0 and .8, eight
 draft tokens, tokens a step: 2.45 and 1.47 without a table, 2.71 and 1.66 with this part, 2.81 and
@@ -45,7 +46,8 @@ draft tokens, tokens a step: 2.45 and 1.47 without a table, 2.71 and 1.66 with t
 FIRST_PART = ".first.safetensors"
 MIN_VOCAB = 4096
 """Smaller vocabularies get no table: their tokens are letters and parts of syllables, and four of
-them predict little."""
+them predict little.
+"""
 VERSION = 2
 """Part of a stored table's name: raised when the text or the way of counting changes."""
 
@@ -91,8 +93,8 @@ def file_of(tokenizer: Tokenizer, vocab: int) -> Path:
 
 
 def kept(tokenizer: Tokenizer, vocab: int) -> NgramTable | None:
-    """Return the table of a tokenizer that the cache has whole, or where it cannot be written the
-    one counted for this process; None if there is none that can be read.
+    """Return the complete table of a tokenizer from the cache, or, if the cache cannot be written,
+    the one counted for this process; None if there is none that can be read.
     """
     path = file_of(tokenizer, vocab)
     with suppress(ForerunError, OSError):
@@ -105,7 +107,7 @@ def kept(tokenizer: Tokenizer, vocab: int) -> NgramTable | None:
 class TextTable:
     """A table that exists or is being counted.
 
-    sentence  which of both, for the start line
+    sentence  which of these, for the start line
     """
 
     sentence: str
@@ -114,16 +116,16 @@ class TextTable:
 
     @property
     def counting(self) -> bool:
-        """Whether the table was not in the cache."""
+        """Whether the table was not in the cache and has to be counted."""
         return self._worker is not None
 
     def wait(self) -> None:
-        """Wait until the table is counted and used, or could not be counted."""
+        """Wait until the table is counted and in use, or counting has failed."""
         if self._reader is not None:
             self._reader.join()
 
     def close(self) -> None:
-        """End the process that counts. Idempotent."""
+        """End the counting process. Idempotent."""
         if self._worker is not None:
             self._worker.kill()
 
@@ -189,15 +191,15 @@ def provide(
 
 
 def _watch_parent() -> None:
-    """End this process when its parent does: standard input is closed then."""
+    """End this process when its parent ends, which closes standard input."""
     while os.read(0, 4096):
         pass
     os._exit(0)
 
 
 def _stand_back() -> None:
-    """Run only while no other process wants the processor, where the system can do that; else at
-    the lowest priority.
+    """Run only while no other process is ready to run, if the system supports that; else at the
+    lowest priority.
     """
     if hasattr(os, "nice"):
         os.nice(19)

@@ -1,6 +1,6 @@
-"""The token map of a draft model: the named one, or one counted in ordinary text.
+"""Provides the token map of a draft model: the named one, or one counted in ordinary text.
 
-Over 150,000 and more tokens a draft's output head takes most of its time on a CPU, and ordinary
+With 150,000 tokens and more, a draft's output head takes most of its time on a CPU, and ordinary
 text uses few of them. A map that is not named is counted in the text that ships (text_table.py),
 once for every tokenizer, and stored in the cache. drafts/token_map.py reads and writes maps.
 """
@@ -29,20 +29,20 @@ from forerun.types import AnyArray, Ints
 log = logging.getLogger("forerun.build")
 
 MIN_VOCAB = 150_000
-"""Draft models that score fewer tokens get no map of their own."""
+"""Draft models that score fewer tokens get no counted map."""
 SIZE = 32_768
-"""Tokens of a counted map. (Gemma 3's tokenizer of 262,144, a map of three quarters of the text on
-the fourth, shares of its tokens: 4,096 .852, 8,192 .904, 16,384 .939, 32,768 .964, 65,536 .981.)
+"""Tokens of a counted map. (Gemma 3's tokenizer of 262,144, a map counted in three quarters of the
+text covers these shares of the fourth: 4,096 .852, 8,192 .904, 16,384 .939, 32,768 .964, 65,536
+.981.)
 """
 _PIECE = 1 << 20
 """Characters of a user's text that are encoded at a time."""
 
 
 def with_token_map(config: EngineConfig, target: Model, parts: DraftParts) -> DraftParts:
-    """Return the parts with the draft model limited to the named token map; to a counted one if
-    none is named, the draft runs on a CPU and scores MIN_VOCAB tokens or more.
-
-    Raises ModelError for a named map that does not fit, DownloadError.
+    """Return the parts with the draft model limited to the named token map; if none is named, to a
+    counted one, provided that the draft runs on a CPU and scores MIN_VOCAB tokens or more. Raises
+    ModelError for a named map that does not fit, DownloadError.
     """
     named, draft, vocab = config.speculative_token_map, parts.model, target.architecture.vocab
     if draft is None or named == NO_DRAFT:
@@ -60,8 +60,8 @@ def with_token_map(config: EngineConfig, target: Model, parts: DraftParts) -> Dr
 
 
 def sized(config: EngineConfig, draft: AnyDraft) -> AnyDraft:
-    """Return a draft as large as with_token_map makes it, but for its ids; fetches and counts
-    nothing.
+    """Return a draft of the size that with_token_map gives it, with arbitrary ids; fetches and
+    counts nothing.
     """
     named = config.speculative_token_map
     if named == NO_DRAFT:
@@ -84,8 +84,8 @@ def _wants_map(config: EngineConfig, draft: AnyDraft) -> bool:
 
 
 def _counted(target: Model, path: Path, vocab: int) -> Ints | None:
-    """Return the counted map whose file in the cache is `path`, counting it if there is none, or a
-    damaged one; None, with a warning, if the file cannot be written.
+    """Return the counted map in the cache file `path`, counting it if there is none, or a damaged
+    one; None, with a warning, if the file cannot be written.
     """
     with suppress(ModelError):
         return read_token_map(path, vocab)
@@ -105,8 +105,8 @@ def _counted(target: Model, path: Path, vocab: int) -> Ints | None:
 
 
 def token_map(text: Path, tokenizer: Tokenizer, vocab: int, size: int) -> Ints:
-    """Return most_frequent of a file of UTF-8 text. Raises ConfigError if it cannot be read, or as
-    most_frequent.
+    """Return most_frequent of the tokens of a file of UTF-8 text. Raises ConfigError if the file
+    cannot be read, or as most_frequent.
     """
     try:
         with text.open(encoding="utf-8", errors="replace") as lines:
@@ -130,9 +130,8 @@ def _counts(tokenizer: Tokenizer, vocab: int, pieces: Iterable[str]) -> AnyArray
 
 def most_frequent(counts: AnyArray, tokenizer: Tokenizer, size: int) -> Ints:
     """Return int32[size] ascending target ids for a token map: special tokens, single bytes and
-    punctuation, then those of the highest counts [V], then the lowest.
-
-    Raises ConfigError if `size` leaves no room beyond what every map has, or exceeds V.
+    punctuation, then those of the highest counts [V], then the lowest ids. Raises ConfigError if
+    `size` leaves no room beyond what every map has, or exceeds V.
     """
     forced, vocab = forced_ids(tokenizer), len(counts)
     if not len(forced) < size <= vocab:
@@ -148,9 +147,8 @@ def most_frequent(counts: AnyArray, tokenizer: Tokenizer, size: int) -> Ints:
 
 def forced_ids(tokenizer: Tokenizer) -> Ints:
     """Return int32[.] ascending ids that every draft vocabulary has: special tokens, single bytes,
-    pure punctuation.
-
-    Answer text never shows the specials, and constrained text leans on bytes and punctuation.
+    pure punctuation. Answers never contain the special ones, so counting would omit them, and
+    constrained text uses many bytes and punctuation tokens.
     """
     ids = set(tokenizer.special_ids)
     for token in range(tokenizer.vocab_size):

@@ -19,13 +19,13 @@ _TUNED = (
     "speculative_eagle_topk",
     "policy",
 )
-"""Fields of EngineConfig that a profile decides, where the user decided none of them."""
+"""Fields of EngineConfig that a profile decides, unless the user decided one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to speculate: fields of EngineConfig of the same names, decided. top-k None: as it
-    was configured.
+    """One setting of speculation: resolved values of the fields of EngineConfig of these names.
+    top-k None: as configured.
     """
 
     speculative_algorithm: str
@@ -36,7 +36,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The setting in a table's words: off, or policy, draft tokens and depth."""
+        """The setting as a table shows it: off, or policy, draft tokens and depth."""
         if self.speculative_algorithm == "OFF":
             return "off"
         nodes = self.speculative_num_draft_tokens - 1
@@ -52,9 +52,9 @@ class Setting:
 
 
 def path_of(config: EngineConfig) -> Path:
-    """Return the file for the profile of a resolved configuration, whether it exists or not.
-
-    Keyed by what decides speed: model, executor, threads, devices, drafter, version and machine.
+    """Return the file for the profile of a resolved configuration, whether it exists or not. Its
+    name depends on everything that decides speed: model, executor, threads, devices, drafter,
+    version and machine.
     """
     key = key_of(config, __version__, cpu_name())
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -62,7 +62,9 @@ def path_of(config: EngineConfig) -> Path:
 
 
 def key_of(config: EngineConfig, version: str, processor: str) -> str:
-    """Return the key of a profile, as JSON text: two configurations with one key have one speed."""
+    """Return the key of a profile, as JSON text: configurations with the same key have the same
+    speed.
+    """
     target = [_place(config.model), config.executor, config.device, config.dtype, config.threads]
     target += [config.kv_dtype, config.tp_size, config.disable_cuda_graph]
     draft = _place(config.speculative_draft_model_path)
@@ -71,7 +73,7 @@ def key_of(config: EngineConfig, version: str, processor: str) -> str:
 
 
 def _place(reference: str | None) -> str | None:
-    """Return a reference that means the same in every folder: of a path the whole path."""
+    """Return a reference that does not depend on the current folder: a path becomes absolute."""
     path = Path(reference) if reference else None
     return str(path.absolute()) if path is not None and path.exists() else reference
 
@@ -93,8 +95,8 @@ def save(config: EngineConfig, setting: Setting, facts: dict[str, Any]) -> Path:
 
 
 def forget(name: str) -> int:
-    """Delete all profiles of the model called `name` and return their number. Files that are no
-    profiles stay.
+    """Delete all profiles of the model called `name` and return their number. Other files are left
+    alone.
     """
     removed = 0
     for path in (cache_dir() / "profiles").glob("*.json"):

@@ -23,7 +23,7 @@ from forerun.options.config import NATIVE_DTYPES, EngineConfig
 
 def ngram_drafter(slots: int, table: NgramTable | None = None, capacity: int = 0) -> TableDrafter:
     """Return the n-gram drafter for `slots` sequences: on the compiled core if that can be loaded,
-    whatever runs the model, else in NumPy. table, capacity: as of drafters.ngram.NgramDrafter.
+    whatever runs the model, else in NumPy. table, capacity: as in drafters.ngram.NgramDrafter.
     """
     from forerun.drafters.native_ngram import CpuNgramDrafter
     from forerun.executors import cpu
@@ -51,15 +51,15 @@ def _refusal(arch: Architecture) -> str | None:
 
 
 def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
-    """Return the needs of weights that stay as in the file or become smaller, except for kinds that
-    become 8 bits.
+    """Return the needs of weights that stay as in the file or become smaller, except for formats
+    that become 8 bits.
     """
     from forerun.executors import cpu
 
     cpu.check_runs(arch)
     item = cpu.cache_item(checkpoint, config.dtype, config.kv_dtype)
     per_token = cpu.cache_bytes_per_token(arch.caches, item)
-    # Where there are no files, in 16 bits.
+    # Without files, in 16 bits.
     there = checkpoint.path.exists()
     weights = bytes_on_disk(checkpoint.path) if there else 2 * arch.parameters
     if bits := cpu.bits_made(config.dtype, checkpoint if there else None):
@@ -110,7 +110,9 @@ def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: AnyDraft) ->
 
 
 def _arithmetic(config: EngineConfig) -> str:
-    """Return the core's hash. Which of its kernels run does not matter: all give the same bits."""
+    """Return the hash of the compiled core. It does not depend on the kernels that run, which all
+    give the same bits.
+    """
     from forerun.executors.cpu.native import LIBRARY
 
     with LIBRARY.open("rb") as file:

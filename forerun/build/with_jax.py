@@ -22,7 +22,7 @@ from forerun.machine import memory_available
 from forerun.options.config import EngineConfig
 
 LEAST = (0, 10)
-"""The oldest jax with all public names that are used here."""
+"""The oldest jax version with all names that are used here."""
 
 
 def check_jax() -> None:
@@ -48,7 +48,7 @@ def _build(
     config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, progress: Progress
 ) -> Executor:
     """Build the executor. Raises what JaxExecutor raises, and ConfigError if jax is missing or too
-    old or an option is not for it.
+    old or an option is not supported.
     """
     check_jax()
     if config.threads is not None:
@@ -77,7 +77,7 @@ def _build(
 
 
 def _free_memory(config: EngineConfig) -> int:
-    """Return the free bytes of the devices that a model is divided over, together."""
+    """Return the free bytes of the devices that a model is divided over, summed."""
     if config.device == "cpu":
         return memory_available()
     check_jax()

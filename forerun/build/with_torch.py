@@ -29,11 +29,15 @@ from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
 
 CHUNKS, MOST_CHUNK = ((35, 2048), (60, 4096)), 8192
-"""Tokens of prompts in one step: (GiB, tokens) for GPUs with less memory than that; for others."""
+"""Prompt tokens in one step: (GiB, tokens) for GPUs with less memory than that; and for all
+others.
+"""
 
 
 def _free_memory(config: EngineConfig) -> int:
-    """Return the least free memory of the ranks' devices; ranks on the CPU share one memory."""
+    """Return the least free memory of the ranks' devices, in bytes; ranks on the CPU share one
+    memory.
+    """
     if config.device == "cpu":
         return memory_available() // config.tp_size
     kind, _, first = config.device.partition(":")
@@ -45,7 +49,9 @@ def _free_memory(config: EngineConfig) -> int:
 
 
 def _check_devices(config: EngineConfig, begin: int) -> None:
-    """Raise ConfigError if there are fewer devices than ranks, from number `begin` on."""
+    """Raise ConfigError if there are fewer devices than ranks, counting from device number
+    `begin`.
+    """
     import torch
 
     devices = torch.cuda.device_count()
@@ -59,7 +65,7 @@ def _check_devices(config: EngineConfig, begin: int) -> None:
 
 
 def _prefill_chunk(config: EngineConfig, memory: int | None) -> int:
-    """Return SGLang's default for a GPU's memory: its server_args.py, up to 8192."""
+    """Return SGLang's default for a GPU's memory (its server_args.py), at most 8192 tokens."""
     if config.device == "cpu":
         return CHUNK
     gib = (_cuda_memory(config.device)[1] if memory is None else memory) / (1 << 30)
@@ -67,7 +73,7 @@ def _prefill_chunk(config: EngineConfig, memory: int | None) -> int:
 
 
 def _cuda_memory(device: str) -> tuple[int, int]:
-    """Return the free and all bytes of a CUDA device. Raises ConfigError if there is no such
+    """Return the (free, total) bytes of a CUDA device. Raises ConfigError if there is no such
     device.
     """
     import torch
@@ -82,8 +88,8 @@ def _cuda_memory(device: str) -> tuple[int, int]:
 
 
 def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
-    """Return the needs of a model. Logits are float32 rows. Captured rounds store for every slot
-    and token of the vocabulary its count and bias, 8 bytes (captured/shaped_rows.py).
+    """Return the needs of a model. Logits are float32 rows. Captured rounds store a count and a
+    bias, 8 bytes, for every slot and token of the vocabulary (captured/shaped_rows.py).
     """
     if config.tp_size > 1:
         return _rank_needs(config, arch, checkpoint)
@@ -93,9 +99,9 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
 
 
 def _state_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> Needs:
-    """Add the scratch of recurrent states, if layers have any: for a draft token the inputs of its
-    states; and three times the state of one layer for each, or with kernels, which keep no draft
-    token's state, for each sequence.
+    """Return the needs with the scratch of recurrent states, if layers have any: for a draft token
+    the inputs of its states; and three times the state of one layer for each draft token, or with
+    kernels, which store no draft token's state, for each sequence.
     """
     if arch.recurrent is None:
         return needs
@@ -107,8 +113,9 @@ def _state_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> Need
 
 
 def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> Needs:
-    """Replace the bytes of widened matrices by those of matrices that stay quantised, and add
-    scratch for the part of one that is widened at a time; once more for captured rounds.
+    """Return the needs with the bytes of widened matrices replaced by those of matrices that stay
+    quantised, and with scratch for the part of one that is widened at a time; once more for
+    captured rounds.
     """
     if config.dtype != "file":
         return needs
@@ -119,8 +126,8 @@ def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> N
 
 
 def _captured_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> Needs:
-    """Add the needs of captured rounds, if there are any: what nodes bring to recurrent states is
-    kept in memory of its own (captured/states.py).
+    """Return the needs with those of captured rounds, if there are any: inputs of recurrent states
+    are stored in memory of their own (captured/states.py).
     """
     if config.device == "cpu" or config.disable_cuda_graph:
         return needs
@@ -130,14 +137,14 @@ def _captured_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> N
 
 def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
     """Return the needs of each rank on its device. Raises ConfigError if the model cannot be
-    divided so.
+    divided this way.
     """
     tp = _first_rank(config)
     check_divides(arch, tp)
     part = tp.architecture(arch)
     needs = dense_needs(config, part, checkpoint)
-    # Embedding and head are counted as a whole there; each rank has its tokens' rows. Where a draft
-    # borrows them, rank 0 has the whole of both too.
+    # There embedding and head are counted as a whole; each rank has the rows of its tokens. If a
+    # draft uses them, rank 0 also has the whole of both.
     ends = 1 if arch.tied_head else 2
     copies = ends + (arch.tied_head and config.device == "cpu" and item_bytes(config) == 4)
     matrix = item_bytes(config) * arch.vocab * arch.hidden
@@ -199,8 +206,8 @@ def _build(
 
 
 def _captured(config: EngineConfig, executor: Any) -> Executor:
-    """Have the executor replay steps unless the options say otherwise. With captured rounds steps
-    overlap by default (decision 0022).
+    """Configure the executor to replay captured steps unless the options say otherwise, and return
+    it. With captured rounds steps overlap by default (decision 0022).
     """
     cuda = config.device.startswith("cuda")
     if not config.disable_cuda_graph:
@@ -209,7 +216,7 @@ def _captured(config: EngineConfig, executor: Any) -> Executor:
 
 
 def _threads(config: EngineConfig) -> int | None:
-    """Return the threads of each process; None: torch's own choice."""
+    """Return the threads of each process; None: torch's own default."""
     if config.threads or config.tp_size == 1 or config.device != "cpu":
         return config.threads
     return max(1, physical_cores() // config.tp_size)
@@ -232,8 +239,8 @@ def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits
 
 
 def _arithmetic(config: EngineConfig) -> str:
-    """Return all that may change the order of additions: torch promises no equal bits on different
-    processors.
+    """Return a text of everything that may change the order of additions: torch does not promise
+    equal bits on different processors.
     """
     import torch
 

@@ -1,1 +1,1 @@
-"""Every option: what it is, what it may be, and what it is called here and by other servers."""
+"""The options: their meaning, their values, and their names here and in other servers."""

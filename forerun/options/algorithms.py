@@ -1,8 +1,8 @@
-"""The methods of drafting, under the names that SGLang gave them: one table.
+"""The drafting methods, under SGLang's names, in one table.
 
-A new method is a row here, and a case of `_drafter` in build/engine.py, which opens its drafter:
-without a draft model by the row's name. Such a row sets `lookup`: with neither `model` nor `lookup`
-a row drafts nothing (EngineConfig.speculates).
+A new method is a row here, and a case of `_drafter` in build/engine.py, which creates its drafter:
+without a draft model by the row's name. Such a row sets `lookup`: a row with neither `model` nor
+`lookup` drafts nothing (EngineConfig.speculates).
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,19 @@ from forerun.errors import ConfigError
 
 DEFAULT_STEPS, MOST_STEPS, MOST_TREE_TOKENS = 8, 64, 64
 NGRAM_STEPS = 15
-"""Default of n-grams, alone and beside a draft model, where the policy selects nodes one by one, on
-the compiled core: a step of 16 nodes. (Replayed with prices of Gemma 3 270M, texts that loop and
-others, speed over plain decoding with 8, 15 and 16: 3.44, 3.71, 3.73 and 2.39, 2.45, 2.47 at T=0;
-1.552, 1.550, 1.522 and 1.327, 1.330, 1.296 at .8. Default model: the same within .005. Beside
+"""Default depth of n-grams, alone and with a draft model, on the compiled core, where the policy
+selects nodes one by one: a step of 16 nodes. (Replayed with costs of Gemma 3 270M, texts that loop
+and others, speed over plain decoding with 8, 15 and 16: 3.44, 3.71, 3.73 and 2.39, 2.45, 2.47 at
+T=0; 1.552, 1.550, 1.522 and 1.327, 1.330, 1.296 at .8. Default model: the same within .005. Beside
 SmolLM2-135M for Qwen2.5 Coder 1.5B in Q4_K_M, twice six prompts, tokens a step: 1.91 and 1.78 at
 T=0, 1.37 and 1.38 at .8; with 8: 1.90, 1.72, 1.36, 1.35.)
 """
 WHOLE_SHAPE = DraftShape(nodes=8, width=2, depth=8)
-"""Default of whole models that draft on the compiled core, where the policy buys part of it.
-(SmolLM2-135M beside n-grams for Qwen2.5 Coder 1.5B, MT-bench, T=0 and .8, 7 draft tokens in every
-step: 2.60 and 2.54 tokens with 4 levels 2 wide, 2.49 and 2.46 with 3 levels 4 wide, 2.43 and 2.39
-with a chain of 5; n-grams alone 1.67 and 1.60. Deeper levels are grown only where they pay.)"""
+"""Default shape of whole models that draft on the compiled core, where the policy uses a part of
+it. (SmolLM2-135M beside n-grams for Qwen2.5 Coder 1.5B, MT-bench, T=0 and .8, 7 draft tokens in
+every step: 2.60 and 2.54 tokens with 4 levels 2 wide, 2.49 and 2.46 with 3 levels 4 wide, 2.43 and
+2.39 with a chain of 5; n-grams alone 1.67 and 1.60. Deeper levels are grown only if they pay.)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ ALGORITHMS = (
         max_steps=1,
     ),
 )
-"""All that exist."""
+"""All drafting methods."""
 
 NAMES = tuple(item.name for item in ALGORITHMS)
 """All values of speculative-algorithm, without aliases."""
@@ -189,11 +190,11 @@ def capacity(steps: int, topk: int, block: bool = False) -> int:
 
 
 def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> DraftShape:
-    """Return the largest draft, its `tokens` with the root (the last accepted one): the requested
-    values, and defaults for None.
+    """Return the largest draft, with defaults for values that are None.
 
-    Steps: as many as a chain of `tokens` has, else DEFAULT_STEPS. Tokens: chains of that depth,
-    `topk` of them, but at most MOST_TREE_TOKENS or a single chain.
+    tokens  of the draft, the root (the last accepted token) included. Default: chains of `steps`
+            tokens, `topk` of them, but at most MOST_TREE_TOKENS or a single chain
+    steps   default: as many as a chain of `tokens` has, else DEFAULT_STEPS
     """
     width = topk or 1
     if steps is None:
@@ -205,8 +206,8 @@ def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> Draf
 
 
 def check_shape(method: Algorithm, steps: int | None, topk: int | None, tokens: int | None) -> None:
-    """Raise ConfigError, with the numbers and what to change, if a method cannot draft these
-    steps, top-k or tokens; None = not said.
+    """Raise ConfigError, with the numbers and what to change, if a method cannot draft these steps,
+    top-k or tokens; None = not given.
     """
     if topk is not None and method.max_topk == 0:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""One name of another server: what becomes of it here, and what is said about it."""
+"""An option name of another server: its effect here, and the message about it."""
 
 import json
 import logging
@@ -25,9 +25,9 @@ class Verdict(Enum):
     """What happens to a name.
 
     SETS     it sets fields of ours
-    ONLY     only the value that applies here anyway is accepted; others are refused
+    ONLY     only the value that applies here anyway is accepted; others are rejected
     IGNORED  it has no effect here, and a line in the log reports that
-    REFUSED  it cannot be honoured
+    REFUSED  it is rejected
     """
 
     SETS = "sets"
@@ -42,9 +42,9 @@ class Alias:
 
     flags    the names, separated by blanks, dashes included
     sources  the servers that have them
-    verdict  what happens to them
+    verdict  their effect
     fields   of our configurations that they set, separated by blanks
-    why      for users: what happens here, and what to do instead
+    why      for users: the effect here, and what to do instead
     values   SETS: accepted values, and the field's value for each
     others   SETS: the field's own values are accepted too
     allowed  ONLY: accepted values
@@ -71,12 +71,12 @@ class Alias:
         return [Option(flag, names, self.assign, self.takes) for flag in self.flags.split()]
 
     def assign(self, where: str, text: str) -> dict[str, Any]:
-        """Return by field the values that `text` stands for; {} if it has no effect (a line in the
-        log reports that).
+        """Return the values of fields that `text` sets, by field; {} if it has no effect (a line in
+        the log reports that).
 
         where  how the option was named, for messages
 
-        Raises ConfigError, with the reason and `where`, if it cannot be honoured.
+        Raises ConfigError, with the reason and `where`, if it is rejected.
         """
         off = self.takes == NOTHING and not truth(where, text)
         if self.verdict is Verdict.SETS:
@@ -102,9 +102,7 @@ class Alias:
 
     @property
     def meaning(self) -> str:
-        """Return the name's effect here, as a sentence or our own flag, for
-        docs/use/migrating.md.
-        """
+        """The name's effect here, as a sentence or our own flag, for docs/use/migrating.md."""
         if self.verdict is Verdict.IGNORED:
             return f"taken, changes nothing: {self.why}"
         if self.verdict is Verdict.ONLY and self.takes != NOTHING:
@@ -125,7 +123,7 @@ class Alias:
 
 
 def chain_length(where: str, text: str) -> dict[str, Any]:
-    """Return the fields for a chain of so many draft tokens, the root not counted. Raises
+    """Return the fields for a chain of `text` draft tokens, the root not counted. Raises
     ConfigError, naming `where`, for anything but a whole number.
     """
     steps = parsed(FIELDS["speculative_num_steps"], where, text)
@@ -151,7 +149,7 @@ def grammar_backend(where: str, text: str) -> dict[str, Any]:
 
 def gpu_layers(where: str, text: str) -> dict[str, Any]:
     """Return the device for llama.cpp's number of layers on the GPU: 0 = cpu; all, 99 and more, -1
-    or auto = our own choice, a GPU where there is one. Raises ConfigError for a part of the layers.
+    or auto = our own choice, a GPU if there is one. Raises ConfigError for a part of the layers.
     """
     if text in ("-1", "auto", "all") or (text.isdecimal() and int(text) >= 99):
         return {}
@@ -196,12 +194,12 @@ _KEYS_REFUSED = {
     "num_speculative_tokens_per_batch_size": "the policy measures how many pay",
     "enable_adaptive_verification": "--policy adaptive is the default",
 }
-"""Keys of vLLM's speculative_config, and why they are refused."""
+"""Keys of vLLM's speculative_config that are rejected, with the reasons."""
 
 
 def speculative_config(where: str, text: str) -> dict[str, Any]:
-    """Return the fields for the JSON object of vLLM's option of this name. Raises ConfigError, with
-    the reason, for text that is no object, and for unknown or unsupported keys and methods.
+    """Return the fields for vLLM's speculative_config, a JSON object. Raises ConfigError, with the
+    reason, if `text` is no object, and for unknown or unsupported keys and methods.
     """
     try:
         keys = json.loads(text)

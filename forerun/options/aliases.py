@@ -1,8 +1,9 @@
 """Other servers' names for our options, for the command line, the environment, files and
-docs/use/migrating.md. A row is an Alias (alias.py): here those that set fields of ours, in
-without_effect.json those that set none, by the sentence that says why.
+docs/use/migrating.md.
 
-Names and their meanings are those of SGLang 0.5.23, vLLM 0.32.0 and llama.cpp's server.
+A row is an Alias (alias.py): here those that set fields of ours, in without_effect.json those that
+set none, grouped by the sentence with the reason. Names and their meanings are those of SGLang
+0.5.23, vLLM 0.32.0 and llama.cpp's server.
 """
 
 import json
@@ -170,7 +171,7 @@ def _without_effect() -> list[Alias]:
 
 
 ALIASES = (*_WITH_EFFECT, *_without_effect())
-"""Every name. One that is refused by some value or always stands here too."""
+"""Every name, including those that are rejected for some values or always."""
 
 _DRAFT_NAMES = (
     "speculative_algorithm speculative_draft_model_path speculative_draft_model_revision "
@@ -191,14 +192,14 @@ SAME_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("allowed_origins", "max_logprobs"), (VLLM,)),
     **dict.fromkeys(("threads", "api_key_file", "top_k", "top_p", "min_p", "seed"), (LLAMA,)),
 }
-"""Fields whose own names are other servers' names for the same."""
+"""Fields whose own names have the same meaning in other servers."""
 
 OPTIONS = tuple(option for alias in ALIASES for option in alias.options)
 
 
 def elsewhere(field: str) -> list[str]:
-    """Return the options of other servers that set this field of ours, each as "--name (server,
-    server)"; none if only its own name does.
+    """Return the options of other servers that set this field, each as "--name (server, server)";
+    none if only its own name does.
     """
     return [
         f"{flag} ({', '.join(alias.sources)})"

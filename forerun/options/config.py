@@ -1,7 +1,7 @@
-"""Configuration is values: frozen, checked at birth, resolved into *new* values.
+"""Configurations are values: frozen, checked when created, resolved into *new* values.
 
-Every option is declared once, here, with its help text and bounds. The command line's flags,
-the validation and the printed configuration all derive from these fields.
+Every option is declared once, here, with its help text and bounds. The command line's flags, the
+validation and the printed configuration are all derived from these fields.
 """
 
 import logging
@@ -29,12 +29,12 @@ _KERNELS = frozenset(
      "flex_attention", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha", "triton_attn",
      "xformers", "torch_sdpa", "aiter", "native"}
 )  # fmt: skip
-"""Other servers' names of attention kernels that are not here."""
+"""Other servers' names of attention kernels that do not exist here."""
 
 
 def attention_kernel(name: str) -> str:
-    """Return the attention backend to use for a name: itself, or "auto" with a line in the log
-    where only other servers have such a kernel.
+    """Return the attention backend for a name: the name itself, or "auto", with a line in the log,
+    for kernels that only other servers have.
     """
     if name.lower() not in _KERNELS:
         return name
@@ -49,24 +49,24 @@ NEUTRAL = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Sampling that takes the model's distribution as it is."""
+"""Sampling parameters that leave the model's distribution unchanged."""
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]+)?|[a-z]+://\[[0-9a-f:]+\](:[0-9]+)?")
 
 MAX_CHOICES = 128
-"""Largest n of a request that any engine takes; a server may allow less."""
+"""Largest n of a request that any engine accepts; a server may allow less."""
 
 
 NATIVE_DTYPES = ("file", "q8_0", "q4_1", "q4_k")
 """Values of `dtype` for the compiled core."""
 KV_DTYPES = {"q8_0": "cpu", "float8": "torch"}
-"""Formats of keys and values that one executor alone has, and its name."""
+"""Formats of keys and values that only one executor supports, and its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What to load and how to run it. `None` and "auto" are resolved by
-    `forerun.build.engine.load`, whose result carries the configuration that was chosen.
+    `forerun.build.engine.load`, whose result has the resolved configuration.
     """
 
     model: str = option(
@@ -287,7 +287,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what is out of bounds or contradicts itself. Raises ConfigError."""
+        """Check bounds and contradictions. Raises ConfigError."""
         settle(self)
         self._check_speculation()
         self._check_device()
@@ -388,13 +388,13 @@ class EngineConfig:
 
     @property
     def speculates(self) -> bool:
-        """Whether the algorithm drafts at all, whatever else is said."""
+        """Whether the algorithm drafts, whatever the other options are."""
         return self.algorithm.model or self.algorithm.lookup
 
     @property
     def lossy(self) -> bool:
-        """Whether sampled texts may differ from plain decoding's, where a request names no accept
-        thresholds of its own.
+        """Whether sampled texts may differ from plain decoding's if a request sets no accept
+        thresholds.
         """
         single, acc = (
             self.speculative_accept_threshold_single,
@@ -404,7 +404,7 @@ class EngineConfig:
 
     @property
     def draft_shape(self) -> DraftShape:
-        """The largest draft, with defaults for what is not said."""
+        """The largest draft, with defaults for options that are not set."""
         steps = self.speculative_num_steps
         return draft_shape(
             self.algorithm.max_steps if steps is None else steps,
@@ -419,8 +419,8 @@ class EngineConfig:
 
 
 def exact(config: EngineConfig) -> EngineConfig:
-    """Return the configuration if speculation changes no text. Raises ConfigError if its accept
-    thresholds let it.
+    """Return the configuration unchanged. Raises ConfigError if its accept thresholds let
+    speculation change texts.
     """
     if config.lossy:
         raise ConfigError(
@@ -432,7 +432,7 @@ def exact(config: EngineConfig) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """How the HTTP server listens, which requests it accepts, and what it refuses."""
+    """How the HTTP server listens, and which requests it accepts and rejects."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
     port: int = option(8000, "port to listen on; 0 takes any free one", low=0, high=65535)
@@ -561,7 +561,7 @@ class ServeSettings:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what is out of bounds. Raises ConfigError."""
+        """Check bounds. Raises ConfigError."""
         settle(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl-keyfile and ssl-certfile go together: give both or neither.")
@@ -615,14 +615,14 @@ class AskConfig:
     ignore_eos: bool = option(False, "do not end at the model's end-of-text token")
 
     def __post_init__(self) -> None:
-        """Refuse what is out of bounds. Raises ConfigError."""
+        """Check bounds. Raises ConfigError."""
         settle(self)
         if not all(self.stop):
             raise ConfigError("a stop text is empty; leave stop out to have none.")
 
     def options(self, recommended: Mapping[str, float]) -> dict[str, Any]:
         """Return every field with a value, by name: the requested one, else the model's
-        recommendation, else the one that leaves the distribution unchanged (NEUTRAL).
+        recommendation, else the neutral one (NEUTRAL).
         """
         asked = {item.name: getattr(self, item.name) for item in fields(self)}
         given = {name: value for name, value in asked.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Fields of configurations: each knows its help text, its bounds and its spellings."""
+"""Fields of configurations, each with its help text, its bounds and its spellings."""
 
 import json
 import os
@@ -30,8 +30,8 @@ def option(
     text       help, half a sentence
     choices    the allowed strings; () = any
     low, high  bounds of a number; None = none
-    flag       the flag's name without dashes, where it is not the field's
-    spellings  makes a choice, or a member of a tuple, of the other ways to write it
+    flag       the flag's name without dashes, if it is not the field's
+    spellings  converts other spellings of a choice, or of a member of a tuple
     """
     facts = {"help": text, "choices": choices, "low": low, "high": high, "flag": flag}
     return field(default=default, metadata=facts | {"spellings": spellings})
@@ -39,10 +39,8 @@ def option(
 
 def settle(config: Any) -> None:
     """Convert every field of a new configuration to its declared type, in place: texts as the
-    command line reads them, choices into their usual spelling.
-
-    Raises ConfigError naming every field whose value has another type, is not a choice of it, not
-    finite, or out of its bounds.
+    command line parses them, choices into their usual spelling. Raises ConfigError naming every
+    field whose value has another type, is not one of its choices, not finite, or out of its bounds.
     """
     problems: list[str] = []
     for item in fields(config):
@@ -72,7 +70,7 @@ def _converted(item: "Field[Any]", value: Any) -> Any:
 
 def converted(name: str, value: Any, kind: Any) -> Any:
     """Convert a Python value to the type `kind`: paths become texts, NumPy's numbers and arrays
-    Python's. Raises ValueError, with `name`, if it is of another type.
+    become Python's. Raises ValueError, with `name`, if it is of another type.
     """
     try:
         simple = msgspec.to_builtins(value, builtin_types=(bytes, bytearray), enc_hook=_simple)
@@ -83,7 +81,7 @@ def converted(name: str, value: Any, kind: Any) -> Any:
 
 
 def _simple(value: Any) -> Any:
-    """Return a value in Python's own types. Raises TypeError for one of an unknown type."""
+    """Convert a value to Python's own types. Raises TypeError for an unknown type."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):
@@ -94,7 +92,7 @@ def _simple(value: Any) -> Any:
 
 
 def _problem(item: "Field[Any]", value: Any) -> str:
-    """Return the fault of a field's value, in a sentence; "" = none."""
+    """Return what is wrong with a field's value, as a sentence; "" = nothing."""
     facts, name = item.metadata, item.name.replace("_", "-")
     if facts.get("choices") and value not in facts["choices"]:
         return f"{name} is {value!r}, but must be one of: {', '.join(facts['choices'])}."
@@ -129,8 +127,8 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
 
 
 def whole(text: str) -> int:
-    """Parse a whole number; 8k is 8000 and 8K is 8192, likewise m, M, g and G, as vLLM reads them;
-    8KB is 8000 and 8KiB is 8192, likewise MB, GB and TB. Raises ValueError.
+    """Parse a whole number; 8k is 8000 and 8K is 8192, likewise m, M, g and G, as in vLLM; 8KB is
+    8000 and 8KiB is 8192, likewise MB, GB and TB. Raises ValueError.
     """
     digits = text.rstrip("kKmMgGTiB")
     unit = _UNITS.get(text[len(digits) :].strip())
@@ -152,7 +150,7 @@ def truth(where: str, text: str) -> bool:
 
 
 def kind_of(item: "Field[Any]") -> type:
-    """Return the type of a field beside None, or of a tuple's items."""
+    """Return the type of a field besides None, or of a tuple's items."""
     if isinstance(item.default, tuple):
         return str
     kinds = [kind for kind in (get_args(item.type) or (item.type,)) if kind is not type(None)]

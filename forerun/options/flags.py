@@ -1,8 +1,8 @@
-"""Options by name: those of the configuration classes, the names other servers have for them, and
-how the command line, the environment and a file say them.
+"""Options by name: those of the configuration classes, other servers' names for them, and their
+form on the command line, in the environment and in a file.
 
-An option turns what was written into values of fields. Where it was written makes no difference:
-`--max-model-len 4096`, FORERUN_MAX_MODEL_LEN=4096 and `max-model-len: 4096` are one option.
+An option converts a written text to values of fields, wherever it was written: `--max-model-len
+4096`, FORERUN_MAX_MODEL_LEN=4096 and `max-model-len: 4096` are the same option.
 """
 
 import argparse
@@ -17,19 +17,20 @@ from forerun.options.fields import kind_of, parsed
 Config = TypeVar("Config", EngineConfig, ServeSettings, AskConfig)
 Other = TypeVar("Other", ServeSettings, EngineConfig)
 Assign = Callable[[str, str], dict[str, Any]]
-"""(how the option was named, what was written) -> values of fields. Raises ConfigError."""
+"""(name of the option as written, the text) -> values of fields. Raises ConfigError."""
 
 VALUE, NOTHING, MAYBE, MANY = "value", "nothing", "maybe", "many"
-"""What follows an option on the command line; many: one value or more. An option that takes nothing
-is written "true"."""
+"""What follows an option on the command line; many: one value or more. An option without a value
+has the text "true".
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One name.
+    """The name of an option.
 
     flag    as on the command line, dashes included
-    fields  what it may set; empty = it sets nothing, or is refused
+    fields  the fields that it may set; empty = it sets none, or is rejected
     takes   VALUE, NOTHING, MAYBE or MANY
     """
 
@@ -46,7 +47,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One option as it was written. where: how to name it in messages."""
+    """An option as it was written. where: its name in messages."""
 
     option: Option
     text: str
@@ -55,10 +56,8 @@ class Given:
 
 def configured(kind: type[Config], arguments: argparse.Namespace) -> Config:
     """Return the configuration of class `kind` from parsed options; a field that was not set keeps
-    its default.
-
-    Raises ConfigError if an option cannot be honoured or the whole contradicts itself; the message
-    names where a value was written, if that is another name or place.
+    its default. Raises ConfigError if an option is rejected or options contradict each other; the
+    message names where a value was written, if that is another name or place.
     """
     values = vars(arguments).get("values")
     if values is None:
@@ -74,13 +73,13 @@ def configured(kind: type[Config], arguments: argparse.Namespace) -> Config:
 
 
 def places(given: Iterable[Given]) -> dict[str, str]:
-    """Return field -> where the option was written that set it last."""
+    """Return field -> where the option that set it last was written."""
     return {name: one.where for one in given for name in one.option.fields}
 
 
 def _placed(problem: str, written: Mapping[str, str]) -> str:
-    """Prefix a sentence that begins with a field's name by the place where its value was
-    written.
+    """Put the place where a value was written before a sentence that begins with the field's
+    name.
     """
     name = problem.split(" is ", maxsplit=1)[0]
     where = written.get(name.replace("-", "_"), f"--{name}")
@@ -111,10 +110,8 @@ def configured_both(
 
 def gather(given: Iterable[Given]) -> dict[str, Any]:
     """Merge options that were all given in one place into values of fields, by name. The last value
-    of a name counts; tuples add up.
-
-    Raises ConfigError that lists, a line each, all that cannot be honoured, and names of one field
-    that disagree.
+    of a name wins; tuples are concatenated. Raises ConfigError that lists, one per line, all
+    rejected options, and different names of one field that disagree.
     """
     values: dict[str, Any] = {}
     sources: dict[str, Given] = {}
@@ -151,8 +148,8 @@ def flags_of(
     """Add one flag per field of a configuration class to `parser`.
 
     title     of their group in the help
-    without   fields that the command decides itself: they get no flag
-    first     fields whose flags stand in a group of their own, before all others
+    without   fields that the command sets itself: they get no flag
+    first     fields whose flags are in a group of their own, before all others
     defaults  override the fields' own
 
     The parsed namespace then has `given`, the values set, `defaults`, the others' values, and
@@ -184,8 +181,8 @@ def _group(parser: argparse.ArgumentParser, title: str) -> Any:
 
 
 def add_aliases(parser: argparse.ArgumentParser, aliases: Iterable[Option]) -> None:
-    """Let `parser` take other servers' names too, unseen in its help. A name that the command has
-    for something of its own keeps that meaning; one that sets fields it lacks is left out.
+    """Add other servers' names to `parser`, hidden in its help. A name that the command uses itself
+    keeps that meaning; one that sets fields the command lacks is left out.
     """
     known, options = parser.get_default("defaults") or {}, parser.get_default("options") or {}
     for option in aliases:
@@ -199,8 +196,8 @@ def add_aliases(parser: argparse.ArgumentParser, aliases: Iterable[Option]) -> N
 
 
 def command_line(config: Any) -> list[str]:
-    """Return the flags that describe a configuration, fields at their defaults left out: the
-    inverse of `configured`.
+    """Return the flags that describe a configuration, without fields at their defaults: the inverse
+    of `configured`.
     """
     line: list[str] = []
     for item in fields(config):
@@ -251,12 +248,12 @@ def _add(group: Any, item: "Field[Any]", option: Option, default: Any) -> None:
 
 
 _LINE = 70
-"""Letters of an option and its choices that fit into a line of help."""
+"""Most characters of an option and its choices in a line of help."""
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class Note(argparse.Action):
-    """Notes what was said, for `gather`: what it means may depend on other options.
+    """Records an option for `gather`: its meaning may depend on other options.
 
     values  what a shell suggests; () = nothing
     """
@@ -279,7 +276,7 @@ class Note(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Note one more."""
+        """Record one more option."""
         flag = option_string or self.option.flag
         texts = [values] if isinstance(values, str) else values or ["true"]
         if flag.startswith("--no-") and flag != self.option.flag:
