@@ -281,7 +281,7 @@ class EventQueue:
         if self._error is not None and not self._news:
             raise self._error
         news, self._news = self._news, []
-        return merged(news)
+        return merged(news) if len(news) > 1 else news
 
     def close(self) -> None:
         """Stop reading; a waiting `take` returns at once."""

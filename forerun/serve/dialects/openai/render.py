@@ -218,8 +218,9 @@ class CompletionFormat:
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
         """Return one chunk of the choice; its first has the echo of the prompt, if requested."""
-        begins = index not in self._offsets
-        offsets = self._offsets.setdefault(index, Offsets())
+        if begins := index not in self._offsets:
+            self._offsets[index] = Offsets()
+        offsets = self._offsets[index]
         echo = self._echoes[index // self._n] if begins and self._echoes else None
         chunk = {
             "index": index,
