@@ -1,1 +1,1 @@
-"""Drafts on disk: heads, blocks, prediction layers, whole models, n-gram tables."""
+"""Drafts on disk: heads, block drafters, prediction layers, whole models, n-gram tables."""

@@ -1,19 +1,19 @@
 """Gemma 4's assistant, a small model that drafts for one target: published as a folder of its own,
 or as a GGUF file (llama.cpp's gemma4-assistant).
 
-Its layers have queries alone: they attend to the keys and values that the target keeps, layers
-without a window to those of the target's last layer without one, the others to those of its last
-layer with one. So it has no cache, reads no prompt, and nothing is to be taken back. Behind n
-decided tokens, of which the target has run n - 1, all of a draft stands at position P = n - 1:
+Its layers only have queries: they attend to the target's keys and values. Layers without a window
+read those of the target's last layer without one, the others those of its last layer with one. So
+the assistant has no cache, reads no prompt, and nothing has to be rolled back. After n decided
+tokens, of which the target has run n - 1, all draft tokens have the position P = n - 1:
 
     x = before [embed(t) sqrt(H); h]     both of the target
     y = norm(layers(x))                  keys at positions < P; with a window w, the last w + 1
     logits of the next token = head y    h of the next token = behind y
 
-The first h is the target's at P - 1, after its final norm, beside t = t_{n-1}; further ones are the
-assistant's own, beside its draft tokens (SinglePositionMultiTokenCandidateGenerator of
-transformers). The head may be ordered: tokens are in clusters, and only those of the best clusters
-are scored.
+The first h is the target's at P - 1, after its final norm, together with t = t_{n-1}; further ones
+are the assistant's own, together with its draft tokens (SinglePositionMultiTokenCandidateGenerator
+of transformers). The head may be ordered: tokens are in clusters, and only those of the best
+clusters are scored.
 """
 
 import math
@@ -48,15 +48,15 @@ _CLASSES = {
     "gemma4_assistant": ("Gemma4AssistantForCausalLM", "gemma4_text"),
     "gemma4_unified_assistant": ("Gemma4UnifiedAssistantForCausalLM", "gemma4_unified_text"),
 }
-"""By model_type: the only value of `architectures`, and the model_type inside text_config."""
+"""model_type -> (the only value of `architectures`, the model_type inside text_config)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clusters:
-    """The tokens of an ordered head.
+    """The clusters of an ordered head.
 
-    tokens  int32[C,V/C] of each cluster
-    top_k   how many clusters are scored, those whose centroids score most
+    tokens  int32[C,V/C] the tokens of each cluster
+    top_k   number of clusters that are scored, those with the highest centroid scores
     """
 
     tokens: Ints
@@ -66,14 +66,14 @@ class Clusters:
 @dataclass(frozen=True, slots=True, eq=False)
 class Assistant:
     """An opened assistant, as a Checkpoint: a decoder's tensors without those of keys and values,
-    BEFORE [Hd,2H] and BEHIND [H,Hd], Hd its own width, and CENTROIDS [C,Hd] of an ordered head.
+    BEFORE [Hd,2H] and BEHIND [H,Hd] with its own width Hd, and CENTROIDS [C,Hd] of an ordered head.
 
     kind          of draft, for messages
     architecture  `LayerSpec.reads` are the target's layers
     target_hidden H, the width of the target's hidden states
     clusters      of an ordered head; None: all tokens are scored
     target_ids    int32[Vd] the tokens that may be proposed
-    warnings      sentences about what lowers acceptance
+    warnings      sentences about conditions that lower acceptance
     """
 
     kind: ClassVar[str] = "Gemma 4 assistant"
@@ -108,8 +108,8 @@ class Assistant:
         return self.files[name].packed()
 
     def limited(self, token_map: Ints) -> "Assistant":
-        """Return the assistant, proposing only the target ids int32[n] of `token_map` (FR-Spec).
-        Raises ModelError if its head is ordered.
+        """Return a copy that proposes only the target ids `token_map` int32[n] (FR-Spec). Raises
+        ModelError if its head is ordered.
         """
         if self.clusters is not None:
             raise ModelError(
@@ -120,12 +120,12 @@ class Assistant:
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """(): it reads the target's."""
+        """Empty: it reads the target's cache."""
         return ()
 
     @property
     def vocab(self) -> int:
-        """Vd, how many draft ids it chooses among."""
+        """Vd, the number of draft ids."""
         return len(self.target_ids)
 
     @property
@@ -135,20 +135,20 @@ class Assistant:
 
     @property
     def node_numbers(self) -> int:
-        """How many float32 numbers a node of a pass takes, beside its logits."""
+        """Float32 numbers of scratch per node of a pass, besides its logits."""
         arch = self.architecture
         clusters = 0 if self.clusters is None else len(self.clusters.tokens)
         return 4 * self.target_hidden + 6 * arch.hidden + 3 * arch.ffn + clusters
 
     @property
     def feature_numbers(self) -> int:
-        """H: numbers of the target's last hidden state of a token."""
+        """H: the numbers of a token's last hidden state in the target."""
         return self.target_hidden
 
 
 def holds_assistant(path: Path) -> bool:
-    """Return whether a folder or a GGUF file on this machine is an assistant; False if it cannot be
-    told.
+    """Return whether a local folder or GGUF file is an assistant; False if that cannot be
+    determined.
     """
     try:
         if is_gguf(path):
@@ -160,10 +160,9 @@ def holds_assistant(path: Path) -> bool:
 
 
 def open_assistant(path: Path, target: Architecture) -> Assistant:
-    """Open the assistant in a folder, or in a GGUF file, for `target`.
-
-    Raises ModelError: damaged, incomplete, not for this target, or with settings that may change
-    what it computes and are not known here.
+    """Open the assistant in a folder, or in a GGUF file, for `target`. Raises ModelError if it is
+    damaged, incomplete, for another target, or has unknown settings that may change what it
+    computes.
     """
     return (_open_file if path.is_file() else _open_folder)(path, target)
 
@@ -215,8 +214,8 @@ def _projections(arch: Architecture, hidden: int) -> dict[str, tuple[int, ...]]:
 def _described(
     config: Mapping[str, Any], folder: Path
 ) -> tuple[Architecture, int, tuple[int, int] | None]:
-    """Return the decoder that a configuration describes, as if it had keys and values of its own,
-    H, and the clusters of an ordered head: how many there are, and how many are scored.
+    """Return the decoder that a configuration describes, as if it had keys and values of its own;
+    H; and (number of clusters, number that are scored) of an ordered head.
     """
     keys = Keys(config, "config.json: ")
     kind, inner = keys.get("model_type"), keys.get("text_config")
@@ -247,8 +246,8 @@ def _described(
 def _for_target(
     arch: Architecture, hidden: int, target: Architecture
 ) -> tuple[Architecture, tuple[str, ...]]:
-    """Return the assistant's architecture with layers that read the target's, and what may lower
-    acceptance. Raises ModelError if it is for another target.
+    """Return the assistant's architecture with layers that read the target's, and sentences about
+    conditions that may lower acceptance. Raises ModelError if it is for another target.
     """
     faults = []
     if arch.token_vector or any(spec.beside for spec in arch.layer_specs):
@@ -273,21 +272,21 @@ def _for_target(
         layers.append(replace(spec, attention=attention, reads=source, cache=arch.cache_of(spec)))
     if faults:
         raise ModelError("this assistant does not fit the target: " + shortened(faults))
-    # Its logits are not softened, whatever the configuration says, as in transformers.
+    # As in transformers, no softcap applies to its logits, whatever the configuration says.
     borrowing = replace(arch, layer_specs=tuple(layers), borrows=True, final_softcap=None)
     return borrowing, tuple(warnings)
 
 
 def _same_rotation(one: tuple[Rope, int], two: tuple[Rope, int]) -> bool:
-    """Return whether two ropes rotate heads the same, however files describe them."""
+    """Return whether two ropes rotate heads in the same way, however files describe them."""
     (first, size), (second, other) = one, two
     alike = size == other and first.attention_factor == second.attention_factor
     return alike and bool(np.allclose(first.frequencies(size), second.frequencies(size), rtol=1e-4))
 
 
 def _source(arch: Architecture, spec: LayerSpec, target: Architecture) -> tuple[int, str]:
-    """Return the target's layer whose keys and values a layer reads, and why it cannot; "" if it
-    can.
+    """Return the target's layer whose keys and values a layer reads, and the reason why it cannot;
+    "" if it can.
     """
     window = spec.attention.window
     alike = [
@@ -312,8 +311,8 @@ def _source(arch: Architecture, spec: LayerSpec, target: Architecture) -> tuple[
 def _clusters(
     file: TensorFile | None, count: int, top_k: int, vocab: int, folder: Path
 ) -> Clusters:
-    """Read which tokens each cluster has. Raises ModelError for what is no division of the
-    vocabulary into clusters of one size.
+    """Read the tokens of each cluster. Raises ModelError unless they divide the vocabulary into
+    clusters of one size.
     """
     if file is None:
         raise ModelError(f"{folder}: missing {ORDERING}, which use_ordered_embeddings needs")

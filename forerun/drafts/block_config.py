@@ -1,12 +1,12 @@
-"""The description of a block drafter, independent of any framework: every public dialect loads into
-it.
+"""The description of a block drafter, independent of any framework; every public format is
+converted to it.
 
 DFlash (block diffusion): a few decoder layers whose context is computed from the target's features.
-Its input is a block, the root and mask tokens behind it; one pass predicts all of the block's
-tokens. JetSpec is the same with a causal block; DSpark adds a bias that depends on the token
-before, and says how confident it is of each token (executors/pair_scores.py).
-DFlash2 mixes neighbouring places by convolutions around attention and feed-forward, whose kernels
-depend on the place, and chooses among the most probable tokens by the one before.
+Its input is a block, the root followed by mask tokens; one pass predicts all of the block's tokens.
+JetSpec is the same with a causal block; DSpark adds a bias that depends on the token before, and a
+confidence for each token (executors/pair_scores.py). DFlash2 mixes neighbouring places by
+convolutions around attention and feed-forward, whose kernels depend on the place, and chooses among
+the most probable tokens by the one before.
 """
 
 import math
@@ -20,8 +20,8 @@ from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.rope import Rope
 
 PairRule = Literal["", "vanilla", "gated", "rnn", "selector"]
-"""How the token above changes the scores of a draft token: by DSpark's names, or as in DFlash2; "":
-not at all.
+"""How the token above changes the scores of a draft token: DSpark's names, or DFlash2's selector;
+"": not at all.
 """
 
 
@@ -34,26 +34,26 @@ class BlockHead:
     vocab        Vd; `target_vocab` V. Equal: no vocabulary map
     features     indices of hidden states: 0 = embeddings, i = entering layer i (counted from 0),
                  which is transformers' `hidden_states[i]`; raw residual stream
-    places       of a block: the root and the masks
-    anchored     the root's place predicts a token too; else the masks alone do, each the token at
+    places       number of places in a block: the root and the masks
+    anchored     the root's place predicts a token too; else only the masks do, each the token at
                  its own position
-    mask         target id that stands in the places behind the root
-    causal       a place sees those before it and itself; else all of its block. Either sees all
-                 features
+    mask         target id of the places after the root
+    causal       a place attends to itself and those before it; else to all of its block. Either
+                 attends to all features
     qk_norm      RMSNorm over E on each query and key head, before the rotation
     own_embedding, own_head, own_mask  the file has these tensors; else they are the target's (of
                  its output head, the rows of the draft vocabulary), and the mask is a row of the
                  embedding
     pair         how a draft token's scores depend on the one above it; rank: r, of its tables
     confidence   inputs of a confidence head: H, or H + r with the token above; 0 = there is none
-    interleaved  the file rotates neighbouring numbers of a head, not halves of it
-    top_k        of a selector: how many of a place's most probable tokens it chooses among
+    interleaved  the file rotates neighbouring numbers of a head instead of halves
+    top_k        of a selector: number of a place's most probable tokens that it chooses among
     convolved    numbers of the stream that share a dynamic kernel of a convolution; 0 = there are
                  no convolutions
-    windows      of each layer: a place at p sees what stands above p - window; () = all see all
-    embedding_scale  multiplies rows of the embedding, as the target's file has them; None =
-                 unknown, 1 beside a target that does not scale them
-    logit_scale, logit_cap  multiply logits, and soften them by then; 0.0 = they stay
+    windows      of each layer: a place at p attends to positions > p - window; () = to all
+    embedding_scale  multiplies rows of the embedding, as stored in the target's file; None =
+                 unknown, 1 with a target that does not scale them
+    logit_scale, logit_cap  multiply logits, and cap them by tanh after that; 0.0 = no cap
     """
 
     layers: int
@@ -90,8 +90,8 @@ class BlockHead:
 
     @property
     def algorithm(self) -> str:
-        """The name of its kind: "dspark" if draft tokens depend on the one above or confidence is
-        said, "dflash2" if a selector chooses them or places are convolved.
+        """The name of its kind: "dspark" if draft tokens depend on the one above or have a
+        confidence, "dflash2" if a selector chooses them or places are convolved.
         """
         if self.pair == "selector" or self.convolved:
             return "dflash2"
@@ -99,17 +99,18 @@ class BlockHead:
 
     @property
     def depth(self) -> int:
-        """Draft tokens that a block proposes, at most."""
+        """The most draft tokens that a block proposes."""
         return self.places if self.anchored else self.places - 1
 
     @property
     def first(self) -> int:
-        """The place of a block that predicts its first draft token."""
+        """The index of the place that predicts the block's first draft token."""
         return int(not self.anchored)
 
     def run(self, depth: int) -> int:
-        """Return how many places of a block run for `depth` draft tokens. Where places attend to
-        each other both ways, fewer masks would give another distribution: the block is whole.
+        """Return how many places of a block run for `depth` draft tokens. If places attend to each
+        other in both directions, the whole block runs, since fewer masks would give another
+        distribution.
         """
         return self.first + depth if self.causal else self.places
 
@@ -120,12 +121,14 @@ class BlockHead:
 
     @property
     def parameters(self) -> int:
-        """Number of weights that run in a pass: without `tables`."""
+        """Number of weights that run in a pass, without `tables`."""
         return self._numbers - self.tables
 
     @property
     def tables(self) -> int:
-        """Number of weights that pair_scores.py reads; rounds that draft have them on a device."""
+        """Number of weights that pair_scores.py reads; rounds that draft store them on the
+        device.
+        """
         shapes = expected_block_tensors(self).items()
         return sum(math.prod(shape) for name, shape in shapes if name.startswith(PAIRS))
 
@@ -134,7 +137,7 @@ class BlockHead:
         return sum(map(math.prod, expected_block_tensors(self).values()))
 
     def check_against(self, target: Architecture, where: str) -> None:
-        """Raise ModelError if this drafter cannot serve `target`, and say why."""
+        """Raise ModelError, with the reason, if this drafter cannot serve `target`."""
         faults = foreign(self.target_hidden, self.target_vocab, target)
         if not (self.own_mask or 0 <= self.mask < self.target_vocab):
             faults.append(f"mask_token_id {self.mask} has no row in the embedding")
@@ -160,15 +163,15 @@ class BlockHead:
 
 
 KERNEL_SIZE = 2
-"""Places that a convolution reads: its own, and the one before it in its block."""
+"""Places that a convolution reads: its own, and the one before it in the block."""
 
 PAIRS = "markov_head.", "confidence_head.", "candidate_selector."
-"""How the names of the tensors begin that pair_scores.py reads."""
+"""Prefixes of the names of tensors that pair_scores.py reads."""
 
 
 def default_block_features(layers: int, count: int) -> tuple[int, ...]:
-    """Return where DFlash's authors read a target of L layers: the outputs of layers 1 to L - 3,
-    evenly.
+    """Return the layers where DFlash's authors read a target of L layers: the outputs of layers 1
+    to L - 3, evenly spaced.
     """
     if count == 1:
         return (layers // 2 + 1,)
@@ -229,8 +232,8 @@ def _optional_tensors(head: BlockHead) -> dict[str, tuple[int, ...]]:
 
 
 def _pair_tensors(head: BlockHead) -> dict[str, tuple[int, ...]]:
-    """The rows of `markov_w1` and of predecessors are target ids, those of `markov_w2` and of
-    successors draft ids.
+    """Return name -> shape of the tensors of pair scores. Rows of `markov_w1` and of predecessors
+    are target ids, those of `markov_w2` and of successors draft ids.
     """
     rank, hidden = head.rank, head.hidden
     if not head.pair:

@@ -1,9 +1,9 @@
-"""Block drafters on disk: every public dialect -> one BlockHead and canonical tensors.
+"""Reads block drafters from disk: converts every public format to a BlockHead and canonical
+tensors.
 
-z-lab writes Qwen3's flat keys and a `dflash_config`, as LiquidAI and SpecForge do, JetSpec the same
-and `causal_head`, DeepSpec all keys flat, speculators a nested configuration. Keys are honoured or
-refused; nothing is skipped: a missing, unexpected or wrongly shaped tensor stops the load and is
-named.
+z-lab writes Qwen3's flat keys and a `dflash_config`, as do LiquidAI and SpecForge, JetSpec the same
+and `causal_head`, DeepSpec all keys flat, speculators a nested configuration. Every key is
+supported or rejected. A missing, unexpected or wrongly shaped tensor is an error that names it.
 """
 
 import re
@@ -37,7 +37,7 @@ _OTHERS = {
 }
 _SPECULATORS = _PROJECTORS = ("dflash", "dspark")
 _PAIR_RULES: tuple[PairRule, ...] = ("vanilla", "gated", "rnn")
-"""DSpark's."""
+"""The rules of DSpark."""
 _W1, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 _INTERLEAVED = re.compile(r"layers\.\d+\.self_attn\.[qk]_(proj|norm)\.weight")
 _BOOKKEEPING = re.compile(
@@ -48,18 +48,18 @@ _BOOKKEEPING = re.compile(
     r" | runtime_block_size | loss_\w+ | training_\w+",
     re.VERBOSE,
 )
-"""Keys of training, and keys whose effect the tensors or other keys decide."""
+"""Keys about training, and keys whose effect is decided by tensors or other keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFile(OpenedDraft[BlockHead]):
-    """An opened block drafter. kind: what it is, in a sentence's words."""
+    """An opened block drafter. kind: its name in a sentence."""
 
     kind: ClassVar[str] = "block drafter"
 
     def tensor(self, name: str) -> Floats:
-        """Return a weight as OpenedDraft does; heads that are rotated by neighbouring numbers in
-        the file are in the order of Rope: halves. Scores of queries and keys do not depend on it.
+        """Return a weight as OpenedDraft does. Heads that the file rotates by neighbouring numbers
+        are reordered to Rope's halves, which does not change the scores of queries and keys.
         """
         values, head = OpenedDraft.tensor(self, name), self.head
         if not head.interleaved or not _INTERLEAVED.fullmatch(name):
@@ -68,7 +68,7 @@ class BlockFile(OpenedDraft[BlockHead]):
         return np.ascontiguousarray(np.moveaxis(pairs, 2, 1)).reshape(values.shape)
 
     def limited(self, token_map: Ints) -> "BlockFile":
-        """Raise ModelError: a block drafter's map of draft ids is in its own files."""
+        """Raise ModelError: a block drafter has its map of draft ids in its own files."""
         raise ModelError(
             f"{self.path} holds a block drafter, which takes no token map; leave "
             "speculative-token-map out"
@@ -86,8 +86,8 @@ def holds_block(folder: Path) -> bool:
 
 
 def open_block(folder: Path, target: Architecture) -> BlockFile:
-    """Read a block drafter for `target`. Raises ModelError: damaged, incomplete, not for this
-    target, or of a kind that is not built.
+    """Read a block drafter for `target`. Raises ModelError if it is damaged, incomplete, for
+    another target, or of an unsupported kind.
     """
     config = read_json(folder / "config.json")
     files = canonical(files_by_tensor(folder, MAPS), folder)
@@ -107,8 +107,8 @@ def checked_block(
     files: Mapping[str, tuple[TensorFile, str]],
     warnings: tuple[str, ...] = (),
 ) -> BlockFile:
-    """Return the drafter of a folder or file, arguments as in OpenedDraft. Raises ModelError: not
-    for this target, incomplete, or a number is not finite.
+    """Return the drafter of a folder or file; parameters as in OpenedDraft. Raises ModelError if it
+    is for another target, incomplete, or has a number that is not finite.
     """
     head.check_against(target, str(path))
     expected = expected_block_tensors(head)
@@ -183,7 +183,7 @@ def _describe(
 
 
 def _family(config: dict[str, Any], settings: "_Settings") -> str:
-    """Return "dflash", "dspark" or "dflash2". Raises ModelError for a kind that is not built."""
+    """Return "dflash", "dspark" or "dflash2". Raises ModelError for an unsupported kind."""
     names = set(architectures(config))
     for name in sorted(names & _OTHERS.keys()):
         raise ModelError(f"config.json: {name} does not run here: {_OTHERS[name]}")
@@ -202,7 +202,7 @@ def _family(config: dict[str, Any], settings: "_Settings") -> str:
 
 
 class _Settings:
-    """The keys of dflash_config or beside it, looked up as the authors do."""
+    """Looks up keys in dflash_config or beside it, as the authors' code does."""
 
     def __init__(self, keys: Keys, inner: Any) -> None:
         if not isinstance(inner, dict):
@@ -233,8 +233,8 @@ class _Settings:
         return self._of(name).flag(name, default)
 
     def features(self) -> list[int]:
-        """Return the layer ids, which are required: a wrong set of as many would load and draft
-        badly.
+        """Return the layer ids, which are required: a wrong set of the same number would load and
+        draft badly.
         """
         layers = self.value("target_layer_ids", self.keys.get("aux_hidden_state_layer_ids"))
         if not isinstance(layers, list) or not layers or any(type(i) is not int for i in layers):
@@ -242,8 +242,8 @@ class _Settings:
         return layers
 
     def causal(self, windows: tuple[int | None, ...]) -> bool:
-        """Return the setting under its spellings, of which none may contradict another. Where none
-        is given, layers with windows are causal and others are not.
+        """Return the setting under any of its names, which must agree. By default layers with
+        windows are causal and others are not.
         """
         apart = self.keys.get("sliding_window_non_causal")
         values = {
@@ -265,7 +265,7 @@ class _Settings:
 
 def _windows(sizes: Keys) -> tuple[int | None, ...]:
     """Return each layer's window; () if none has any. Raises ModelError for other kinds of layers,
-    or windows of no size.
+    or invalid windows.
     """
     layers, kinds = sizes.integer("num_hidden_layers"), sizes.get("layer_types")
     if kinds is None:
@@ -287,7 +287,7 @@ def _windows(sizes: Keys) -> tuple[int | None, ...]:
 
 def _selector(settings: _Settings) -> tuple[PairRule, int]:
     """Return the rule and the rank of DFlash2's selector. Raises ModelError if a size is missing or
-    cannot be.
+    invalid.
     """
     for name in ("selector_rank", "selector_top_k"):
         if settings.integer(name) < 1:
@@ -312,8 +312,8 @@ def _vocab(keys: Keys, shapes: dict[str, tuple[int, ...]], vocab: int) -> int:
 
 
 def _pair(settings: _Settings, shapes: dict[str, tuple[int, ...]]) -> tuple[PairRule, int]:
-    """Return the rule of the bias by the token above, and its rank, which the file's tensors say
-    where the configuration does not. Raises ModelError for an unknown rule.
+    """Return the rule of the bias by the token above, and its rank, from the tensors if the
+    configuration lacks it. Raises ModelError for an unknown rule.
     """
     rank = settings.integer("markov_rank", shapes.get(_W1, (0, 0))[-1])
     rule = settings.value("markov_head_type", "vanilla")
@@ -323,8 +323,8 @@ def _pair(settings: _Settings, shapes: dict[str, tuple[int, ...]]) -> tuple[Pair
 
 
 def _interleaved(keys: Keys, lfm2: bool) -> bool:
-    """Return whether heads are rotated by neighbouring numbers. Raises ModelError if an LFM2 draft,
-    which may be, does not say.
+    """Return whether heads are rotated by neighbouring numbers. Raises ModelError if the key is
+    missing in an LFM2 draft, which may be either.
     """
     stated = [keys.get(name) for name in ("rope_is_neox_style", "is_neox_style")]
     given = {value for value in stated if value is not None}
@@ -336,9 +336,7 @@ def _interleaved(keys: Keys, lfm2: bool) -> bool:
 
 
 def _check_confidence(settings: _Settings, head: BlockHead) -> None:
-    """Raise ModelError for a confidence head that reads something else than it should, or that is
-    not there.
-    """
+    """Raise ModelError for a confidence head that is missing or has other inputs than it should."""
     wide = head.hidden + head.rank
     wanted = settings.value("enable_confidence_head", head.confidence > 0)
     above = settings.value("confidence_head_with_markov", head.confidence == wide)
@@ -354,7 +352,7 @@ def _check_confidence(settings: _Settings, head: BlockHead) -> None:
 
 
 def _check_layers(settings: _Settings, sizes: Keys, head: BlockHead, target: Architecture) -> None:
-    """Raise ModelError for layers that are not Llama's, or another target's."""
+    """Raise ModelError for layers that are not Llama's, or do not match the target."""
     sizes.require("hidden_act", "silu")
     if sizes.flag("attention_bias", False) or sizes.flag("mlp_bias", False):
         raise ModelError("config.json: attention_bias and mlp_bias must be false to run here")
@@ -372,7 +370,7 @@ def _check_layers(settings: _Settings, sizes: Keys, head: BlockHead, target: Arc
 
 
 def _warnings(config: dict[str, Any], head: BlockHead, target: Architecture) -> list[str]:
-    """Return what lowers acceptance silently."""
+    """Return sentences about conditions that lower acceptance without an error."""
     warnings = []
     if head.context < target.context:
         warnings.append(

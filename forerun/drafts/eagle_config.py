@@ -1,8 +1,8 @@
-"""The description of a draft head, independent of any framework: every public dialect loads into
-it.
+"""The description of a draft head, independent of any framework; every public format is converted
+to it.
 
 EAGLE-1/2 (arXiv 2401.15077, 2406.16858), EAGLE-3 (arXiv 2503.01840) and its 3.1 switches. The
-projects that publish heads disagree about names, defaults and where features are taken; here
+projects that publish heads differ in names, defaults and the layers that features come from; here
 each choice is an explicit field, and `eagle_folder.py` translates.
 """
 
@@ -21,7 +21,7 @@ FeatureNorm = Literal["none", "joint", "each"]
 _MAPS = ("d2t",)
 
 TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
-"""May be absent from a head's file: the target's own are used."""
+"""Tensors that may be missing in a head's file: the target's own are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class DraftHead:
     feature_norm   none, one norm over all features (joint), or one per feature (each)
     normed_residual  the layer adds attention to the normed hidden state instead of the raw one
     normed_feedback  the next draft step receives the output after the final norm
-    fc_bias        the fusing matrix has a bias
-    trained_head   the file has its own output head; else it is the target's rows
+    fc_bias        the matrix that combines the features has a bias
+    trained_head   the file has its own output head; else the target's rows are used
     """
 
     algorithm: Algorithm
@@ -63,23 +63,25 @@ class DraftHead:
 
     @property
     def input_width(self) -> int:
-        """Columns of q/k/v: the head's width, doubled where the embedding sits beside it."""
+        """Columns of q/k/v: the head's width, doubled if the embedding is concatenated to it."""
         return self.hidden * (2 if self.algorithm == "eagle3" else 1)
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What its one layer caches per position, as a tuple of one."""
+        """The cache of its one layer per position, as a tuple of one."""
         return (CacheLayer(self.kv_heads, self.head_size),)
 
     @property
     def parameters(self) -> int:
-        """Number of weights that run, the output head included wherever it comes from."""
+        """Number of weights that run, including the output head whether it is the target's or
+        not.
+        """
         own = {n: s for n, s in expected_draft_tensors(self).items() if n not in _MAPS}
         own["lm_head.weight"] = (self.vocab, self.hidden)
         return sum(math.prod(shape) for shape in own.values())
 
     def check_against(self, target: Architecture, where: str) -> None:
-        """Raise ModelError if this head cannot serve `target`, and say why."""
+        """Raise ModelError, with the reason, if this head cannot serve `target`."""
         faults = foreign(self.target_hidden, self.target_vocab, target)
         if self.algorithm == "eagle1" and self.hidden != target.hidden:
             faults.append(f"an EAGLE-1 head of width {self.hidden} cannot use the target's head")
@@ -91,7 +93,7 @@ class DraftHead:
 
 
 def foreign(hidden: int, vocab: int, target: Architecture) -> list[str]:
-    """Return what is wrong with a draft for a target of width `hidden` and vocabulary `vocab`."""
+    """Return the mismatches of a draft for width `hidden` and vocabulary `vocab` with `target`."""
     faults = []
     if hidden != target.hidden:
         faults.append(f"it reads features of width {hidden}, the target's are {target.hidden}")
@@ -104,14 +106,15 @@ def foreign(hidden: int, vocab: int, target: Architecture) -> list[str]:
 
 
 def default_features(layers: int) -> tuple[int, int, int]:
-    """Return where EAGLE-3 reads a target of L layers: the inputs of layers 2, L//2 and L-3."""
+    """Return the layers where EAGLE-3 reads a target of L layers: the inputs of layers 2, L//2 and
+    L-3.
+    """
     return 2, layers // 2, layers - 3
 
 
 def head_for(target: Architecture, vocab: int, algorithm: Algorithm = "eagle3") -> DraftHead:
-    """Return the head our trainer makes for `target`: its layer's shape, Vd = `vocab`.
-
-    Raises ModelError if the target has too few layers to read an EAGLE-3 head's features from.
+    """Return the head that our trainer creates for `target`: its layer's shape, Vd = `vocab`.
+    Raises ModelError if the target has too few layers for an EAGLE-3 head's features.
     """
     first, middle, last = default_features(target.layers)
     if algorithm == "eagle3" and not 0 < first < middle <= last:
@@ -138,9 +141,8 @@ def head_for(target: Architecture, vocab: int, algorithm: Algorithm = "eagle3") 
 
 
 def expected_draft_tensors(head: DraftHead) -> dict[str, tuple[int, ...]]:
-    """Return canonical name -> shape of every tensor of a head, target's tensors left out.
-
-    Matrices are [out, in]. `d2t` holds offsets: target id of draft id i = i + d2t[i].
+    """Return canonical name -> shape of every tensor of a head, without the target's. Matrices are
+    [out, in]. `d2t` has offsets: target id of draft id i = i + d2t[i].
     """
     wide, query, key = head.input_width, head.heads * head.head_size, head.kv_heads * head.head_size
     fused = head.hidden if head.algorithm == "eagle1" else head.target_hidden

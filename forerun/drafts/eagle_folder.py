@@ -1,8 +1,8 @@
-"""Draft heads on disk: every public dialect -> one DraftHead and canonical tensors.
+"""Reads draft heads from disk: converts every public format to a DraftHead and canonical tensors.
 
 EAGLE's repository, SpecForge/SGLang and AngelSlim write a flat config.json, speculators a nested
-one. Tensors decide where configurations lie: a head published as plain LlamaForCausalLM loads.
-Nothing is skipped: a missing, unexpected or wrongly shaped tensor stops the load and is named.
+one. Tensors take precedence over wrong configurations: a head published as plain LlamaForCausalLM
+loads. A missing, unexpected or wrongly shaped tensor is an error that names it.
 """
 
 import re
@@ -42,17 +42,17 @@ _RENAMED = (
     (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
 )
 _DERIVED = re.compile(r"^(t2d|.*rotary_emb\.inv_freq)$")
-"""Tensors that say nothing new: the map's inverse, rotary tables."""
+"""Tensors without new information: the map's inverse, rotary tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFile(OpenedDraft[DraftHead]):
-    """An opened draft head. kind: what it is, in a sentence's words."""
+    """An opened draft head. kind: its name in a sentence."""
 
     kind: ClassVar[str] = "EAGLE head"
 
     def limited(self, token_map: Ints) -> "DraftFile":
-        """Return the head, proposing only the target ids int32[n] of `token_map` (FR-Spec). Raises
+        """Return a copy that proposes only the target ids `token_map` int32[n] (FR-Spec). Raises
         ModelError if it has an output head of its own.
         """
         if self.head.trained_head or len(self.target_ids) < self.head.target_vocab:
@@ -64,7 +64,9 @@ class DraftFile(OpenedDraft[DraftHead]):
 
 
 def open_draft(folder: Path, target: Architecture) -> DraftFile:
-    """Read a draft for `target`. Raises ModelError: damaged, incomplete, or not for this target."""
+    """Read a draft head for `target`. Raises ModelError if it is damaged, incomplete, or for
+    another target.
+    """
     config = read_json(folder / "config.json")
     files = canonical(files_by_tensor(folder, MAPS), folder)
     shapes = {name: file.tensors[stored].shape for name, (file, stored) in files.items()}
@@ -190,7 +192,9 @@ def _normed_residual(keys: Keys, speculators: bool) -> bool:
 
 
 def _warnings(head: DraftHead, target: Architecture) -> list[str]:
-    """Return what lowers acceptance silently, however the file is read."""
+    """Return sentences about conditions that lower acceptance without an error, however the file is
+    read.
+    """
     if head.context >= target.context:
         return []
     return [
@@ -200,8 +204,8 @@ def _warnings(head: DraftHead, target: Architecture) -> list[str]:
 
 
 def _doubts(keys: Keys, head: DraftHead, target: Architecture) -> list[str]:
-    """Say what may be meant otherwise and would then lower acceptance silently, and which key of
-    config.json to change then.
+    """Return sentences about settings that may be meant otherwise and would then lower acceptance
+    without an error, with the key of config.json to change.
     """
     doubts = []
     if head.rope.theta != target.rope.theta:
@@ -230,7 +234,7 @@ def check_tensors(
 ) -> None:
     """Raise ModelError naming every missing, unexpected or wrongly shaped tensor.
 
-    draft     where it is and what, for the message
+    draft     location and kind of the draft, for the message
     borrowed  shapes of tensors that may be missing, because the target has them
     """
     optional = borrowed or {}

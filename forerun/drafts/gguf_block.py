@@ -1,5 +1,6 @@
-"""Block drafters in GGUF files, by llama.cpp's names (dflash): DFlash and JetSpec, and DSpark with
-the vanilla rule and DFlash2, which tensors alone say. `target_layers` counts as BlockHead.features.
+"""Reads block drafters from GGUF files, with llama.cpp's names (dflash): DFlash and JetSpec, and
+DSpark with the vanilla rule and DFlash2, which only the tensors identify. `target_layers` counts as
+BlockHead.features.
 """
 
 import re
@@ -55,7 +56,7 @@ _IN_LAYER = {
     "ffn_conv_base": "mlp_conv.base_kernel",
     "ffn_conv_proj": "mlp_conv.kernel_projection",
 }
-"""Names in the file and canonical ones; `blk.N.` is `layers.N.`."""
+"""Names in the file -> canonical names; `blk.N.` is `layers.N.`."""
 
 
 def holds_block_file(path: Path) -> bool:
@@ -69,8 +70,8 @@ def holds_block_file(path: Path) -> bool:
 
 
 def open_block_file(path: Path, target: Architecture) -> BlockFile:
-    """Read a block drafter for `target`. Raises ModelError: damaged, incomplete, not for this
-    target, or of a kind that is not built; keys and tensors in the way are named.
+    """Read a block drafter for `target`. Raises ModelError, naming keys and tensors, if it is
+    damaged, incomplete, for another target, or of an unsupported kind.
     """
     file = read_gguf(path)
     if (row := file.tensors.get(_CONFIDENCE)) is not None:  # Headers lose a shape's leading 1.

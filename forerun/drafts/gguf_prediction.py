@@ -1,6 +1,6 @@
-"""Prediction layers in GGUF files, by llama.cpp's names: `blk.N.nextn.*` and a decoder layer's own
-tensors behind the model's, N from its number of layers on (GLM-4.5, DeepSeek V3); or alone in a
-file beside the model's (mtp-*.gguf).
+"""Reads prediction layers from GGUF files, with llama.cpp's names: `blk.N.nextn.*` and a decoder
+layer's own tensors after the model's, N from its number of layers on (GLM-4.5, DeepSeek V3); or
+alone in a file beside the model's (mtp-*.gguf).
 """
 
 import re
@@ -50,9 +50,8 @@ _NAMING = Naming(
 
 
 def open_in_gguf(target: GgufCheckpoint) -> PredictionLayers:
-    """Open as many prediction layers as the file's metadata declare.
-
-    Raises ModelError: there are none; missing, unexpected or wrongly shaped tensors, all named.
+    """Open as many prediction layers as the file's metadata declare. Raises ModelError if there are
+    none, or naming all missing, unexpected or wrongly shaped tensors.
     """
     files, count = target.prediction_files, announced_layers(target.metadata)
     there = {name: file.tensors[name].shape for name, file in files.items()}
@@ -67,7 +66,7 @@ def open_in_gguf(target: GgufCheckpoint) -> PredictionLayers:
 
 
 def holds_layers_alone(path: Path) -> bool:
-    """Return whether a path is that of a GGUF file of prediction layers and no other layer."""
+    """Return whether a path is a GGUF file of prediction layers and no other layers."""
     if not is_gguf(path):
         return False
     try:
@@ -80,10 +79,8 @@ def holds_layers_alone(path: Path) -> bool:
 
 def open_layers_alone(path: Path, target: Checkpoint) -> PredictionLayers:
     """Open the prediction layers in a file of their own. Embedding, final norm and output head are
-    the target's, even if the file has others.
-
-    Raises ModelError: damaged; for another architecture; missing, unexpected or wrongly shaped
-    tensors, all named.
+    the target's, even if the file has others. Raises ModelError if it is damaged or for another
+    architecture, or naming all missing, unexpected or wrongly shaped tensors.
     """
     file, arch = read_gguf(path), target.architecture
     own = file.metadata.get("general.architecture")
@@ -118,7 +115,7 @@ def _checked(
 
 
 def _wanted(file: GgufFile, target: Architecture, count: int) -> dict[str, AnyStored]:
-    """Return canonical name -> stored tensor, for all that there may be."""
+    """Return canonical name -> stored tensor of everything that the file may contain."""
     arch, wanted = several(target, count), dict[str, AnyStored]()
     for layer, spec in enumerate(arch.layer_specs):
         prefix = f"blk.{target.layers + layer}."

@@ -1,4 +1,4 @@
-"""Requests in a draft's configuration that would change texts."""
+"""Detects settings in a draft's configuration that would change texts."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from forerun.networks.keys import Keys
 
 
 def lenient_requests(config: dict[str, Any]) -> list[str]:
-    """Return a warning for each setting of speculators' files that would accept draft tokens that
-    the target does not choose. They are never followed. Raises ModelError if one is no number.
+    """Return a warning for each setting of speculators' files that asks to accept draft tokens that
+    the target does not choose. They are never applied. Raises ModelError if one is no number.
     """
     wanted = config.get("speculators_config")
     methods = wanted.get("proposal_methods") if isinstance(wanted, dict) else None

@@ -1,4 +1,4 @@
-"""Counting n-gram tables (forerun.drafts.ngram_table): of a target's answers, or of any text."""
+"""Counts n-gram tables (forerun.drafts.ngram_table), of a target's answers or of any text."""
 
 import os
 from pathlib import Path
@@ -10,27 +10,29 @@ from forerun.drafts.ngram_table import FILE, NgramTable
 from forerun.types import AnyArray
 
 SEEN = (1, 2, 2, 2)
-"""How often contexts of 1, 2, ... tokens must have come to be kept. (Judged as DISCOUNTS: (1, 1,
-2, 2) is .2 % faster and takes a third more, a fifth token brings nothing; (2, 2, 3, 3), with four
-followers from .05 on, is .2 % slower at T=0, .5 % at .8, and takes 4.0 MB instead of 7.0.)"""
+"""Least count of contexts of 1, 2, ... tokens to be stored. (Judged as DISCOUNTS: (1, 1, 2, 2) is
+.2 % faster and takes a third more, a fifth token brings nothing; (2, 2, 3, 3), with four followers
+from .05 on, is .2 % slower at T=0, .5 % at .8, and takes 4.0 MB instead of 7.0.)
+"""
 FOLLOWERS = 8
-"""Predictions of a context at most."""
+"""Most predictions per context."""
 MIN_PROB = 0.02
-"""Predictions below this chance are left out."""
+"""Predictions with a lower probability are left out."""
 DISCOUNTS = (0.0, 0.7, 1.05, 1.35)
-"""Taken from a follower's count of 0, 1, 2, and 3 or more. (300 held-out answers of the default
-model at T=0 and .8, draft tokens by the price of nodes on an Intel Xeon, speed over plain: with one
-discount of .75 and counts instead of continuations 1.627 and 1.254, with these 1.647 and 1.265; as
-Chen and Goodman estimate them 1.645 and 1.264.)"""
+"""Subtracted from a follower's count of 0, 1, 2, and 3 or more. (300 held-out answers of the
+default model at T=0 and .8, draft tokens by the cost of nodes on an Intel Xeon, speed over plain:
+with one discount of .75 and counts instead of continuations 1.627 and 1.254, with these 1.647 and
+1.265; as Chen and Goodman estimate them 1.645 and 1.264.)
+"""
 CAUTION = 0.5
-"""Added to the count of "something else". (Judged likewise: 0 is .2 % slower at T=.8.)"""
+"""Added to the count of all other tokens. (Judged likewise: 0 is .2 % slower at T=.8.)"""
 
 
 def count_ngrams(tokens: AnyArray, wanted: AnyArray, starts: AnyArray, vocab: int) -> NgramTable:
-    """Return the n-gram table of the answers in chats, contexts of 1 to len(SEEN) tokens: modified
-    Kneser-Ney smoothing, interpolated (Chen and Goodman 1999, section 3). After the longest
-    contexts it counts followers; after a shorter one, which is used if the longer is unknown, the
-    different tokens that preceded it when a follower came.
+    """Return the n-gram table of the answers in chats, with contexts of 1 to len(SEEN) tokens:
+    modified Kneser-Ney smoothing, interpolated (Chen and Goodman 1999, section 3). After the
+    longest contexts it counts followers; after a shorter one, which is used if the longer is
+    unknown, the number of different tokens that preceded it before a follower.
 
     tokens  int[T] all chats
     wanted  bool[T] tokens of answers
@@ -76,7 +78,9 @@ def count_ngrams(tokens: AnyArray, wanted: AnyArray, starts: AnyArray, vocab: in
 
 
 def _different(*numbers: AnyArray) -> AnyArray:
-    """Return int[.], the first place of every different combination of these int[n]."""
+    """Return int[.] the index of the first occurrence of every different combination of these
+    int[n].
+    """
     kind = numbers[0]
     for more in numbers[1:]:
         kind = np.unique(kind, return_inverse=True)[1] * (int(more.max(initial=0)) + 1) + more
@@ -87,10 +91,9 @@ def _different(*numbers: AnyArray) -> AnyArray:
 def _predict(
     context: AnyArray, follower: AnyArray, contexts: int
 ) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray]:
-    """Return the followers of contexts 0, 1, ... where `follower` came after each `context`.
-
-    rest float[contexts], predictions int[contexts], and of these, context after context and the
-    likeliest first: tokens int[R], shares float[R]
+    """Return the predictions after contexts 0, 1, ..., where `follower` came after each `context`:
+    rest float[contexts], number of predictions int[contexts], and these, context after context and
+    the likeliest first, as tokens int[R] and shares float[R].
     """
     width = int(follower.max(initial=0)) + 1
     kinds, seen = np.unique(context * width + follower, return_counts=True)
@@ -109,8 +112,8 @@ def _predict(
 
 
 def write_ngrams(table: NgramTable, folder: Path) -> bool:
-    """Store the table in a draft's folder (made if missing), whole or not at all. Returns False
-    and writes nothing if the table is empty. Raises OSError.
+    """Store the table in a draft's folder (created if missing), atomically. Returns False and
+    writes nothing if the table is empty. Raises OSError.
     """
     if not len(table.tokens):
         return False
@@ -120,7 +123,7 @@ def write_ngrams(table: NgramTable, folder: Path) -> bool:
 
 
 def write_table(table: NgramTable, path: Path) -> None:
-    """Store the table in a file, whole or not at all. Raises OSError."""
+    """Store the table in a file, atomically. Raises OSError."""
     tensors = {
         "extensions": _small(np.diff(table.extensions)),
         "earlier": _small(table.earlier),
@@ -139,6 +142,6 @@ def write_table(table: NgramTable, path: Path) -> None:
 
 
 def _small(numbers: AnyArray) -> AnyArray:
-    """Return numbers of two bytes each if they suffice, else of four."""
+    """Convert numbers to two bytes each if they suffice, else to four."""
     kind = np.uint16 if int(numbers.max(initial=0)) < 1 << 16 else np.int32
     return np.ascontiguousarray(numbers, kind)

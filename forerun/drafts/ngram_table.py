@@ -1,11 +1,11 @@
-"""The target's usual continuations: a back-off n-gram model of its own answers, as a draft.
+"""The n-gram table: a back-off n-gram model of the target's own answers, used as a draft.
 
 Modified Kneser-Ney smoothing (Chen and Goodman 1999): a discount is subtracted from every
-follower's count and given to the shorter contexts, which count how many different tokens came
-before them when a follower came (forerun/drafts/ngram_counts.py). As a drafter it needs no
-arithmetic, and its drafts improve with the number of counted answers; a text's own repetitions,
-from lookup, come on top. (Storing a model's continuations of n-grams: arXiv 2411.03786; retrieving
-them from a corpus: REST, arXiv 2311.08252.)
+follower's count and given to the shorter contexts, which count how many different tokens preceded
+them before a follower (forerun/drafts/ngram_counts.py). As a drafter it needs no arithmetic, and
+its drafts improve with the number of counted answers; lookup of a text's own repetitions is added
+to it. (Storing a model's continuations of n-grams: arXiv 2411.03786; retrieving them from a corpus:
+REST, arXiv 2311.08252.)
 """
 
 from bisect import bisect_left
@@ -28,20 +28,21 @@ FILE = "ngrams.safetensors"
 _COUNTS = ("extensions", "earlier", "predictions", "tokens", "vocab")
 _CHANCES = ("rest", "shares")
 _ANSWERS = "answers"
-"""Stored where it is false: files of before have answers."""
+"""Flag of a table without answers; older files, which lack it, have answers."""
 _INTEGERS = {"U16": "<u2", "I32": "<i4"}
 
 
 Level = tuple[float, list[tuple[int, float]]]
-"""What one context says: the probability that is left to shorter contexts, and tokens with their
-own."""
+"""The estimate of one context: (the probability left to shorter contexts, tokens with their
+own).
+"""
 
 
 def interpolated(*sources: Iterable[Level]) -> dict[int, float]:
-    """Return the probabilities, at most 1 together, of the tokens that may come next.
+    """Return the probabilities, at most 1 in sum, of the tokens that may come next.
 
-    sources  what contexts of 1, 2, ... tokens say, each; longer contexts weigh more, and of one
-             length the later source
+    sources  each yields the estimates of contexts of 1, 2, ... tokens; longer contexts weigh more,
+             and of the same length the later source
     """
     chances: dict[int, float] = {}
     for levels in zip_longest(*sources):
@@ -63,10 +64,10 @@ class NgramTable:
     extensions[c] to extensions[c + 1] and ascend by that token. C contexts, R predictions.
 
     extensions   int32[C+1]
-    earlier      int32[C]    the first token of a context, which makes it longer; 0 for context 0
+    earlier      int32[C]    the first token of a context, by which it is longer; 0 for context 0
     rest         float32[C]  probability left to the predictions of shorter contexts
-    predictions  int32[C+1]  those of context c, most probable first: predictions[c] to
-                             predictions[c + 1]
+    predictions  int32[C+1]  the predictions of context c, most probable first, have the numbers
+                             predictions[c] to predictions[c + 1]
     tokens       int32[R]
     shares       float32[R]  probability of each; with `rest` at most 1 in a context
     vocab        V of the target
@@ -85,18 +86,18 @@ class NgramTable:
 
     @property
     def contexts(self) -> int:
-        """C, how many contexts there are; the empty one counts."""
+        """C, the number of contexts, including the empty one."""
         return len(self.earlier)
 
     def follow(self, text: Sequence[int]) -> dict[int, float]:
-        """Return the probabilities, at most 1 together, of tokens that may come after `text`, of
+        """Return the probabilities, at most 1 in sum, of tokens that may come after `text`, of
         which only the end is read.
         """
         return interpolated(self.levels(text))
 
     def levels(self, text: Sequence[int]) -> Iterator[Level]:
-        """Yield what may come after `text` by its last token, its last two, and so on, as far as
-        there are such contexts.
+        """Yield the estimates of the token after `text` by its last token, its last two, and so on,
+        as far as there are such contexts.
         """
         context = 0
         for token in reversed(text):
@@ -110,9 +111,8 @@ class NgramTable:
 
 
 def read_ngram_table(path: Path, vocab: int) -> NgramTable:
-    """Read the table in a file, for a target of `vocab` tokens.
-
-    Raises ModelError: damaged, incomplete, or of another target.
+    """Read the table in a file, for a target of `vocab` tokens. Raises ModelError if it is damaged,
+    incomplete, or for another target.
     """
     file = read_shard(path, MAPS)
     wrong = set(file.tensors) - {_ANSWERS} ^ {*_COUNTS, *_CHANCES}
@@ -151,14 +151,14 @@ def _integers(file: TensorFile, name: str) -> Ints:
 
 
 def _ends(counts: Ints, first: int) -> Ints:
-    """Return int32[C+1], where each context's items begin, from how many it has."""
+    """Return int32[C+1], the index where each context's items begin, from their counts."""
     ends = np.append(first, first + np.cumsum(counts, dtype=np.int64))
     held: Ints = np.minimum(ends, np.iinfo(np.int32).max).astype(np.int32)
     return held
 
 
 def _fault(table: NgramTable) -> str | None:
-    """Return what makes a table invalid, by the tensor's name; None if nothing does."""
+    """Return the error of an invalid table, with the tensor's name; None if it is valid."""
     count, begins = table.contexts, table.extensions[:-1]
     if len(table.extensions) != count + 1 or table.extensions[-1] != count:
         return "extensions do not number the contexts"

@@ -14,11 +14,11 @@ from forerun.types import AnyArray, Floats, Ints
 
 
 class DraftDescription(Protocol):
-    """A draft's network, from its configuration and tensors."""
+    """The description of a draft's network, from its configuration and tensors."""
 
     @property
     def parameters(self) -> int:
-        """How many weights run in a pass."""
+        """Number of weights that run in a pass."""
         ...
 
     @property
@@ -28,7 +28,7 @@ class DraftDescription(Protocol):
 
     @property
     def vocab(self) -> int:
-        """Vd, how many draft ids it chooses among."""
+        """Vd, the number of draft ids."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class OpenedDraft(Generic[Head]):
     """A draft's folder, read and checked.
 
     target_ids  int32[Vd] target id of every draft id
-    warnings    sentences about known traps, each naming the configuration key
+    warnings    sentences about likely mistakes, each naming the configuration key
     files       by canonical name: the file that holds a tensor, and its name there
     """
 
@@ -62,7 +62,7 @@ class OpenedDraft(Generic[Head]):
 
     @property
     def parameters(self) -> int:
-        """How many weights run in a pass."""
+        """Number of weights that run in a pass."""
         return self.head.parameters
 
     @property
@@ -72,22 +72,22 @@ class OpenedDraft(Generic[Head]):
 
     @property
     def vocab(self) -> int:
-        """Vd, how many draft ids it chooses among."""
+        """Vd, the number of draft ids."""
         return self.head.vocab
 
     @property
     def node_numbers(self) -> int:
-        """0: beside its logits a node of a pass takes next to nothing."""
+        """0: a node of a pass takes next to no scratch besides its logits."""
         return 0
 
     @property
     def feature_numbers(self) -> int:
-        """F*H: numbers of the target's hidden states that it reads of a token."""
+        """F*H: the numbers per token that it reads from the target's hidden states."""
         return len(self.head.features) * self.head.target_hidden
 
     def some_rows(self, name: str, rows: AnyArray) -> Floats:
-        """Return float32[n,.], rows int[n] of a matrix by its canonical name; only they are read.
-        Raises KeyError for an unknown name.
+        """Return float32[n,.], the rows `rows` int[n] of a matrix by its canonical name; reads only
+        these. Raises KeyError for an unknown name.
         """
         file, stored = self.files[name]
         packed = file.packed(stored)
@@ -106,7 +106,7 @@ class OpenedDraft(Generic[Head]):
         return values
 
     def read(self, names: Iterable[str]) -> None:
-        """Read these weights, but for the map of ids. Raises ModelError as `tensor`."""
+        """Read and check these weights, except the map of ids. Raises ModelError as `tensor`."""
         for name in names:
             if name != "d2t":
                 self.tensor(name)

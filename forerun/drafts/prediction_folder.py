@@ -1,12 +1,13 @@
-"""A folder with prediction layers that were trained for a target beside its checkpoint.
+"""Reads a folder with prediction layers that were trained for a target, separate from its
+checkpoint.
 
-config.json says for which target: `architectures` with a name that ends in NextN (as SGLang calls
+config.json identifies the target: `architectures` with a name that ends in NextN (SGLang's name for
 such drafts), `num_nextn_predict_layers`, and the target's `hidden_size`, `vocab_size` and
-`num_target_layers`; `draft_vocab_size` where the layers choose among some of its tokens, whose ids
-are in `d2t`. What a layer is like, rope and sizes included, is the target's last layer. The tensors
-have the names that they would have in the target's own checkpoint (prediction_layers.py), numbers
-of layers included. Keys are honoured or refused; a missing, unexpected or wrongly shaped
-tensor is named.
+`num_target_layers`; `draft_vocab_size` if the layers choose among some of its tokens, whose ids are
+in `d2t`. Everything else about a layer, rope and sizes included, is as in the target's last layer.
+The tensors have the names that they would have in the target's own checkpoint
+(prediction_layers.py), numbers of layers included. Every key is supported or rejected; a missing,
+unexpected or wrongly shaped tensor is named.
 """
 
 from pathlib import Path
@@ -32,9 +33,8 @@ def holds_prediction(folder: Path) -> bool:
 
 
 def open_prediction(folder: Path, target: Checkpoint) -> PredictionLayers:
-    """Open the prediction layers in a folder, for `target`.
-
-    Raises ModelError: damaged, incomplete, or not for this target.
+    """Open the prediction layers in a folder, for `target`. Raises ModelError if they are damaged,
+    incomplete, or for another target.
     """
     config, arch = read_json(folder / "config.json"), target.architecture
     if not any(name.endswith(SUFFIX) for name in architectures(config)):

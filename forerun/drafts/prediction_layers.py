@@ -1,19 +1,20 @@
 """The target's own prediction layers ("multi-token prediction", MTP; SGLang's NEXTN), read from the
-target's checkpoint under any of the published namings.
+target's checkpoint under any of the published names.
 
-A prediction layer (DeepSeek-V3, arXiv 2412.19437, section 2.2) reads a hidden state beside the
-embedding of a token, and predicts the token after it. Of K layers the k-th (from 1) has an entry at
-every token from t_k on, in one of the paper's rows each (its row i is the entry at t_{i+k}):
+A prediction layer (DeepSeek-V3, arXiv 2412.19437, section 2.2) reads a hidden state together with
+the embedding of a token, and predicts the token after it. Of K layers the k-th (from 1) has an
+entry at every token from t_k on, each in one of the paper's rows (its row i is the entry at
+t_{i+k}):
 
     x        = fuse_k [norm_e(embed(t_p)); norm_h(o_{k-1}(p-1))]
     o_k(p)   = norm_f(layer_k(x))       logits of t_{p+1} = head(o_k(p))
 
 where o_0 is the target's hidden state after the final norm, embedding and output head are the
 target's, and a layer's attention sees its own entries, from t_k on. So layer k predicts the k-th
-token behind what the target has run. What comes further behind is predicted by layer K from its own
-outputs, o_K(p-1) in the place of o_{K-1}(p-1): with one layer, all depths, as SGLang serves these.
-DeepSeek's and Qwen's fuse reads the embedding first, MiMo's the hidden state; Qwen's layers share
-one fuse and its norms.
+token after those that the target has run. Later tokens are predicted by layer K from its own
+outputs, with o_K(p-1) in the place of o_{K-1}(p-1): with one layer, all depths, as SGLang serves
+these. DeepSeek's and Qwen's fuse reads the embedding first, MiMo's the hidden state; Qwen's layers
+share one fuse and its norms.
 """
 
 import math
@@ -50,16 +51,16 @@ from forerun.types import Floats, Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictionLayers:
-    """A target's prediction layers, complete: a Checkpoint of as many decoder layers, the target's
-    embedding and head, and for each layer FUSE [H,2H], EMBEDDING_NORM, HIDDEN_NORM and FINAL_NORM
-    [H], with the names from `own`.
+    """A target's prediction layers, as a Checkpoint: K decoder layers, the target's embedding and
+    head, and for each layer FUSE [H,2H], EMBEDDING_NORM, HIDDEN_NORM and FINAL_NORM [H], with the
+    names from `own`.
 
     kind          of draft, for messages
     hidden_first  the fuse reads the hidden state before the embedding
-    apart         all layers share the tensors that `own` names
+    apart         all layers share the tensors named by `own`
     count         K: layer k drafts depth k, the last one all deeper ones
     target_ids    int32[Vd] the tokens that may be proposed, which are the head's rows
-    folder        where they are, if not in the target's checkpoint
+    folder        location, if not in the target's checkpoint
     zeroed        the embedding of the entry at position 0 is zeros
     """
 
@@ -77,7 +78,7 @@ class PredictionLayers:
 
     @property
     def architecture(self) -> Architecture:
-        """An architecture of K layers, each as the target's last that attends."""
+        """An architecture of K layers, each like the target's last layer with attention."""
         return several(self.target.architecture, self.count)
 
     def own(self, layer: int, part: str) -> str:
@@ -85,7 +86,7 @@ class PredictionLayers:
         return own_name(0 if self.apart else layer, part)
 
     def first(self, count: int) -> "PredictionLayers":
-        """Return the first `count` layers."""
+        """Return a copy with the first `count` layers only."""
         if count >= self.count:
             return self
         beyond = [f"model.layers.{layer}." for layer in range(count, self.count)]
@@ -95,11 +96,11 @@ class PredictionLayers:
 
     @property
     def path(self) -> Path:
-        """Where they are read from: their own folder, or the target's."""
+        """The folder or file that they are read from: their own, or the target's."""
         return self.folder or self.target.path
 
     def names(self) -> tuple[str, ...]:
-        """Return the canonical names of all tensors, with those that are the target's."""
+        """Return the canonical names of all tensors, including the target's."""
         borrowed = (name for name in BORROWED if name in self.target.names())
         return tuple(dict.fromkeys([*self.files, *borrowed]))
 
@@ -130,8 +131,8 @@ class PredictionLayers:
         return self.files[name].packed()
 
     def limited(self, token_map: Ints) -> "PredictionLayers":
-        """Return the layers, proposing only the target ids int32[n] of `token_map` (FR-Spec).
-        Raises ModelError if they have a vocabulary of their own.
+        """Return a copy that proposes only the target ids `token_map` int32[n] (FR-Spec). Raises
+        ModelError if they have a vocabulary of their own.
         """
         if self.vocab < self.architecture.vocab:
             raise ModelError(
@@ -141,19 +142,19 @@ class PredictionLayers:
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What each of the K layers caches per position."""
+        """The cache of each of the K layers per position."""
         arch = self.architecture
         return (arch.cache_layer,) * self.count
 
     @property
     def vocab(self) -> int:
-        """Vd, how many draft ids they choose among."""
+        """Vd, the number of draft ids."""
         return len(self.target_ids)
 
     @property
     def parameters(self) -> int:
-        """How many weights there are beside the target's; a head with some of its rows is a
-        copy.
+        """Number of weights besides the target's; a head with some of its rows is a copy and
+        counts.
         """
         own = [name for name in self.files if name not in BORROWED]
         copied = 0 if self.vocab == self.architecture.vocab else self.vocab
@@ -162,13 +163,13 @@ class PredictionLayers:
 
     @property
     def node_numbers(self) -> int:
-        """How many float32 numbers a node of a pass takes, beside its logits."""
+        """Float32 numbers of scratch per node of a pass, besides its logits."""
         arch = self.architecture
         return 6 * arch.hidden + 3 * arch.ffn + arch.latent_numbers
 
     @property
     def feature_numbers(self) -> int:
-        """H: numbers of the target's last hidden state of a token."""
+        """H: the numbers of a token's last hidden state in the target."""
         return self.architecture.hidden
 
 
@@ -179,14 +180,14 @@ def open_prediction_layers(
     folder: Path | None = None,
     target_ids: Ints | None = None,
 ) -> PredictionLayers:
-    """Return the prediction layers of `target`, from the tensors that `divided` set aside.
+    """Return the prediction layers of `target`, from the tensors that `divided` separated.
 
     declared    their number in its configuration, if it has one
     folder      where the tensors are, if not in the target's checkpoint
     target_ids  int32[Vd] the tokens they choose among; None = all
 
-    Raises ModelError: there are none; more or fewer than declared; missing, unexpected or wrongly
-    shaped tensors, all named.
+    Raises ModelError if there are none, or another number than declared, or naming all missing,
+    unexpected or wrongly shaped tensors.
     """
     where = folder or target.path
     if not files:
@@ -225,7 +226,7 @@ def check_stored(
     optional: Set[str],
 ) -> None:
     """Raise ModelError naming every tensor that is missing, unexpected or wrongly shaped, by its
-    stored name. title: the expected owner of the layers.
+    stored name. title: the owner of the layers, for the message.
     """
     faults = [f"unexpected {stored}" for stored in there if stored not in wanted]
     faults += [
@@ -250,8 +251,9 @@ def layers_of(
     folder: Path | None = None,
     target_ids: Ints | None = None,
 ) -> PredictionLayers:
-    """Return the layers whose tensors, by canonical names, are `found`; leaves out equal copies of
-    the target's embedding and head. Raises ModelError if layers differ in these.
+    """Return the layers whose tensors, by canonical names, are `found`. Copies of the target's
+    embedding and head are left out if they are equal. Raises ModelError if layers have different
+    copies.
     """
     arch = target.architecture
     kept = {name: item for name, item in found.items() if not copied(name)}
@@ -268,7 +270,7 @@ def _copies(
     where: Path,
 ) -> dict[str, StoredTensor]:
     """Return the file's embedding and head, by the target's names, if they differ from the
-    target's. Raises ModelError if not all layers have the same.
+    target's. Raises ModelError if the layers' copies differ.
     """
     kept: dict[str, StoredTensor] = {}
     for name in BORROWED:
@@ -290,7 +292,7 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _differs(target: Checkpoint, name: str, item: StoredTensor) -> bool:
-    """Return whether a file's copy of the target's embedding or head is another one."""
+    """Return whether a file's copy of the target's embedding or head differs from it."""
     tied = name == HEAD and target.architecture.tied_head
     theirs = target.packed(EMBEDDING if tied else name)
     return theirs is None or not np.array_equal(item.rows(), theirs.rows)

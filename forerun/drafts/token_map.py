@@ -1,8 +1,8 @@
-"""Token maps: which target ids a draft model may propose (FR-Spec, arXiv 2502.14856).
+"""Token maps: the target ids that a draft model may propose (FR-Spec, arXiv 2502.14856).
 
-A large vocabulary's rare tokens cost a draft its time in the output head; a map keeps the rows of
+The rare tokens of a large vocabulary cost a draft time in its output head; a map keeps the rows of
 the frequent ones. It is a list of target ids: JSON, one vector in a safetensors file, or the list
-that FR-Spec publishes as freq_N.pt (pickled.py, nothing of which is ever executed).
+that FR-Spec publishes as freq_N.pt (read by pickled.py, which executes nothing).
 """
 
 import json
@@ -21,7 +21,7 @@ _MOST_BYTES = 64 << 20
 
 def read_token_map(path: Path, vocab: int) -> Ints:
     """Return int32[Vd] ascending target ids, of a target of V = `vocab`. Raises ModelError naming
-    the file and its fault: not there, of another format, ids outside of the vocabulary, none.
+    the file if it is missing, of another format, empty, or has ids outside the vocabulary.
     """
     if not path.is_file():
         raise ModelError(

@@ -1,9 +1,9 @@
-"""A whole, smaller model that drafts, and which of its tokens are the target's.
+"""A whole, smaller model that drafts, and the map between its tokens and the target's.
 
-Two vocabularies meet token by token ("token-level intersection", Timor et al., arXiv 2502.05202,
-algorithm 4): what only one of them has is never proposed, and what the target says beyond the
-draft's vocabulary stands in the draft's context as one token of its own. That bounds what can be
-proposed, at every temperature; what is accepted is the target's own choice as ever.
+Two vocabularies are matched token by token ("token-level intersection", Timor et al., arXiv
+2502.05202, algorithm 4): tokens that only one of them has are never proposed, and a target token
+that the draft lacks is replaced by one of its own in the draft's context. This limits what can be
+proposed, at every temperature; which draft tokens are accepted is still the target's own choice.
 """
 
 from dataclasses import dataclass, replace
@@ -34,8 +34,8 @@ class VocabularyMap:
     shared: int
 
     def limited(self, token_map: Ints) -> "VocabularyMap":
-        """Return the vocabulary with only the target ids int32[n] of `token_map` (FR-Spec). Raises
-        ModelError if none is left.
+        """Return the map with only the target ids `token_map` int32[n] (FR-Spec). Raises ModelError
+        if none is left.
         """
         kept = np.isin(self.target_ids, token_map)
         if not kept.any():
@@ -43,15 +43,15 @@ class VocabularyMap:
         return VocabularyMap(self.inputs, self.own_ids[kept], self.target_ids[kept], self.shared)
 
     def every(self, own: int) -> bool:
-        """Return whether all `own` ids of the draft may be proposed, so that its head is used as it
-        is.
+        """Return whether all `own` ids of the draft may be proposed, so that its head needs no
+        selection of rows.
         """
         return len(self.own_ids) == own and bool(np.all(self.own_ids == np.arange(own)))
 
 
 def equal_vocabulary(target: int, own: int) -> VocabularyMap:
-    """Return the vocabulary of a draft whose tokens have the target's ids; padded to V = `target`
-    and to `own`.
+    """Return the map for a draft whose tokens have the target's ids, with vocabularies padded to V
+    = `target` and to `own`.
     """
     ids = np.arange(min(target, own), dtype=np.int32)
     inputs = np.zeros(target, np.int32)
@@ -61,10 +61,7 @@ def equal_vocabulary(target: int, own: int) -> VocabularyMap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeDraft:
-    """An opened model that drafts for another one.
-
-    kind  what it is, in a sentence's words
-    """
+    """An opened model that drafts for another one. kind: its name in a sentence."""
 
     kind: ClassVar[str] = "whole model"
 
@@ -81,7 +78,7 @@ class WholeDraft:
             )
 
     def limited(self, token_map: Ints) -> "WholeDraft":
-        """Return the draft, proposing only the target ids int32[n] of `token_map` (FR-Spec). Raises
+        """Return a copy that proposes only the target ids `token_map` int32[n] (FR-Spec). Raises
         ModelError if none is left.
         """
         return replace(self, vocabulary=self.vocabulary.limited(token_map))
@@ -103,12 +100,14 @@ class WholeDraft:
 
     @property
     def vocab(self) -> int:
-        """Vd, how many draft ids it chooses among."""
+        """Vd, the number of draft ids."""
         return len(self.vocabulary.target_ids)
 
     @property
     def parameters(self) -> int:
-        """Numbers of weights that run; a head of some of a tied embedding's rows is a copy."""
+        """Number of weights that run; a head with some rows of a tied embedding is a copy and
+        counts.
+        """
         arch = self.checkpoint.architecture
         rows = self.vocab * arch.hidden
         if arch.tied_head:
@@ -117,11 +116,11 @@ class WholeDraft:
 
     @property
     def node_numbers(self) -> int:
-        """How many float32 numbers a node of a pass takes, beside its logits."""
+        """Float32 numbers of scratch per node of a pass, besides its logits."""
         arch = self.checkpoint.architecture
         return (4 + arch.expert_rows) * arch.hidden + 3 * arch.ffn + arch.latent_numbers
 
     @property
     def feature_numbers(self) -> int:
-        """0: it reads tokens alone."""
+        """0: it reads tokens only."""
         return 0

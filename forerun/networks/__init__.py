@@ -1,1 +1,1 @@
-"""Networks as data: what a model is, and how config.json says so."""
+"""Networks as data: the architecture of a model, and how config.json describes it."""

@@ -1,7 +1,7 @@
 """The description of a decoder, independent of any framework: its sizes, its layers, its tensors.
 
-Layers are data (layer_spec.py); the parts that all of a model's layers share are here. families.py
-has the families, and how their files are read.
+Layers are described in layer_spec.py; what all layers of a model share is here. families.py has the
+families, and how their configurations are read.
 """
 
 import math
@@ -60,7 +60,7 @@ Family = Literal[
     "gemma4_text",
     "hunyuan_v1_dense",
 ]
-"""By the name that config.json gives as model_type."""
+"""Names of families, as in config.json's model_type."""
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
 _MOST = {
@@ -77,7 +77,9 @@ _MOST = {
 
 @dataclass(frozen=True, slots=True)
 class ArchitectureSizes:
-    """Letters as in Architecture; `layers` L. Raises ModelError for what no model can have."""
+    """The sizes of a model; letters as in Architecture, `layers` is L. Raises ModelError for
+    impossible sizes.
+    """
 
     layers: int
     hidden: int
@@ -88,7 +90,7 @@ class ArchitectureSizes:
     context: int
 
     def __post_init__(self) -> None:
-        """Check all sizes, so that every ArchitectureSizes is valid."""
+        """Raise ModelError for impossible sizes, so that every ArchitectureSizes is valid."""
         for name, most in _MOST.items():
             value = getattr(self, name)
             if not 1 <= value <= most:
@@ -106,14 +108,16 @@ class Architecture:
     """The numbers an executor needs to run a checkpoint.
 
     hidden H, heads A, kv_heads G, head_size E, vocab V; in latent attention G is 1 and E the
-    numbers cached per position (layer_spec.Latent): heads, cache and kernels are as of any model
+    numbers cached per position (layer_spec.Latent), so that heads, cache and kernels are as in any
+    model
+
     context          longest sequence the model was trained for, in tokens
     norm_eps         added to the mean square in every RMSNorm
-    layer_specs      what each of the L layers is
+    layer_specs      the L layers
     tied_head        the output head is the embedding
     norm_offset      added to every stored norm weight: 1 in the files of Gemma and Qwen3-Next
     embedding_scale  multiplies the embeddings, rounded to the activations' dtype first (Gemma)
-    final_softcap    logits become final_softcap * tanh(logits / final_softcap); None leaves them
+    final_softcap    logits become final_softcap * tanh(logits / final_softcap); None = unchanged
     logit_scale      multiplies the logits (Granite)
     borrows          no layer has keys and values of its own: `LayerSpec.reads` are layers of
                      another model, for which this one drafts (Gemma 4's assistant)
@@ -141,7 +145,7 @@ class Architecture:
         return "model.embed_tokens.weight" if self.tied_head else "lm_head.weight"
 
     def __post_init__(self) -> None:
-        """Raise ModelError for numbers that no model can have."""
+        """Raise ModelError for impossible numbers."""
         ArchitectureSizes(**{name: getattr(self, name) for name in _MOST})
         if not (math.isfinite(self.norm_eps) and 0 < self.norm_eps < 1):
             raise ModelError(f"the norm's epsilon is {self.norm_eps}; it must be in (0, 1)")
@@ -161,8 +165,8 @@ class Architecture:
             raise ModelError("latent attention must cache one head of rank + rope numbers")
 
     def _check_caches(self) -> None:
-        """Raise ModelError if layers' own shapes cannot be, or if one reads keys and values that
-        are not there.
+        """Raise ModelError if layers' own shapes are impossible, or if a layer reads keys and
+        values that do not exist.
         """
         for number, spec in enumerate(self.layer_specs):
             if spec.cache is not None:
@@ -179,7 +183,7 @@ class Architecture:
 
     @property
     def layers(self) -> int:
-        """L, the number of decoder layers; prediction layers are none of them."""
+        """L, the number of decoder layers, without prediction layers."""
         return len(self.layer_specs)
 
     @property
@@ -194,7 +198,7 @@ class Architecture:
 
     @property
     def recurrent(self) -> Recurrent | None:
-        """The shape of its recurrent layers, the same in all; None if there are none."""
+        """The kind and shape of its recurrent layers, the same in all; None if there are none."""
         return next((spec.recurrent for spec in self.layer_specs if spec.recurrent), None)
 
     @property
@@ -209,18 +213,22 @@ class Architecture:
 
     @property
     def draft_state_numbers(self) -> int:
-        """Numbers that recurrent layers keep of a draft token until it is accepted or not."""
+        """Numbers that recurrent layers store for a draft token until it is accepted or
+        rejected.
+        """
         return self.recurrent_layers * self.recurrent.draft_numbers if self.recurrent else 0
 
     @property
     def cache_layer(self) -> CacheLayer:
-        """The cache of a layer with attention that has no shape of its own."""
+        """The cache of an attention layer that has no shape of its own."""
         latent = self.latent
         value_size = None if latent is None else latent.rank
         return CacheLayer(self.kv_heads, self.head_size, value_size)
 
     def cache_of(self, spec: LayerSpec) -> CacheLayer:
-        """Return what a layer caches per position, or the layer whose keys and values it reads."""
+        """Return the shape of a layer's cache, or of the cache of the layer whose keys and values
+        it reads.
+        """
         return spec.cache or self.cache_layer
 
     @property
@@ -231,8 +239,8 @@ class Architecture:
 
     @property
     def widest_window(self) -> int:
-        """The most tokens that a layer with a window sees, if what lies behind can be given back: 0
-        without such a layer, with recurrent ones, or if a layer without a window reads its keys.
+        """The most tokens that a sliding-window layer sees, if what lies behind can be freed; 0
+        without such a layer, with recurrent layers, or if a layer without a window reads its keys.
         """
         if self.recurrent is not None or self.latent is not None or self.borrows:
             return 0
@@ -244,13 +252,15 @@ class Architecture:
 
     @property
     def windowed_caches(self) -> tuple[CacheLayer, ...]:
-        """The caches of the layers with a window, and keys and values of their own."""
+        """The caches of sliding-window layers with keys and values of their own."""
         owners = (s for s in self.layer_specs if s.attention.window and s.reads is None)
         return tuple(self.cache_of(spec) for spec in owners)
 
     @property
     def cache_places(self) -> tuple[int, ...]:
-        """The place in `caches` of what each layer that attends reads, in their order."""
+        """For each layer with attention, in order, the index in `caches` of the cache that it
+        reads.
+        """
         owners: dict[int, int] = {}
         places = []
         for number, spec in enumerate(self.layer_specs):
@@ -268,23 +278,25 @@ class Architecture:
 
     @property
     def rope_size(self) -> int:
-        """The most numbers of a head that may be rotated, where a layer has no shape of its own."""
+        """The most numbers of a head that may be rotated, in layers without a shape of their
+        own.
+        """
         return self.head_size if self.latent is None else self.latent.rope
 
     def rope_of(self, spec: LayerSpec) -> tuple[Rope, int]:
-        """Return a layer's rope, and how many numbers of a head it is over."""
+        """Return a layer's rope, and the size of the heads that it rotates."""
         return spec.rope, spec.cache.head_size if spec.cache else self.rope_size
 
     @property
     def ffn(self) -> int:
-        """Width of the widest feed-forward that a token runs through: scratch is planned for it,
-        and a draft head for this model is as wide.
+        """Width of the widest feed-forward that a token runs through. Scratch is planned for it,
+        and a draft head for this model has this width.
         """
         return max(spec.active_width for spec in self.layer_specs)
 
     @property
     def expert_rows(self) -> int:
-        """Rows of H numbers that are input and output of a node's experts, in the layer that has
+        """Rows of H numbers for the inputs and outputs of a node's experts, in the layer with the
         most; 0 for a dense model.
         """
         mixtures = (m for s in self.layer_specs for m in (s.feed_forward, s.beside))
@@ -306,12 +318,14 @@ class Architecture:
 
     @property
     def token_vector(self) -> int:
-        """How many numbers each token has for each layer, the same in all; 0 if none."""
+        """Numbers that each token has for each layer (LayerSpec.token_vector), the same in all
+        layers; 0 if none.
+        """
         return self.layer_specs[0].token_vector
 
     @property
     def token_numbers(self) -> int:
-        """Numbers in the table of tokens' vectors for all layers; 0 if there is none."""
+        """Numbers in the table of per-layer token vectors; 0 if there is none."""
         return self.vocab * self.layers * self.token_vector
 
     @property
@@ -323,7 +337,7 @@ class Architecture:
 
     @property
     def rope(self) -> Rope:
-        """The rope for a draft head beside this model: of the last layer without a window, else of
+        """The rope for a draft head of this model: that of the last layer without a window, else of
         the last layer, skipping layers without positions if others have them.
         """
         turned = [spec for spec in self.layer_specs if spec.rope.rotated != 0] or self.layer_specs
@@ -332,9 +346,8 @@ class Architecture:
 
     def for_context(self, context: int | None) -> "Architecture":
         """Return the model for texts of up to `context` tokens; None: up to the original context.
-
-        LongRoPE has other factors for texts longer than the original context, so the keys of a text
-        would change while it grows: therefore `context` decides for all texts.
+        LongRoPE has other factors for texts longer than the original context, and with them the
+        keys of a text would change while it grows: therefore `context` decides for all texts.
         """
         scalings = [spec.rope.scaling for spec in self.layer_specs]
         limits = [s.original_context for s in scalings if isinstance(s, LongRope)]
@@ -414,21 +427,18 @@ def _stretched(spec: LayerSpec) -> LayerSpec:
 def plain_layers(
     count: int, head_size: int, ffn: int, rope: Rope, qk_norm: bool = False
 ) -> tuple[LayerSpec, ...]:
-    """Return `count` of Llama's layers (or, with `qk_norm`, of Qwen3's), without biases and
-    windows.
-    """
+    """Return `count` layers of Llama (or, with `qk_norm`, of Qwen3), without biases and windows."""
     spec = LayerSpec(AttentionSpec(head_size**-0.5), rope, Dense(ffn), qk_norm=qk_norm)
     return (spec,) * count
 
 
 PER_LAYER_ROWS = "model.embed_tokens_per_layer"
-"""The matrix, without `.weight`, whose rows are each token's numbers for all layers."""
+"""The matrix, without `.weight`, whose rows are each token's vectors for all layers."""
 
 
 def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return canonical name -> shape of every tensor of the model, in the order of the computation.
-
-    Matrices are [out, in], as `y = W x` reads them.
+    """Return canonical name -> shape of every tensor of the model, in the order of computation.
+    Matrices are [out, in], as in `y = W x`.
     """
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab, arch.hidden)}
     if arch.token_vector:

@@ -17,7 +17,7 @@ class CacheLayer:
 
     @property
     def planes(self) -> int:
-        """2 if values are cached beside keys, 1 if they are part of them."""
+        """2 if keys and values are both cached, 1 if values are part of the keys."""
         return 2 if self.value_size is None else 1
 
     @property

@@ -1,4 +1,6 @@
-"""config.json -> Architecture, with transformers' defaults. Keys are honoured or refused."""
+"""Converts config.json to an Architecture, with transformers' defaults. Every key is either
+supported or rejected.
+"""
 
 import json
 import re
@@ -14,7 +16,7 @@ from forerun.networks.keys import Keys
 
 _MOST_BYTES = 4 << 20
 _ANNOUNCED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Keys that say how many prediction layers there are."""
+"""Keys with the number of prediction layers."""
 
 _HARMLESS = re.compile(
     r"""
@@ -44,25 +46,25 @@ _ALIASES: dict[str, Family] = {
     "gemma4_unified_text": "gemma4_text",
     "qwen3_vl_text": "qwen3",
 }
-"""Names of configurations that another family's code reads; Qwen3.5's without a text_config."""
+"""Names of configurations that another family's reader reads; Qwen3.5's without a text_config."""
 
 _MIMO = {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "use_mrope": False}
-"""Keys of MiMo's configuration that repeat what Qwen2's code takes for granted."""
+"""Keys of MiMo's configuration that repeat what Qwen2's reader assumes."""
 
 _LFM2 = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
 _DENSE_LFM2 = _LFM2 | {"block_ff_dim": "intermediate_size"}
-"""LFM2's names for what other configurations call otherwise. Where there are both, its own count,
-as in transformers.
+"""LFM2's names of keys that have other names elsewhere. If both are present, LFM2's own applies, as
+in transformers.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Indexed:
-    """DeepSeek-V3's shape, whose attention is sparse: of more than index_topk tokens an indexer
-    chooses as many. Up to there it sees all, as DeepSeek-V3 does.
+    """A model of DeepSeek-V3's shape with sparse attention: of more than index_topk tokens an
+    indexer chooses as many. Up to that length it attends to all tokens, as DeepSeek-V3 does.
 
     class_name  the only value of `architectures`
-    defaults    transformers' defaults where they are not DeepSeek-V3's
+    defaults    transformers' defaults that differ from DeepSeek-V3's
     """
 
     class_name: str
@@ -88,8 +90,8 @@ _OF_INDEXERS = (
 
 
 def _densely(config: Mapping[str, Any], about: _Indexed) -> Mapping[str, Any]:
-    """Return such a configuration as DeepSeek-V3's, for texts in which no indexer has a choice.
-    Raises ModelError for kinds of layers that are none of these.
+    """Convert such a configuration to DeepSeek-V3's, for texts so short that the indexer chooses
+    all tokens. Raises ModelError for unknown kinds of layers.
     """
     keys = Keys({**about.defaults, **config}, "config.json: ")
     classes, layers = keys.get("architectures"), keys.integer("num_hidden_layers")
@@ -116,7 +118,7 @@ def _densely(config: Mapping[str, Any], about: _Indexed) -> Mapping[str, Any]:
 
 def read_json(path: Path, most: int = _MOST_BYTES) -> dict[str, Any]:
     """Read the JSON object in a file of at most `most` bytes. Raises ModelError if the file is
-    larger, cannot be read, or holds no object.
+    larger, cannot be read, or contains no object.
     """
     try:
         if path.stat().st_size > most:
@@ -148,10 +150,10 @@ _GEMMA3 = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
 }
-"""What a multimodal Gemma 3 leaves out of its text_config: transformers' defaults."""
+"""transformers' defaults for keys that a multimodal Gemma 3 leaves out of its text_config."""
 
 _UNIFIED = {"hidden_size_per_layer_input": 0, "sliding_window": 1024}
-"""Where a Gemma 4 that reads images and sound by itself (12B) has other defaults."""
+"""Defaults that differ in a Gemma 4 that reads images and sound by itself (12B)."""
 
 _OUTSIDE = (
     *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"),
@@ -168,13 +170,13 @@ _OUTSIDE = (
 
 @dataclass(frozen=True, slots=True)
 class _Wrapper:
-    """A multimodal configuration, whose language model runs here alone.
+    """A multimodal configuration, of which only the language model runs here.
 
     class_name  the only value of `architectures`
     inner       possible families of the language model; the first is the default
     defaults    transformers' defaults of keys that text_config may leave out
-    tied        default of tie_word_embeddings, whatever text_config says: a head in the files that
-                differs from the embedding counts anyway
+    tied        default of tie_word_embeddings, whatever text_config says; a head in the files that
+                differs from the embedding is used anyway
     """
 
     class_name: str
@@ -202,7 +204,7 @@ _WRAPPERS = {
 
 def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of a multimodal checkpoint's language model. Raises ModelError for
-    one that is not known, and for a key that may change the model.
+    an unknown one, and for a key that may change the model.
     """
     keys = Keys(config, "config.json: ")
     name = keys.get("model_type")
@@ -234,9 +236,9 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration as the family's own code has it. MiMo is Qwen2 with prediction
-    layers (arXiv 2505.07608, section 2), Kimi K2 has DeepSeek-V3's shape: their configurations have
-    other names for that. The code that they name (auto_map) is never run.
+    """Convert a configuration to the form of the family whose reader is used. MiMo is Qwen2 with
+    prediction layers (arXiv 2505.07608, section 2), Kimi K2 has DeepSeek-V3's shape: their
+    configurations use other names. The code that they name (auto_map) is never run.
     """
     if isinstance(config.get("text_config"), dict):
         return _text_of(config)
@@ -297,8 +299,8 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def harmless(name: str, value: Any) -> bool:
-    """Return whether an unread key can be ignored: it is false or empty, so it switches nothing on
-    (but causal attention off), or known not to change the model.
+    """Return whether an unread key can be ignored: it is false or empty, so it enables nothing
+    (unless it disables causal attention), or known not to change the model.
     """
     if name == "is_causal":
         return value is True

@@ -1,8 +1,8 @@
-"""The families as a table: how to read each one's config.json, with transformers' defaults.
+"""The table of families: how to read each one's config.json, with transformers' defaults.
 
 A new family is a row of READERS and the function that reads its layers (families_dense.py,
-families_experts.py, families_delta.py, families_conv.py; docs/reference/families.md). Every key
-that changes the model is read; config_json.py refuses the rest.
+families_experts.py, families_delta.py, families_conv.py; docs/reference/families.md). It reads
+every key that changes the model; config_json.py rejects the rest.
 """
 
 from collections.abc import Callable
@@ -22,17 +22,17 @@ from forerun.networks.keys import Keys
 class Reader:
     """How to read one family's config.json into an Architecture.
 
-    class_name  the only value of `architectures` for this family, beside its base model's
+    class_name  the only value of `architectures` for this family, besides its base model's
     layers      reads the keys about layers
     head_size   default of head_dim; None = hidden / heads
     every_head  without num_key_value_heads, every head has its own keys
     norm_eps    default of rms_norm_eps
     tied        default of tie_word_embeddings
     sizes       reads the sizes; None: as in most families
-    centred     norms are stored without their 1
+    centred     norm weights are stored minus 1
     granite     Granite's own scales of embeddings and logits
-    gemma       Gemma's model-wide facts: tied by default, embeddings scaled by sqrt(H), capped
-                logits
+    gemma       Gemma's settings of the whole model: tied by default, embeddings scaled by sqrt(H),
+                capped logits
     """
 
     class_name: str

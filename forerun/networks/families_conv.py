@@ -1,4 +1,4 @@
-"""Layers of the families with short convolutions, as their config.json says, with transformers'
+"""Reads the layers of families with short convolutions from config.json, with transformers'
 defaults.
 """
 
@@ -41,8 +41,8 @@ def lfm2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def lfm2_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Return layers of LFM2-8B-A1B: the same with experts behind the first dense layers, whose
-    width is not adjusted. Raises ModelError for a key that is missing or cannot be used.
+    """Return layers of LFM2-8B-A1B: LFM2's with experts after the first dense layers, and widths
+    that are not adjusted. Raises ModelError for a key that is missing or cannot be used.
     """
     keys.require("num_heads", sizes.heads)
     dense = Dense(keys.integer("intermediate_size"))
@@ -65,8 +65,8 @@ def lfm2_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def _adjusted(keys: Keys, width: int) -> int:
-    """Return a feed-forward's width: two thirds of what is said, times a factor, rounded up, unless
-    `block_auto_adjust_ff_dim` is off.
+    """Return a feed-forward's width: two thirds of the configured width, times a factor, rounded
+    up, unless `block_auto_adjust_ff_dim` is off.
     """
     multiple = keys.integer("block_multiple_of", 256)
     factor = optional_real(keys, "block_ffn_dim_multiplier", 1.0)
@@ -81,9 +81,7 @@ def _adjusted(keys: Keys, width: int) -> int:
 def _layers(
     keys: Keys, sizes: ArchitectureSizes, feed_forwards: Sequence[Dense | Experts], listed: object
 ) -> Layers:
-    """Describe the layers. listed: numbers of those that attend, where `layer_types` does not say
-    it.
-    """
+    """Return the layers. listed: numbers of those with attention, if there is no `layer_types`."""
     for name in ("conv_dim", "conv_dim_out"):
         keys.require(name, sizes.hidden)
     convolution = ShortConvolution(
@@ -102,7 +100,7 @@ def _layers(
 
 
 def _kinds(keys: Keys, sizes: ArchitectureSizes, listed: object) -> list[str]:
-    """Return FULL or CONV of each layer; one layer at least must attend."""
+    """Return FULL or CONV for each layer. Raises ModelError unless at least one has attention."""
     if listed is None:
         return kinds_of(keys, sizes, CONV, [FULL] * sizes.layers)
     if not isinstance(listed, list) or not {*listed} <= {*range(sizes.layers)}:

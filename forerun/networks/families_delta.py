@@ -1,4 +1,4 @@
-"""Layers of the families with gated delta nets, as their config.json says, with transformers'
+"""Reads the layers of families with gated delta nets from config.json, with transformers'
 defaults.
 """
 
@@ -30,8 +30,8 @@ def qwen3_5(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def qwen3_5_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Return the same with experts in every layer, whose weights are always normalised. Raises
-    ModelError for a key that is missing or cannot be used.
+    """Return layers of Qwen3.5-MoE: Qwen3.5's with experts in every layer, whose weights are always
+    normalised. Raises ModelError for a key that is missing or cannot be used.
     """
     _read_common(keys)
     keys.get("intermediate_size")  # Of no layer.
@@ -52,7 +52,7 @@ def qwen3_5_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def _read_common(keys: Keys) -> None:
-    """Read the keys of Qwen3.5's configurations that Qwen3-Next's have not."""
+    """Read the keys that Qwen3.5's configurations have and Qwen3-Next's do not."""
     if not keys.flag("attn_output_gate", True):
         raise keys.unfit("attn_output_gate", False, "true in a Qwen3.5 model")
     keys.get("mtp_use_dedicated_embeddings")  # The tensors say it.

@@ -1,4 +1,4 @@
-"""Layers of families without experts, as their config.json says, with transformers' defaults."""
+"""Reads the layers of families without experts from config.json, with transformers' defaults."""
 
 from dataclasses import replace
 
@@ -44,9 +44,9 @@ _GROWING = "llama_4_scaling_beta"
 
 
 def ministral_sizes(keys: Keys) -> ArchitectureSizes:
-    """Return the sizes of Ministral 3, for texts within its original context: beyond it queries
-    grow with the position, which no layer here can do. Raises ModelError for a key that is missing
-    or cannot be used.
+    """Return the sizes of Ministral 3, limited to its original context: beyond that its queries are
+    scaled by position, which no layer here supports. Raises ModelError for a key that is missing or
+    cannot be used.
     """
     context = keys.integer("max_position_embeddings")
     rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
@@ -65,8 +65,8 @@ def ministral_sizes(keys: Keys) -> ArchitectureSizes:
 
 
 def ministral3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Return layers of Ministral 3: Mistral's, whose positions are stretched. Raises ModelError for
-    a key that is missing or cannot be used.
+    """Return layers of Ministral 3: Mistral's, with scaled positions. Raises ModelError for a key
+    that is missing or cannot be used.
     """
     window = optional_integer(keys, "sliding_window", None)
     rope = rope_from(keys, sizes.context, theta=1e6, ignored=(_GROWING, "max_position_embeddings"))
@@ -161,8 +161,8 @@ def granite(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def granite_hybrid(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Return L layers of a Granite 4 all of whose layers attend: Granite 3's. Raises ModelError for
-    one with Mamba layers or experts, and for a key that is missing or cannot be used.
+    """Return L layers of a Granite 4 with attention in all layers: Granite 3's. Raises ModelError
+    for one with Mamba layers or experts, and for a key that is missing or cannot be used.
     """
     kinds = keys.get("layer_types") or keys.get("layers_block_type")
     if not isinstance(kinds, list) or {*map(str, kinds)} - {"attention", FULL}:
@@ -188,7 +188,7 @@ _OF_MAMBA = (
     *("mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state"),
     *("mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit"),
 )
-"""Keys about layers that a Granite 4 need not have."""
+"""Keys about layers that not every Granite 4 has."""
 
 
 def _granite(keys: Keys, sizes: ArchitectureSizes, rope: Rope, feed_forward: Dense) -> Layers:
@@ -205,8 +205,8 @@ def _granite(keys: Keys, sizes: ArchitectureSizes, rope: Rope, feed_forward: Den
 
 
 def olmo2(keys: Keys, sizes: ArchitectureSizes, rope: Rope | None = None) -> Layers:
-    """Return L layers of OLMo 2 (arXiv 2501.00656): norms behind attention and feed-forward, and
-    over all heads. rope: of OLMo 3's; None: as the keys say.
+    """Return L layers of OLMo 2 (arXiv 2501.00656): norms after attention and feed-forward, and
+    over all heads. rope: of OLMo 3; None: read from the keys.
     """
     biased = keys.flag("attention_bias", False)
     spec = LayerSpec(
@@ -222,7 +222,7 @@ def olmo2(keys: Keys, sizes: ArchitectureSizes, rope: Rope | None = None) -> Lay
 
 
 def olmo3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Return layers of OLMo 3: OLMo 2's, three of four with a window and without the stretched
+    """Return layers of OLMo 3: OLMo 2's, three of four with a window and without the scaled
     positions of the fourth. Raises ModelError for a key that is missing or cannot be used.
     """
     theta, window = 5e5, optional_integer(keys, "sliding_window", 4096)
@@ -252,9 +252,9 @@ def seed_oss(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def exaone4(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Return layers of EXAONE 4 (arXiv 2507.11407): norms behind attention and feed-forward; where
-    some layers have windows, the others have no positions. Raises ModelError for a key that is
-    missing or cannot be used.
+    """Return layers of EXAONE 4 (arXiv 2507.11407): norms after attention and feed-forward; if some
+    layers have windows, the others have no positions. Raises ModelError for a key that is missing
+    or cannot be used.
     """
     window = optional_integer(keys, "sliding_window", 4096)
     slides = slides_of(keys, sizes, _exaone_slides(keys, sizes.layers, window), window is not None)
@@ -274,7 +274,7 @@ def exaone4(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def hunyuan(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Return L layers of Hunyuan: Llama's, with norms on each head behind the rotation. Raises
+    """Return L layers of Hunyuan: Llama's, with norms on each head after the rotation. Raises
     ModelError for a key that is missing or cannot be used.
     """
     for name in ("use_qk_norm", "use_rotary_pos_emb"):
@@ -303,7 +303,7 @@ _OF_LARGER_HUNYUANS = (
     *("cla_share_factor", "dense_list", "class_num", "pool_type", "org_vocab_size", "pad_id"),
     *("mask_init_id", "im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id"),
 )
-"""Keys of classifiers, shared caches and images, which other keys switch on."""
+"""Keys of classifiers, shared caches and images, which other keys enable."""
 
 
 def _exaone_slides(keys: Keys, layers: int, window: int | None) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Layers of the families with experts, as their config.json says, with transformers' defaults."""
+"""Reads the layers of families with experts from config.json, with transformers' defaults."""
 
 from dataclasses import replace
 
@@ -26,8 +26,8 @@ from forerun.networks.rope_config import rope_from
 
 
 def qwen2_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Return L layers of Qwen2-MoE, whose tokens all share one expert. Raises ModelError for a key
-    that is missing or cannot be used.
+    """Return L layers of Qwen2-MoE, with one expert that all tokens share. Raises ModelError for a
+    key that is missing or cannot be used.
     """
     biased, rope = keys.flag("qkv_bias", True), rope_from(keys, sizes.context)
     shared = keys.integer("shared_expert_intermediate_size")
@@ -130,8 +130,9 @@ def deepseek_v3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def glm4_moe_lite(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Return layers of GLM-4.7-Flash, which have DeepSeek-V3's shape. Raises ModelError for a key
-    that is missing or cannot be used: what DeepSeek's configurations may leave out must be there.
+    """Return layers of GLM-4.7-Flash, which has DeepSeek-V3's shape. Raises ModelError for a key
+    that is missing or cannot be used, including keys that are optional in DeepSeek's
+    configurations.
     """
     for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
         keys.integer(name)
@@ -185,7 +186,8 @@ def minimax_m2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 def deepseek_v2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Return layers of DeepSeek-V2 and V2-Lite (arXiv 2405.04434): a softmax over the experts,
-    whose groups, if there are several, are ranked by their best expert.
+    whose groups, if there are several, are ranked by their best expert. Raises ModelError for a key
+    that is missing or cannot be used.
     """
     keys.require("scoring_func", "softmax")
     if keys.flag("norm_topk_prob", False):
@@ -251,8 +253,8 @@ def _mixed(
     first: int,
     shared: int = 1,
 ) -> Layers:
-    """Return layers with DeepSeek's experts behind the `first` dense ones; every token visits
-    `shared` of the experts. Both are defaults of the keys.
+    """Return layers with DeepSeek's experts after the `first` dense ones; every token visits
+    `shared` experts. Both numbers are defaults of the keys.
     """
     width = keys.integer("moe_intermediate_size")
     experts = Experts(

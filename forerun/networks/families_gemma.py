@@ -1,4 +1,4 @@
-"""Layers of Gemma, as config.json says, with transformers' defaults."""
+"""Reads the layers of Gemma from config.json, with transformers' defaults."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from forerun.networks.rope import Proportional, Rope
 from forerun.networks.rope_config import rope_from, ropes_by_kind
 
 _GELUS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-"""Their names in transformers."""
+"""transformers' names -> ours."""
 
 
 def gemma2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
@@ -91,13 +91,13 @@ def _gelu(keys: Keys) -> Activation:
 
 
 _EVERY = 6
-"""In every group of this many layers of Gemma 4 the last has no window."""
+"""The last layer in every group of this many layers of Gemma 4 has no window."""
 
 
 def gemma4(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Return layers of Gemma 4: those without a window have wider heads, and perhaps values made of
-    keys; the last ones may read keys and values of others. Raises ModelError for a key that is
-    missing or cannot be used.
+    """Return layers of Gemma 4: those without a window have wider heads, and possibly values
+    computed from the keys; the last ones may read keys and values of others. Raises ModelError for
+    a key that is missing or cannot be used.
     """
     if keys.get("use_bidirectional_attention") not in (None, "vision"):  # Of images alone.
         raise keys.unfit("use_bidirectional_attention", "all", "null or vision to run here")
@@ -137,8 +137,9 @@ def gemma4(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def _readings(keys: Keys, slides: Sequence[bool]) -> list[int | None]:
-    """Return for each layer whose keys and values it reads: the last `num_kv_shared_layers` those
-    of the last layer before them that has, or has not, a window as they do.
+    """Return for each layer the number of the layer whose keys and values it reads, None for its
+    own: the last `num_kv_shared_layers` read those of the last layer before them that has a window
+    if they do, and none if they do not.
     """
     count = keys.integer("num_kv_shared_layers", 0)
     own = list(slides[: len(slides) - count])
@@ -152,7 +153,9 @@ def _readings(keys: Keys, slides: Sequence[bool]) -> list[int | None]:
 def _shapes(
     keys: Keys, sizes: ArchitectureSizes, slides: Sequence[bool], keyed: bool
 ) -> list[CacheLayer]:
-    """Return what each layer keeps: as published, by two keys, or as transformers 5 writes it."""
+    """Return the shape of each layer's cache: from two keys, as published, or as transformers 5
+    writes it.
+    """
     size, heads = keys.integer("global_head_dim", 512), sizes.kv_heads
     if keyed:
         heads = keys.integer("num_global_key_value_heads", heads)

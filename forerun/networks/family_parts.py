@@ -1,4 +1,4 @@
-"""Parts that several families' readers share: windows, scales and keys that may be null."""
+"""Common parts of several families' readers: windows, scales and keys that may be null."""
 
 from forerun.networks.arch import ArchitectureSizes
 from forerun.networks.keys import Keys
@@ -51,8 +51,8 @@ def upper_windows(keys: Keys, sizes: ArchitectureSizes) -> list[int | None]:
 
 
 def kinds_of(keys: Keys, sizes: ArchitectureSizes, other: str, default: list[str]) -> list[str]:
-    """Return FULL or `other` of each layer: what layer_types says, else the default. Raises
-    ModelError for other words, and if no layer attends.
+    """Return FULL or `other` for each layer, from layer_types, else the default. Raises ModelError
+    for other words, and if no layer has attention.
     """
     kinds = keys.get("layer_types") or default
     named = isinstance(kinds, list) and all(kind in (FULL, other) for kind in kinds)

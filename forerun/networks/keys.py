@@ -1,7 +1,7 @@
 """Typed look-ups in a model's configuration that record which keys were read.
 
-Keys that were not read are then refused, unless they are known to change nothing: a key that
-changes the mathematics must never be ignored.
+Keys that were not read are then rejected, unless they are known to have no effect: a key that
+changes the computation must never be ignored.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ from forerun.errors import ModelError
 
 _SHOWN = 60
 MOST_LAYERS = 1024
-"""Of any model; readers count names and specs of layers before a checkpoint's tensors show how many
-there are.
+"""Most layers of any model; readers use names and specs of layers before the tensors of a
+checkpoint show their number.
 """
 _LAYERS = ("_layers", "block_count")
-"""Ends of the names of keys that count layers."""
+"""Suffixes of keys that count layers."""
 
 
 class Keys:
@@ -35,7 +35,7 @@ class Keys:
         return name in self._names
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value as it is, or the default if the key is missing or null. The key counts
+        """Return the value unchanged, or the default if the key is missing or null. The key counts
         as read.
         """
         self._asked.add(name)
@@ -114,6 +114,6 @@ class Keys:
 
 
 def shown(value: Any) -> str:
-    """Return a value as text for a message, cut at a readable length."""
+    """Return a value as text for a message, cut to a readable length."""
     text = repr(value[:_SHOWN]) if isinstance(value, str | list) else repr(value)
     return text[:_SHOWN] + ("..." if len(text) > _SHOWN else "")

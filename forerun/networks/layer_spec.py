@@ -1,4 +1,5 @@
-"""Describes one decoder layer as data: executors run any of these, families are tables of them.
+"""Describes one decoder layer as data: executors run any such description, families consist of
+them.
 
 The layer reads the residual stream x [M,H]:
 
@@ -19,9 +20,9 @@ from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.rope import Rope
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_silu"]
-"""How gate g and up u become one: silu(g) u; GELU(g) u (arXiv 1606.08415, section 2) by its tanh
-approximation, or exactly, g (1 + erf(g / sqrt 2)) / 2; or gpt-oss's g sigmoid(1.702 g) (u + 1),
-with g at most CLAMP and u within it.
+"""How the gate g and u ("up") are combined: silu(g) u; GELU(g) u (arXiv 1606.08415, section 2) by
+its tanh approximation, or exactly, g (1 + erf(g / sqrt 2)) / 2; or gpt-oss's g sigmoid(1.702 g) (u
++ 1), with g at most CLAMP and u within +-CLAMP.
 """
 CLAMP, CLAMP_SLOPE = 7.0, 1.702
 
@@ -46,9 +47,9 @@ NORM_NAMES: dict[Norms, NormNames] = {
     "post": NormNames(None, _ATTENTION, None, _AFTER),
     "sandwich": NormNames(_INPUT, _ATTENTION, _BEFORE, _AFTER),
 }
-"""As transformers does: in "pre" the norm before the feed-forward is called post_attention."""
+"""transformers' names: in "pre" the norm before the feed-forward is called post_attention."""
 BESIDE_NORMS = (f"{_AFTER}_1", f"{_BEFORE}_2", f"{_AFTER}_2")
-"""Where experts are beside a feed-forward: the norms behind the feed-forward, before and behind the
+"""Norms of a layer with experts beside a feed-forward: after the feed-forward, before and after the
 experts.
 """
 
@@ -67,7 +68,7 @@ class Latent:
 
         queries [A, rank + rope]    keys [1, rank + rope]    values [1, rank]: the keys' first
 
-    query_rank  width between the two products that make queries; None: one makes them
+    query_rank  width between the two products that compute queries; None: there is one product
     nope, rope  numbers of a head's query that are not, and that are, rotated
     value       numbers of a head's value
     norm_eps    of the norms of the latent and between the two products; may differ from the model's
@@ -91,13 +92,13 @@ class AttentionSpec:
     window   the query at position p attends to keys at positions > p - window; None: to all before
              it
     softcap  scores become softcap * tanh(scores / softcap); None leaves them
-    sinks    each head has a learnt score that takes part in the softmax and carries no value
-             (gpt-oss, arXiv 2508.10925, section 3.2)
+    sinks    each head has a learned score that takes part in the softmax and has no value (gpt-oss,
+             arXiv 2508.10925, section 3.2)
     latent   its own projections and cache; None: q_proj, k_proj and v_proj, G heads of E each
-    gated    the context is multiplied by the sigmoid of a gate of A heads of E, a product of its
-             own (Qwen3-Next; arXiv 2505.06708)
+    gated    the context is multiplied by the sigmoid of a gate of A heads of E, from a product of
+             its own (Qwen3-Next; arXiv 2505.06708)
     normed_values  RMSNorm over E on each value head, without a weight (Gemma 4)
-    keyed_values   the product of keys, before their norm and rotation, makes the values too
+    keyed_values   values are the product of keys, before their norm and rotation
     """
 
     scale: float
@@ -112,7 +113,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """A gated delta net (Yang et al., arXiv 2412.06464), a layer's replacement of attention.
+    """A gated delta net (Yang et al., arXiv 2412.06464), which replaces a layer's attention.
     Instead of keys and values it has a state, whose size does not depend on the length of the text.
 
     Queries, keys and values, `channels` numbers, each pass a causal convolution over `window`
@@ -125,8 +126,8 @@ class GatedDelta:
         S <- S + k (sigmoid(b) (v - S^T k))^T
         o  = S^T q           RMSNorm(o) SiLU(z) is the input of the output product
 
-    Value head j shares key head j // r, of r = value_heads / key_heads; `tiled`: key head
-    j % key_heads, as value heads stand in GGUF files of Qwen3.5.
+    Value head j shares key head j // r, of r = value_heads / key_heads; `tiled`: key head j %
+    key_heads, as value heads stand in GGUF files of Qwen3.5.
 
     The state of a text is S, and the convolution's inputs of its last window - 1 tokens.
     """
@@ -140,7 +141,7 @@ class GatedDelta:
 
     @property
     def keys(self) -> int:
-        """Numbers of all key heads of a token; as many make its queries."""
+        """Numbers of all key heads of a token; queries have as many."""
         return self.key_heads * self.key_size
 
     @property
@@ -150,7 +151,7 @@ class GatedDelta:
 
     @property
     def channels(self) -> int:
-        """Numbers of a token that pass the convolution: queries, keys, values."""
+        """Numbers of a token that go through the convolution: queries, keys, values."""
         return 2 * self.keys + self.values
 
     def rows_of(self, part: str) -> slice | None:
@@ -186,12 +187,12 @@ class GatedDelta:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvolution:
-    """A gated convolution over few tokens (LFM2, arXiv 2511.23404), a layer's replacement of
+    """A gated convolution over few tokens (LFM2, arXiv 2511.23404), which replaces a layer's
     attention.
 
-    One product of a token's input makes three parts of `channels` numbers, b, c and x. Their
-    products b x pass a causal convolution over `window` tokens, channel by channel; what comes of
-    it, times c, is the input of the output product.
+    One product of a token's input gives three parts of `channels` numbers, b, c and x. The products
+    b x go through a causal convolution over `window` tokens, channel by channel; the result, times
+    c, is the input of the output product.
 
     The state of a text is the convolution's inputs of its last window - 1 tokens.
 
@@ -204,13 +205,11 @@ class ShortConvolution:
 
     @property
     def state_numbers(self) -> int:
-        """Numbers of a text's state in one layer, all kept in float32."""
+        """Numbers of a text's state in one layer, all in float32."""
         return (self.window - 1) * self.channels
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Return canonical names and shapes of its tensors beside a residual stream of H
-        numbers.
-        """
+        """Return canonical name -> shape of its tensors, for a residual stream of H numbers."""
         channels = self.channels
         found: dict[str, tuple[int, ...]] = {}
         for name, *shape in (
@@ -225,17 +224,19 @@ class ShortConvolution:
 
     @property
     def draft_numbers(self) -> int:
-        """Numbers that are kept of a draft token in one layer until it is accepted or not."""
+        """Numbers that a draft token stores in one layer until it is accepted or rejected."""
         return self.channels
 
 
 Recurrent = GatedDelta | ShortConvolution
-"""What may stand in attention's place: layers that have a state of a fixed size."""
+"""Layers with a state of a fixed size, which may replace attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """down(activation(gate x) * up x) with `width` numbers in between; biases on all three."""
+    """A feed-forward down(activation(gate x) * up x) with `width` inner numbers; bias: on all
+    three.
+    """
 
     width: int
     bias: bool = False
@@ -243,22 +244,22 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The rule by which a token selects among N experts, and weighs them.
+    """The rule by which a token selects among N experts, and their weights.
 
-    scores = scores(W x + bias); the chosen are the top_k greatest of scores + correction; their
-    weights are the scores alone.
+    scores = scores(W x + bias); the chosen experts are the top_k greatest of scores + correction;
+    their weights are the scores without correction.
 
     scores      softmax over all experts, or each one's sigmoid (arXiv 2412.19437, section 2.1.2)
     normalised  the weights are divided by their sum
     scale       then multiplies them
     bias        the product has one (gpt-oss)
-    correction  a learnt number per expert, for the choice alone
-    groups      the experts are in so many groups; only the `kept` groups can be chosen that have
-                the greatest sums of their `summed` (two or one) greatest corrected scores; 1 = all
-                can
-    own_input   it reads the residual stream after an RMSNorm of its own, whose weight is a learnt
+    correction  a learned number per expert, for the choice only
+    groups      number of groups of experts; only experts of the `kept` groups can be chosen that
+                have the greatest sums of their `summed` (two or one) greatest corrected scores; 1 =
+                all can
+    own_input   it reads the residual stream after an RMSNorm of its own, whose weight is a learned
                 scale [H] times H^-1/2 (Gemma 4)
-    scaled      a learnt number for each expert multiplies its weight last
+    scaled      a learned number for each expert multiplies its weight last
     """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -277,12 +278,12 @@ class Router:
 class Experts:
     """A mixture of feed-forwards: a router chooses `top_k` of `count` for each token.
 
-    width        numbers between gate/up and down of one expert
+    width        inner numbers of one expert
     shared       width of the expert that every token also visits; 0 = there is none
-    shared_gate  its output is multiplied by the sigmoid of a learnt gate [1,H] (Qwen2-MoE)
+    shared_gate  its output is multiplied by the sigmoid of a learned gate [1,H] (Qwen2-MoE)
     bias         each expert's products have biases
-    own          numbers of the experts that are here, of a rank's part of a model; None = all
-    shared_whole of such a part: the shared expert is no part of one but all of it
+    own          in a rank's part of a model, the numbers of its experts; None = all
+    shared_whole in such a part, the shared expert is complete instead of divided
     """
 
     count: int
@@ -297,7 +298,7 @@ class Experts:
 
     @property
     def active_width(self) -> int:
-        """Width of the experts that one token runs through, together."""
+        """Width of the experts that one token runs through, summed."""
         return self.top_k * self.width + self.shared
 
     @property
@@ -308,24 +309,24 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer. `rope` turns its queries and keys, half-split layout.
+    """One layer. `rope` rotates its queries and keys, in half-split layout.
 
     qk_norm       RMSNorm over E on each query and key head, before the rotation
     wide_qk_norm  the same over all query heads at once, and over all key heads (OLMo 2)
-    late_qk_norm  the norms of qk_norm stand behind the rotation (Hunyuan)
+    late_qk_norm  the norms of qk_norm come after the rotation (Hunyuan)
     qkv_bias      q_proj, k_proj and v_proj have biases; o_bias likewise
-    residual      multiplies what attention and feed-forward add to the stream (Granite)
+    residual      multiplies the outputs of attention and feed-forward (Granite)
     recurrent     replaces attention; `attention` is then not used
     cache         the shape of its keys and values, and with it of its queries' heads; None: the
                   model's
     reads         the number of the layer, of the same shape, whose keys and values it attends to,
                   having none of its own (Architecture.borrows: of another model); None: its own
     beside        experts beside the dense feed-forward, each of the two with norms of its own;
-                  what they make together goes through the norm behind the feed-forward
+                  their sum goes through the norm after the feed-forward
     token_vector  numbers of a vector that each token has for this layer (Gemma 3n's and 4's
-                  per-layer embeddings); behind the feed-forward, x + norm(projection(
+                  per-layer embeddings); after the feed-forward, x + norm(projection(
                   activation(gate x) vector)); 0: none
-    scaled        a learnt number multiplies the stream behind all that
+    scaled        a learned number multiplies the residual stream at the end
     """
 
     attention: AttentionSpec
@@ -348,13 +349,13 @@ class LayerSpec:
 
     @property
     def active_width(self) -> int:
-        """Width of the feed-forward that one token runs through; of all its experts together."""
+        """Width of the feed-forward that one token runs through; of experts, the sum."""
         own = self.feed_forward
         width = own.width if isinstance(own, Dense) else own.active_width
         return width if self.beside is None else max(width, self.beside.active_width)
 
     def check(self, head_size: int) -> None:
-        """Raise ModelError for numbers that no layer can have."""
+        """Raise ModelError for impossible numbers."""
         bounds, attention = {}, self.attention
         match self.feed_forward:
             case Dense(width):
@@ -386,8 +387,8 @@ class LayerSpec:
 
 
 def _bounds_of_delta(delta: GatedDelta) -> dict[str, tuple[int, int, int]]:
-    """Return name -> (value, least, most) for the numbers of a delta net. Raises ModelError for
-    heads that cannot share.
+    """Return name -> (value, least, most) for the numbers of a delta net. Raises ModelError if
+    value heads cannot share key heads.
     """
     heads, shared = delta.value_heads, max(delta.key_heads, 1)
     if heads % shared:
@@ -400,7 +401,7 @@ def _bounds_of_delta(delta: GatedDelta) -> dict[str, tuple[int, int, int]]:
 
 def _bounds_of(experts: Experts) -> dict[str, tuple[int, int, int]]:
     """Return name -> (value, least, most) for the numbers of a mixture. Raises ModelError for
-    groups that cannot be.
+    impossible groups.
     """
     router, count = experts.router, max(experts.count, 1)
     check_factor("routed experts' scale", router.scale)
@@ -420,6 +421,6 @@ def _bounds_of(experts: Experts) -> dict[str, tuple[int, int, int]]:
 
 
 def check_factor(name: str, value: float) -> None:
-    """Raise ModelError for a multiplier that is not positive or leaves float32."""
+    """Raise ModelError for a multiplier that is not positive or outside the range of float32."""
     if not (math.isfinite(value) and 1e-6 <= value <= 1e6):
         raise ModelError(f"the model's {name} is {value}; it must be in [1e-6, 1e6]")

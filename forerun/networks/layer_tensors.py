@@ -1,4 +1,4 @@
-"""Names and shapes of a layer's tensors, from its description (layer_spec.py)."""
+"""Names and shapes of a layer's tensors, derived from its description (layer_spec.py)."""
 
 from forerun.networks.cache_layer import CacheLayer
 from forerun.networks.layer_spec import (
@@ -13,8 +13,8 @@ from forerun.networks.layer_spec import (
 def tensors_of(
     spec: LayerSpec, hidden: int, heads: int, cache: CacheLayer
 ) -> dict[str, tuple[int, ...]]:
-    """Return shapes of the tensors of a layer with so many query heads and such keys and values, by
-    canonical name without the layer's prefix, in the order of the computation.
+    """Return the shapes of a layer's tensors, for `heads` query heads and a cache of this shape, by
+    canonical name without the layer's prefix, in the order of computation.
     """
     tensors, names = _Tensors(), NORM_NAMES[spec.norms]
     tensors.norm(names.before_attention, hidden)

@@ -1,9 +1,9 @@
 """Rotary position embedding: the frequencies by which queries and keys are rotated.
 
 RoPE (Su et al. 2021, arXiv 2104.09864) rotates the pair (x[i], x[i + E/2]) of a head by the angle
-position * frequency[i]. This is the half-split layout of `transformers`; files in another
-layout are brought to it when they are read. The arithmetic is float32 in transformers' order
-of operations, so that the numbers are the same up to the last bit of `pow`.
+position * frequency[i]. This is the half-split layout of `transformers`; files in another layout
+are converted when they are read. The arithmetic is float32 in transformers' order of operations, so
+that the numbers are the same up to the last bit of `pow`.
 """
 
 import math
@@ -25,10 +25,8 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3:
-    """Llama 3.1's rule: long wavelengths are divided by `factor`, short ones kept.
-
-    Between original_context / high and original_context / low (wavelengths in tokens) it
-    interpolates.
+    """Llama 3.1's scaling: long wavelengths are divided by `factor`, short ones unchanged. Between
+    original_context / high and original_context / low (wavelengths in tokens) it interpolates.
     """
 
     factor: float
@@ -63,8 +61,8 @@ class Divided:
 
 @dataclass(frozen=True, slots=True)
 class Proportional:
-    """Gemma 4's: of the frequencies of a whole head the first `share`, divided by `factor`; the
-    others are 0. Pairs stand half a head apart, in files too.
+    """Gemma 4's scaling: the first `share` of a whole head's frequencies are divided by `factor`;
+    the others are 0. The two numbers of a pair are half a head apart, in files too.
     """
 
     share: float
@@ -76,10 +74,10 @@ class LongRope:
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): searched divisors, one per frequency, for
     short texts and for long ones.
 
-    original_context  texts of up to so many tokens are short
+    original_context  texts of up to this many tokens are short
     attention_factor  multiplies cos and sin
-    stretched         the long ones are used, which transformers does for a text that is longer and
-                      other servers do for all texts; see Architecture.for_context
+    stretched         use the long ones; transformers does so for longer texts, other servers for
+                      all texts, see Architecture.for_context
     """
 
     short: tuple[float, ...]
@@ -93,25 +91,27 @@ def longrope_attention_factor(factor: float, original_context: int) -> float:
     """Return the default factor of cos and sin: sqrt(1 + ln(factor) / ln(original_context)), and 1
     for a factor of 1 or less (LongRoPE, arXiv 2402.13753, as transformers computes it).
 
-    factor            how many times longer the context has become
+    factor            new context over original context
     original_context  tokens that the model was trained on first
     """
     return math.sqrt(1 + math.log(factor) / math.log(max(original_context, 2))) if factor > 1 else 1
 
 
 _LEAST = 1e-20
-"""Numbers outside (1e-20, 1e20) would leave float32 somewhere; no model has them."""
+"""Lower limit of numbers, and inverse of the upper one: others would leave the range of float32. No
+model has them.
+"""
 
 Scaling = LinearScaling | Llama3 | Yarn | Divided | Proportional | LongRope
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Base `theta` and how the context was stretched, if it was.
+    """The rotary embedding of a layer: base `theta`, and the scaling of the context, if any.
 
     rotated  how many numbers of a head are rotated; None: all, 0: the layer has no positions
-             (arXiv 2305.19466). The others have the frequency 0. Files keep the rotated numbers
-             first; they are put where this module's halves have them when they are read (naming.py)
+             (arXiv 2305.19466). The others have the frequency 0. In files the rotated numbers come
+             first; naming.py moves them to this module's halves when they are read
     """
 
     theta: float
@@ -194,8 +194,8 @@ class Rope:
 
 
 def frequency_table(ropes: Sequence[tuple[Rope, int]]) -> Floats:
-    """Return float32[K,E/2], frequencies of K ropes, each over heads of so many numbers; E is the
-    most, and the rows of smaller heads end in zeros.
+    """Return float32[K,E/2], the frequencies of K (rope, head size) pairs; E is the largest head
+    size, and rows of smaller heads are padded with zeros.
     """
     table = np.zeros((len(ropes), max(size for _, size in ropes) // 2), np.float32)
     for row, (rope, size) in zip(table, ropes, strict=True):
@@ -204,14 +204,14 @@ def frequency_table(ropes: Sequence[tuple[Rope, int]]) -> Floats:
 
 
 def _divisors(divisors: tuple[float, ...], turned: int) -> dict[str, float]:
-    """Return the divisors that must be positive; ModelError unless they are half as many as
-    `turned`.
+    """Return the divisors that must be positive, by name. Raises ModelError unless there are half
+    as many as `turned`.
     """
     if len(divisors) != turned // 2:
         raise ModelError(
             f"rope divisors: {len(divisors)} given, the head size {turned} needs {turned // 2}"
         )
-    # Of numpy, whose least and largest of numbers with a NaN are NaN.
+    # NumPy's minimum and maximum are NaN if a number is NaN.
     return {"smallest divisor": float(np.min(divisors)), "largest divisor": float(np.max(divisors))}
 
 

@@ -1,4 +1,4 @@
-"""Reads the rotary embedding from config.json, in both spellings."""
+"""Reads the rotary embedding from config.json, in both formats."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from forerun.networks.rope import (
 )
 
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Keys of the rope that divide a position in three, which are one for a token of text."""
+"""Keys of the rope that divide a position in three parts, which are equal for a token of text."""
 
 
 def rope_from(
@@ -28,14 +28,14 @@ def rope_from(
     share: float = 1.0,
     ignored: tuple[str, ...] = (),
 ) -> Rope:
-    """Read the rope, in both spellings: rope_theta with rope_scaling, and rope_parameters
+    """Read the rope, in both formats: rope_theta with rope_scaling, and rope_parameters
     (transformers 5).
 
     context    tokens the model was trained for
     theta      default of the base
     head_size  numbers of a head, of which partial_rotary_factor (default `share`) are rotated;
                None: the family rotates all
-    ignored    keys of rope_parameters that do not matter for text
+    ignored    keys of rope_parameters that have no effect on text
 
     Raises ModelError naming the key that cannot be used.
     """
@@ -58,9 +58,9 @@ def rope_from(
 
 
 def rope_of_fixed_alpha(keys: Keys, context: int, head_size: int) -> Rope:
-    """Read Hunyuan's rope: what it calls "dynamic" is a base multiplied by alpha ** (E / (E - 2))
-    for texts of every length. Other kinds as rope_from. Raises ModelError naming the key that
-    cannot be used.
+    """Read Hunyuan's rope: its "dynamic" means a base multiplied by alpha ** (E / (E - 2)) for
+    texts of every length. Other kinds as in rope_from. Raises ModelError naming the key that cannot
+    be used.
     """
     name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
     inner = _object(keys, name, keys.get(name))
@@ -99,7 +99,9 @@ def _object(keys: Keys, name: str, value: Any) -> Keys:
 
 
 def _rope(inner: Keys, theta: float, context: int, original: int, partial: bool = False) -> Rope:
-    """Read the rope of an object of rope parameters. partial: it may rotate a part of a head."""
+    """Read the rope of an object of rope parameters. partial: it may rotate only a part of a
+    head.
+    """
     kind = inner.text("rope_type", inner.text("type", "default"))
     if not partial and kind != "proportional":
         inner.require("partial_rotary_factor", 1.0)
