@@ -1,1 +1,1 @@
-"""Checkpoints on disk as canonical tensors, independent of any framework."""
+"""Reads checkpoints on disk as tensors with canonical names, independent of any framework."""

@@ -1,7 +1,7 @@
 """LoRA adapters in peft's format: folders of adapter_config.json and adapter_model.safetensors.
 
 A module's weight W becomes W + scale B A, with B [out,r] and A [r,in]. Nothing is merged: executors
-run both products beside the base's.
+run both products in addition to the base's.
 """
 
 import re
@@ -29,7 +29,7 @@ MOST_RANK = 1024
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _IN_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d{1,9})\.(.+)")
 _ANY, _END = r".*\.", re.compile(r"(?:\.\*\\\.)?(?:\w|\\?\.)+")
-"""Patterns of modules' names that are ends of them, as peft's own are."""
+"""Patterns of module names that match a suffix, as peft's own do."""
 _EXPERTS = re.compile(r"(?:(?:mlp|feed_forward|block_sparse_moe|moe)\.)?experts(?:\.base_layer)*")
 _HARMLESS = (
     *("peft_type", "task_type", "base_model_name_or_path", "lora_dropout", "target_modules"),
@@ -38,17 +38,19 @@ _HARMLESS = (
     *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),
     *("rank_pattern", "ensure_weight_tying", "qalora_group_size", "target_parameters"),
 )
-"""Keys that change nothing beyond which tensors there are, and their shapes."""
+"""Keys that have no effect besides on the names and shapes of tensors."""
 
 _BESIDE = ("gaussian", "orthogonal", "eva", "mica")
-"""Values of init_lora_weights that leave the base as it is. For "pissa", "olora", "corda" and
-"loftq" peft subtracts from it when it loads the adapter.
+"""Values of init_lora_weights that leave the base unchanged. For "pissa", "olora", "corda" and
+"loftq" peft subtracts from the base when it loads the adapter.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one matrix: down float32[r,in], up float32[out,r], scaled."""
+    """The scaled product that an adapter adds to one matrix: down float32[r,in], up
+    float32[out,r].
+    """
 
     down: Floats
     up: Floats
@@ -58,9 +60,9 @@ class LowRank:
 class LoraAdapter:
     """An adapter, read for one model.
 
-    name      what requests call it
+    name      its name in requests
     matrices  by canonical name without `.weight`
-    digest    of its files: cached prefixes belong to it
+    digest    hash of its files, part of the salt of cached prefixes
     """
 
     name: str
@@ -70,7 +72,7 @@ class LoraAdapter:
 
     @property
     def rank(self) -> int:
-        """The greatest rank of its matrices."""
+        """The largest rank of its matrices."""
         return max(len(one.down) for one in self.matrices.values())
 
     @property
@@ -81,7 +83,7 @@ class LoraAdapter:
 
 def read_adapter(name: str, folder: Path, arch: Architecture) -> LoraAdapter:
     """Read a folder for a model of this architecture. Raises ModelError naming each key, tensor or
-    module that cannot be honoured.
+    module that is not supported.
     """
     try:
         return _read(name, folder, arch)
@@ -108,7 +110,7 @@ def _read(name: str, folder: Path, arch: Architecture) -> LoraAdapter:
 
 
 class _Scaling:
-    """Reads adapter_config.json. Raises ModelError naming what is not honoured."""
+    """Reads adapter_config.json. Raises ModelError naming what is not supported."""
 
     def __init__(self, keys: Keys) -> None:
         if keys.get("peft_type") != "LORA":
@@ -146,7 +148,9 @@ def _is_alpha(item: tuple[str, Any]) -> bool:
 
 
 def _pairs(file: TensorFile) -> dict[str, dict[str, str]]:
-    """Return module -> its tensors' names by "A" and "B". Raises ModelError naming all others."""
+    """Return module -> its tensors' names by "A" and "B". Raises ModelError naming all other
+    tensors.
+    """
     pairs: dict[str, dict[str, str]] = {}
     faults = []
     for tensor in file.tensors:
@@ -185,7 +189,9 @@ class _Adapted:
         return layer, parts
 
     def experts(self, module: str) -> "_AllExperts | None":
-        """Return the experts that a module holds as one parameter; None of another module."""
+        """Return the experts if a module has all of them as one parameter; None for any other
+        module.
+        """
         layer, name = self._place(module)
         spec = self._arch.layer_specs[layer]
         for room, experts in (("mlp", spec.feed_forward), ("moe", spec.beside)):
@@ -212,7 +218,7 @@ class _Adapted:
 def _placed(
     module: str, file: TensorFile, pair: dict[str, str], scaling: _Scaling, adapted: _Adapted
 ) -> dict[str, LowRank]:
-    """Return what the adapter adds to each canonical matrix that the module holds."""
+    """Return the product that the adapter adds to each canonical matrix of the module."""
     down, up = file.floats(pair["A"]), file.floats(pair["B"])
     if (experts := adapted.experts(module)) is not None:
         return experts.placed(module, down, up, scaling)
@@ -247,7 +253,9 @@ class _AllExperts:
     def placed(
         self, module: str, down: Floats, up: Floats, scaling: _Scaling
     ) -> dict[str, LowRank]:
-        """Return what the adapter adds to each expert's matrices: gate and up, or down."""
+        """Return the product that the adapter adds to each expert's matrices: gate and up, or
+        down.
+        """
         count, width = self.experts.count, self.experts.width
         rank, rest = divmod(len(down), count)
         shape = up.shape[:1] + down.shape[1:]
@@ -277,14 +285,14 @@ class _AllExperts:
 
 
 def _rows(up: Floats, part: StoredPart) -> Floats:
-    """Return the rows of a stored matrix that are the part's, in its order."""
+    """Return the rows of a stored matrix that belong to the part, in its order."""
     rows = up if part.rows is None else up[part.rows]
     return np.ascontiguousarray(rows if part.order is None else rows[part.order])
 
 
 def _runs(name: str) -> bool:
-    """Return whether executors adapt this matrix of a layer: products but what latent attention
-    absorbs, and routers.
+    """Return whether executors adapt this matrix of a layer: all products except those that latent
+    attention absorbs, and routers.
     """
     part = name.removesuffix(".weight").rpartition(".")[2]
     others = "kv_a_proj_with_mqa", "per_layer_input_gate", "per_layer_projection", "gate"

@@ -10,20 +10,18 @@ from forerun.networks.arch import Architecture, expected_tensors
 from forerun.types import Floats
 
 _NAMED = 12
-"""Culprits named in one message; the rest are counted."""
+"""Most tensors named in one message; the rest are counted."""
 
 
 class Checkpoint(Protocol):
-    """Named tensors, read from a mapped file on use and not cached.
-
-    Names and shapes are those of `expected_tensors(architecture)`; the output head is absent
-    if it is the embedding. Opening a checkpoint
-    proves it complete.
+    """Named tensors, read from a mapped file on use and not cached. Names and shapes are those of
+    `expected_tensors(architecture)`; the output head is absent if it is the embedding. A checkpoint
+    that could be opened is complete.
     """
 
     @property
     def architecture(self) -> Architecture:
-        """The network that the tensors make up."""
+        """The network that the tensors belong to."""
         ...
 
     @property
@@ -42,21 +40,21 @@ class Checkpoint(Protocol):
         ...
 
     def tensor(self, name: str) -> Floats:
-        """Return the tensor of that canonical name as float32, of its `shape`, perhaps a read-only
+        """Return the tensor of that canonical name as float32, of its `shape`, possibly a read-only
         view of the file. Raises KeyError for an unknown name.
         """
         ...
 
     def packed(self, name: str) -> Packed | None:
-        """Return a matrix as the file stores it; None for a vector, and where it cannot be read so.
-        Raises KeyError for an unknown name.
+        """Return a matrix as the file stores it; None for a vector, and for a matrix that has no
+        such form. Raises KeyError for an unknown name.
         """
         ...
 
 
 @runtime_checkable
 class ReadInParts(Protocol):
-    """A checkpoint that can read a part of a matrix of which `packed` is None."""
+    """A checkpoint that can read a part of a matrix for which `packed` returns None."""
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
         """Return float32[n,k], some rows and columns of a matrix, reading little else. Raises
@@ -67,11 +65,11 @@ class ReadInParts(Protocol):
 
 @runtime_checkable
 class InFourBits(Protocol):
-    """A checkpoint some of whose matrices are 4-bit integers, which may stay so."""
+    """A checkpoint with matrices of 4-bit integers, which need not be widened."""
 
     def four_bit_group(self, name: str) -> int:
-        """Return how many inputs share a scale and a zero point; 0 if the matrix is not stored so,
-        or its scales are not float16. Raises KeyError for an unknown name.
+        """Return how many inputs share a scale and a zero point; 0 if the matrix is not of 4-bit
+        integers, or its scales are not float16. Raises KeyError for an unknown name.
         """
         ...
 
@@ -85,7 +83,7 @@ class InFourBits(Protocol):
 @runtime_checkable
 class Repeated(Protocol):
     """A checkpoint whose matrices all repeat the same numbers, float32[n], row after row: a device
-    can be filled with them without writing them out on the host.
+    can be filled with them without creating the matrices on the host.
     """
 
     @property
@@ -102,7 +100,8 @@ def check_whole(
 ) -> None:
     """Raise ModelError naming every missing, unexpected or wrongly shaped tensor.
 
-    wanted  name -> shape of what there must be; None: the canonical tensors
+    found   name -> shape of the tensors there are
+    wanted  name -> shape of the tensors there must be; None: the canonical tensors
     """
     expected = expected_tensors(arch) if wanted is None else wanted
     faults = [f"missing {name}" for name in expected if name not in found]
@@ -120,7 +119,7 @@ def check_whole(
 
 
 def shortened(items: Iterable[str]) -> str:
-    """Join the first few items and count the rest; each is cut at a readable length."""
+    """Join the first few items and count the rest; each is cut to a readable length."""
     listed = list(items)
     text = "; ".join(item[:200] for item in listed[:_NAMED])
     return text + (f"; and {len(listed) - _NAMED} more" if len(listed) > _NAMED else "")

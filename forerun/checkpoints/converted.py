@@ -1,4 +1,4 @@
-"""Pickled weights, kept as safetensors in the cache: converted once, in a process of its own."""
+"""Converts pickled weights to safetensors in the cache: once, in a process of its own."""
 
 import hashlib
 import logging
@@ -13,7 +13,9 @@ from forerun.sandbox import SandboxProcess
 
 _MODULE = "forerun.checkpoints.unpickle_worker"
 _SECONDS, _BYTES_PER_SECOND = 60.0, 20 << 20
-"""Processor time: a fixed part, and one per byte, a tenth of a slow disk's rate."""
+"""Limit of processor time: a fixed part in seconds, and bytes per second, a tenth of a slow disk's
+rate.
+"""
 _SPARE = 16 << 20
 _ADVICE = (
     "Only tensors are read from a pickle, and nothing in it is run; save the weights as "
@@ -24,11 +26,10 @@ log = logging.getLogger("forerun.checkpoints")
 
 
 def read_pickled(path: Path) -> TensorFile:
-    """Read the tensors of an archive that torch saved, numbers unchanged.
-
-    They are in `converted/` of the cache, under a name made of the file's path, size and time; what
-    was there of an older file at that path is deleted. Raises ModelError: what the archive holds
-    besides tensors, what is wrong with it, or why the cache cannot be written.
+    """Read the tensors of an archive saved by torch, numbers unchanged. They are in `converted/` of
+    the cache, under a name made of the file's path, size and time; conversions of an older file at
+    that path are deleted. Raises ModelError if the archive has anything besides tensors, is
+    damaged, or the cache cannot be written.
     """
     folder = cache_dir() / "converted"
     try:

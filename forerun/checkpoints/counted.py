@@ -1,4 +1,4 @@
-"""A checkpoint that reports how far it has been read."""
+"""A checkpoint that reports how much of it has been read."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +15,11 @@ from forerun.types import Floats
 
 
 def counted(checkpoint: Checkpoint, item: int, tell: Callable[[int, int], None]) -> Checkpoint:
-    """Return the same tensors; `tell` is called for each one that is read. Random numbers, which
-    are not read, are returned unchanged.
+    """Return a checkpoint of the same tensors that calls `tell` for each one that is read. Random
+    numbers, which are not read, are returned unchanged.
 
     item  bytes of a number on its device
-    tell  called with bytes of the tensors read, each counted once, and of all
+    tell  called with (bytes of the tensors read, each counted once; bytes of all)
     """
     return checkpoint if isinstance(checkpoint, Repeated) else _Counted(checkpoint, item, tell)
 

@@ -1,4 +1,4 @@
-"""Folders of config.json and safetensors, as `transformers` writes them."""
+"""Reads folders of config.json and safetensors, as written by `transformers`."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -36,13 +36,13 @@ _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
 _OF_PROCESSOR = "chat_template.json"
-"""Where multimodal models of before mid-2025 have their template."""
+"""File with the template of multimodal models from before mid-2025."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NORM = "model.norm.weight"
 _MOST_SHARDS = 1024
 _MOST_INDEX = 64 << 20
-"""Bytes; that of Kimi K2 has 13.5 MB."""
+"""Most bytes of an index; that of Kimi K2 has 13.5 MB."""
 _AT_ONCE = 1024
 """Rows of a head that are compared with the embedding's before more of the file is read."""
 _ROTARY_TABLE = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
@@ -53,14 +53,14 @@ class FolderCheckpoint:
 
     methods           the quantisation methods of its matrices; () = all are floats
     towers            names of its parts for images, which are left out
-    prediction_files  by stored name, the tensors of prediction layers: not part of the model
-                      itself, and read only to draft with them
+    prediction_files  tensors of prediction layers, by stored name: not part of the model itself,
+                      and read only to draft with them
     """
 
     def __init__(self, folder: Path, context: int | None = None) -> None:
-        """Map and check the files; ModelError names what is wrong with them.
+        """Map and check the files. Raises ModelError naming the fault.
 
-        context  of the longest text, where the model depends on it (Architecture.for_context)
+        context  of the longest text, if the model depends on it (Architecture.for_context)
         """
         self._folder = folder
         self.config: dict[str, Any] = config_of(folder)
@@ -91,20 +91,20 @@ class FolderCheckpoint:
         return self._stored[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
-        """Return the tensor as float32, of its `shape`; a read-only view of the file where that is
-        how it is stored. Raises KeyError for an unknown name.
+        """Return the tensor as float32, of its `shape`; a read-only view of the file if that is how
+        it is stored. Raises KeyError for an unknown name.
         """
         return self._stored[name].floats()
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
-        """Return some rows and columns of a matrix as float32; of one that is stored in few bits
-        little else is read.
+        """Return float32[n,k], some rows and columns of a matrix; of one stored in few bits little
+        else is read. Raises KeyError for an unknown name.
         """
         return self._stored[name].part(rows, columns)
 
     def grouped(self, name: str) -> Grouped | None:
-        """Return a quantised matrix whose columns share scales; None: it is none. Raises
-        KeyError.
+        """Return a quantised matrix whose columns share scales; None for any other. Raises KeyError
+        for an unknown name.
         """
         return self._stored[name].grouped()
 
@@ -115,14 +115,14 @@ class FolderCheckpoint:
         return self._stored[name].four_bit_group()
 
     def four_bits(self, name: str) -> FourBits:
-        """Return a matrix of which `four_bit_group` is not 0, as stored. Raises KeyError for an
+        """Return a matrix for which `four_bit_group` is not 0, as stored. Raises KeyError for an
         unknown name.
         """
         return self._stored[name].four_bits()
 
     def packed(self, name: str) -> Packed | None:
-        """Return a matrix of floats as stored; None for a vector, and for what is stored in few
-        bits.
+        """Return a matrix of floats as stored; None for a vector, and for a matrix stored in few
+        bits. Raises KeyError for an unknown name.
         """
         return self._stored[name].packed()
 
@@ -130,8 +130,8 @@ class FolderCheckpoint:
 def _stored(
     files: dict[str, TensorFile], arch: Architecture, where: Path
 ) -> dict[str, StoredTensor]:
-    """Map each canonical name to where it is stored. Raises ModelError naming every missing,
-    unexpected or wrongly shaped tensor as the files call it.
+    """Map each canonical name to its stored tensor. Raises ModelError naming every missing,
+    unexpected or wrongly shaped tensor by its name in the files.
     """
     pieces = {spec: layer_pieces(arch, spec, files) for spec in dict.fromkeys(arch.layer_specs)}
     wanted: dict[str, tuple[str, StoredPart]] = {}
@@ -157,14 +157,16 @@ _VISION = re.compile(
     r"|vision_embedder)\..+"
 )
 INDEXERS = ("indexers",)
-"""What `FolderCheckpoint.towers` has of a model whose indexers are left out."""
+"""Value of `FolderCheckpoint.towers` for a model whose indexers are left out."""
 _INDEXER = re.compile(r"\.self_attn\.indexer\.")
 _KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 _WRAPPED = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 
 
 def _towers(files: Mapping[str, TensorFile], config: dict[str, Any]) -> tuple[str, ...]:
-    """Name the parts of a multimodal checkpoint that `text_only` leaves out, or the indexers."""
+    """Return the names of the parts of a multimodal checkpoint that `text_only` leaves out, or
+    INDEXERS.
+    """
     if config.get("model_type") in INDEXED:
         return INDEXERS if any(map(_INDEXER.search, files)) else ()
     if not isinstance(config.get("text_config"), dict):
@@ -175,9 +177,9 @@ def _towers(files: Mapping[str, TensorFile], config: dict[str, Any]) -> tuple[st
 def text_only(
     files: dict[str, TensorFile], config: dict[str, Any], folder: Path
 ) -> dict[str, TensorFile]:
-    """Return a multimodal checkpoint's language model alone, named as one that was saved alone, and
-    a model without its indexers; any other checkpoint's files as they are. Raises ModelError if two
-    tensors would have one name.
+    """Return only the language model of a multimodal checkpoint, with the names of one that was
+    saved alone, or a model without its indexers; the files of any other checkpoint unchanged.
+    Raises ModelError if two tensors would have one name.
     """
     if config.get("model_type") in INDEXED:
         return {name: file for name, file in files.items() if not _INDEXER.search(name)}
@@ -196,8 +198,8 @@ def text_only(
 
 
 def _as_model(files: dict[str, TensorFile]) -> dict[str, TensorFile]:
-    """Return a base model's files (no head; embedding models are saved so) under a whole model's
-    names; any other's unchanged.
+    """Return the files of a base model (without a head; embedding models are saved so) under a
+    whole model's names; any other's unchanged.
     """
     if _EMBEDDING in files or _EMBEDDING.removeprefix("model.") not in files:
         return files
@@ -218,7 +220,9 @@ def _renamed(files: dict[str, TensorFile], names: Mapping[str, str]) -> dict[str
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Read a model folder's config.json. Raises ModelError that says what the folder is instead."""
+    """Read a model folder's config.json. Raises ModelError; the message says what else the folder
+    may be.
+    """
     if (folder / "config.json").is_file():
         return read_json(folder / "config.json")
     hint = ""
@@ -230,10 +234,12 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def files_by_tensor(folder: Path, kinds: Mapping[str, int] = FLOATS) -> dict[str, TensorFile]:
-    """Return tensor name -> the file that holds it; a single file takes precedence over an index,
+    """Return tensor name -> the file that has it. A single file takes precedence over an index,
     safetensors over pickles, whose tensors are converted to safetensors in the cache.
 
-    kinds  as in read_shard. Raises ModelError.
+    kinds  as in read_shard
+
+    Raises ModelError.
     """
     if (folder / _SINGLE).is_file():
         file = read_shard(folder / _SINGLE, kinds)
@@ -251,7 +257,7 @@ def files_by_tensor(folder: Path, kinds: Mapping[str, int] = FLOATS) -> dict[str
 
 
 def _sharded(index: Path, suffix: str, read: Callable[[Path], TensorFile]) -> dict[str, TensorFile]:
-    """Open with `read` the files that an index names; return which of them has each tensor."""
+    """Open with `read` the files named by an index. Returns tensor name -> file."""
     listed = read_json(index, _MOST_INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
         raise ModelError(f"{index} has no weight_map from tensor to file name")
@@ -278,8 +284,8 @@ def _sharded(index: Path, suffix: str, read: Callable[[Path], TensorFile]) -> di
 
 
 def _needed(files: dict[str, TensorFile], arch: Architecture) -> dict[str, TensorFile]:
-    """Leave out old checkpoints' rotary tables, a copy of a tied head, and what makes keys and
-    values in layers that read those of others.
+    """Return the files without old checkpoints' rotary tables, a copy of a tied head, and tensors
+    for keys and values in layers that read those of others.
     """
     copied = {_HEAD} if arch.tied_head else set()
     return {
@@ -292,14 +298,16 @@ def _needed(files: dict[str, TensorFile], arch: Architecture) -> dict[str, Tenso
 
 
 def read_elsewhere(name: str, arch: Architecture) -> bool:
-    """Return whether a tensor, by its canonical name, makes keys and values that no layer reads."""
+    """Return whether a tensor, by its canonical name, computes keys and values that no layer
+    reads.
+    """
     match = _KEYS_AND_VALUES.fullmatch(name)
     layer = int(match[1]) if match is not None else arch.layers
     return layer < arch.layers and arch.layer_specs[layer].reads is not None
 
 
 def _own_head(files: dict[str, TensorFile]) -> bool:
-    """Return whether there is a head that is no copy of the embedding: it counts even where
+    """Return whether there is a head that differs from the embedding: it is used even if
     config.json ties them, as in transformers.
     """
     if _HEAD not in files or _EMBEDDING not in files:
@@ -338,9 +346,9 @@ _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad",
 
 
 def special_tokens(folder: Path) -> dict[str, str | None]:
-    """Read the texts of the special tokens that tokenizer_config.json names, or
-    special_tokens_map.json where it does not, by the names that chat templates know; None if it
-    says that there is none. Raises ModelError if one is no text.
+    """Read the special tokens' texts from tokenizer_config.json, or special_tokens_map.json if that
+    has none, by their names in chat templates; None for one that is explicitly absent. Raises
+    ModelError if one is no text.
     """
     path = folder / _SPECIAL_TOKENS
     settings = (read_json(path) if path.is_file() else {}) | tokenizer_settings(folder)
@@ -356,7 +364,9 @@ def special_tokens(folder: Path) -> dict[str, str | None]:
 
 
 def _token_ids(folder: Path, name: str, value: Any, vocab: int) -> list[int]:
-    """Check a value that is one id, a list of them, or null; return them as a list."""
+    """Return a value that is one id, a list of ids, or null as a list. Raises ModelError for
+    anything else, and for ids outside the vocabulary.
+    """
     items = value if isinstance(value, list) else [value]
     ids = [item for item in items if item is not None]
     for item in ids:
@@ -379,7 +389,7 @@ def sampling_defaults(source: str, values: Mapping[str, Any]) -> dict[str, float
     """Return the sampling parameters that a model recommends, from `values` by their names in
     SAMPLING.
 
-    source  where they come from, for messages
+    source  where the values come from, for messages
 
     Raises ModelError naming a value that is not a number or out of bounds.
     """
@@ -401,14 +411,14 @@ def sampling_defaults(source: str, values: Mapping[str, Any]) -> dict[str, float
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """Read generation_config.json; return {} where there is none."""
+    """Read generation_config.json; {} if there is none."""
     path = folder / "generation_config.json"
     return read_json(path) if path.is_file() else {}
 
 
 def chat_template(folder: Path) -> str | None:
     """Read the chat template: chat_template.jinja, else the one in tokenizer_config.json, else that
-    in chat_template.json; with the one for tools where there is one. Raises ModelError.
+    in chat_template.json; merged with the one for tools if there is one. Raises ModelError.
     """
     alone, with_tools = (_text(folder / name) for name in _TEMPLATES)
     if alone is not None:
@@ -424,8 +434,8 @@ def chat_template(folder: Path) -> str | None:
 
 
 def joined_templates(source: str, default: Any, with_tools: Any) -> str | None:
-    """Make one chat template of that for conversations, and of that for conversations in which
-    tools are offered; either may be missing.
+    """Merge the template for conversations and that for conversations with tools into one; either
+    may be missing.
 
     source  where they come from, for messages
 
@@ -451,6 +461,6 @@ def _text(path: Path) -> str | None:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json; return {} where there is none."""
+    """Read tokenizer_config.json; {} if there is none."""
     path = folder / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}

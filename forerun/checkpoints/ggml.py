@@ -1,8 +1,8 @@
-"""ggml's storage types: how large they are, and their numbers as floats.
+"""ggml's storage types: their sizes, and the conversion of their numbers to floats.
 
-The table is that of the gguf package (tests/models/test_ggml.py compares them), which is imported
-where numbers are turned into floats and not before: most models need it for none, and it takes
-5 MB and 50 ms of each process.
+The table is that of the gguf package (tests/models/test_ggml.py compares them). The package is
+imported only when numbers are converted: most models need no conversion, and it takes 5 MB and 50
+ms of each process.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from forerun.types import Floats
 
 
 class StorageType(NamedTuple):
-    """A storage type: its number in files, numbers in a block, and bytes of a block."""
+    """A storage type: its number in files, numbers per block, and bytes per block."""
 
     number: int
     block: int
@@ -61,20 +61,21 @@ STORAGE = {
 """By ggml's name."""
 
 UNREADABLE = frozenset(("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"))
-"""What is turned into no floats: of activations, and whole numbers."""
+"""Types that cannot be converted: those of activations, and integers."""
 _LEVELS = {"Q1_0": (1, np.array([-1, 1], np.float32)), "Q2_0": (2, np.arange(-1, 3, dtype="f4"))}
-"""Bits of a number, lowest first behind the block's scale, and what they stand for; the gguf
-package does not turn these into floats."""
+"""Type -> (bits of a number, lowest first after the block's scale; the values they stand for). The
+gguf package does not convert these.
+"""
 
 NAMES = {storage.number: name for name, storage in STORAGE.items()}
-"""Names by the numbers in files."""
+"""Names of storage types by their numbers in files."""
 
 IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the 16 numbers of IQ4_NL stand for, before the block's scale."""
+"""Values of the 16 numbers of IQ4_NL, before the block's scale."""
 
 
 def floats_of(kind: str, rows: NDArray[np.uint8]) -> Floats:
-    """Return float32[n,K] of rows uint8[n,bytes of a row], contiguous, of a readable type."""
+    """Convert rows uint8[n,bytes of a row], contiguous, of a readable type to float32[n,K]."""
     if kind == "F16":
         return rows.view("<f2").astype(np.float32)
     if kind in _LEVELS:

@@ -14,20 +14,20 @@ GroupedKind = Literal["int4", "int8", "float8"]
 """4-bit integers from 0 to 15, 8-bit integers from -128 to 127, or bytes of float8 E4M3."""
 
 MIDDLE = 8
-"""Zero point of 4-bit integers that have none of their own."""
+"""Zero point of 4-bit integers without one of their own."""
 
 
 def whole_block(columns: int) -> int:
-    """Return the columns that products read at once of rows that have one scale."""
+    """Return the columns that products read at once if a row has one scale."""
     return 128 if columns > 64 else 64 if columns > 32 else 32
 
 
 class GroupedRows(NamedTuple):
     """Some rows of a matrix; see Grouped.
 
-    numbers  [n,K] uint8, of 8-bit integers int8, in the order of `Grouped.order`
+    numbers  uint8[n,K], or int8 for 8-bit integers, in the order of `Grouped.order`
     scales   float32[n,groups]
-    zeros    [n,groups] as `numbers`; None if there are none
+    zeros    [n,groups] of the type of `numbers`; None if there are none
     """
 
     numbers: AnyArray
@@ -58,7 +58,7 @@ class Grouped:
 
     @property
     def block(self) -> int:
-        """Columns that products read at once, all of one group; 0: of none that they know."""
+        """Columns that products read at once, all of one group; 0 if products cannot read it."""
         columns = self.shape[1]
         if self.group >= columns:
             return whole_block(columns)
@@ -66,12 +66,12 @@ class Grouped:
 
     @property
     def groups(self) -> int:
-        """How many groups a row has; the last may be smaller."""
+        """Number of groups in a row; the last may be smaller."""
         return -(-self.shape[1] // self.group)
 
     @property
     def bytes(self) -> int:
-        """Bytes that it takes where it is kept: rows are filled up to whole blocks."""
+        """Bytes that it takes in memory, with rows padded to whole blocks."""
         rows, columns = self.shape
         numbers = -(-columns // self.block) * self.block // (2 if self.kind == "int4" else 1)
         each = (4 if self.scale == "F32" else 2) + 4 * self.zeros
@@ -80,13 +80,15 @@ class Grouped:
         )
 
     def title(self) -> str:
-        """Describe it in words: "4-bit integers in groups of 128"."""
+        """Return its format in words: "4-bit integers in groups of 128"."""
         what = {"int4": "4-bit integers", "int8": "8-bit integers", "float8": "float8"}[self.kind]
         whole = self.group >= self.shape[1]
         return f"{what} with a scale per row" if whole else f"{what} in groups of {self.group}"
 
     def rows(self, which: AnyArray) -> "Grouped":
-        """Select the rows int[n], at least one, in this order. Reads nothing yet."""
+        """Return the matrix of the rows `which` int[n], at least one, in this order. Reads nothing
+        yet.
+        """
         first, last = int(which.min()), int(which.max())
 
         def read(rows: slice) -> GroupedRows:
@@ -100,7 +102,9 @@ class Grouped:
         return replace(self, shape=(len(which), self.shape[1]), read=read)
 
     def cut(self, rows: slice, columns: slice) -> "Grouped | None":
-        """Cut out a part; None if that begins within a group, or columns have an order."""
+        """Return a part of the matrix; None if it begins within a group, or columns have an
+        order.
+        """
         start, stop, _ = columns.indices(self.shape[1])
         first, last, _ = rows.indices(self.shape[0])
         own = slice(first, last)
@@ -131,6 +135,6 @@ def _within(whole: slice, part: slice) -> slice:
 
 
 def check_float8(numbers: NDArray[np.uint8], name: str) -> None:
-    """Raise ModelError naming the matrix where bytes of float8 E4M3 are NaN."""
+    """Raise ModelError, naming the matrix, if a byte of float8 E4M3 is NaN."""
     if (numbers & 127).max(initial=0) == 127:
         raise ModelError(f"{name} holds NaN; the file is damaged")

@@ -1,4 +1,6 @@
-"""Which matrices of a checkpoint stay in few bits, where products of layers read them so."""
+"""Selects the matrices of a checkpoint that need not be widened, because products of layers read
+their format.
+"""
 
 import math
 import re
@@ -16,11 +18,11 @@ from forerun.types import AnyArray
 
 @runtime_checkable
 class InGroups(Protocol):
-    """A checkpoint some of whose matrices are quantised with scales by group."""
+    """A checkpoint with quantised matrices that have scales by group."""
 
     def grouped(self, name: str) -> Grouped | None:
-        """Return the matrix in groups, or None where it is stored in another way. Raises KeyError
-        for an unknown name.
+        """Return the matrix in groups, or None if it has another format. Raises KeyError for an
+        unknown name.
         """
         ...
 
@@ -29,18 +31,20 @@ _KEPT = re.compile(
     r"model\.layers\.\d+\.(self_attn|mlp|mlp\.shared_expert)\."
     r"((q|k|v|o|gate|up|down|q_a|q_b)_proj|kv_a_proj_with_mqa)\.weight"
 )
-"""Matrices that are a product each of all rows. Experts' are not, kv_b_proj is turned and cut."""
+"""Names of matrices that are used as one product of all their rows. Experts' are not, and kv_b_proj
+is transposed and cut.
+"""
 
 
 def grouped_of(checkpoint: Checkpoint, name: str) -> Grouped | None:
-    """Return a matrix in few bits by group, whichever format stores it so; None if none does."""
+    """Return a matrix in few bits by group, from any file format; None for any other matrix."""
     grouped = checkpoint.grouped(name) if isinstance(checkpoint, InGroups) else None
     return grouped if grouped is not None else _of_packed(checkpoint, name)
 
 
 def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
-    """Return the matrix of that name that a product may keep in the file's few bits; None if it is
-    to be widened, for its name, its storage or its size.
+    """Return the matrix of that name if products can read its format; None if it has to be widened,
+    because of its name, its format or its size.
     """
     if _KEPT.fullmatch(name) is None:
         return None
@@ -49,12 +53,12 @@ def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
 
 
 def keeps(checkpoint: Checkpoint) -> bool:
-    """Return whether a product may keep any matrix of the checkpoint in few bits."""
+    """Return whether any matrix of the checkpoint need not be widened."""
     return any(kept_matrix(checkpoint, name) is not None for name in checkpoint.names())
 
 
 def kept_matrices(checkpoint: Checkpoint) -> dict[str, Grouped]:
-    """Collect by name all matrices that `kept_matrix` returns. Reads headers and orders of
+    """Return all matrices that `kept_matrix` returns, by name. Reads headers and orders of
     columns.
     """
     pairs = ((name, kept_matrix(checkpoint, name)) for name in checkpoint.names())
@@ -62,20 +66,21 @@ def kept_matrices(checkpoint: Checkpoint) -> dict[str, Grouped]:
 
 
 SCRATCH = 1 << 27
-"""Bytes of a kept weight that are widened at a time for many rows (triton_few_bits.py in
-executors/torch). Not measured."""
+"""Bytes of a quantised weight that are widened at a time for many rows (triton_few_bits.py in
+executors/torch). Not measured.
+"""
 
 PARTS = 1 << 25
-"""Bytes that programs which share tiles of few rows find, at most, there."""
+"""Most bytes of scratch for programs that share tiles of few rows, there."""
 
 
 def saved_bytes(kept: Iterable[Grouped], item: int) -> int:
-    """Return how many bytes fewer these matrices take than with `item` bytes a number."""
+    """Return how many bytes fewer these matrices take than with `item` bytes per number."""
     return sum(item * math.prod(matrix.shape) - matrix.bytes for matrix in kept)
 
 
 def kept_sentence(kept: Mapping[str, Grouped]) -> str:
-    """Describe, for users, which matrices stay as stored in the file."""
+    """Return a sentence, for users, on which matrices stay as stored in the file."""
     if not kept:
         return "all weights are widened: no matrix has a quantised format that kernels can use"
     counts = Counter(matrix.title() for matrix in kept.values())
@@ -88,8 +93,8 @@ _BLOCK = 32
 
 
 def _of_packed(checkpoint: Checkpoint, name: str) -> Grouped | None:
-    """Return a matrix in one of ggml's formats of a scale and integers (ggml-quants.h), else None.
-    Rows that the file has in another order are copied on each read.
+    """Return a matrix in one of ggml's formats with a scale and integers (ggml-quants.h), else
+    None. Rows that the file has in another order are copied on each read.
     """
     packed = checkpoint.packed(name)
     if packed is None or packed.kind not in _BLOCKS:

@@ -1,4 +1,4 @@
-"""Files of tensors, mapped into memory: where each tensor lies, and its numbers as floats."""
+"""Files of tensors, mapped into memory: the place of each tensor, and its numbers as floats."""
 
 import math
 import mmap
@@ -18,14 +18,17 @@ _ROWS_AT_ONCE = 2048
 
 
 class UnsupportedError(ModelError):
-    """A file may be sound, but holds what is not read here."""
+    """A file that may be sound, but has content that is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """The place of a tensor. `shape` is outermost first, as in NumPy; bytes from file start.
+    """The place of a tensor in its file.
 
-    kind  ggml's name of the storage type; also for safetensors' F32, F16 and BF16
+    kind   ggml's name of the storage type; also for safetensors' F32, F16 and BF16
+    shape  outermost first, as in NumPy
+    start  byte in the file
+    size   in bytes
     """
 
     kind: str
@@ -48,7 +51,7 @@ class Packed:
     columns: int
 
     def floats(self) -> Floats:
-        """Return float32[rows,columns]; a read-only view of the file where that is how it is
+        """Return float32[rows,columns]; a read-only view of the file if that is how it is
         stored.
         """
         if self.kind == "F32" and self.rows.flags.c_contiguous:
@@ -75,7 +78,7 @@ class FourBits:
 
     @property
     def group(self) -> int:
-        """How many neighbouring columns share a scale."""
+        """Number of adjacent columns that share a scale."""
         return int(self.numbers.shape[1]) // int(self.scales.shape[1])
 
 
@@ -104,25 +107,21 @@ class TensorFile:
         return Packed(stored.kind, self.rows(name), stored.shape[-1])
 
     def expert(self, name: str, expert: int) -> Packed | None:
-        """Return one expert's matrix [out,in] of a tensor of all experts, where it is stored in few
-        bits that have a name; else None, and it is a part of `floats`.
+        """Return one expert's matrix [out,in] of a tensor of all experts, if it is stored in few
+        bits of a named type; else None, and it is a part of `floats`.
         """
         return None
 
     def grouped(self, name: str) -> Grouped | None:
-        """Return a quantised matrix whose columns share scales; None: always, in this format."""
+        """Return None: this format has no quantised matrices whose columns share scales."""
         return None
 
     def four_bit_group(self, name: str) -> int:
-        """Return the columns that share a scale in a matrix of 4-bit integers with float16 scales;
-        0: it is none.
-        """
+        """Return 0: this format has no matrices of 4-bit integers with float16 scales."""
         return 0
 
     def four_bits(self, name: str) -> FourBits:
-        """Return a matrix of 4-bit integers; only for names whose four_bit_group is not 0, of which
-        this format has none (AssertionError).
-        """
+        """Raise AssertionError: this format has no matrices of 4-bit integers."""
         raise AssertionError(f"{name} is not a matrix of 4-bit integers")
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
@@ -133,7 +132,7 @@ class TensorFile:
 
     def floats(self, name: str) -> Floats:
         """Return the tensor of that name in the file as float32, of its stored shape; a read-only
-        view where that is how it is stored. Raises KeyError for an unknown name.
+        view if that is how it is stored. Raises KeyError for an unknown name.
         """
         stored = self.tensors[name]
         packed = Packed(stored.kind, self.rows(name), stored.shape[-1])
@@ -141,8 +140,8 @@ class TensorFile:
 
 
 def mapped(path: Path) -> NDArray[np.uint8]:
-    """Map the file's bytes uint8[n], read-only, loaded when touched. Raises ModelError if it cannot
-    be read.
+    """Map the file's bytes uint8[n], read-only; pages are loaded when accessed. Raises ModelError
+    if it cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -157,16 +156,16 @@ _mappings = WeakSet[mmap.mmap]()
 
 
 def release_files() -> None:
-    """Give the memory of all mapped files back to the system, as `release` does: for the moment
-    when a model is loaded.
+    """Release the memory of all mapped files to the system, as `release` does, after a model is
+    loaded.
     """
     for mapping in [*_mappings] if hasattr(mmap, "MADV_DONTNEED") else ():
         mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def release(rows: NDArray[np.uint8]) -> None:
-    """Give the memory of rows that lie in a mapped file back to the system: they are loaded again
-    when touched. Nothing happens to rows that lie elsewhere, and where the system has no such call.
+    """Release the memory of rows of a mapped file to the system; they are loaded again when
+    accessed. Does nothing for other rows, and on systems without such a call.
     """
     owner: object = rows
     while isinstance(owner, np.ndarray):

@@ -1,16 +1,18 @@
-"""Where a folder keeps a layer's tensors: under other names, several in one, or in another order.
+"""The places of a layer's tensors in a folder: under other names, several in one, or in another
+order.
 
-`arch.layer_tensors` names what a layer has; a `StoredPart` says which stored tensor each is, or is
-a part of. Families differ in a table of names (_RENAMED) and in these layouts:
+`arch.layer_tensors` names the tensors of a layer; a `StoredPart` says which stored tensor each is,
+or is a part of. Families differ in a table of names (_RENAMED) and in these layouts:
 
     fused        queries, keys and values are one matrix, gate and up another (Phi-3), or gate and
                  up alone (Granite 4)
     stacked      all experts are one tensor: matrices [in, out], gate and up in turns (gpt-oss), or
                  [out, in], gate above up (what transformers 5 keeps in memory; Qwen3.5)
-    interleaved  rows of several parts stand head by head in one matrix (Qwen3-Next)
+    interleaved  rows of several parts alternate head by head in one matrix (Qwen3-Next)
     joined       a delta net's queries, keys and values are one matrix (Qwen3.5)
-    rotated      in a head the rotated numbers stand first (partial rotation), or pairs stand side
-                 by side (DeepSeek); here pairs stand half a head apart, over the whole head
+    rotated      in a head the rotated numbers come first (partial rotation), or the two numbers of
+                 a pair are adjacent (DeepSeek); here pairs are half a head apart, over the whole
+                 head
 """
 
 import re
@@ -35,13 +37,13 @@ Order = NDArray[np.int64]
 class StoredPart:
     """A tensor as a part of a stored one.
 
-    stored      its name, without the layer's prefix
-    shape       its own
-    whole       the stored tensor's
-    expert      which one of a stored tensor of all experts; None: it is of no such
+    stored      name of the stored tensor, without the layer's prefix
+    shape       of this tensor
+    whole       shape of the stored tensor
+    expert      which expert of a stored tensor of all experts; None: it is not one of these
     transposed  a matrix that is stored [in, out]
-    rows        which rows (of a vector: numbers) of what is left; None = all
-    order       in which order these are, int64[rows]; None = as they are
+    rows        which rows (of a vector: numbers) of the remaining; None = all
+    order       the order of these, int64[rows]; None = unchanged
     """
 
     stored: str
@@ -54,13 +56,13 @@ class StoredPart:
 
     @property
     def alone(self) -> bool:
-        """Whether the stored tensor is this one, number by number."""
+        """Whether the stored tensor is identical to this one."""
         return self.shape == self.whole and self.order is None and not self.transposed
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the model as a part of one in a file; `name` is the stored tensor's in full."""
+    """A tensor of the model as a part of one in a file; `name` is the stored tensor's full name."""
 
     file: TensorFile
     name: str
@@ -68,17 +70,17 @@ class StoredTensor:
 
     @property
     def parts(self) -> tuple["StoredTensor", ...]:
-        """The tensors that are stored of it: itself."""
+        """The stored tensors that it consists of: itself."""
         return (self,)
 
     @property
     def kind(self) -> str:
-        """The storage by its name in ggml, such as Q4_K."""
+        """The storage type by ggml's name, such as Q4_K."""
         return self.file.tensors[self.name].kind
 
     def floats(self) -> Floats:
-        """Return the tensor as float32; a read-only view of the file where it is stored like
-        that.
+        """Return the tensor as float32; a read-only view of the file if that is how it is
+        stored.
         """
         if self.piece.alone:
             return self.file.floats(self.name)
@@ -89,8 +91,8 @@ class StoredTensor:
         return found
 
     def part(self, rows: slice, columns: slice) -> Floats:
-        """Return some rows and columns of a matrix as float32; of one that is stored in few bits
-        little else is read.
+        """Return float32[n,k], some rows and columns of a matrix; of one stored in few bits little
+        else is read.
         """
         piece = self.piece
         if piece.transposed or piece.expert is not None:
@@ -103,19 +105,19 @@ class StoredTensor:
 
     @property
     def _of_rows(self) -> bool:
-        """Whether it is rows of a matrix, or all of them."""
+        """Whether it consists of rows of a matrix, or of all of them."""
         piece = self.piece
         return len(piece.shape) == 2 and not piece.transposed and piece.expert is None
 
     def grouped(self) -> Grouped | None:
-        """Return TensorFile.grouped; None of an expert's part of a tensor too."""
+        """Return TensorFile.grouped; None also for an expert's part of a tensor."""
         found = self.file.grouped(self.name) if self._of_rows else None
         if found is None or self.piece.alone:
             return found
         return found.rows(self._ordered(np.arange(self.piece.whole[0])))
 
     def four_bit_group(self) -> int:
-        """Return TensorFile.four_bit_group; 0 of an expert's part of a tensor too."""
+        """Return TensorFile.four_bit_group; 0 also for an expert's part of a tensor."""
         return self.file.four_bit_group(self.name) if self._of_rows else 0
 
     def four_bits(self) -> FourBits:
@@ -140,7 +142,7 @@ class StoredTensor:
         return turned
 
     def packed(self) -> Packed | None:
-        """Return a matrix as stored; None for a vector, and for what only its own file can
+        """Return a matrix as stored; None for a vector, and for a format that only its own file can
         widen.
         """
         if self.piece.alone:
@@ -154,7 +156,7 @@ class StoredTensor:
         return Packed(self.kind, self.rows(), self.piece.shape[-1])
 
     def cut(self, whole: AnyArray) -> AnyArray:
-        """Return its part of the whole stored tensor's numbers, transposed and ordered."""
+        """Return this tensor's part of the whole stored tensor, transposed and ordered."""
         piece = self.piece
         found = whole if piece.expert is None else whole[piece.expert]
         return self._ordered(found.T if piece.transposed else found)
@@ -206,9 +208,9 @@ _RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
         (r"moe\.experts\.", "experts."),
     ),
 }
-"""By family: how canonical names begin, and how the files' do."""
+"""By family: (prefix of canonical names, prefix of the files' names) pairs."""
 FINAL_NORMS: dict[Family, str] = dict.fromkeys(("lfm2", "lfm2_moe"), "model.embedding_norm.weight")
-"""What files call model.norm.weight, where they call it otherwise."""
+"""Names of model.norm.weight in families whose files call it otherwise."""
 
 IN_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"(?:mlp|moe)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
@@ -217,10 +219,10 @@ EXPERT = re.compile(r"(?:mlp|moe)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|
 def layer_pieces(
     arch: Architecture, spec: LayerSpec, stored: Iterable[str] = ()
 ) -> dict[str, StoredPart]:
-    """Map the canonical name of every tensor of a layer of `arch` that is as `spec` says, without
-    the layer's prefix, to its piece.
+    """Map the canonical name of every tensor of a layer of `arch` with this `spec`, without the
+    layer's prefix, to its part.
 
-    stored  names of the files' tensors, where these may have either of two layouts
+    stored  names of the files' tensors, for families that have either of two layouts
     """
     stacked = arch.family == "qwen3_5_moe_text" and any(n.endswith(_STACKED) for n in stored)
     pieces = {}
@@ -256,8 +258,8 @@ def _renamed(name: str, family: Family) -> str:
 
 
 def fused(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
-    """Return the part of Phi-3's fused tensors that `name` is: q, k and v stand one above the
-    other, and gate and up; `piece` as it is for other names.
+    """Return the part of Phi-3's fused tensors for `name`: q, k and v are stacked, and so are gate
+    and up; `piece` unchanged for other names.
     """
     queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
     width = spec.active_width
@@ -284,7 +286,7 @@ _GATE_AND_UP = "shared_mlp.input_linear.weight"
 
 
 def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
-    """Return gpt-oss's piece: all experts in one tensor, rows of gate and up in turns."""
+    """Return gpt-oss's part: all experts in one tensor, with rows of gate and up alternating."""
     match = EXPERT.fullmatch(name)
     if match is None:
         return piece
@@ -310,7 +312,7 @@ def _one_above_the_other(
     name: str, piece: StoredPart, experts: Experts | None, room: str
 ) -> StoredPart:
     """Return the part of a tensor of all experts, called room.down_proj and room.gate_up_proj; gate
-    stands above up.
+    is above up.
     """
     match = EXPERT.fullmatch(name)
     if match is None or experts is None:
@@ -327,8 +329,8 @@ def _one_above_the_other(
 
 
 def joined(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
-    """Return Qwen3.5's piece: a delta net's queries, keys and values stand one above the other, its
-    gates alone; of attention each head's gate follows its query, as in Qwen3-Next.
+    """Return Qwen3.5's part: a delta net's queries, keys and values are stacked, its gates
+    separate; in attention each head's gate follows its query, as in Qwen3-Next.
     """
     delta = spec.recurrent if isinstance(spec.recurrent, GatedDelta) else None
     if delta is None:
@@ -344,8 +346,8 @@ def joined(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) ->
 
 
 def head_by_head(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
-    """Return Qwen3-Next's piece: each head's gate follows its query; of a delta net, each key
-    head's query, key and the values and gates of its value heads are one matrix, and their b and a
+    """Return Qwen3-Next's part: each head's gate follows its query; in a delta net, each key head's
+    query, key and the values and gates of its value heads are one matrix, and their b and a
     another.
     """
     room, part, kind = name.split(".", 2) if name.count(".") == 2 else ("", "", "")
@@ -399,7 +401,7 @@ def order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
 
 
 def each_head(head: Order, heads: int) -> Order:
-    """Return the order of rows of `heads` heads, each as `head` has it."""
+    """Return the order of the rows of `heads` heads, each in the order `head`."""
     order: Order = (np.arange(heads)[:, None] * len(head) + head).ravel()
     return order
 

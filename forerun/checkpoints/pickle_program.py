@@ -1,10 +1,10 @@
-"""A pickle is a program. This interpreter runs only what lists of numbers and tables of tensors
-are made of, so that nothing can happen but that a value is put together.
+"""An interpreter for pickles, which are programs, that can only build values.
 
-It knows some thirty instructions (their meaning: CPython's pickletools). A name is a value like
-any other and is never imported; three of them may be called, with arguments that are checked, and
-what they give is made here. Every other name and instruction is refused by name. Time and memory
-grow with the length of the program; nothing is copied, compared or walked through.
+It runs only the instructions that lists of numbers and tables of tensors consist of, some thirty of
+them (their meaning: CPython's pickletools). A name is a value like any other and is never imported;
+three names may be called, with checked arguments, and their results are created here. Every other
+name and instruction is rejected by name. Time and memory grow with the length of the program;
+nothing is copied, compared or traversed.
 """
 
 import math
@@ -24,7 +24,7 @@ KINDS = {
     "IntStorage": "I32",
     "BoolStorage": "BOOL",
 }
-"""torch's names of storages, and what safetensors calls their numbers."""
+"""torch's names of storages -> safetensors' names of their number types."""
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
 
 _TENSOR = "torch._utils._rebuild_tensor_v2"
@@ -47,8 +47,8 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor: `shape` numbers of a storage, at offset + index @ strides, counted in numbers.
-    All of them lie in the storage, and there are no more than it has.
+    """A tensor: `shape` numbers of a storage, at offset + index @ strides, counted in numbers. All
+    of them are within the storage, and they are no more than it has.
     """
 
     storage: Storage
@@ -59,16 +59,15 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A name of _NAMES. Nothing is imported for it."""
+    """A name in _NAMES, which is not imported."""
 
     text: str
 
 
 def run(program: bytes) -> Any:
-    """Return the value that a pickle puts together: None, bool, int, float, str, View, and lists,
-    tuples and dicts of them. Values may stand in several places, and in themselves.
-
-    Raises ModelError naming what else the program wants, or that it is cut off or damaged.
+    """Run a pickle and return its value: None, bool, int, float, str, View, and lists, tuples and
+    dicts of them. A value may occur several times, and within itself. Raises ModelError naming
+    anything else in the program, or if it is cut off or damaged.
     """
     machine = _Machine(program)
     try:
@@ -136,7 +135,7 @@ class _Machine:
         return self._stack.pop()
 
     def mark(self) -> None:
-        """Open a group; `group` closes it."""
+        """Begin a group, which `group` ends."""
         self._below.append(self._stack)
         self._stack = []
 
@@ -146,15 +145,15 @@ class _Machine:
         return values
 
     def keep(self, index: int) -> None:
-        """Remember the top of the stack."""
+        """Store the top of the stack in the memo."""
         self._memo[index] = self._stack[-1]
 
     def keep_next(self) -> None:
-        """Remember it under the next free number."""
+        """Store the top of the stack in the memo, under the next free number."""
         self.keep(len(self._memo))
 
     def recall(self, index: int) -> None:
-        """Push what was remembered."""
+        """Push a value of the memo."""
         if index not in self._memo:
             raise IndexError
         self.push(self._memo[index])
@@ -165,14 +164,14 @@ class _Machine:
         self.push(tuple(reversed(values)))
 
     def name(self, module: str, name: str) -> None:
-        """Push one of the names that may be named."""
+        """Push a name, which must be one of _NAMES."""
         text = f"{module}.{name}"
         if text not in _NAMES:
             raise ModelError(f"it names {shown(text)}, which a table of tensors does not need")
         self.push(_Name(text))
 
     def stacked_name(self) -> None:
-        """Push the name whose module and own part are on the stack."""
+        """Push the name whose module and attribute are on the stack."""
         name, module = self.pop(), self.pop()
         if not isinstance(name, str) or not isinstance(module, str):
             raise ModelError("a name is not a string")
@@ -185,7 +184,7 @@ class _Machine:
         self._stack[-1].extend(values)
 
     def update(self, pairs: list[Any]) -> None:
-        """Set keys and values, in turns, of the dict below."""
+        """Set alternating keys and values in the dict below."""
         target, keys = self._stack[-1], pairs[::2]
         if not isinstance(target, dict) or len(pairs) % 2:
             raise ModelError("it sets items of something that is not a table")
@@ -194,7 +193,7 @@ class _Machine:
         target.update(zip(keys, pairs[1::2], strict=True))
 
     def call(self) -> None:
-        """Call one of the names that may be called, with its arguments."""
+        """Call a name that may be called, with the arguments on the stack."""
         arguments, function = self.pop(), self.pop()
         made = _CALLS.get(function.text) if isinstance(function, _Name) else None
         if made is None or type(arguments) is not tuple:
@@ -202,13 +201,13 @@ class _Machine:
         self.push(made(arguments))
 
     def state(self) -> None:
-        """Drop attributes of a table of tensors: `_metadata`, which says nothing here."""
+        """Drop the attributes of a table of tensors: `_metadata`, which is not needed."""
         state, target = self.pop(), self._stack[-1]
         if type(target) is not dict or type(state) is not dict or state.keys() != {"_metadata"}:
             raise ModelError("it sets attributes of something that is not a table of tensors")
 
     def storage(self) -> None:
-        """Push the storage that a persistent id stands for."""
+        """Push the storage for a persistent id."""
         match self.pop():
             case ("storage", _Name(text=text), str(key), str(), int(count)) if (
                 text.removeprefix("torch.") in KINDS
@@ -238,9 +237,9 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _view(arguments: tuple[Any, ...]) -> View:
-    """Make a View of storage, offset, shape, strides, requires_grad, hooks and perhaps what else a
-    tensor carries, which has to be nothing: a flag there may mean that numbers are negated when
-    they are read.
+    """Return a View of storage, offset, shape, strides, requires_grad, hooks and possibly further
+    attributes of a tensor, which must be empty: a flag there may mean that numbers are negated when
+    they are read. Raises ModelError.
     """
     match arguments:
         case (Storage() as storage, offset, shape, strides, bool(), dict(), *more):
@@ -337,7 +336,7 @@ _REFUSED = {
     0x96: "BYTEARRAY8",
     0x97: "NEXT_BUFFER",
 }
-"""Names for the error of those that some other pickles have."""
+"""Names, for the error, of instructions that other pickles have."""
 
 
 def _protocol(number: int) -> None:

@@ -1,9 +1,9 @@
-"""Archives as torch saves them: one pickle, and the numbers of its tensors in files beside it.
+"""Reads archives saved by torch: one pickle, and the numbers of its tensors in separate files.
 
-The pickle is run by an interpreter of our own, which can only put values together
-(pickle_program.py). What the archive says of itself is not believed: every storage has to lie in
-the file, stored as it is, apart from all others, as long as the pickle says, and with its checksum.
-The format before torch 1.6, a row of pickles without an archive, is refused.
+The pickle is run by an interpreter of our own, which can only build values (pickle_program.py). The
+archive is not trusted: every storage must be in the file, uncompressed, apart from all others, of
+the length given by the pickle, and with its checksum. The format before torch 1.6, a sequence of
+pickles without an archive, is rejected.
 """
 
 import json
@@ -31,17 +31,18 @@ _CHUNK = 1 << 24
 _OLD = 0x80
 """The first byte of a pickle; an archive begins with PK."""
 _MOST_COPIES = 4
-"""Times its own size that an archive's tensors may take: those that share a storage, as a tied head
-does with its embedding, are written one by one."""
+"""Most bytes of an archive's tensors, in multiples of its own size: tensors that share a storage,
+as a tied head and its embedding do, are written one by one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
     """A checked archive.
 
-    value  what its pickle puts together
+    value  of its pickle
     data   the file's bytes
-    parts  name -> where it begins and ends in `data`
+    parts  name -> (begin, end) in `data`
     """
 
     value: Any
@@ -49,7 +50,9 @@ class Archive:
     parts: dict[str, tuple[int, int]]
 
     def numbers(self, storage: Storage) -> NDArray[np.uint8]:
-        """Return the storage's bytes, a view. Raises ModelError if it is missing or not as long."""
+        """Return the storage's bytes, a view. Raises ModelError if it is missing or has another
+        length.
+        """
         start, end = self.parts.get(f"data/{storage.key}", (0, -1))
         wanted = storage.count * ITEM_BYTES[storage.kind]
         if end - start != wanted:
@@ -59,8 +62,8 @@ class Archive:
 
 
 def read_pickled_ids(path: Path) -> list[int]:
-    """Read a published list of token ids (freq_N.pt). Raises ModelError for a file that holds
-    anything but a list of integers.
+    """Read a published list of token ids (freq_N.pt). Raises ModelError if the file has anything
+    but a list of integers.
     """
     ids = _opened(path, "plain list of token ids").value
     if not isinstance(ids, list) or not all(type(id) is int for id in ids):
@@ -73,10 +76,9 @@ def read_pickled_ids(path: Path) -> list[int]:
 
 
 def write_safetensors(path: Path, target: IO[bytes]) -> int:
-    """Copy all tensors of an archive into `target` as safetensors, numbers unchanged.
-
-    Returns the bytes written; no more than one chunk of them is in memory at a time. Raises
-    ModelError naming what the archive holds besides tensors, and what is wrong with it.
+    """Copy all tensors of an archive into `target` as safetensors, numbers unchanged. Returns the
+    bytes written; at most one chunk of them is in memory at a time. Raises ModelError naming what
+    the archive has besides tensors, and its faults.
     """
     archive = _opened(path, "table of tensors")
     try:
@@ -94,7 +96,7 @@ def write_safetensors(path: Path, target: IO[bytes]) -> int:
 
 
 def _opened(path: Path, what: str) -> Archive:
-    """Open and check the archive but for the storages' lengths. Raises ModelError."""
+    """Open and check the archive, except for the storages' lengths. Raises ModelError."""
     data = mapped(path)
     with _damage_named(path):
         if len(data) and data[0] == _OLD:
@@ -122,9 +124,7 @@ def _opened(path: Path, what: str) -> Archive:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Turn all that zipfile raises for archives that are damaged, or of a kind that it does not
-    know, into one ModelError.
-    """
+    """Convert every exception of zipfile for damaged or unsupported archives to one ModelError."""
     damage = (
         OSError,
         ValueError,
@@ -144,7 +144,9 @@ def _damage_named(path: Path) -> Iterator[None]:
 def _parts(
     items: list[zipfile.ZipInfo], root: str, data: NDArray[np.uint8]
 ) -> dict[str, tuple[int, int]]:
-    """Return the places of the storages, by their name below the archive's folder; none overlap."""
+    """Return the (begin, end) of each storage, by its name below the archive's folder. Raises
+    ModelError if two overlap.
+    """
     places: dict[str, tuple[int, int]] = {}
     for item in items:
         name = item.filename.removeprefix(root)
@@ -188,7 +190,7 @@ def _size(view: View) -> int:
 
 
 def _header(views: dict[str, View], most: int) -> bytes:
-    """Make the length and table of a safetensors file. Raises ModelError if the tensors take more
+    """Return the length and table of a safetensors file. Raises ModelError if the tensors take more
     than `most` bytes.
     """
     table, end = {}, 0

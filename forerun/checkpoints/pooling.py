@@ -1,4 +1,4 @@
-"""How a model's files say that embeddings are made: sentence-transformers' modules, GGUF's
+"""Reads from a model's files how embeddings are computed: sentence-transformers' modules, GGUF's
 `pooling_type`.
 """
 
@@ -15,18 +15,18 @@ _MODULES, _PROMPTS = "modules.json", "config_sentence_transformers.json"
 _TRANSFORMER = "sentence_bert_config.json"
 _GGUF_POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _MODES = {"lasttoken": "last", "mean": "mean"}
-"""Modes of sentence-transformers' Pooling that are computed here."""
+"""Modes of sentence-transformers' Pooling that are supported here."""
 _HARMLESS = ("word_embedding_dimension", "embedding_dimension", "include_prompt")
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRule:
-    """How an embedding is made of hidden states. It is always of length 1.
+    """How an embedding is computed from hidden states. It always has length 1.
 
     pooling  "last" or "mean"
-    source   what says so, for people
+    source   the file or key that says so, for users
     prompt   text before each input
-    fault    why the model's files cannot be followed, in a sentence; "" if they can
+    fault    why the model's rule is not supported, in a sentence; "" if it is
     """
 
     pooling: str = "last"
@@ -36,8 +36,8 @@ class EmbeddingRule:
 
 
 def embedding_rule(path: Path, metadata: Mapping[str, Any]) -> EmbeddingRule:
-    """Return the rule of a model folder, or of a GGUF file with these metadata. What cannot be
-    followed is its `fault`: the model can still write text.
+    """Return the rule of a model folder, or of a GGUF file with these metadata. An unsupported rule
+    is reported in `fault`: the model can still generate text.
     """
     try:
         return _of_folder(path) if path.is_dir() else _of_gguf(metadata)
@@ -93,8 +93,8 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _mode(pooling: Mapping[str, Any], place: Path) -> str:
-    """Return the one mode that is on. Raises ModelError for none, several, another, or an unknown
-    key.
+    """Return the one mode that is on. Raises ModelError for none, several, an unsupported one, or
+    an unknown key.
     """
     on = [str(pooling["pooling_mode"])] if "pooling_mode" in pooling else []
     for key, value in pooling.items():

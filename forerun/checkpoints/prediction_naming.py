@@ -27,8 +27,8 @@ class Naming:
 
     title         the project
     layer         prefix of a layer's own tensors; its number in group 1
-    own           other tensors, behind that prefix or, with `apart`, without it -> the part, or the
-                  target's tensor that it is a copy of
+    own           other tensors, after that prefix or, with `apart`, without it -> the part, or the
+                  target's tensor of which it is a copy
     apart         those belong to no layer: all share them
     hidden_first  the fuse reads the hidden state before the embedding
     """
@@ -78,7 +78,7 @@ QWEN = Naming(
 ZEROED = ("glm4_moe",)
 """Families whose own code zeroes the embedding at position 0."""
 BORROWED = (EMBEDDING, HEAD)
-"""The target's, of which a file may hold a copy."""
+"""The target's tensors of which a file may have a copy."""
 
 
 def divided(
@@ -95,8 +95,8 @@ def divided(
 
 
 def _belongs(name: str, files: Files, arch: Architecture) -> bool:
-    """Return whether a tensor is of a prediction layer. Behind the target's layers, a layer without
-    a fuse is none: it is a fault of the target.
+    """Return whether a tensor belongs to a prediction layer. A layer after the target's without a
+    fuse does not: it is a fault of the target.
     """
     match = DEEPSEEK.layer.match(name)
     if match is not None:
@@ -111,13 +111,13 @@ def several(arch: Architecture, count: int) -> Architecture:
 
 
 def own_name(layer: int, part: str) -> str:
-    """Return the canonical name of a part of a layer; what all of them begin with, for no part."""
+    """Return the canonical name of a part of a layer; without a part, the prefix of all of them."""
     return f"predict.{layer}.{part}.weight" if part else f"predict.{layer}."
 
 
 def naming_of(files: Files, arch: Architecture, where: Path) -> tuple[Naming, int, int]:
-    """Return how a folder names its prediction layers, the number of the first, and how many there
-    are. Raises ModelError if numbers are missing or no naming fits.
+    """Return how a folder names its prediction layers, the number of the first, and their count.
+    Raises ModelError if numbers are missing or no naming fits.
     """
     for naming in (MIMO, QWEN, DEEPSEEK):
         numbers = sorted({int(m[1]) for name in files if (m := naming.layer.match(name))})
@@ -136,7 +136,7 @@ def pieces(
     arch: Architecture, naming: Naming, first: int, count: int, files: Iterable[str] = ()
 ) -> dict[str, tuple[str, StoredPart]]:
     """Map the canonical name of every tensor that the file of `count` layers from `first` on may
-    have to its stored name and piece. files: the names that there are.
+    have to its stored name and part. files: names of the tensors there are.
     """
     wanted: dict[str, tuple[str, StoredPart]] = {}
     for layer, spec in enumerate(arch.layer_specs):
@@ -152,8 +152,8 @@ def pieces(
 
 
 def own_pieces(arch: Architecture, naming: Naming, layer: int) -> dict[str, tuple[str, StoredPart]]:
-    """Map the canonical name of what a layer has, or may have, besides a decoder layer, to its
-    stored name, behind any prefix, and piece.
+    """Map the canonical names of a layer's tensors besides those of a decoder layer to their stored
+    names, after any prefix, and parts.
     """
     vocabulary, width = (arch.vocab, arch.hidden), (arch.hidden,)
     shapes = {EMBEDDING: vocabulary, HEAD: vocabulary, FUSE: (arch.hidden, 2 * arch.hidden)}
@@ -166,7 +166,7 @@ def own_pieces(arch: Architecture, naming: Naming, layer: int) -> dict[str, tupl
 
 
 def copy_name(name: str, layer: int) -> str:
-    """Return the name under which a layer may store a copy of what it shares with the target."""
+    """Return the name under which a layer may store a copy of one of the target's tensors."""
     return f"copy.{layer}.{name}"
 
 

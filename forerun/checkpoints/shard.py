@@ -1,6 +1,7 @@
-"""Maps safetensors files. Their headers are read by the format's own library, which checks that the
-tensors cover the data exactly once, without holes; bounds on their size are checked here, because
-files are untrusted.
+"""Maps safetensors files.
+
+Their headers are read by the format's own library, which checks that the tensors cover the data
+exactly once, without holes; limits on their size are checked here, because files are untrusted.
 """
 
 import math
@@ -14,19 +15,19 @@ from forerun.errors import ModelError
 from forerun.networks.keys import shown
 
 _MOST_HEADER = 64 << 20
-"""Bytes; those of published models take up to 15 MB."""
+"""Most bytes of a header; those of published models take up to 15 MB."""
 _MOST_TENSORS = 65536
 _DIMENSIONS = 8
 FLOATS: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
-"""Types of numbers, and bytes of one."""
+"""Number types, and bytes of one number."""
 MAPS: Mapping[str, int] = {**FLOATS, "I64": 8, "I32": 4, "U16": 2, "BOOL": 1}
-"""Drafts also store vocabulary maps and n-gram tables."""
+"""Also the types of drafts' vocabulary maps and n-gram tables."""
 QUANTISED: Mapping[str, int] = {**MAPS, "F8_E4M3": 1, "I8": 1, "U8": 1}
-"""Storage types of quantised matrices."""
+"""Also the types of quantised matrices."""
 
 
 def read_shard(path: Path, kinds: Mapping[str, int] = FLOATS) -> TensorFile:
-    """Map one .safetensors file. Raises ModelError if it is damaged, or beyond what is read.
+    """Map one .safetensors file. Raises ModelError if it is damaged, or has unsupported content.
 
     kinds  the types of numbers that its tensors may have
     """
@@ -42,12 +43,12 @@ def read_shard(path: Path, kinds: Mapping[str, int] = FLOATS) -> TensorFile:
         raise ModelError(f"{path}: {error}") from error
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: damaged safetensors file: {str(error)[:200]}") from error
-    # Empty tensors are left out: what needs one that is not empty calls it missing.
+    # Empty tensors are left out: a reader that needs a tensor then reports it as missing.
     return TensorFile(path, {name: one for name, one in tensors.items() if one.size}, data)
 
 
 def _tensors(path: Path, begin: int, kinds: Mapping[str, int]) -> dict[str, TensorEntry]:
-    """Return the tensors by name. They follow each other from byte `begin` on."""
+    """Return the tensors by name. Their data begins at byte `begin`."""
     tensors: dict[str, TensorEntry] = {}
     with safe_open(path, "np") as file:
         names = file.offset_keys()

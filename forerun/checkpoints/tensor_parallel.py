@@ -1,14 +1,13 @@
-"""Tensor and expert parallelism: which part of every tensor a rank holds, and the model that its
-parts make up.
+"""Tensor and expert parallelism: which part of every tensor a rank has, and the model that its
+parts form.
 
-Megatron's cut (Shoeybi et al. 2019, arXiv 1909.08053, section 3): queries, keys, values, gate and
-up are cut by their outputs, o_proj and down_proj by their inputs, so that a layer needs two sums
-over the ranks. Embedding and head are cut by token. Everything else is on every rank, and so is a
-key/value head that more ranks than there are such heads need.
-
-Experts are cut likewise, each by its columns, or divided as wholes: groups of ranks have the same
-number of them each, and only within a group are they cut. A recurrent layer is cut by its heads or
-channels, its convolution and its states with them, and its output product by its inputs.
+Megatron's division (Shoeybi et al. 2019, arXiv 1909.08053, section 3): queries, keys, values, gate
+and up are cut by their outputs, o_proj and down_proj by their inputs, so that a layer needs two
+sums over the ranks. Embedding and head are cut by token. Everything else is on every rank, and so
+is a key/value head if there are more ranks than heads. Experts are cut in the same way, each by its
+columns, or divided as wholes: groups of ranks have the same number of experts each, and experts are
+cut only within a group. A recurrent layer is cut by its heads or channels, with its convolution and
+its states, and its output product by its inputs.
 """
 
 import math
@@ -65,7 +64,7 @@ _CUTS = {
     r".*\.sinks": Cut.ROWS,
     r"(model\.embed_tokens|lm_head)\.weight": Cut.ROWS,
 }
-"""By canonical name; what is not here is whole."""
+"""Pattern of canonical names -> their division; all other tensors are whole."""
 
 
 def cut_of(name: str) -> Cut:
@@ -78,9 +77,9 @@ class TensorParallel:
     """One of the ranks that share a model.
 
     rank          its number, from 0
-    size          how many there are
+    size          number of ranks
     experts       groups of ranks among which experts are divided (ep-size); divides `size`
-    shared_whole  every rank has the shared expert whole; else it is cut by its columns
+    shared_whole  every rank has the whole shared expert; else it is cut by its columns
     """
 
     rank: int = 0
@@ -89,14 +88,14 @@ class TensorParallel:
     shared_whole: bool = False
 
     def span(self, length: int) -> slice:
-        """Return this rank's part of an axis of `length` numbers: the ranks' parts follow each
-        other, and differ in length by one at most.
+        """Return this rank's part of an axis of `length` numbers: the ranks' parts are consecutive,
+        and differ in length by at most one.
         """
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
     def kv_span(self, kv_heads: int, length: int) -> slice:
-        """Return a rank's part of an axis of `length` numbers that `kv_heads` heads make up: whole
-        heads, one at least, which several ranks have where there are fewer heads.
+        """Return a rank's part of an axis of `length` numbers of `kv_heads` heads: whole heads, at
+        least one; several ranks have the same one if there are fewer heads than ranks.
         """
         if kv_heads >= self.size:
             return self.span(length)
@@ -104,8 +103,8 @@ class TensorParallel:
         return slice(head * each, (head + 1) * each)
 
     def among(self, name: str) -> "TensorParallel":
-        """Return the ranks that share the tensor of this canonical name, and which of them
-        this is.
+        """Return the group of ranks that share the tensor of this canonical name, and this one's
+        number in it.
         """
         if ".mlp.experts." in name:
             share = self.size // self.experts
@@ -115,7 +114,7 @@ class TensorParallel:
         return self
 
     def architecture(self, arch: Architecture) -> Architecture:
-        """Describe the model that this rank's parts of `arch` make up; its vocabulary is the whole
+        """Return the model that this rank's parts of `arch` form; its vocabulary is the whole
         one.
         """
         if self.size == 1:
@@ -129,7 +128,7 @@ class TensorParallel:
         )
 
     def parameters(self, arch: Architecture) -> int:
-        """Count the weights that this rank has of `arch`, a tied head once."""
+        """Return how many weights of `arch` this rank has, counting a tied head once."""
         return sum(
             math.prod(self.shape(name, shape, arch))
             for name, shape in self.own(expected_tensors(arch), arch).items()
@@ -138,8 +137,8 @@ class TensorParallel:
     def own(
         self, tensors: Mapping[str, tuple[int, ...]], arch: Architecture
     ) -> dict[str, tuple[int, ...]]:
-        """Select those of `tensors`, by canonical name, of which this rank has a part: all but
-        those of experts that others have.
+        """Return those of `tensors`, by canonical name, of which this rank has a part: all but
+        those of other ranks' experts.
         """
         if self.experts == 1:
             return dict(tensors)
@@ -147,8 +146,8 @@ class TensorParallel:
         return {name: shape for name, shape in tensors.items() if name in own_shapes}
 
     def shape(self, name: str, shape: tuple[int, ...], arch: Architecture) -> tuple[int, ...]:
-        """Return the shape of this rank's part of a tensor of that name and shape; arch: of the
-        whole model.
+        """Return the shape of this rank's part of a tensor of that name and shape. arch: the whole
+        model.
         """
         pieces, axis = self.pieces(name, shape, arch), axis_of(name)
         found = [[part.stop - part.start for part in piece] for piece in pieces]
@@ -159,9 +158,8 @@ class TensorParallel:
     def pieces(
         self, name: str, shape: tuple[int, ...], arch: Architecture
     ) -> list[tuple[slice, ...]]:
-        """Return which pieces of a tensor of this name and shape are its own, which follow each
-        other along `axis_of` its name: one, or where it is cut by parts several. arch: of the whole
-        model.
+        """Return this rank's pieces of a tensor of this name and shape, consecutive along `axis_of`
+        its name: one, or several if the tensor is cut by parts. arch: the whole model.
         """
         rows, columns = slice(0, shape[0]), tuple(slice(0, length) for length in shape[1:])
         ranks = self.among(name)
@@ -181,8 +179,8 @@ class TensorParallel:
         return [(rows, *columns)]
 
     def spans(self, lengths: tuple[int, ...]) -> list[slice]:
-        """Return this rank's part of each of the parts, of such lengths, that follow each other
-        along an axis.
+        """Return this rank's part of each of the consecutive parts, of these lengths, along an
+        axis.
         """
         begins = np.cumsum((0, *lengths[:-1])).tolist()
         spans = zip(begins, map(self.span, lengths), strict=True)
@@ -213,8 +211,8 @@ class TensorParallel:
 
 
 def check_divides(arch: Architecture, tp: TensorParallel) -> None:
-    """Raise ConfigError if a model cannot be shared by the ranks of which `tp` is one; it says
-    by how many it could be.
+    """Raise ConfigError if a model cannot be divided among `tp.size` ranks; the message says by how
+    many it could be.
     """
     _check_experts(arch, tp)
     fault = _fault(arch, tp)
@@ -250,7 +248,7 @@ def _check_experts(arch: Architecture, tp: TensorParallel) -> None:
 
 
 def _resized(tp: TensorParallel, size: int) -> TensorParallel:
-    """Return `tp` for `size` ranks: the groups of experts grow with them where each rank is one."""
+    """Return `tp` for `size` ranks; if each rank was a group of experts, so it is then."""
     experts = size if tp.experts == tp.size else tp.experts if size > 1 else 1
     return TensorParallel(0, size, experts, tp.shared_whole)
 
@@ -260,7 +258,7 @@ def _listed(numbers: list[int], last: str = "or") -> str:
 
 
 def _fault(arch: Architecture, tp: TensorParallel) -> str | None:
-    """Say why a model cannot be shared so, in one clause; None if it can."""
+    """Return why a model cannot be divided like this, as a clause; None if it can."""
     size = tp.size
     if size % tp.experts:
         return f"its {tp.experts} groups of experts do not divide by that"
@@ -293,7 +291,7 @@ def _fault(arch: Architecture, tp: TensorParallel) -> str | None:
 
 
 class RankCheckpoint:
-    """A rank's parts of a checkpoint, as a Checkpoint of its own: nothing else is read.
+    """A rank's parts of a checkpoint, as a Checkpoint of its own; nothing else is read.
 
     whole  the checkpoint
     tp     which rank this is
@@ -307,7 +305,7 @@ class RankCheckpoint:
 
     @property
     def architecture(self) -> Architecture:
-        """The network that this rank's parts make up."""
+        """The network that this rank's parts form."""
         return self._architecture
 
     @property
@@ -324,8 +322,8 @@ class RankCheckpoint:
         return self.tp.shape(name, self.whole.shape(name), self.whole.architecture)
 
     def tensor(self, name: str) -> Floats:
-        """Return the rank's part as float32; zeros where another adds it for all. Raises KeyError
-        for an unknown name.
+        """Return the rank's part as float32; zeros if another rank adds the tensor for all. Raises
+        KeyError for an unknown name.
         """
         if cut_of(name) is Cut.ONCE and self.tp.among(name).rank:
             return np.zeros(self.shape(name), np.float32)
@@ -344,8 +342,9 @@ class RankCheckpoint:
         return part[:, columns.start - blocks.start : columns.stop - blocks.start]
 
     def packed(self, name: str) -> Packed | None:
-        """Return the rank's part of a matrix as stored; None for a vector, and where a part does
-        not end where a block of the storage does: blocks are not cut.
+        """Return the rank's part of a matrix as stored; None for a vector, and if the part does not
+        end at the end of a block of the format, since blocks are not cut. Raises KeyError for an
+        unknown name.
         """
         packed = self.whole.packed(name)
         if packed is None:
@@ -361,8 +360,8 @@ class RankCheckpoint:
         return replace(found[0], rows=octets, columns=columns)
 
     def grouped(self, name: str) -> Grouped | None:
-        """Return the rank's part of a matrix in few bits; None if there is none, or a part would
-        begin within a group or is in several pieces.
+        """Return the rank's part of a matrix in few bits; None if it has none, or the part begins
+        within a group or is in several pieces.
         """
         found, pieces = grouped_of(self.whole, name), self._pieces(name)
         return None if found is None or len(pieces) > 1 else found.cut(*pieces[0])
@@ -372,14 +371,13 @@ class RankCheckpoint:
 
 
 def axis_of(name: str) -> int:
-    """Return the axis along which a rank's pieces of the tensor of this canonical name lie."""
+    """Return the axis along which the tensor of this canonical name is cut."""
     return -1 if cut_of(name) is Cut.COLUMN_PARTS else 0
 
 
 def _parts(about: Recurrent | None, name: str, length: int) -> tuple[int, ...]:
-    """Return the lengths of what follows each other along the axis, of this length, by which a
-    recurrent layer's tensor is cut. Value heads that stand in turns make as many parts as there are
-    to a key head.
+    """Return the lengths of the consecutive parts of the axis by which a recurrent layer's tensor
+    is cut. Interleaved value heads form as many parts as a key head has value heads.
     """
     if not isinstance(about, GatedDelta):
         return (length // 3,) * 3
@@ -390,13 +388,13 @@ def _parts(about: Recurrent | None, name: str, length: int) -> tuple[int, ...]:
 
 
 def _covering(kind: str, columns: slice, length: int) -> slice:
-    """Return the columns of the storage's blocks that hold these."""
+    """Return the columns of the format's blocks that contain these columns."""
     block = STORAGE[kind].block
     return slice(columns.start // block * block, min(-(-columns.stop // block) * block, length))
 
 
 def _part(packed: Packed, rows: slice, columns: slice) -> Packed:
-    """Cut rows and whole blocks of columns out of a matrix; a view of it."""
+    """Return rows and whole blocks of columns of a matrix, as a view."""
     _, block, size = STORAGE[packed.kind]
     octets = slice(columns.start // block * size, -(-columns.stop // block) * size)
     return Packed(packed.kind, packed.rows[rows, octets], columns.stop - columns.start)

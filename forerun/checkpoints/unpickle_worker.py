@@ -1,4 +1,6 @@
-"""The process in which strangers' pickled weights become safetensors: its memory is limited."""
+"""The process in which untrusted pickled weights are converted to safetensors, with limited
+memory.
+"""
 
 import resource
 import sys
@@ -10,12 +12,15 @@ from forerun.errors import ModelError
 from forerun.sandbox import serve
 
 MEMORY = 1 << 30
-"""Address space in bytes beside the mapped file: some 400 MB of libraries, and a pickle's values,
-which take about ten times the 64 MB that it may have at most."""
+"""Address space in bytes in addition to the mapped file: some 400 MB of libraries, and a pickle's
+values, which take about ten times the 64 MB that it may have at most.
+"""
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Convert the file `source` into the file `target`. The bytes written, or what was refused."""
+    """Convert the file `source` to the file `target`. Returns the bytes written, or the reason for
+    which it was rejected.
+    """
     try:
         with Path(request["target"]).open("wb") as target:
             return {"written": write_safetensors(Path(request["source"]), target)}
@@ -28,7 +33,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer until standard input ends. The second argument is the size of the largest file."""
+    """Answer requests until standard input ends. The second argument is the size of the largest
+    file.
+    """
     most = MEMORY + int(sys.argv.pop(1))
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     serve(answer)

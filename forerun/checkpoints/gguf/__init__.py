@@ -1,1 +1,1 @@
-"""GGUF files, by llama.cpp's names."""
+"""Reads GGUF files, with llama.cpp's names."""

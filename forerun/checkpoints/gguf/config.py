@@ -1,4 +1,6 @@
-"""GGUF metadata -> Architecture. Every key of the model's namespace is honoured or refused."""
+"""Converts GGUF metadata to an Architecture. Every key of the model's namespace is supported or
+rejected.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -58,16 +60,16 @@ _FAMILIES: dict[str, Family] = {
     "qwen3vl": "qwen3",
     "qwen3vlmoe": "qwen3_moe",
 }
-"""general.architecture -> family. Mistral's files call themselves llama, or mistral3 without
-Ministral's growing queries; Mixtral's llama, and have experts; DeepSeek V2's call themselves as
-V3's, and score experts by a softmax; GLM-4.7-Flash's are V3's; OLMo 3's call themselves olmo2, and
-have windows; a Granite 4 without Mamba layers is Granite. Of those that see, the language model.
+"""general.architecture -> family. Files of Mistral have llama, or mistral3 without Ministral's
+scaled queries; Mixtral llama, with experts; DeepSeek V2 the same as V3, with a softmax over the
+experts; GLM-4.7-Flash that of V3; OLMo 3 olmo2, with windows; a Granite 4 without Mamba layers that
+of Granite. Of multimodal models, the language model.
 """
 _LACKS = {
     "llama4": "chunked attention, query and key norms without weights, attention scores scaled by "
     "position, and experts with weighted inputs",
 }
-"""Features of known architectures that no layer here has."""
+"""Features of known architectures that no layer here supports."""
 _LATENT: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")
 _EXPERTS: tuple[Family, ...] = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next"),
@@ -75,39 +77,41 @@ _EXPERTS: tuple[Family, ...] = (
     *_LATENT,
 )
 _WINDOWS: tuple[Family, ...] = ("llama", "mixtral", "phi3")
-"""Architectures whose window, if there is one, is in all layers."""
+"""Architectures with the window, if there is one, in all layers."""
 _PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3", "minimax_m2", *DELTA_FAMILIES)
-"""Architectures whose heads may be rotated in part."""
+"""Architectures in which only a part of each head may be rotated."""
 _NO_POSITIONS = 4
 """SmolLM3: llama.cpp assumes, without a key, that every fourth layer has no positions."""
 _OF_MAMBA = tuple(
     f"ssm.{name}"
     for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
 )
-"""Granite 4's converter writes these of models without Mamba layers, too."""
+"""Keys that Granite 4's converter also writes for models without Mamba layers."""
 _WINDOWED = 4
 """OLMo 3, EXAONE 4: in every group of this many layers the last has no window."""
 _GROWING = "attention.temperature_scale"
-"""Ministral 3: by how much queries grow beyond the original context."""
+"""Ministral 3: the scaling of queries beyond the original context."""
 _NORMED: tuple[Family, ...] = (
     *("qwen3", "qwen3_moe", "hunyuan_v1_dense", "exaone4"),
     *CONVOLUTIONS,
 )
-"""Architectures with norms on queries and keys, also where the first layer does not attend."""
+"""Architectures with norms on queries and keys, also if the first layer has no attention."""
 _QWENS: tuple[Family, ...] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _OF_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
-"""Of a token of text all positions are one, and it has no features of an image."""
+"""Keys without effect on text: all positions of a token of text are equal, and it has no features
+of an image.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Gemma:
-    """What llama.cpp assumes of a Gemma without a key.
+    """llama.cpp's assumptions about a Gemma, for which there are no keys.
 
     pattern        the last of every `pattern` layers has no window; the others have one
-    layers_of_27b  the model of so many layers scales its scores by sqrt(A/H), not sqrt(1/E)
+    layers_of_27b  the model with this many layers scales its scores by sqrt(A/H), not sqrt(1/E)
     window, score_cap, logit_cap  defaults; 0 = none
     theta          default of rope.freq_base; None = required
-    local_theta    of layers with a window, whose contexts are not stretched; None = as of others
+    local_theta    of layers with a window, whose positions are not scaled; None = as in others
     """
 
     pattern: int
@@ -127,7 +131,7 @@ _GEMMAS: dict[Family, _Gemma] = {
 
 _DIVISORS = "rope_freqs.weight"
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
-"""Tensors that belong to the rope, not to the layers."""
+"""Tensors that belong to the rope and not to a layer."""
 
 _NEUTRAL: dict[str, tuple[Value, ...]] = {
     "rope.scale_linear": (1.0,),
@@ -140,7 +144,7 @@ _NEUTRAL: dict[str, tuple[Value, ...]] = {
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Read the architecture, or raise ModelError naming the key that stands in the way."""
+    """Read the architecture. Raises ModelError naming the key that is missing or not supported."""
     metadata = file.metadata
     _check_kind(file)
     name = str(metadata["general.architecture"])
@@ -176,7 +180,7 @@ def architecture_of(file: GgufFile) -> Architecture:
         kv_heads=sizes.kv_heads,
         head_size=sizes.head_size,
         vocab=sizes.vocab,
-        # Which layers of a Qwen have the window is not in the file: up to it none has.
+        # The file does not say which layers of a Qwen have the window: texts stay within it.
         context=min(sizes.context, window or sizes.context),
         norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
         layer_specs=layers,
@@ -200,7 +204,7 @@ ASSISTANT = "gemma4-assistant"
 
 def assistant_of(file: GgufFile) -> tuple[Architecture, int]:
     """Read the decoder of an assistant, as if it had keys and values of its own, and the width of
-    its target's hidden states; or raise ModelError naming the key that stands in the way.
+    its target's hidden states. Raises ModelError naming the key that is missing or not supported.
     """
     if file.metadata.get("general.architecture") != ASSISTANT:
         raise ModelError(f"it is no {ASSISTANT}")
@@ -263,7 +267,7 @@ def _plain(
     family: Family,
     latent: Latent | None,
 ) -> tuple[LayerSpec, ...]:
-    """Describe the layers of all other families."""
+    """Return the layers of all other families."""
     window = _window(keys) if family in _WINDOWS else None
     whole = keys.integer("feed_forward_length", 0 if family in _EXPERTS else None)
     if family == "granite":
@@ -310,8 +314,8 @@ def _plain(
 
 
 def _olmo3(keys: Keys, sizes: ArchitectureSizes, whole: LayerSpec) -> tuple[LayerSpec, ...]:
-    """Give layers a window, and positions that are not stretched. Both factors that converters
-    write are YaRN's whole one, not one more: transformers' `attention_factor`.
+    """Return the layers with a window, and without scaled positions. Both factors that converters
+    write are YaRN's whole factor, not an additional one: transformers' `attention_factor`.
     """
     named = ("attn_factor", "yarn_attn_factor")
     factor = next(filter(None, (keys.real(f"rope.scaling.{n}", 0.0) for n in named)), None)
@@ -327,8 +331,8 @@ def _olmo3(keys: Keys, sizes: ArchitectureSizes, whole: LayerSpec) -> tuple[Laye
 
 
 def _slides(keys: Keys, layers: int, every: int) -> list[bool]:
-    """Return which layers have a window: by a flag for each where there are some, else all but the
-    last of every `every`, which llama.cpp assumes without a key.
+    """Return which layers have a window: by a flag for each if there are any, else all but the last
+    of every `every`, which llama.cpp assumes without a key.
     """
     name = "attention.sliding_window_pattern"
     flags = keys.get(name)
@@ -339,8 +343,9 @@ def _slides(keys: Keys, layers: int, every: int) -> list[bool]:
 
 
 def _gpt_oss(keys: Keys, sizes: ArchitectureSizes, mixed: LayerSpec) -> tuple[LayerSpec, ...]:
-    """Give the layers sinks and clamped gates, and every other one, from the first on, a window.
-    Its YaRN blends from where the model was trained to, which llama.cpp rounds to whole dimensions.
+    """Return the layers with sinks and clamped gates, every other one, from the first on, with a
+    window. YaRN's interpolation starts from the original context, which llama.cpp rounds to whole
+    dimensions.
     """
     scaling = mixed.rope.scaling
     if isinstance(scaling, Yarn):
@@ -352,14 +357,14 @@ def _gpt_oss(keys: Keys, sizes: ArchitectureSizes, mixed: LayerSpec) -> tuple[La
 
 
 def _factor(keys: Keys, family: Family, name: str, absent: float = 1.0) -> float:
-    """Read one of Granite's own scales; `absent` where the key is missing or 0."""
+    """Read one of Granite's own scales; `absent` if the key is missing or 0."""
     return (keys.real(name, 0.0) if family == "granite" else 0.0) or absent
 
 
 def _rope(
     keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family, latent: Latent | None
 ) -> Rope:
-    """Return the rotation of queries and keys: in GLM-4.5 and some of Phi of a part of each
+    """Return the rope of queries and keys; in GLM-4.5 and some Phi models it rotates a part of each
     head.
     """
     if latent is not None:
@@ -376,7 +381,7 @@ def _rope(
 def _gemma(
     keys: Keys, sizes: ArchitectureSizes, file: GgufFile, about: _Gemma
 ) -> tuple[LayerSpec, ...]:
-    """Describe Gemma's layers, as llama.cpp runs them."""
+    """Return Gemma's layers, as llama.cpp runs them."""
     keys.require("rope.dimension_count", sizes.head_size)
     large = sizes.layers == about.layers_of_27b
     scale = ((sizes.hidden // sizes.heads) if large else sizes.head_size) ** -0.5
@@ -437,12 +442,10 @@ def _vocab(file: GgufFile) -> int:
 
 
 def scaling_of(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
-    """Return how the context was stretched.
-
-    llama.cpp multiplies YaRN's own attention factor by `attn_factor`, and divides it by that of the
-    `yarn_log_multiplier`, transformers' mscale_all_dim; Llama 3's bands come as
-    one divisor per frequency in the tensor rope_freqs, LongRoPE's two sets in two tensors, and its
-    own factor as `attn_factor`.
+    """Return the scaling of positions for longer contexts. llama.cpp multiplies YaRN's own
+    attention factor by `attn_factor`, and divides it by that of the `yarn_log_multiplier`,
+    transformers' mscale_all_dim. Llama 3's bands are one divisor per frequency in the tensor
+    rope_freqs; LongRoPE's two sets are two tensors, and its factor is `attn_factor`.
     """
     factor = keys.real("rope.scaling.factor", 0.0) or 1.0
     kind = keys.text("rope.scaling.type", "linear" if factor != 1.0 else "none")
@@ -483,8 +486,8 @@ def _divisors(file: GgufFile, name: str) -> tuple[float, ...]:
 
 
 def harmless(name: str, value: Value) -> bool:
-    """Zero and False switch nothing on, but causal attention off; some keys have other values that
-    change nothing.
+    """Return whether an unread key can be ignored. Zero and False enable nothing, except that they
+    disable causal attention; some keys have other values without effect.
     """
     if name in ("attention.causal", "pooling_type"):  # Of embeddings: checkpoints/pooling.py.
         return name == "pooling_type" or value is True

@@ -11,8 +11,8 @@ _KV_HEADS = "attention.head_count_kv"
 
 
 def attending_heads(keys: Keys) -> int:
-    """Return the key/value heads of the layers that attend: all have as many. Raises ModelError
-    naming the key.
+    """Return the number of key/value heads, which is the same in all attention layers. Raises
+    ModelError naming the key.
     """
     counts = keys.get(_KV_HEADS)
     own = {*counts} - {0} if isinstance(counts, list) else {counts}
@@ -25,7 +25,7 @@ def attending_heads(keys: Keys) -> int:
 def convolution_layers(
     keys: Keys, sizes: ArchitectureSizes, layers: tuple[LayerSpec, ...]
 ) -> tuple[LayerSpec, ...]:
-    """Return `layers`, with a short convolution in attention's place where there are no key/value
+    """Return `layers` with a short convolution in place of attention in those without key/value
     heads. Raises ModelError naming the key.
     """
     convolution = ShortConvolution(sizes.hidden, keys.integer("shortconv.l_cache"))

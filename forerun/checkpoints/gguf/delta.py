@@ -1,11 +1,10 @@
 """Gated delta nets in GGUF files (llama.cpp's qwen3next, qwen35 and qwen35moe).
 
-A net's queries, keys and values are one matrix, of all heads one after the other, and z another;
-in qwen3next files of before 2026 all four are one, key head by key head, as in folders. b and a are
-one matrix there, key head by key head, and two in Qwen3.5. What decays is stored as -exp(A_log).
-
-Qwen3.5's converter writes value heads in turns of key heads (GatedDelta.tiled): they stay so, since
-columns of a K-quant cannot be moved.
+A net's queries, keys and values are one matrix, of all heads one after the other, and z another; in
+qwen3next files of before 2026 all four are one, key head by key head, as in folders. b and a are
+one matrix there, key head by key head, and two in Qwen3.5. The decay is stored as -exp(A_log).
+Qwen3.5's converter interleaves value heads by key heads (GatedDelta.tiled): this order is kept,
+since columns of a K-quant cannot be moved.
 """
 
 from dataclasses import dataclass, replace
@@ -38,14 +37,14 @@ _NAMES = {
     "linear_attn.norm.weight": "ssm_norm.weight",
     DECAY: "ssm_a",
 }
-"""By the names in folders."""
+"""Names in folders -> names in the file."""
 
 
 def delta_layers(
     keys: Keys, sizes: ArchitectureSizes, family: Family, spec: LayerSpec
 ) -> tuple[LayerSpec, ...]:
-    """Describe the layers: every `full_attention_interval`th attends, as `spec` says, but gated and
-    with norms of queries and keys; in the others a delta net stands. Raises ModelError naming the
+    """Return the layers: every `full_attention_interval`th has attention as in `spec`, but gated
+    and with norms of queries and keys; the others have a delta net. Raises ModelError naming the
     key.
     """
     heads, inner = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
@@ -81,28 +80,28 @@ def _recurrent(keys: Keys, layers: int) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class StoredALog:
-    """A_log of what a file has of it, -exp(A_log)."""
+    """A_log, computed from the -exp(A_log) in the file."""
 
     stored: StoredTensor
 
     @property
     def piece(self) -> StoredPart:
-        """Return its part of the stored tensor, and its shape."""
+        """The part of the stored tensor, with its shape."""
         return self.stored.piece
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The one tensor that is stored of it."""
+        """The one stored tensor that it is computed from."""
         return (self.stored,)
 
     @property
     def name(self) -> str:
-        """Its name in the file."""
+        """The name of the stored tensor."""
         return self.stored.name
 
     def floats(self) -> Floats:
-        """Return float32[Hv], the log of what is stored negated. Raises ModelError if a stored
-        number is not negative.
+        """Return float32[Hv], the logarithm of the negated stored numbers. Raises ModelError if a
+        stored number is not negative.
         """
         decay = self.stored.floats()
         if not (decay < 0).all():
@@ -118,8 +117,8 @@ class StoredALog:
 def delta_part(
     file: GgufFile, arch: Architecture, spec: LayerSpec, prefix: str, name: str
 ) -> tuple[str, StoredPart] | None:
-    """Name in the file and part of a tensor of such a model's net, or of what makes its queries and
-    their gate; None of the others. Names in the file begin with `prefix`.
+    """Return (name in the file, part) of a tensor of a delta net, or of gated attention's queries
+    and gate; None for other tensors. Names in the file begin with `prefix`.
     """
     delta = spec.recurrent if isinstance(spec.recurrent, GatedDelta) else None
     wide = arch.heads * arch.head_size, arch.hidden

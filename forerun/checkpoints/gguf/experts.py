@@ -1,4 +1,4 @@
-"""Experts and what else llama.cpp's metadata say of layers that are not Llama's."""
+"""Reads experts from llama.cpp's metadata."""
 
 from typing import Literal
 
@@ -8,8 +8,8 @@ from forerun.networks.keys import Keys
 from forerun.networks.layer_spec import Experts, Router
 
 _GATING: dict[int, Literal["softmax", "sigmoid"]] = {1: "softmax", 2: "sigmoid", 3: "softmax"}
-"""`expert_gating_func` of llama.cpp. The third is a softmax over the chosen alone: one over all
-whose weights are normalised. Others weight what is chosen in ways of their own.
+"""`expert_gating_func` of llama.cpp. The third is a softmax over the chosen experts only, which
+equals one over all with normalised weights. Others are not supported.
 """
 _SIGMOID, _OF_THE_CHOSEN = 2, 3
 
@@ -25,7 +25,7 @@ def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Fam
     """
     count, top_k = keys.integer("expert_count"), keys.integer("expert_used_count")
     whole = keys.integer("feed_forward_length", 0)
-    # In Mixtral's files an expert is as wide as the feed-forward; elsewhere they are together.
+    # In Mixtral's files an expert has the feed-forward's width; elsewhere all experts together.
     together = whole if family == "mixtral" else whole // max(top_k, 1)
     width = keys.integer("expert_feed_forward_length", together) or together
     groups = keys.integer("expert_group_count", 1) or 1
@@ -53,8 +53,8 @@ def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Fam
 
 
 def scored_by_softmax(keys: Keys) -> bool:
-    """Return whether the experts of a deepseek2 file are V2's, whose first files have no key for
-    that.
+    """Return whether a deepseek2 file scores experts by a softmax, as DeepSeek V2, or by sigmoids,
+    as V3. Early files of V2 lack the key, so the softmax is the default.
     """
     return _gating(keys, 1) != _SIGMOID
 

@@ -1,4 +1,4 @@
-"""GGUF checkpoints: canonical names, canonical row order, floats on demand."""
+"""Reads GGUF checkpoints: canonical names, canonical row order, floats on demand."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -14,20 +14,20 @@ from forerun.types import Floats
 
 
 class GgufCheckpoint:
-    """A GGUF file, perhaps in several parts, as a Checkpoint.
+    """A GGUF file, possibly in several parts, as a Checkpoint.
 
-    llama.cpp stores the query and key rows of Llama models with each head's halves
-    interleaved, for a rotation of neighbouring pairs, and all experts' matrices as one tensor; they
-    are put back and taken apart here, so `tensor` and `packed` are always in the half-split order
-    of `forerun.networks.rope`.
+    llama.cpp stores the query and key rows of Llama models with each head's halves interleaved, for
+    a rotation of neighbouring pairs, and all experts' matrices as one tensor. Here rows are
+    reordered and experts separated, so `tensor` and `packed` always have the half-split order of
+    `forerun.networks.rope`.
 
-    prediction_files  as FolderCheckpoint's, of the layers that the metadata announce
+    prediction_files  as in FolderCheckpoint, of the layers that the metadata declare
     """
 
     def __init__(self, path: Path, context: int | None = None) -> None:
-        """Map and check the file; ModelError names what is wrong with it.
+        """Map and check the file. Raises ModelError naming the fault.
 
-        context  of the longest text, where the model depends on it (Architecture.for_context)
+        context  of the longest text, if the model depends on it (Architecture.for_context)
         """
         self._file = read_gguf(path)
         self.architecture: Architecture = architecture_of(self._file).for_context(context)
@@ -45,7 +45,7 @@ class GgufCheckpoint:
 
     @property
     def metadata(self) -> dict[str, Value]:
-        """Everything the header says; the tokenizer and chat template live here."""
+        """All keys and values of the header, including tokenizer and chat template."""
         return self._file.metadata
 
     def header_digest(self) -> bytes:
@@ -53,14 +53,16 @@ class GgufCheckpoint:
         return sha256(self._file.data[: self._file.end].data).digest()
 
     def drop_vocabulary(self) -> None:
-        """Drop the lists of tokens, scores and merges from `metadata`, tens of megabytes;
-        `whole_metadata` returns them again.
+        """Drop the lists of tokens, scores and merges, tens of megabytes, from `metadata`;
+        `whole_metadata` reads them again.
         """
         for name in ("tokens", "scores", "token_type", "merges"):
             self.metadata.pop(f"tokenizer.ggml.{name}", None)
 
     def whole_metadata(self) -> dict[str, Value]:
-        """Read the header once more, from the mapping: the file may have been moved or deleted."""
+        """Return all metadata, read again from the mapping, which works even if the file was moved
+        or deleted.
+        """
         return parsed_header(self._file.path, self._file.data).metadata
 
     def names(self) -> tuple[str, ...]:
@@ -74,8 +76,8 @@ class GgufCheckpoint:
         return self._stored[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
-        """Return the tensor as float32, of its `shape`; a read-only view of the file where that is
-        how it is stored. Raises KeyError for an unknown name.
+        """Return the tensor as float32, of its `shape`; a read-only view of the file if that is how
+        it is stored. Raises KeyError for an unknown name.
         """
         return self._stored[name].floats()
 

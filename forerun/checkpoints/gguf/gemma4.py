@@ -1,4 +1,4 @@
-"""Gemma 4 in GGUF files (llama.cpp's gemma4): sizes and layers."""
+"""Reads sizes and layers of Gemma 4 from GGUF files (llama.cpp's gemma4)."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,12 +13,12 @@ from forerun.networks.layer_spec import AttentionSpec, Dense, Experts, LayerSpec
 from forerun.networks.rope import Divided, Proportional, Rope, Scaling
 
 _ENDLESS = 1e20
-"""A divisor from which on a frequency counts as none: the converter writes 1e30."""
+"""Divisors from this one on mean that a frequency is 0: the converter writes 1e30."""
 
 
 def gemma4_sizes(keys: Keys, vocab: int) -> ArchitectureSizes:
-    """Return the sizes, of layers with a window where layers differ. Raises ModelError naming the
-    key that is missing or cannot be used.
+    """Return the sizes; those of layers with a window if layers differ. Raises ModelError naming
+    the key that is missing or cannot be used.
     """
     layers = keys.integer("block_count")
     heads = _each(keys, "attention.head_count_kv", layers)
@@ -87,7 +87,9 @@ def gemma4_layers(
 
 
 def proportional(scaling: Scaling | None) -> Scaling | None:
-    """Return divisors that are 1, then endless, as what they stand for; others as they are."""
+    """Return `Proportional` for divisors that are 1 first and above _ENDLESS after that; any other
+    scaling unchanged.
+    """
     if not isinstance(scaling, Divided):
         return scaling
     divisors = np.array(scaling.divisors)
@@ -109,7 +111,7 @@ def _experts(keys: Keys) -> Experts | None:
 
 
 def _slides(keys: Keys, layers: int) -> list[bool]:
-    """Tell which layers have a window."""
+    """Return which layers have a window."""
     flags = keys.get("attention.sliding_window_pattern")
     if not isinstance(flags, list) or len(flags) != layers or not {*flags} <= {True, False}:
         wanted = f"{layers} times true or false"
@@ -118,7 +120,7 @@ def _slides(keys: Keys, layers: int) -> list[bool]:
 
 
 def _each(keys: Keys, name: str, layers: int) -> list[int]:
-    """Read a whole number for each layer, or one for all."""
+    """Read a whole number for each layer, or one for all. Raises ModelError naming the key."""
     value: Any = keys.get(name)
     values = value if isinstance(value, list) else [value] * layers
     if len(values) != layers or any(type(one) is not int or one < 1 for one in values):

@@ -1,8 +1,8 @@
 """A strict, bounded reader of GGUF headers (the format: ggml's docs/gguf.md, versions 2 and 3).
 
-A file is untrusted: every count, length, shape and offset is checked against what is left of
-the file before anything of that size is made, so a damaged or hostile header costs neither
-time nor memory. Tensor data is mapped, never read here.
+A file is untrusted: every count, length, shape and offset is checked against the rest of the file
+before memory of that size is allocated, so a damaged or hostile header costs neither time nor
+memory. Tensor data is mapped, never read here.
 """
 
 import struct
@@ -26,7 +26,7 @@ from forerun.checkpoints.mapped import (
 from forerun.errors import ModelError
 
 DRAFT_IDS = "d2t"
-"""The only tensor that may hold whole numbers: a draft's offsets to target ids."""
+"""The only tensor that may have integers: a draft's offsets to target ids."""
 
 Value = bool | int | float | str | Sequence[str] | list[int] | list[float] | list[bool]
 """A metadata value."""
@@ -51,9 +51,11 @@ _LENGTH = struct.Struct("<Q")
 _MOST_KEYS = 4096
 _MOST_TENSORS = 16384
 _MOST_ITEMS = 3_000_000
-"""Of all arrays: a Gemma 4 has 1,301,338, for 262,144 tokens and 514,906 merges."""
+"""Most items of all arrays together: a Gemma 4 has 1,301,338, for 262,144 tokens and 514,906
+merges.
+"""
 _LONG = 4096
-"""Strings of an array that are read at once."""
+"""Arrays of more strings than this are read as StoredStrings."""
 _MOST_TEXT = 64 << 20
 _MOST_NAME = 256
 _MOST_ALIGNMENT = 1 << 16
@@ -62,19 +64,19 @@ _DIMENSIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class GgufFile(TensorFile):
-    """A checked header over a mapped file; `end` is where the header ends."""
+    """A checked header over a mapped file. end: the byte after the header."""
 
     metadata: dict[str, Value]
     end: int
 
 
 def read_header(path: Path) -> GgufFile:
-    """Map `path` and check its header. Raises ModelError for anything out of order."""
+    """Map the file at `path` and check its header. Raises ModelError for any fault."""
     return parsed_header(path, mapped(path))
 
 
 def parsed_header(path: Path, data: NDArray[np.uint8]) -> GgufFile:
-    """Check the header of a file that is mapped. Raises ModelError as `read_header`."""
+    """Check the header of a mapped file `data` uint8[n]. Raises ModelError as `read_header`."""
     cursor = _Cursor(path, data)
     try:
         if cursor.take(4) != b"GGUF":
@@ -93,7 +95,7 @@ def parsed_header(path: Path, data: NDArray[np.uint8]) -> GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is a file that is named or begins as a GGUF file."""
+    """Return whether a path is a file with the name or the first bytes of a GGUF file."""
     if path.suffix == ".gguf" or not path.is_file():
         return path.is_file()
     try:
@@ -104,8 +106,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def declared(path: Path, key: str) -> Value | None:
-    """Return one metadata value, reading no further than it; None if the file has none of that
-    name. Raises ModelError for a header that is damaged before it.
+    """Return one metadata value, without reading further; None if there is none of that name.
+    Raises ModelError for a header that is damaged before it.
     """
     cursor = _Cursor(path, mapped(path))
     try:
@@ -124,11 +126,11 @@ def declared(path: Path, key: str) -> Value | None:
 
 
 class StoredStrings(Sequence[str]):
-    """The strings of a long array, decoded when they are read: as objects of their own the words
-    and merges of a vocabulary would leave holes in the memory of whatever comes behind them.
+    """The strings of a long array, decoded when they are read: as objects of their own, the tokens
+    and merges of a vocabulary would fragment the memory allocated after them.
 
-    begins  where each string begins in `view`, and 8 bytes behind the end of the last: before each
-            is its length
+    begins  where each string begins in `view`, and 8 bytes after the end of the last: its length
+            comes before each
     """
 
     def __init__(self, view: memoryview, begins: "array[int]") -> None:
@@ -143,7 +145,9 @@ class StoredStrings(Sequence[str]):
     @overload
     def __getitem__(self, place: slice) -> list[str]: ...
     def __getitem__(self, place: int | slice) -> str | list[str]:
-        """Return a string, or some. Raises IndexError for a place that is not there."""
+        """Return a string, or a list of strings for a slice. Raises IndexError for an index out of
+        range.
+        """
         places = range(len(self))[place]
         if isinstance(places, range):
             return [self[one] for one in places]
@@ -151,7 +155,7 @@ class StoredStrings(Sequence[str]):
 
 
 class _Cursor:
-    """Reads forward through the header; never past the end, never more than the budgets."""
+    """Reads forward through the header, never past its end or beyond the limits."""
 
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self.path = path
@@ -173,8 +177,8 @@ class _Cursor:
         return bytes(self._view[start : self.at])
 
     def scalar(self, kind: int) -> int | float | bool:
-        """Read one number of GGUF value type `kind`; a float32's shortest decimal (1e-05, not
-        9.999999747378752e-06), which is what its author wrote.
+        """Read one number of GGUF value type `kind`. A float32 becomes its shortest decimal (1e-05,
+        not 9.999999747378752e-06), which is what its author wrote.
         """
         layout = _SCALARS[kind]
         (value,) = struct.unpack_from(layout, self._view, self.at)
@@ -185,7 +189,9 @@ class _Cursor:
         return number
 
     def count(self, what: str, least_bytes: int, most: int) -> int:
-        """Read a 64-bit count of things that take at least `least_bytes` each."""
+        """Read a 64-bit count of items that take at least `least_bytes` each. Raises ModelError if
+        it exceeds `most` or the rest of the file.
+        """
         number = int(self.scalar(10))
         if number > most or number * least_bytes > self.left:
             raise ModelError(
@@ -227,7 +233,7 @@ class _Cursor:
         return numbers
 
     def _strings(self, count: int) -> Sequence[str]:
-        """Read `count` strings; `string` in a tight loop, for vocabularies are long."""
+        """Read `count` strings: `string` in a fast loop, because vocabularies are long."""
         begins, view, at, length = array("Q"), self._view, self.at, _LENGTH.unpack_from
         end = min(len(view), at + 8 * count + self._text_left)
         for _ in range(count):
@@ -275,7 +281,7 @@ def _alignment(metadata: dict[str, Value]) -> int:
 
 
 def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorEntry]:
-    """Read the tensor table, then make the checks that need to know where the data begins."""
+    """Read the tensor table, then check the offsets, which depend on where the data begins."""
     table = [_read_tensor(cursor) for _ in range(count)]
     begin = -(-cursor.at // alignment) * alignment
     tensors: dict[str, TensorEntry] = {}

@@ -1,8 +1,8 @@
 """Latent attention in GGUF files (llama.cpp's deepseek2: DeepSeek V3 and R1, Kimi K2).
 
-Since 2025 their metadata say what is kept of a position, and the sizes of heads under names of
-their own, and kv_b_proj is two tensors: of each head, what brings queries into the latent's space
-[A,rank,nope], and what brings values out of it [A,value,rank].
+Since 2025 their metadata have the size of a cached position, and the sizes of heads under names of
+their own, and kv_b_proj is two tensors with a matrix per head: one that projects queries into the
+latent space [A,rank,nope], and one that projects values out of it [A,value,rank].
 """
 
 import math
@@ -48,8 +48,8 @@ def latent_of(keys: Keys, sizes: ArchitectureSizes) -> Latent:
 
 
 def latent_attention(keys: Keys, latent: Latent) -> AttentionSpec:
-    """Describe the attention: scores by 1/sqrt(a head's width), and YaRN's factor twice, of queries
-    and of keys.
+    """Return the attention: scores scaled by 1/sqrt(a head's width), and by YaRN's factor twice,
+    for queries and keys.
     """
     more = keys.real("rope.scaling.yarn_log_multiplier", 0.0)
     factor = keys.real("rope.scaling.factor", 0.0) or 1.0
@@ -58,8 +58,8 @@ def latent_attention(keys: Keys, latent: Latent) -> AttentionSpec:
 
 
 def latent_rope(keys: Keys, latent: Latent, scaling: Scaling | None) -> Rope:
-    """Return the rope of the rotated part. YaRN's own factor is in the scores here, as in
-    llama.cpp, and not in cosines and sines.
+    """Return the rope of the rotated part. As in llama.cpp, YaRN's own factor applies to the scores
+    and not to cosines and sines.
     """
     if isinstance(scaling, Yarn):
         scaling = replace(scaling, attention_factor=1.0)
@@ -68,7 +68,7 @@ def latent_rope(keys: Keys, latent: Latent, scaling: Scaling | None) -> Rope:
 
 @dataclass(frozen=True, slots=True)
 class StoredKvB:
-    """kv_b_proj [A*(nope+value),rank] of its two halves in the file."""
+    """kv_b_proj [A*(nope+value),rank], joined from its two halves in the file."""
 
     into: StoredTensor
     out_of: StoredTensor
@@ -76,12 +76,12 @@ class StoredKvB:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The two tensors that are stored of it."""
+        """The two stored tensors that it is joined from."""
         return self.into, self.out_of
 
     @property
     def name(self) -> str:
-        """The name of the first of its two tensors in the file."""
+        """The name in the file of the first of its two tensors."""
         return self.into.name
 
     def floats(self) -> Floats:
@@ -93,8 +93,8 @@ class StoredKvB:
         return both.reshape(self.piece.shape)
 
     def packed(self) -> Packed | None:
-        """Return the joined matrix as F32 where both tensors are floats; else None, for no part of
-        the file is this matrix.
+        """Return the joined matrix as F32 if both tensors are floats; else None, because no stored
+        rows are this matrix.
         """
         if {self.into.kind, self.out_of.kind} <= {"F32", "F16", "BF16"}:
             whole = np.ascontiguousarray(self.floats())
@@ -103,9 +103,7 @@ class StoredKvB:
 
 
 def stored_kv_b(file: TensorFile, prefix: str, heads: int, latent: Latent) -> StoredKvB:
-    """Return kv_b_proj of a layer, which the file stores as two tensors whose names begin with
-    `prefix`.
-    """
+    """Return kv_b_proj of a layer, stored as two tensors whose names begin with `prefix`."""
     into, out_of = (heads, latent.rank, latent.nope), (heads, latent.value, latent.rank)
     shape = heads * (latent.nope + latent.value), latent.rank
     return StoredKvB(

@@ -1,4 +1,4 @@
-"""The places of a model's tensors in a GGUF file: llama.cpp's names, rows in its order."""
+"""The places of a model's tensors in a GGUF file: llama.cpp's names and row order."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +33,7 @@ _TOP = {
     "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 _FINAL_NORMS: dict[Family, str] = dict.fromkeys(CONVOLUTIONS, "token_embd_norm")
-"""What architectures call output_norm, where they call it otherwise."""
+"""Names of output_norm in architectures that call it otherwise."""
 _IN_LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -72,7 +72,7 @@ _ALONE = {
     "moe.gate.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight",
 }
-"""Vectors that are no part of a matrix or norm."""
+"""Vectors that do not belong to a matrix or norm."""
 _AFTER_ATTENTION = "post_attention_norm"
 _NORMS = {
     "before_attention": "attn_norm",
@@ -80,23 +80,23 @@ _NORMS = {
     "before_feed_forward": "ffn_norm",
     "after_feed_forward": "post_ffw_norm",
 }
-"""Names of norms by where they stand (layer_spec.NormNames)."""
+"""Names of norms by their place in the layer (layer_spec.NormNames)."""
 _AS_TRANSFORMERS: tuple[Family, ...] = ("glm4_moe", "gpt_oss", "seed_oss", *DELTA_FAMILIES)
-"""Architectures whose norm before the feed-forward has transformers' name."""
+"""Architectures in which the norm before the feed-forward has transformers' name."""
 _INTERLEAVED: tuple[Family, ...] = ("llama", "mixtral", "smollm3", "granite", "ministral3")
-"""Architectures whose queries and keys llama.cpp rotates in neighbouring pairs; their rows are in
-that order.
+"""Architectures in which llama.cpp rotates neighbouring pairs of queries and keys, and stores rows
+in that order.
 """
 _IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _FUSED = {
     "self_attn.qkv_proj.weight": "attn_qkv.weight",
     "mlp.gate_up_proj.weight": "ffn_up.weight",
 }
-"""Phi-3's matrices that are several in one, by their names in folders."""
+"""Phi-3's matrices that consist of several, by their names in folders."""
 
 
 def stored_tensors(file: GgufFile, arch: Architecture) -> dict[str, AnyStored]:
-    """Map each canonical name that `arch` has to what holds it, whether the file has it or not."""
+    """Map each canonical name of `arch` to its stored tensor, whether the file has it or not."""
     tensors: dict[str, AnyStored] = {}
     for name, shape in expected_tensors(arch).items():
         inner = IN_LAYER.match(name)
@@ -120,8 +120,8 @@ def stored_in_layer(
     name: str,
     shape: tuple[int, ...],
 ) -> AnyStored:
-    """Return what holds one tensor of a layer, by its canonical name and shape; the file's names
-    begin with `prefix`.
+    """Return the stored tensor for one tensor of a layer, by its canonical name and shape; the
+    file's names begin with `prefix`.
     """
     latent = spec.attention.latent
     if name == ABSORBED and latent is not None:
@@ -131,13 +131,13 @@ def stored_in_layer(
 
 
 Shapes = dict[str, tuple[int, ...]]
-"""By name in the file."""
+"""Shape by name in the file."""
 
 
 def divided(file: GgufFile, arch: Architecture) -> tuple[Shapes, Shapes]:
-    """Divide the file's tensors, without tables that are read with the metadata and what makes keys
-    and values that no layer reads, into the model's and those of prediction layers, which stand
-    behind the others.
+    """Divide the file's tensors into the model's and those of prediction layers, which come after
+    the others. Leaves out tables that are read with the metadata and tensors for keys and values
+    that no layer reads.
     """
     layers = range(announced_layers(file.metadata))
     prefixes = tuple(f"blk.{arch.layers + layer}." for layer in layers)
@@ -166,7 +166,7 @@ def _part_of(
     name: str,
     shape: tuple[int, ...],
 ) -> tuple[str, StoredPart]:
-    """Name in the file, and which part of that tensor it is."""
+    """Return (name in the file, part of that tensor) for one tensor of a layer."""
     if name in _ALONE:
         return prefix + _ALONE[name], StoredPart(name, shape, shape)
     base, _, kind = name.rpartition(".")
@@ -201,7 +201,7 @@ def _of_expert(
     shape: tuple[int, ...],
 ) -> tuple[str, StoredPart]:
     """Return the stored name and part of one expert's matrix: all experts' matrices are one tensor,
-    perhaps gates above ups; in files of early 2024 each is one by itself.
+    possibly gates above ups; in files of early 2024 each has its own.
     """
     stacked, alone = f"{prefix}ffn_{part}_exps.{kind}", f"{prefix}ffn_{part}.{expert}.{kind}"
     both = f"{prefix}ffn_gate_up_exps.{kind}"

@@ -1,7 +1,7 @@
-"""GGUF files in several parts (llama-gguf-split): opened by the first, which has the metadata.
+"""GGUF files in several parts (llama-gguf-split), opened by the first, which has the metadata.
 
-Parts are named `NAME-00001-of-00003.gguf` and so on; each has tensors of its own, and says in
-`split.no` and `split.count` which it is.
+Parts are named `NAME-00001-of-00003.gguf` and so on; each has tensors of its own, and its number
+and their count in `split.no` and `split.count`.
 """
 
 import re
@@ -20,9 +20,9 @@ _MOST_PARTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PartedGguf(GgufFile):
-    """The first part, with the tensors of all.
+    """The first part, with the tensors of all parts.
 
-    owners  by tensor, the part that holds it
+    owners  tensor name -> the part that has it
     """
 
     owners: dict[str, GgufFile]
@@ -33,8 +33,8 @@ class PartedGguf(GgufFile):
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of all parts of the GGUF file of which `name` is one part; itself alone
-    where its name says that it is whole.
+    """Return the names of all parts of the GGUF file to which the part `name` belongs; only `name`
+    if it is a whole file.
     """
     match = PART.fullmatch(name)
     if match is None or not 0 < int(match["count"]) <= _MOST_PARTS:
@@ -50,7 +50,7 @@ def parts_of(path: Path) -> list[Path]:
 
 def read_gguf(path: Path) -> GgufFile:
     """Map a GGUF file, or all parts of the one whose first part is at `path`, and check the
-    headers. Raises ModelError for anything out of order.
+    headers. Raises ModelError for any fault.
     """
     first = read_header(path)
     count = _number(first, "split.count", 1)

@@ -1,1 +1,1 @@
-"""Checkpoints with quantised matrices, read by their formats' definitions."""
+"""Reads checkpoints with quantised matrices, by the definitions of their formats."""

@@ -1,4 +1,4 @@
-"""A folder's tensors with every matrix that is stored in few bits as one tensor `NAME.weight`."""
+"""Presents a folder's tensors with every quantised matrix as one tensor `NAME.weight`."""
 
 import re
 from collections.abc import Mapping
@@ -22,13 +22,12 @@ QUANTISED = "quantised"
 _OF_ACTIVATIONS = re.compile(
     r".*\.(input_scale|input_global_scale|activation_scale|output_scale|[kv]_scale|kv_scale)"
 )
-"""Scales of what is not quantised here: activations, keys and values."""
+"""Scales of activations, keys and values, which are not quantised here."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedFile(TensorFile):
-    """A file's matrices that are stored in few bits. `floats` widens one; `rows` is its bytes as
-    float32.
+    """A file's quantised matrices. `floats` widens one; `rows` is its bytes as float32.
 
     matrices  by the names in `tensors`
     """
@@ -58,11 +57,11 @@ class QuantisedFile(TensorFile):
         return four_bits(self.matrices[name])
 
     def grouped(self, name: str) -> Grouped | None:
-        """Return the matrix in few bits with its scales; None if its storage is another."""
+        """Return the quantised matrix with its scales by group; None if it has another format."""
         return grouped(self.matrices[name])
 
     def packed(self, name: str) -> Packed | None:
-        """Return None: these storages are none of ggml's."""
+        """Return None: these formats are not ggml's."""
         return None
 
     def rows(self, name: str) -> NDArray[np.uint8]:
@@ -73,13 +72,14 @@ class QuantisedFile(TensorFile):
 def with_matrices(
     files: Mapping[str, TensorFile], methods: tuple[Method, ...]
 ) -> dict[str, TensorFile]:
-    """Return stored name -> the file that has it, each quantised matrix under the name
+    """Return stored name -> the file that has it, with each quantised matrix under the name
     `MODULE.weight`.
 
-    files  likewise, of a folder whose matrices are stored by `methods`; () changes nothing
+    files  stored name -> file, of a folder whose matrices are stored by `methods`; with no
+           methods they are returned unchanged
 
-    A matrix of plain floats stays one, whichever modules the configuration excludes.
-    Raises ModelError naming the tensor that is missing, left over or does not fit.
+    A matrix of ordinary floats is unchanged, whichever modules the configuration excludes. Raises
+    ModelError naming the tensor that is missing, left over or does not fit.
     """
     if not methods:
         return dict(files)

@@ -1,8 +1,8 @@
 """Experts in MXFP4, as gpt-oss's folders store them (OCP Microscaling Formats 1.0, section 5).
 
-NAME_blocks uint8[experts,N,K/32,16] has two numbers e of E2M1 in a byte, the earlier one in the low
-bits, NAME_scales uint8[experts,N,K/32] the exponent of 32 numbers: w = 2^(scale - 127) e. Together
-they are what a folder of floats calls NAME, [experts,K,N].
+NAME_blocks uint8[experts,N,K/32,16] has two numbers e of E2M1 per byte, the first in the low bits,
+NAME_scales uint8[experts,N,K/32] the exponent of 32 numbers: w = 2^(scale - 127) e. Together they
+are the tensor that a folder of floats calls NAME, [experts,K,N].
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ class Fp4File(TensorFile):
     parts: Mapping[str, tuple[_Part, _Part]] = field(default_factory=dict)
 
     def expert(self, name: str, expert: int) -> Packed:
-        """Return one expert's matrix [N,K] as ggml's MXFP4 rows: of 32 numbers the scale, then 16
-        bytes with number i and number i + 16. Raises ModelError for a scale that is no number.
+        """Return one expert's matrix [N,K] as ggml's MXFP4 rows: for 32 numbers the scale, then 16
+        bytes with number i and number i + 16. Raises ModelError for a scale that is NaN.
         """
         blocks, scales = (_tensor(*part)[expert] for part in self.parts[name])
         if scales.max(initial=0) == 255:

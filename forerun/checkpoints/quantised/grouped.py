@@ -1,5 +1,5 @@
-"""Matrices of quantised folders in their own numbers, not widened: as grouped.Grouped, and those of
-4-bit integers (GPTQ, AWQ, pack-quantized) as mapped.FourBits.
+"""Matrices of quantised folders that are not widened: as grouped.Grouped, and those of 4-bit
+integers (GPTQ, AWQ, pack-quantized) as mapped.FourBits.
 """
 
 import numpy as np
@@ -19,14 +19,13 @@ from forerun.types import AnyArray, Floats, Ints
 
 _ALL = slice(None)
 _ORDERS = ("g_idx", "weight_g_idx")
-"""Tensors that say which group a column belongs to."""
+"""Tensors with the group of each column."""
 _SCALES = ("weight_scale", "weight_scale_inv", "scales")
 
 
 def grouped(matrix: StoredMatrix) -> Grouped | None:
-    """Return the matrix by group; None if its numbers are neither 4-bit nor 8-bit, or columns that
-    say their groups are not as many in each group. Raises ModelError for a group that does not
-    exist.
+    """Return the matrix by group; None if its numbers are neither 4-bit nor 8-bit, or groups have
+    different numbers of columns. Raises ModelError for a group that does not exist.
     """
     method, columns = matrix.method, matrix.shape[1]
     if method.layout == "mxfp4" or method.bits not in (4, 8):
@@ -111,7 +110,7 @@ def _scales(matrix: StoredMatrix, part: str, rows: slice) -> Floats:
 
 
 def _signed(matrix: StoredMatrix, numbers: AnyArray) -> AnyArray:
-    """Return 8-bit integers from 0 to 255 as int8 less 128; those of 4 bits as they are."""
+    """Return 8-bit integers from 0 to 255 as int8, less 128; 4-bit ones unchanged."""
     return numbers if matrix.method.bits == 4 else (numbers ^ np.uint8(128)).view(np.int8)
 
 
@@ -125,8 +124,8 @@ _READ = {
 
 
 def four_bit_group(matrix: StoredMatrix) -> int:
-    """Return how many columns share a scale and a zero point; 0 if they are not 4 bits, not whole
-    groups in the columns' order, or where a scale is not a finite float16.
+    """Return how many columns share a scale and a zero point; 0 if the matrix is not of 4 bits in
+    whole groups in the columns' order, or a scale is not a finite float16.
     """
     method, columns = matrix.method, matrix.shape[1]
     group = method.group or columns
@@ -166,8 +165,8 @@ def _scales_of(matrix: StoredMatrix) -> Floats:
 
 
 def _halves(scales: Floats) -> NDArray[np.float16]:
-    """Convert to float16: too large numbers become infinite, and NaN stays NaN, which equals
-    nothing.
+    """Convert to float16. Numbers that are too large become infinite, and NaN stays NaN, which is
+    not equal to anything.
     """
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(scales.astype(np.float16))

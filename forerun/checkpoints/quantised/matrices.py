@@ -26,7 +26,7 @@ from forerun.errors import ModelError
 from forerun.types import AnyArray, Floats
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place of each of eight columns' numbers in a word."""
+"""The index within a word of each of eight columns' numbers."""
 
 PARTS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "float8": (("weight",), ("weight_scale_inv", "weight_scale")),
@@ -38,7 +38,9 @@ PARTS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
     "awq": (("qweight", "qzeros", "scales"), ()),
 }
-"""The tensors of a matrix that must be there, by which the first it is known, and that may be."""
+"""The tensors of a matrix in each layout: (required ones, of which the first identifies the layout;
+optional ones).
+"""
 
 _INTEGERS = {"I8": "<i1", "I32": "<i4", "I64": "<i8"}
 _ALL = slice(None)
@@ -49,7 +51,7 @@ class StoredMatrix:
     """One matrix in its file.
 
     name   of its module, for messages
-    parts  its tensors by their last names: the file that has each, and its name there
+    parts  last part of a tensor's name -> (the file that has it, its name there)
     shape  (N, K)
     """
 
@@ -63,14 +65,15 @@ class StoredMatrix:
         return self.part(slice(0, self.shape[0]), slice(0, self.shape[1]))
 
     def part(self, rows: slice, columns: slice) -> Floats:
-        """Return float32[n,k] of these rows and columns; of what is stored only the words that they
-        lie in are read, and their groups' scales. A group that is cut keeps its scale on both
-        sides.
+        """Return float32[n,k] of these rows and columns. Only the words that contain them, and
+        their groups' scales, are read. A group that is cut keeps its scale on both sides.
         """
         return _WIDEN[self.method.layout](self, rows, columns)
 
     def integers(self, part: str) -> AnyArray:
-        """Return a tensor of integers as stored, a view. part: such as "qweight", or KeyError."""
+        """Return a tensor of integers as stored, a view. Raises KeyError unless there is a `part`
+        such as "qweight".
+        """
         file, stored = self.parts[part]
         there = file.tensors[stored]
         flat = file.data[there.start : there.start + there.size]
@@ -91,9 +94,8 @@ class StoredMatrix:
 def stored_matrix(
     name: str, methods: tuple[Method, ...], parts: Mapping[str, tuple[TensorFile, str]]
 ) -> StoredMatrix:
-    """Make a matrix of a module's tensors by the method that fits them, checked.
-
-    Raises ModelError naming what is missing, left over, of another type or of another shape.
+    """Return the matrix of a module's tensors, by the method that fits them, checked. Raises
+    ModelError naming the tensor that is missing, left over, of another type or of another shape.
     """
     fitting = [method for method in methods if parts.keys() >= set(PARTS[method.layout][0])]
     if not fitting:
@@ -142,7 +144,7 @@ def _shape(
     shapes: Mapping[str, tuple[int, ...]],
     parts: Mapping[str, tuple[TensorFile, str]],
 ) -> tuple[int, int]:
-    """Return (N, K), by the tensor that has all numbers."""
+    """Return (N, K), from the tensor with the numbers."""
     known = shapes[PARTS[method.layout][0][0]]
     if len(known) != 2:
         raise ModelError(f"{name} is stored as {list(known)}; it must have two dimensions")
@@ -164,7 +166,7 @@ def _declared_columns(
     most: int,
     rows: int,
 ) -> int:
-    """Return K as weight_shape says it: the last word of a row may not be full."""
+    """Return K from weight_shape, since the last word of a row may not be full."""
     if "weight_shape" not in parts:
         return most
     file, stored = parts["weight_shape"]
@@ -225,7 +227,9 @@ def _expected(
 
 
 def _count(whole: int, part: int) -> int:
-    """Count blocks of `part`, of which the last may be smaller; 0 = one block."""
+    """Return the number of blocks of `part` in `whole`, of which the last may be smaller; 0 = one
+    block.
+    """
     return -(-whole // part) if part else 1
 
 
@@ -234,8 +238,8 @@ def _two(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _within(part: slice, each: int) -> tuple[slice, slice]:
-    """Return the words that a part of the numbers lies in, `each` to a word, and the part's place
-    in these.
+    """Return the words, with `each` numbers per word, that contain a part of the numbers, and the
+    part's place within them.
     """
     first = part.start // each
     inside = slice(part.start - first * each, part.stop - first * each)
@@ -243,8 +247,9 @@ def _within(part: slice, each: int) -> tuple[slice, slice]:
 
 
 def _blocks(part: slice, each: int) -> tuple[slice, AnyArray | slice]:
-    """Return which blocks of `each` numbers a part lies in (0 = one block for all), and for each of
-    its numbers which of these; a slice where every number, or none, has one of its own.
+    """Return the blocks of `each` numbers that contain a part (0 = one block for all), and for each
+    of its numbers the index of its block; a slice if every number has a block of its own, or all
+    have one.
     """
     if each == 0:
         return _ALL, _ALL
@@ -255,7 +260,7 @@ def _blocks(part: slice, each: int) -> tuple[slice, AnyArray | slice]:
 
 
 def _spread(matrix: StoredMatrix, read: "_Read", rows: slice, columns: slice) -> AnyArray:
-    """Return [n,k] of a number for each block of rows and columns; axes of one block stay as they
+    """Return [n,k] from one number per block of rows and columns; axes of one block stay as they
     are.
     """
     of_rows, row = _blocks(rows, matrix.method.rows)
@@ -370,7 +375,7 @@ def _grouped(
     rows: slice,
     columns: slice,
 ) -> Floats:
-    """Widen numbers q [n,k] and zeros [groups,n] to float32[n,k] by GPTQ's and AWQ's rule."""
+    """Return float32[n,k] from numbers q [n,k] and zeros [groups,n] by GPTQ's and AWQ's rule."""
     scales = matrix.scales("scales", _ALL, rows)
     if "g_idx" in matrix.parts:
         groups = column_groups(matrix, "g_idx", len(scales))[columns]
@@ -384,7 +389,7 @@ def _grouped(
 
 
 def column_groups(matrix: StoredMatrix, part: str, count: int) -> AnyArray:
-    """Return int[K], each column's group. Raises ModelError if one is not of 0 .. count-1."""
+    """Return int[K], each column's group. Raises ModelError if one is not within 0 .. count-1."""
     groups = matrix.integers(part)
     if groups.min() < 0 or groups.max() >= count:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""`quantization_config` of a config.json: what is read, and what it says of every matrix."""
+"""Reads `quantization_config` of a config.json: the storage method of the matrices."""
 
 import re
 from collections.abc import Mapping
@@ -22,15 +22,15 @@ READ = (
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way in which matrices of a checkpoint are stored. w [N,K] is the matrix.
+    """One storage method for matrices of a checkpoint. w [N,K] is the matrix.
 
-    title      for people: "AWQ, 4 bits in groups of 128"
+    title      for users: "AWQ, 4 bits in groups of 128"
     layout     which tensors a matrix consists of, and how they are packed
     bits       of one weight
     group      columns that share a scale; 0 = all of them
     rows       rows that share a scale: 1, a block's, or 0 = all of them
     zeros      there are zero points
-    minus_one  GPTQ's first format stores zero points less one
+    minus_one  zero points are stored minus one (GPTQ's first format)
     """
 
     title: str
@@ -43,11 +43,9 @@ class Method:
 
 
 def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
-    """Read config.json's `quantization_config`; () without one.
-
-    Several: groups of modules are stored in different ways, which their tensors show.
-
-    Raises ModelError naming the key that is not supported, or the supported methods.
+    """Read config.json's `quantization_config`; () without one. If there are several methods,
+    groups of modules are stored in different ways, which their tensors show. Raises ModelError
+    naming the key that is not supported, or the supported methods.
     """
     settings = config.get("quantization_config")
     if settings is None:
@@ -107,8 +105,8 @@ def _harmless(name: str, value: Any) -> bool:
 
 
 def _float8(keys: Keys) -> tuple[Method, ...]:
-    """Describe DeepSeek-V3's blocks (arXiv 2412.19437, section 3.3), or one scale for a whole
-    matrix.
+    """Return the method of DeepSeek-V3's blocks (arXiv 2412.19437, section 3.3), or of one scale
+    for a whole matrix.
     """
     if (form := keys.text("fmt", "e4m3")) not in _E4M3:
         raise keys.unfit("fmt", form, " or ".join(_E4M3))
@@ -121,7 +119,7 @@ def _float8(keys: Keys) -> tuple[Method, ...]:
 
 
 _E4M3 = ("e4m3", "float8_e4m3fn")
-"""Names of the one format: DeepSeek's and torch's (MiniMax)."""
+"""Names of the same format: DeepSeek's and torch's (MiniMax)."""
 
 
 def _block(keys: Keys, name: str, value: Any) -> tuple[int, int]:
@@ -135,7 +133,7 @@ def _block(keys: Keys, name: str, value: Any) -> tuple[int, int]:
 
 
 def _gptq(keys: Keys) -> tuple[Method, ...]:
-    """Describe GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel store it."""
+    """Return the method of GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel store it."""
     bits = keys.integer("bits")
     if bits not in (2, 4, 8):
         raise keys.unfit("bits", bits, "2, 4 or 8")
@@ -154,7 +152,7 @@ def _gptq(keys: Keys) -> tuple[Method, ...]:
 
 
 def _awq(keys: Keys) -> tuple[Method, ...]:
-    """Describe AWQ (arXiv 2306.00978) as AutoAWQ's "gemm" stores it."""
+    """Return the method of AWQ (arXiv 2306.00978) as AutoAWQ's "gemm" stores it."""
     keys.require("bits" if keys.has("bits") else "w_bit", 4)
     group = _group(keys, "group_size" if keys.has("group_size") else "q_group_size")
     for name in ("version", "format", "checkpoint_format"):
@@ -169,7 +167,7 @@ def _awq(keys: Keys) -> tuple[Method, ...]:
 
 
 def _mxfp4(keys: Keys) -> tuple[Method, ...]:
-    """Describe gpt-oss's experts; its other matrices are floats."""
+    """Return the method of gpt-oss's experts; its other matrices are floats."""
     return (Method("MXFP4, floats of 4 bits in groups of 32", "mxfp4", 4, 32),)
 
 
@@ -181,7 +179,7 @@ def _group(keys: Keys, name: str) -> int:
 
 
 def _compressed(keys: Keys) -> tuple[Method, ...]:
-    """Describe the formats of compressed-tensors (vLLM's llm-compressor writes them)."""
+    """Return the methods of compressed-tensors (written by vLLM's llm-compressor)."""
     form = keys.text("format", "dense")
     sparsity = keys.get("sparsity_config") or {}
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
@@ -231,7 +229,7 @@ def _compressed_group(keys: Keys, form: Any) -> Method:
 
 
 def _strategy(keys: Keys) -> tuple[int, int, str]:
-    """Return the rows and columns that share a scale, and the same in words."""
+    """Return the rows and columns that share a scale, and their description."""
     strategy, size = keys.text("strategy", "tensor"), keys.get("group_size")
     structure = keys.get("block_structure")
     match strategy:

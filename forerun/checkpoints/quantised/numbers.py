@@ -1,4 +1,4 @@
-"""Numbers of few bits as their files have them, widened."""
+"""Widens numbers of few bits."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ from forerun.types import AnyArray, Floats
 
 
 def _float8_numbers() -> Floats:
-    """Return float32[256], what each byte of float8 E4M3 stands for (arXiv 2209.05433, table 1)."""
+    """Return float32[256], the value of each byte of float8 E4M3 (arXiv 2209.05433, table 1)."""
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 15, (code & 7).astype(np.float32)
     small = np.float32(2.0**-9) * mantissa
@@ -21,8 +21,8 @@ _FLOAT8 = _float8_numbers()
 
 
 def widened(flat: NDArray[np.uint8], kind: str) -> Floats:
-    """Widen the bytes uint8 of numbers of a float type, F32, F16, BF16 or F8_E4M3, to float32[n];
-    KeyError for another.
+    """Widen bytes uint8[.] of numbers of a float type, F32, F16, BF16 or F8_E4M3, to float32[n].
+    Raises KeyError for another type.
     """
     if kind == "BF16":
         return (flat.view("<u2").astype(np.uint32) << 16).view(np.float32)
