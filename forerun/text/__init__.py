@@ -1,1 +1,3 @@
-"""Tokenizer, incremental detokenising, chat templates."""
+"""Text: tokenizers, incremental detokenizing, chat templates, parsers of reasoning and tool
+calls.
+"""

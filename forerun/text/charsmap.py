@@ -1,8 +1,7 @@
-"""SentencePiece's normalisation table in a `tokenizer.json` (`Precompiled`), checked before
-`tokenizers` walks it, which trusts every offset of it.
-
-The format: SentencePiece's normalizer.cc (bytes of a double-array trie, then replacements that end
-with NUL) and darts-clone's dictionary.h (the trie's units).
+"""Checks SentencePiece's normalisation table in a `tokenizer.json` (`Precompiled`) before
+`tokenizers` uses it, which trusts every offset in it. The format: SentencePiece's normalizer.cc
+(bytes of a double-array trie, then replacements that end with NUL) and darts-clone's dictionary.h
+(the trie's units).
 """
 
 import base64
@@ -19,8 +18,8 @@ _Units = NDArray[np.int64]
 
 
 def check_charsmap(encoded: Any, longest: int) -> None:
-    """Raise ModelError if the table is damaged, or makes more than `longest` bytes of one
-    character.
+    """Raise ModelError if the table is damaged, or replaces one character by more than `longest`
+    bytes.
 
     encoded  the value of `precompiled_charsmap`, base64
     """
@@ -41,7 +40,7 @@ def check_charsmap(encoded: Any, longest: int) -> None:
 
 
 def _leaves(units: _Units) -> _Units:
-    """Return where the replacements begin that any text can reach. Raises IndexError if a text
+    """Return the offsets of all replacements that any text can reach. Raises IndexError if a text
     leads out of the trie.
     """
     offsets = (units >> 10) << ((units & (1 << 9)) >> 6)

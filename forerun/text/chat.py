@@ -1,7 +1,7 @@
-"""Chat templates: messages to one prompt, as Hugging Face templates mean it.
+"""Chat templates: convert messages to one prompt, with the meaning of Hugging Face templates.
 
-The template is part of the model, not of Forerun: it runs where `rendering` says, and its text
-cannot be forged by what users write (see `escape`).
+The template is part of the model, not of Forerun: it runs in the place that `rendering` chooses,
+and text of users cannot imitate its control strings (see `escape`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,14 +23,15 @@ from forerun.types import Ints
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _OWN_WORDS = ("content", "reasoning_content", "reasoning", "thinking")
 _END_OF_MESSAGE = "\ue0f1end-of-message\ue0f1"
-"""Marks the end of a message to be continued: private-use letters, which no text contains."""
+"""Marks the end of a message to be continued: private-use characters, which no text contains."""
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
 class ChatTemplate:
     """A compiled chat template. Safe to share between threads.
 
-    traits  what it takes; conversations are put into that form before they are rendered
+    traits  the form of conversations that it accepts; conversations are converted to that form
+            before they are rendered
 
     Raises ModelError if there is no template or it does not parse.
     """
@@ -46,22 +47,24 @@ class ChatTemplate:
         self.traits = TemplateTraits(source, self._probe)
         added = [token for token in tokenizer.added.values() if len(token.text) > 1]
         self._special = [token.text for token in added if token.control]
-        # Some models leave `<｜User｜>` and the like unmarked: what the template writes counts.
+        # Some models do not mark `<｜User｜>` and the like: strings of the template count as well.
         self._written = [t.text for t in added if not t.control and t.text in source]
         self._unmarked = matcher(self._written)
 
     @cached_property
     def _controls(self) -> ControlStrings:
-        """All control strings: an engine behind a server needs none."""
+        """All control strings; computed on first use, since an engine behind a server needs
+        none.
+        """
         return ControlStrings([*self._special, *self._written])
 
     @cached_property
     def _marked_controls(self) -> ControlStrings:
-        """Those that the tokenizer's files mark as such."""
+        """The control strings that the tokenizer's files mark as such."""
         return ControlStrings(self._special) if self._written else self._controls
 
     def warmed_up(self) -> Self:
-        """Make what the first conversation would wait for. Returns this template."""
+        """Compute what the first conversation would have to wait for. Returns this template."""
         for controls in (self._controls, self._marked_controls):
             controls.whole.search("")
         return self
@@ -92,19 +95,20 @@ class ChatTemplate:
         most: int | None = None,
         marks: Marks | None = None,
     ) -> Ints:
-        """Return int32[T], the prompt's ids. Control strings in users' texts stay plain text.
+        """Return int32[T], the prompt's ids. Control strings in users' texts are encoded as
+        ordinary text.
 
-        messages   OpenAI's, role and content each
+        messages   OpenAI's, with role and content
         tools      OpenAI's; None = none are offered
         add_generation_prompt  end with the beginning of an answer
-        extra      further names for the template (chat_template_kwargs)
+        extra      further variables for the template (chat_template_kwargs)
         continues  the prompt ends within the last message, which the model continues
         most       tokens that there is room for: a text that certainly has more is not encoded;
                    None = no limit
-        marks      around thoughts: a message to be continued may break off in one
+        marks      around reasoning: a message to be continued may end inside it
 
-        Raises RequestError naming the field if the messages cannot be rendered, ContextError
-        if they certainly do not fit, WorkerError if the rendering process was ended from outside.
+        Raises RequestError naming the field if the messages cannot be rendered, ContextError if
+        they certainly do not fit, WorkerError if the rendering process was ended from outside.
         """
         if not continues:
             text, marker = self._render(messages, tools, add_generation_prompt, extra)
@@ -136,7 +140,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt as text for users to read. Parameters and errors as of `encode`."""
+        """Return the prompt as text, for display. Parameters and errors as in `encode`."""
         text, marker = self._render(messages, tools, add_generation_prompt, extra)
         return text.replace(marker, "")
 
@@ -148,8 +152,8 @@ class ChatTemplate:
         extra: Mapping[str, Any] | None,
         more: str = "",
     ) -> tuple[str, str]:
-        """Return the prompt with markers in the control strings of users, and the marker, which is
-        not in `more`.
+        """Return the prompt with markers in the control strings of users' texts, and the marker,
+        which does not occur in `more`.
         """
         clean = [clean_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         options = dict(extra or {})
@@ -177,7 +181,7 @@ class ChatTemplate:
     def _probe(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> str:
-        """Return the template's text of a small test conversation. See TemplateTraits."""
+        """Return the template's rendering of a small test conversation. See TemplateTraits."""
         names = {"messages": list(messages), "tools": tools and list(tools)}
         return self._renderer.render(
             self._tokenizer.names | names | {"add_generation_prompt": True}
@@ -198,7 +202,9 @@ class ChatTemplate:
         return np.array(ids, np.int32)
 
     def _check_length(self, text: str, most: int) -> None:
-        """Raise ContextError if a text certainly has more tokens than `most`, unencoded."""
+        """Raise ContextError if a text certainly has more than `most` tokens, without encoding
+        it.
+        """
         least = self._tokenizer.least_tokens(text)
         if least > most:
             raise ContextError(
@@ -210,16 +216,15 @@ class ChatTemplate:
             )
 
     def _cut_unmarked(self, text: str) -> list[str]:
-        """Cut user-written strings that the plain encoder would still take for one token."""
+        """Cut a user's text at strings that the encoder would still encode as one token."""
         cuts = [match.start() + 1 for match in self._unmarked.finditer(text)]
         edges = [0, *cuts, len(text)]
         return [text[a:b] for a, b in pairwise(edges) if a < b]
 
 
 def clean_message(message: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return a copy of one message as templates expect it: text content, tool arguments as objects.
-
-    Raises RequestError naming the field below `path` that cannot be used.
+    """Return a copy of one message in the form of templates: text content, tool arguments as
+    objects. Raises RequestError naming the field below `path` that cannot be used.
     """
     clean = dict(message)
     check_json(clean, path)
@@ -253,7 +258,7 @@ def _joined_parts(parts: list[Any], path: str) -> str:
 
 
 def _parsed_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Return tool calls with their arguments as objects, which templates expect, not as JSON
+    """Return tool calls with their arguments as objects, which templates expect instead of JSON
     text.
     """
     if not isinstance(calls, list):
@@ -277,8 +282,8 @@ def _parsed_call(call: Any, path: str) -> dict[str, Any]:
 
 
 def _escaped(message: dict[str, Any], escape: Escape, own: Escape) -> dict[str, Any]:
-    """Escape a message. The model's own output keeps strings that only look like controls:
-    templates parse `</think>` out of it.
+    """Return a message with its texts escaped. The model's own output keeps strings that only look
+    like control strings, because templates parse `</think>` out of it.
     """
     role = message["role"]
     escaped: dict[str, Any] = escape.value(message)

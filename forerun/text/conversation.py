@@ -1,10 +1,10 @@
-"""Conversations in the form that one chat template takes.
+"""Converts conversations to the form that a chat template accepts.
 
 Templates agree on user and assistant messages and on little else: some fail at a call whose content
-is null, some at one whose content is empty, some want arguments as JSON text, some refuse a system
-message, two calls at once, two user messages in a row, or leave calls out silently. What a
-template does is detected by rendering small conversations with it (`TemplateTraits`), once, when a
-conversation needs to know; `adapted` then changes messages as little as that template needs.
+is null, some at one whose content is empty, some need arguments as JSON text, some reject a system
+message, two calls at once, two user messages in a row, or silently leave calls out. The behaviour
+of a template is detected by rendering small conversations with it (`TemplateTraits`), once, when a
+conversation needs it; `adapted` then changes messages as little as that template needs.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from forerun.text.tools import HERMES, ToolFormat, format_of, takes_tools
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Message] | None], str]
-"""The text of messages and tools by the template. Raises RequestError if it refuses them."""
+"""(messages, tools) -> the template's text. Raises RequestError if the template rejects them."""
 
 _SYSTEM, _CITY, _RESULT, _ANSWER = "Be-Brief", "Oslo-City", "Cold-Rain", "Wet-Day"
 _AGAIN, _LATE = "Then-What", "Be-Brisk"
@@ -36,7 +36,7 @@ _PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "desc
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """How a template takes an assistant's tool calls.
+    """The form in which a template accepts an assistant's tool calls.
 
     content    of a message with calls and no text: None or ""
     arguments  object: as JSON data; text: as JSON text
@@ -60,9 +60,8 @@ _STYLES = tuple(
 
 
 class TemplateTraits:
-    """Properties of a chat template. Each is detected on first use; none ever changes.
-
-    Raises ModelError if the template does not end.
+    """Properties of a chat template. Each is detected on first use, and never changes. Raises
+    ModelError if the template does not terminate.
     """
 
     def __init__(self, source: str, render: Render) -> None:
@@ -70,12 +69,12 @@ class TemplateTraits:
 
     @cached_property
     def tool_format(self) -> ToolFormat:
-        """The format of the calls that it shows."""
+        """The format of calls in the template."""
         return format_of(self._source)
 
     @cached_property
     def marks(self) -> Marks | None:
-        """The texts around thoughts; None if it shows none."""
+        """The texts around reasoning; None if the template has none."""
         return Marks.found_in(self._source)
 
     @cached_property
@@ -85,13 +84,13 @@ class TemplateTraits:
 
     @cached_property
     def bare_tools(self) -> bool:
-        """Whether it takes a tool without description and parameters."""
+        """Whether it accepts a tool without description and parameters."""
         bare = {"type": "function", "function": {"name": _NAME}}
         return _holds(self._try([_user()], [bare]), [_NAME])
 
     @cached_property
     def calls(self) -> CallStyle:
-        """How it takes an assistant's tool calls: the first style whose calls reach the prompt;
+        """The form of an assistant's tool calls: the first style in which calls reach the prompt;
         written as text if none does.
         """
         empty = self._try(_tool_turns(CallStyle("", "object", True)), [_tool()]) or ""
@@ -108,7 +107,7 @@ class TemplateTraits:
 
     @cached_property
     def results(self) -> bool:
-        """Whether results of tools reach the model as `tool` messages."""
+        """Whether results of tools reach the prompt as `tool` messages."""
         style = self.calls
         if style.written is HERMES:  # What calls are then, results are.
             return False
@@ -118,26 +117,26 @@ class TemplateTraits:
 
     @cached_property
     def parallel_calls(self) -> bool:
-        """Whether the template takes a message with several calls, and shows all of them to the
-        model.
+        """Whether the template accepts a message with several calls, and all of them reach the
+        prompt.
         """
         text = self._try(_tool_turns(self.calls, calls=2), [_tool()])
         return _holds(text, [f"{_CITY}-0", f"{_CITY}-1"])
 
     @cached_property
     def user_after_results(self) -> bool:
-        """Whether it takes a user's message right after a tool's result."""
+        """Whether it accepts a user's message directly after a tool's result."""
         turns = _tool_turns(self.calls)
         return _holds(self._try([*turns[:3], turns[-1]], [_tool()]), [_RESULT, _AGAIN])
 
     @cached_property
     def system(self) -> bool:
-        """Whether the template takes a system message first, and shows it to the model."""
+        """Whether the template accepts a system message first, and it reaches the prompt."""
         return _holds(self._try([_system(), _user()], None), [_SYSTEM])
 
     @cached_property
     def late_system(self) -> bool:
-        """Whether it takes a system message between others, and shows it to the model."""
+        """Whether it accepts a system message between others, and it reaches the prompt."""
         turns = [_user(), {"role": "assistant", "content": _ANSWER}, _system(_LATE), _user(_AGAIN)]
         head = [_system()] if self.system else []
         words = [_LATE, _ANSWER, _AGAIN, *(each["content"] for each in head)]
@@ -145,23 +144,25 @@ class TemplateTraits:
 
     @cached_property
     def thinking(self) -> bool:
-        """Whether the template reads thoughts in a field `thinking` (gpt-oss, LFM2.5)."""
+        """Whether the template reads reasoning from a field `thinking` (gpt-oss, LFM2.5)."""
         return _THINKING.search(self._source) is not None
 
     @cached_property
     def thought_alone(self) -> bool:
-        """Whether it takes, with a call, either a thought in `thinking` or content (gpt-oss)."""
+        """Whether a message with a call may have only one of reasoning in `thinking` and content
+        (gpt-oss).
+        """
         asked, call, result = _tool_turns(self.calls)[:3]
         call = _styled({**call, "content": _ANSWER, "thinking": _SYSTEM}, self.calls)
         return not _holds(self._try([asked, call, result], [_tool()]), [_SYSTEM, _ANSWER])
 
     @cached_property
     def adjacent_users(self) -> bool:
-        """Whether it takes two user messages in a row."""
+        """Whether it accepts two user messages in a row."""
         return _holds(self._try([_user(_CITY), _user(_AGAIN)], None), [_CITY, _AGAIN])
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str | None:
-        """Return the rendered text; None if the template refuses."""
+        """Return the rendered text; None if the template rejects the messages."""
         try:
             return self._render(messages, tools)
         except RequestError:
@@ -171,14 +172,14 @@ class TemplateTraits:
 def adapted(
     messages: Sequence[Message], tools: Sequence[Message] | None, traits: TemplateTraits
 ) -> tuple[list[Message], list[Message] | None]:
-    """Return the conversation and the tools in the form that a template with these traits takes,
+    """Return the conversation and the tools in the form that a template with these traits accepts,
     with as few changes as possible.
 
-    messages  as `chat.clean_message` gives them; they are not changed. Tool arguments are objects
+    messages  as returned by `chat.clean_message`; they are not changed. Tool arguments are objects
     tools     as in OpenAI's API; None or empty = none
 
-    The tools are None where there are none, or where they are now part of the text. Raises
-    ModelError if probing finds that the template does not end.
+    The returned tools are None if there are none, or if they are now part of the text. Raises
+    ModelError if the template does not terminate.
     """
     result = list(messages)
     offered = [dict(tool) for tool in tools] if tools else None
@@ -200,8 +201,8 @@ def adapted(
 
 
 def _with_thinking(message: Message, traits: TemplateTraits) -> Message:
-    """Return a message whose thought is in `thinking`, with the text before a call as part of it
-    where the template takes but one of them.
+    """Return a message with its reasoning in `thinking`; the text before a call is added to it if
+    the template accepts only one of them.
     """
     thought = message.get("reasoning_content")
     if not thought:
@@ -275,8 +276,8 @@ def _one_call_each(messages: Iterable[Message]) -> list[Message]:
 
 
 def _with_system(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    """Put system messages where the template takes them: a first one at the beginning of the first
-    user message, a later one as a user message.
+    """Put system messages where the template accepts them: the first at the beginning of the first
+    user message, later ones as user messages.
     """
     count = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     head, rest = messages[:count], messages[count:]
@@ -295,7 +296,7 @@ def _with_system(messages: list[Message], traits: TemplateTraits) -> list[Messag
 
 
 def _merged(messages: Iterable[Message], before: str, behind: str) -> list[Message]:
-    """Return the messages, merging each of role `behind` into one of role `before` right before
+    """Return the messages, merging each of role `behind` into one of role `before` directly before
     it.
     """
     result = list[Message]()
@@ -309,14 +310,14 @@ def _merged(messages: Iterable[Message], before: str, behind: str) -> list[Messa
 
 
 def _complete(tool: Mapping[str, Any]) -> Message:
-    """Return a tool with a description and parameters; missing ones are empty."""
+    """Return a tool with a description and parameters; missing ones are set to empty values."""
     function = {"description": "", "parameters": {"type": "object", "properties": {}}}
     return {**tool, "function": function | tool["function"]}
 
 
 def _short(id: object) -> str:
-    """Return nine letters or digits for a call's id, always the same for the same id: itself if it
-    has that form, as the model's own have.
+    """Return nine letters or digits for a call's id, always the same for the same id: the id itself
+    if it has that form, as the model's own have.
     """
     text = str(id)
     own = re.fullmatch("[a-zA-Z0-9]{9}", text)
@@ -341,7 +342,7 @@ def _tool() -> Message:
 
 
 def _tool_turns(style: CallStyle, calls: int = 1) -> list[Message]:
-    """Return two turns of a user; in the first a tool is called `calls` times at once."""
+    """Return two turns of a user; in the first the assistant calls a tool `calls` times at once."""
     ids = [f"{n}{_SHORT_ID[1:]}" if style.short_ids else f"{_LONG_ID}{n}" for n in range(calls)]
     turns = list[Message]()
     for n, id in enumerate(ids):

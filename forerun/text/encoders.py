@@ -1,4 +1,4 @@
-"""Encoders of a `tokenizer.json` that know no control strings, for each place in a text."""
+"""Builds the encoders of a `tokenizer.json` without control strings, for each place in a text."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +21,8 @@ class TextPlace(StrEnum):
     """The place of a part within a text.
 
     FIRST   at its beginning
-    LATER   behind a control token, which may be a beginning of its own
-    WITHIN  behind other text: nothing is put before it
+    LATER   after a control token, which may be a beginning of its own
+    WITHIN  after other text: nothing is put before it
     """
 
     FIRST = "first"
@@ -31,17 +31,17 @@ class TextPlace(StrEnum):
 
 
 class Encoders:
-    """Encodes text in which no control string counts: it cannot produce a control token, whatever
-    the text says. Safe to share between threads.
+    """Encodes text without control strings: it cannot produce a control token, whatever the text
+    is. Safe to share between threads.
 
-    The encoders are made, from what `document` returns, when the first text is encoded: an engine
-    behind a server may never do so, and they are most of a tokenizer's memory. They run without the
-    interpreter's lock, which `tokenizers` lets go of for batches only.
+    The encoders are built, from the result of `document`, when the first text is encoded: an engine
+    behind a server may never do so, and they take most of a tokenizer's memory. They run without
+    the interpreter's lock, which `tokenizers` releases for batches only.
     """
 
     def __init__(self, document: Callable[[], Spec]) -> None:
-        """document: returns a `tokenizer.json` document without control strings, as
-        `without_controls` makes it.
+        """Store `document`, which returns a `tokenizer.json` document without control strings, as
+        from `without_controls`.
         """
         self._document = document
         self._lock = Lock()
@@ -49,17 +49,17 @@ class Encoders:
         self._watch: Callable[[Spec], None] = lambda spec: None
 
     def watch(self, watch: Callable[[Spec], None]) -> None:
-        """Have `watch` called with the document when the encoders were made of it."""
+        """Set a callback that is called with the document when the encoders have been built."""
         self._watch = watch
 
     def __call__(self, text: str, first: bool) -> list[int]:
         """Return the ids of a part of a text; see Codec. Raises RequestError if the tokenizer
-        cannot cut it into words, ModelError if the encoders cannot be built.
+        cannot split it into words, ModelError if the encoders cannot be built.
         """
         return self._encoded(text, TextPlace.FIRST if first else TextPlace.LATER)
 
     def within(self, text: str) -> list[int]:
-        """Return the ids of text that continues other text. Raises as a call does."""
+        """Return the ids of text that continues other text. Raises as `__call__`."""
         return self._encoded(text, TextPlace.WITHIN)
 
     def _encoded(self, text: str, place: TextPlace) -> list[int]:
@@ -103,8 +103,8 @@ def without_controls(spec: Spec, controls: set[str]) -> Spec:
 
 
 def _for_places(spec: Spec) -> dict[TextPlace, tokenizers.Tokenizer]:
-    """Return an encoder for each place, which share one model; one for all where places make no
-    difference.
+    """Return an encoder for each place, which share one model; the same one for all if places make
+    no difference.
     """
     made: list[tuple[Spec, tokenizers.Tokenizer]] = []
     found: dict[TextPlace, tokenizers.Tokenizer] = {}
@@ -121,7 +121,7 @@ def _for_places(spec: Spec) -> dict[TextPlace, tokenizers.Tokenizer]:
 
 
 def _bpe(model: Spec) -> models.BPE:
-    """Make the model without a document in between, which would take three times as long."""
+    """Build the model directly; through a JSON document it would take three times as long."""
     rest = {name: model[name] for name in _OF_BPE if model.get(name) is not None}
     return models.BPE(model["vocab"], model["merges"], **rest)
 
@@ -152,16 +152,16 @@ _NO_MODEL: Spec = {"type": "BPE", "vocab": {}, "merges": []}
 
 
 def check_parts(spec: Spec) -> None:
-    """Raise ModelError if a `tokenizer.json` document cannot be built, but for its vocabulary and
-    merges, which are looked at when they are needed.
+    """Raise ModelError if a `tokenizer.json` document cannot be built. Its vocabulary and merges
+    are not checked, which are read when they are needed.
     """
     empty = dict.fromkeys(("post_processor", "truncation", "padding"))
     built(spec | empty | {"model": _NO_MODEL, "added_tokens": []})
 
 
 def _at(place: TextPlace, step: Spec) -> Spec | None:
-    """Return a step that puts nothing before a part at `place` where it should not; None = no
-    step.
+    """Return a step without additions before a part, if `place` forbids them; None = the step does
+    nothing there.
     """
     kind, scheme = step.get("type"), step.get("prepend_scheme")
     if place == TextPlace.FIRST or (place == TextPlace.LATER and scheme != "first"):
@@ -191,9 +191,7 @@ def built(spec: Spec) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Return a context manager that makes a ModelError of what the library cannot build, a panic
-    included.
-    """
+    """Convert errors of the library, including a panic, to ModelError, as a context manager."""
     try:
         yield
     except ModelError:
@@ -205,7 +203,7 @@ def _refused() -> Iterator[None]:
 
 
 def _of_rust(error: BaseException) -> bool:
-    """Return whether an exception is a panic of Rust, which is no Exception."""
+    """Return whether an exception is a Rust panic, which is not a subclass of Exception."""
     return type(error).__name__ == "PanicException"
 
 

@@ -1,10 +1,10 @@
-"""Keeps users' texts apart from the control strings that a chat template writes.
+"""Separates users' texts from the control strings that a chat template writes.
 
-A chat is rendered to one string before it is encoded, so a user who types `<|im_end|>` could
-end the turn. Before rendering, a marker (a private-use character that no input contains) goes
-into every control string in user text, so that it is none any more. After rendering, the text
-is cut at the remaining control strings, which only the template can have written, and the
-markers are removed. A marker inside a word survives trimming, splitting and JSON.
+A chat is rendered to one string before it is encoded, so a user who types `<|im_end|>` could end
+the turn. Before rendering, a marker (a private-use character that no input contains) is inserted
+into every control string in user text, so that it no longer is one. After rendering, the text is
+cut at the remaining control strings, which only the template can have written, and the markers are
+removed. A marker inside a word survives trimming, splitting and JSON.
 """
 
 import re
@@ -21,10 +21,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class ControlStrings:
-    """Control strings of at least two characters each. Made once per template: Gemma has 6,249, of
-    which a pattern takes 20 ms (one core of an EPYC).
+    """Control strings of at least two characters each. Created once per template: Gemma has 6,249,
+    whose pattern takes 20 ms to compile (one core of an EPYC).
 
-    whole    matches any of them
+    whole    pattern that matches any of them
     longest  characters of the longest
     """
 
@@ -35,22 +35,22 @@ class ControlStrings:
         self.longest = max(map(len, self._forward), default=0)
 
     def begin_with(self, text: str) -> bool:
-        """Return whether one of them begins with `text` and goes on behind it."""
+        """Return whether one of them begins with `text` and is longer."""
         return _begin_with(self._forward, text)
 
     def end_with(self, text: str) -> bool:
-        """Return whether one of them ends with `text` and has more before it."""
+        """Return whether one of them ends with `text` and is longer."""
         return _begin_with(self._backward, text[::-1])
 
 
 def _begin_with(strings: list[str], text: str) -> bool:
-    """Return whether one of these strings, in ascending order, begins with `text` and goes on."""
+    """Return whether one of these strings, in ascending order, begins with `text` and is longer."""
     place = bisect_right(strings, text)
     return place < len(strings) and strings[place].startswith(text)
 
 
 class Escape:
-    """Breaks control strings in user text by a marker, and the parts of one that a neighbour could
+    """Breaks control strings in user text by a marker, including parts that adjacent text could
     complete.
     """
 
@@ -58,8 +58,8 @@ class Escape:
         self._controls, self._marker = controls, marker
 
     def text(self, text: str) -> str:
-        """Return user text with markers in its control strings, and at an end where a neighbour
-        could complete one. A plain word at an end, such as `user`, is left alone.
+        """Return user text with markers in its control strings, and at an end that adjacent text
+        could complete to one. A word of letters at an end, such as `user`, is not changed.
         """
         broken = self.key(text)
         controls = self._controls
@@ -71,13 +71,15 @@ class Escape:
         return broken
 
     def key(self, text: str) -> str:
-        """Return a name that templates may look up, with markers in whole control strings only."""
+        """Return a name that templates may look up, with markers in complete control strings
+        only.
+        """
         marker = self._marker
         return self._controls.whole.sub(lambda match: match[0][0] + marker + match[0][1:], text)
 
     def name(self, text: str) -> str:
-        """Return a role that no template knows, with a marker behind it, so that nothing around it
-        can make it part of a control string.
+        """Return a role that no template knows, with a marker after it, so that adjacent text
+        cannot make it part of a control string.
         """
         return self.text(text) + self._marker
 
@@ -95,15 +97,15 @@ class Escape:
 
 
 def _is_sign(text: str) -> bool:
-    """Return whether a text has anything but letters and digits; words alone must stay
-    comparable.
+    """Return whether a text has other characters than letters and digits; templates compare
+    words.
     """
     return not text.isalnum()
 
 
 def free_marker(data: Iterable[Any]) -> str:
-    """Return a private-use character that no string of the data holds. Raises RequestError if all
-    are used.
+    """Return a private-use character that no string of the data contains. Raises RequestError if
+    all are used.
     """
     used: set[str] = set()
     for text in _strings(data):
@@ -126,10 +128,10 @@ def _strings(data: Any) -> Iterator[str]:
 
 
 def check_json(value: Any, path: str, depth: int = 0) -> None:
-    """Raise RequestError, naming the path, if `value` is no plain JSON data: other types, keys
+    """Raise RequestError, naming the path, if `value` is not plain JSON data: other types, keys
     that are no strings, lone surrogates, or more than 64 levels.
 
-    depth  levels that `value` already lies below the top
+    depth  levels above `value`
     """
     if depth > _MAX_DEPTH:
         raise RequestError(f"{path} is nested deeper than {_MAX_DEPTH} levels", path)

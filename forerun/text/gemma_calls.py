@@ -1,5 +1,5 @@
-"""Gemma 4's calls: `call:f{key:<|"|>text<|"|>,n:42,o:{...},a:[...]}`. Keys are bare, strings stand
-between marks without escapes; JSON's strings are read too.
+"""Parses Gemma 4's calls: `call:f{key:<|"|>text<|"|>,n:42,o:{...},a:[...]}`. Keys have no quotes,
+strings are between marks without escapes; JSON's strings are accepted too.
 """
 
 import json
@@ -18,10 +18,10 @@ _CLOSES = {"{": "}", "[": "]"}
 
 
 class GemmaCalls(Body):
-    """Reads calls and returns their arguments as JSON.
+    """Parses calls and returns their arguments as JSON.
 
-    tools   whose arguments' names are read whatever signs are in them
-    closer  behind a call; a model may leave it out
+    tools   their argument names are recognised whatever characters they contain
+    closer  ends a call; a model may leave it out
     """
 
     def __init__(self, tools: Tools, closer: str) -> None:
@@ -31,8 +31,8 @@ class GemmaCalls(Body):
         self._ended = False
 
     def _read(self, text: str) -> tuple[str, bool]:
-        """Read the name once it is known, then arguments as they come. Ends behind the closer, or
-        where there can be no call.
+        """Parse the name when it is complete, then the arguments as they come. Ends after the
+        closer, or where no call can follow.
         """
         if self._arguments is None and not self._ended:
             name = _NAME.match(text)
@@ -58,7 +58,7 @@ class GemmaCalls(Body):
 
 
 class _Arguments:
-    """One object, read as it comes.
+    """Parses one object as it comes.
 
     names  keys that it may have, besides those without a colon or brace
     ended  whether its last brace was read
@@ -73,7 +73,7 @@ class _Arguments:
         self._read = 0  # Of a word that is not whole.
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return JSON of what is certain, and the text that is left over."""
+        """Return the JSON that is certain, and the text that is left over."""
         written: list[str] = []
         while text and not self.ended:
             taken = self._string(text) if self._quoted else self._next(text)
@@ -84,7 +84,7 @@ class _Arguments:
         return "".join(written), text
 
     def _string(self, text: str) -> tuple[str, str] | None:
-        """Read a piece of a string; its end, where the mark is there."""
+        """Parse a piece of a string, or its end if the mark has arrived."""
         at = text.find(QUOTE)
         if at < 0:
             at = len(text) - overlap(text, QUOTE)
@@ -93,7 +93,7 @@ class _Arguments:
         return _escaped(text[:at]) + '"', text[at + len(QUOTE) :]
 
     def _next(self, text: str) -> tuple[str, str] | None:
-        """Read one sign, key or value that is not quoted; None: it is not whole."""
+        """Parse one sign, key or value without quotes; None: it is not complete."""
         if self._key and len(self._open) == 1:
             if self._keys.begun(text):
                 return None
@@ -109,7 +109,7 @@ class _Arguments:
         return None if QUOTE.startswith(text) else self._word(text)
 
     def _sign(self, sign: str) -> str:
-        """Return the JSON of a sign between keys and values; nothing of white space."""
+        """Return the JSON of a sign between keys and values; "" for white space."""
         if sign in "}]":
             return self._close()
         if sign in "{[":
@@ -119,14 +119,16 @@ class _Arguments:
         return {",": ", ", ":": ": "}.get(sign, sign.strip())
 
     def _close(self) -> str:
-        """End what was opened last, whatever sign the model wrote for it."""
+        """Return the JSON that ends the innermost object or list, whichever sign the model
+        wrote.
+        """
         opened = self._open.pop()
         self.ended = not self._open
         self._key = False
         return _CLOSES[opened]
 
     def _word(self, text: str) -> tuple[str, str] | None:
-        """Read a key up to its colon, or a number or word up to what ends it."""
+        """Parse a key up to its colon, or a number or word up to its end."""
         if text[0] == '"':
             return self._json_string(text)
         end = (_KEY_END if self._key else _VALUE_END).search(text, self._read)
@@ -142,7 +144,7 @@ class _Arguments:
         return word if whole else json.dumps(word, ensure_ascii=False), rest
 
     def _json_string(self, text: str) -> tuple[str, str] | None:
-        """Read a string in JSON, which stays as it stands where it is one."""
+        """Parse a string in JSON, which is returned unchanged if it is valid."""
         at = max(self._read, 1)
         while at < len(text) and text[at] != '"':
             at += 2 if text[at] == "\\" else 1

@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, written as the `tokenizer.json` its author published.
+"""Converts the tokenizer of a GGUF file to the `tokenizer.json` that its author published.
 
-A GGUF carries tokens, merges or scores, and the *name* of how text is cut into words before
-merging (`tokenizer.ggml.pre`), which `pre_tokenizers` defines.
+A GGUF has tokens, merges or scores, and the *name* of the rule that splits text into words before
+merging (`tokenizer.ggml.pre`); `pre_tokenizers` has the rules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,15 +39,15 @@ _ENDS = (
     "[EOS]",
     "[e~[",
 )
-"""Added tokens that end a turn by what they are called, llama.cpp's list."""
+"""Names of added tokens that end a turn, llama.cpp's list."""
 _OF_HTML = "</s>"
-"""Ends a turn only where it is a control token: Gemma's tokens for HTML are text."""
+"""Ends a turn only if it is a control token: Gemma's tokens for HTML are text."""
 _END_OF_MESSAGE = "<|end|>"
-"""In gpt-oss's format (and Solar's) a turn is several messages, each with this at its end."""
+"""In gpt-oss's format (and Solar's) a turn has several messages, each of which ends with this."""
 _NO_ID = (-1, (1 << 32) - 1)
-"""Of a token that there is not."""
+"""Values for a token that does not exist."""
 _SEVERAL_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
-"""Tokens by which such a format is known; one pair is enough."""
+"""Token pairs that identify such a format; one pair is enough."""
 
 
 class GgufTokenizer(NamedTuple):
@@ -56,8 +56,8 @@ class GgufTokenizer(NamedTuple):
     spec     as a `tokenizer.json` document
     eos_ids  the end-of-text ids, the declared one first
     bos_id   the begin-of-text id; None if there is none
-    twins    ids that the document leaves out, and their texts: another id has the same, or it is
-             empty
+    twins    ids that the document leaves out, because their text is empty or that of another id;
+             with their texts
     """
 
     spec: dict[str, Any]
@@ -70,10 +70,10 @@ def tokenizer_json(metadata: Mapping[str, Any], merges: bool = True) -> GgufToke
     """Read a GGUF file's tokenizer.
 
     metadata  the file's keys as plain Python values
-    merges    False leaves them out, which only encoding needs: of 262k scored tokens they take
-              seconds
+    merges    False leaves out the merges, which only encoding needs: for 262k scored tokens they
+              take seconds
 
-    Raises ModelError that names the key where one is missing, wrong or of an unknown kind.
+    Raises ModelError naming the key that is missing, wrong or of an unknown kind.
     """
     kind = metadata.get("tokenizer.ggml.model")
     tokens = [*_strings(metadata, "tokenizer.ggml.tokens")]
@@ -112,7 +112,9 @@ def tokenizer_json(metadata: Mapping[str, Any], merges: bool = True) -> GgufToke
 
 
 def _with_end(tokens: Sequence[str], types: Sequence[int]) -> Sequence[int]:
-    """Return the types with Gemma 4's `<eos>` as a control token: its converter calls it text."""
+    """Return the types with Gemma 4's `<eos>` as a control token: its converter marks it as
+    text.
+    """
     eos = tokens.index("<eos>") if "<eos>" in tokens else -1
     return [CONTROL if id == eos and kind == NORMAL else kind for id, kind in enumerate(types)]
 
@@ -121,8 +123,8 @@ def _without_twins(
     tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[dict[int, str], Sequence[int]]:
     """Return the ids whose text is empty or that of another id, with their texts; and the types, in
-    which those ids are UNUSED. Of several ids the last one is spelled, as in llama.cpp, unless that
-    is UNUSED itself. Control tokens among them have no text.
+    which those ids are UNUSED. Of several ids with one text the last is used, as in llama.cpp,
+    unless it is UNUSED itself. Control tokens among them have no text.
     """
     if len(set(tokens)) == len(tokens) and all(tokens):
         return {}, types
@@ -169,11 +171,11 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
 
 
 _LINES = {"type": "Split", "pattern": {"Regex": "\\n+"}, "behavior": "Isolated", "invert": False}
-"""Gemma 4's text is cut at runs of line breaks, and nowhere else."""
+"""Gemma 4's text is split at runs of line breaks, and nowhere else."""
 
 
 def _stated(metadata: Mapping[str, Any], merged: bool) -> list[list[str]]:
-    """Return the merges that the file lists, none unless `merged`. Raises ModelError."""
+    """Return the merges in the file; none unless `merged`. Raises ModelError."""
     merges = _strings(metadata, "tokenizer.ggml.merges")
     return [merge.split(" ", 1) for merge in merges] if merged else []
 
@@ -181,7 +183,7 @@ def _stated(metadata: Mapping[str, Any], merged: bool) -> list[list[str]]:
 def _scored(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], merged: bool
 ) -> list[tuple[str, str]]:
-    """Return the merges that the tokens' scores imply, none unless `merged`. Raises ModelError
+    """Return the merges derived from the tokens' scores; none unless `merged`. Raises ModelError
     without scores.
     """
     scores = metadata.get("tokenizer.ggml.scores")
@@ -231,10 +233,9 @@ def _sentence_piece(
 def derived_merges(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Return the merges that a SentencePiece vocabulary implies: best score first.
-
-    Every way to cut a token into two tokens is a merge with that token's score. Ties between
-    tokens go to the longer left part, then to the longer right part, as in transformers.
+    """Return the merges of a SentencePiece vocabulary, best score first. Every way to split a token
+    into two tokens is a merge with that token's score. Ties between tokens go to the longer left
+    part, then to the longer right part, as in transformers.
     """
     index = {token: id for id, token in enumerate(tokens) if types[id] == NORMAL}
     merges: list[tuple[str, str]] = []
@@ -266,7 +267,7 @@ def _added(index: int, text: str, special: bool) -> dict[str, Any]:
 
 
 def _around(tokens: Sequence[str], before: int | None, behind: int | None) -> dict[str, Any]:
-    """Return a post-processor that puts one token before a text, and one behind it; None: none."""
+    """Return a post-processor that puts one token before a text, and one after it; None: none."""
     ids = [id for id in (before, behind) if id is not None]
     begin, end = (
         [] if id is None else [{"SpecialToken": {"id": tokens[id], "type_id": 0}}]
@@ -286,8 +287,8 @@ def _around(tokens: Sequence[str], before: int | None, behind: int | None) -> di
 def _ends(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the end-of-text ids: the declared one first, then added tokens that end a turn by
-    their well-known names.
+    """Return the end-of-text ids: the declared one first, then added tokens whose names are known
+    to end a turn.
     """
     declared = [_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
     added = np.flatnonzero(np.isin(types, (CONTROL, USER_DEFINED))).tolist()

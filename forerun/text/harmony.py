@@ -1,4 +1,4 @@
-"""The Harmony format of gpt-oss: messages in channels, read as they come.
+"""Parses the Harmony format of gpt-oss as it comes: messages in channels.
 
 An answer is one message or more, each a header and a text:
 
@@ -6,8 +6,8 @@ An answer is one message or more, each a header and a text:
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>It rains.<|return|>
 
-Analysis is reasoning. What goes to a function is a call of it; models name the function before the
-channel as well. Everything else is content.
+Analysis is reasoning. A message to a function is a call of it; models also put the function's name
+before the channel. Everything else is content.
 """
 
 import re
@@ -22,10 +22,10 @@ MARKS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 THOUGHTS = Marks(ANALYSIS, END, "")
-"""Around the thought that a client begins."""
+"""Marks around reasoning that a client begins."""
 
 LONGEST_HEADER = 512
-"""Characters; a longer text is no header."""
+"""Most characters of a header."""
 
 _ENDS = (END, CALL, RETURN, START)
 _END = re.compile("|".join(map(re.escape, _ENDS)))
@@ -35,7 +35,7 @@ _BEGINS = (START, CHANNEL, MESSAGE, CONSTRAIN, "to=")
 
 
 def shows_harmony(template: str) -> bool:
-    """Return whether a chat template writes this format."""
+    """Return whether a chat template uses this format."""
     return all(mark in template for mark in (START, CHANNEL, MESSAGE))
 
 
@@ -46,7 +46,7 @@ def begun_message(prompt_tail: str) -> str | None:
 
 
 class HarmonyReader:
-    """Reads the text of one answer, however it is cut, into reasoning, content and calls.
+    """Splits the text of one answer, in pieces of any size, into reasoning, content and calls.
 
     names  of the offered functions; messages to others are content
     begun  the part of the first message that is in the prompt: a header, or a text as well
@@ -73,8 +73,8 @@ class HarmonyReader:
         return self._calls > 0
 
     def push(self, text: str) -> ParsedDelta:
-        """Return what the next piece of text makes certain; a possible part of a mark is held
-        back.
+        """Parse the next piece of text, and return what is certain; a possible part of a mark is
+        held back.
         """
         self._held += text
         pieces: list[ParsedDelta] = []
@@ -83,8 +83,8 @@ class HarmonyReader:
         return _joined(pieces)
 
     def finish(self, cut: bool = False) -> ParsedDelta:
-        """Return what was held back, at the end of the text. If the model wrote nothing but
-        thoughts, they are its answer as well; cut: the text was cut off.
+        """Return what was held back, at the end of the text. If the model wrote only reasoning, it
+        is the answer as well, unless the text was cut off (`cut`).
         """
         pieces: list[ParsedDelta] = []
         if self._kind is not None:
@@ -99,7 +99,7 @@ class HarmonyReader:
         return _joined(pieces)
 
     def _header(self) -> bool:
-        """Read a header; False if more text is needed."""
+        """Parse a header. Returns False if more text is needed."""
         header, mark, rest = self._held.partition(MESSAGE)
         if mark:
             self._held = rest
@@ -122,7 +122,7 @@ class HarmonyReader:
             self._kind = "thought" if channels[-1:] == ["analysis"] else "content"
 
     def _text(self, pieces: list[ParsedDelta]) -> bool:
-        """Move a message's text out; False if more text is needed."""
+        """Append a message's text to `pieces`. Returns False if more text is needed."""
         end = _END.search(self._held)
         if end is None:
             size = max(overlap(self._held, mark) for mark in _ENDS)
@@ -161,7 +161,7 @@ class HarmonyReader:
             pieces.append(ParsedDelta(content=gap + text))
 
     def _close(self, pieces: list[ParsedDelta]) -> None:
-        """End a message: a call without arguments has none."""
+        """End a message; a call without arguments gets an empty object."""
         if not self._argued:
             self._argued = True
             pieces.append(ParsedDelta(calls=(CallPiece(self._calls - 1, None, "{}"),)))

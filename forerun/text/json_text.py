@@ -1,4 +1,4 @@
-"""JSON as clients send it: bounded, and without what says two things at once."""
+"""Reads clients' JSON: with limits, and without repeated keys."""
 
 import json
 import re
@@ -11,30 +11,32 @@ from math import isfinite
 from typing import Any, NoReturn
 
 MOST_CONTAINERS = 1 << 17
-"""Arrays and objects in one text. No other bytecode runs while an array is made or freed, and each
-costs some .6 microseconds of that."""
+"""Most arrays and objects in one text. No other bytecode runs while an array is created or freed,
+and each takes some .6 microseconds of that.
+"""
 
 MOST_LEVELS = 400
-"""Arrays and objects within each other. What is read is walked, shown and written by functions that
-call themselves for each level, deeper in the stack than this reader."""
+"""Deepest nesting of arrays and objects. Values are traversed and written by recursive functions,
+deeper in the stack than this reader.
+"""
 
 _AT_ONCE = 4096
-"""Pairs of an object that are put together in one call of C's."""
+"""Pairs of an object that are added in one call."""
 
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-"""A string, or the beginning of one that never ends: it cannot fail where it began."""
+"""A string, or the beginning of one that never ends; it always matches at a quote."""
 
 
 class JsonFault(ValueError):  # noqa: N818
-    """Says why a text is not taken as JSON."""
+    """The reason for which a text is rejected as JSON."""
 
 
 def read_json(text: str, repeated: bool = False) -> Any:
-    """Return the value of a JSON text. Raises JsonFault for NaN, infinity, absurd depth, too many
+    """Return the value of a JSON text. Raises JsonFault for NaN, infinity, extreme depth, too many
     containers and invalid JSON; also for repeated keys, unless `repeated`: then the last value
     counts.
 
-    A large text may be read on another thread: numbers are made in Python, although C would be
+    A large text may be read on another thread: numbers are parsed in Python, although C would be
     three times as fast, so that the event loop can run between any two of them.
     """
     with _faults(text):
@@ -45,8 +47,8 @@ def read_json(text: str, repeated: bool = False) -> Any:
 
 
 def read_first(text: str) -> tuple[Any, int]:
-    """Return the value that a text begins with, and where that ends; of repeated keys the last
-    counts. Raises JsonFault, as `read_json`.
+    """Return the value at the beginning of a text, and the index after it; of repeated keys the
+    last counts. Raises JsonFault, as `read_json`.
     """
     with _faults(text):
         value, end = _decoder(repeated=True).raw_decode(text)
@@ -64,7 +66,7 @@ def _decoder(repeated: bool) -> json.JSONDecoder:
 
 @contextmanager
 def _faults(text: str) -> Iterator[None]:
-    """Turn errors in reading a text into JsonFault, as a context manager."""
+    """Convert errors in reading a text to JsonFault, as a context manager."""
     try:
         _check_containers(text)
         yield
@@ -80,7 +82,9 @@ def _faults(text: str) -> Iterator[None]:
 
 
 def _check_containers(text: str) -> None:
-    """Count arrays and objects outside of strings, where there can be too many."""
+    """Raise JsonFault if a text has more than MOST_CONTAINERS arrays and objects outside of
+    strings.
+    """
     if text.count("[") + text.count("{") <= MOST_CONTAINERS:
         return
     bare = _STRING.sub(lambda _: "", text)  # Calls of Python's again, as in read_json.
@@ -116,7 +120,9 @@ def _integer(digits: str) -> int:
 
 
 def _object(pairs: list[tuple[str, Any]], repeated: bool) -> dict[str, Any]:
-    """Return an object; refuses a repeated key, whose value would be lost, unless `repeated`."""
+    """Return an object. Raises JsonFault for a repeated key, whose value would be lost, unless
+    `repeated`.
+    """
     made: dict[str, Any] = {}
     for start in range(0, len(pairs), _AT_ONCE):
         made.update(pairs[start : start + _AT_ONCE])

@@ -1,7 +1,7 @@
 """Chat templates that llama.cpp knows by name, for `--chat-template NAME`.
 
-For models whose file has none: facts of their formats, written down as Jinja. None has a place for
-tools; if there are some, they are put into the system message (text/conversation.py).
+For models whose file has none: the facts of their formats, written as Jinja. None supports tools;
+these are added to the system message (text/conversation.py).
 """
 
 _EACH = "{% for message in messages %}"
@@ -19,19 +19,19 @@ _TURN, _OVER = "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"
 
 
 def _same(before: str, after: str, begun: str, content: str = _CONTENT, first: str = "") -> str:
-    """Return a template with the same marks around every turn, which name its role."""
+    """Return a template with the same marks around every turn, which contain its role."""
     return f"{first}{_EACH}{before}{content}{after}{_END}{_OPEN}{begun}{_FI}"
 
 
 def _own(system: str, user: str, assistant: str, begun: str, first: str = "") -> str:
-    """Return a template with marks of its own for each role's turns."""
+    """Return a template with different marks for each role's turns."""
     turns = f"{_SYSTEM}{system}{_USER}{user}{_ELSE}{assistant}{_FI}"
     return f"{first}{_EACH}{turns}{_END}{_OPEN}{begun}{_FI}"
 
 
 def _inst(system: str, user: str, assistant: str, begin: str) -> str:
-    """Return a template like Mistral's and Llama 2's: a system message is in the turn of the user
-    who follows it.
+    """Return a template like Mistral's and Llama 2's: a system message is part of the next user's
+    turn.
     """
     opened = "{% if loop.first or loop.previtem['role'] != 'system' %}" + begin + _FI
     turns = f"{_SYSTEM}{begin}{system}{_USER}{opened}{user}{_ELSE}{assistant}{_FI}"
@@ -148,4 +148,4 @@ KNOWN = {
     ),
     "zephyr": _same(f"<|{_ROLE}|>\n", "<|endoftext|>\n", "<|assistant|>\n"),
 }
-"""By llama.cpp's names."""
+"""Templates by llama.cpp's names."""

@@ -1,6 +1,5 @@
-"""A lower bound of a text's tokens, from its bytes.
-
-Texts that are certainly too long for a context can be refused without encoding them.
+"""Computes a lower bound of a text's tokens from its bytes, so that texts that are certainly too
+long for a context can be rejected without encoding them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,11 +18,11 @@ _CUTTING = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
 
 @dataclass(frozen=True, slots=True)
 class LengthBound:
-    """A bound that holds for every text.
+    """A bound that is valid for every text.
 
-    longest   most visible bytes that one token stands for; 0: nothing is known of this tokenizer
-    ascii     of those only ASCII is counted, because a normalizer may shorten or drop the rest
-    blanks    most spaces, tabs and line breaks that one token stands for; 0: they may be swallowed
+    longest   most visible bytes that one token stands for; 0: unknown for this tokenizer
+    ascii     only ASCII bytes are counted, because a normalizer may shorten or drop the rest
+    blanks    most spaces, tabs and line breaks that one token stands for; 0: they may be dropped
     """
 
     longest: int
@@ -31,10 +30,9 @@ class LengthBound:
     blanks: int = 0
 
     def least(self, text: str) -> int:
-        """Return a lower bound for the tokens of `text`, for any reading of control strings in it;
-        0 if nothing is known.
-
-        Takes a millisecond per megabyte. Lone surrogates are not counted.
+        """Return a lower bound of the tokens of `text`, whether control strings in it are
+        recognised or not; 0 if it is unknown. Takes a millisecond per megabyte. Lone surrogates are
+        not counted.
         """
         if not self.longest:
             return 0
@@ -45,7 +43,7 @@ class LengthBound:
 
 
 UNKNOWN = LengthBound(0, ascii=True)
-"""Nothing is known: any text may have no tokens at all."""
+"""No bound is known: any text may have no tokens."""
 
 
 def length_bound(
@@ -56,8 +54,8 @@ def length_bound(
     pieces  the bytes that each id stands for
     added   texts of the added tokens
 
-    White space is not counted where a normalizer or an added token may swallow it, control
-    characters never are. Where a step may drop anything else the bound is UNKNOWN.
+    White space is not counted if a normalizer or an added token may drop it; control characters
+    never are. If a step may drop anything else, the bound is UNKNOWN.
     """
     normalizers = list(steps(spec.get("normalizer"), "normalizers"))
     cuts = steps(spec.get("pre_tokenizer"), "pretokenizers")

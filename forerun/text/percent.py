@@ -1,8 +1,8 @@
-"""`'...' % x`, `x.title()` and `missing|length` in chat templates as Jinja means them, which
-minijinja does not.
+"""Rewrites `'...' % x`, `x.title()` and `missing|length` in chat templates, which minijinja does
+not support with Jinja's meaning.
 
-They are written as filters: `'%s: %d' % (a, b)` as `('%s: %d'|format(a, b))`. Only a string in
-quotes on the left is known to be one; with anything else `%` stays the remainder.
+They become filters: `'%s: %d' % (a, b)` is `('%s: %d'|format(a, b))`. Only a string in quotes on
+the left is known to be one; with anything else `%` remains the remainder.
 """
 
 import re
@@ -16,15 +16,15 @@ _TOKEN = re.compile(
 _RAW_END = re.compile(r"\{%[-+]?\s*+endraw\s*+[-+]?%\}")
 _TITLE = [".", "title", "(", ")"]
 TITLE = "title_of_python"
-"""The filter that `.title()` is written as: it begins a word behind an apostrophe, too."""
+"""The filter for `.title()`: it also capitalises after an apostrophe."""
 _EMPTY = {**dict.fromkeys(("length", "count", "first", "last"), "[]"), "items": "{}"}
-"""Filters for which what is undefined is empty, by name; and which empty thing."""
+"""Filters for which an undefined value counts as empty -> the empty value."""
 _OPEN = {"(": ")", "[": "]", "{": "}"}
 
 
 def with_filters(source: str) -> str:
-    """Rewrite `'...' % x` and `.title()` in a template as filters, and give filters of what is
-    undefined something empty; the rest is unchanged.
+    """Rewrite `'...' % x` and `.title()` in a template as filters, and give filters of undefined
+    values an empty value; the rest is unchanged.
     """
     out, at = [], 0
     while tag := _TAG.search(source, at):
@@ -48,9 +48,7 @@ def with_filters(source: str) -> str:
 
 
 def _tokens(source: str, at: int, closer: str) -> tuple[list[str], int]:
-    """Return the tokens from `at` to the end of the tag, which is the last one, and the index
-    there.
-    """
+    """Return the tokens from `at` to the end of the tag, including it, and the index of the end."""
     tokens: list[str] = []
     depth = 0
     while at < len(source):
@@ -94,14 +92,14 @@ def _rewritten(tokens: list[str]) -> str:
 
 
 def _behind(tokens: list[str], at: int) -> int:
-    """Return the index of the next token that is no white space."""
+    """Return the index of the next token that is not white space."""
     while at < len(tokens) and tokens[at].isspace():
         at += 1
     return at
 
 
 def _operand_end(tokens: list[str], at: int) -> int:
-    """Return the index behind the operand that begins at `at`: a value with its attributes, calls
+    """Return the index after the operand that begins at `at`: a value with its attributes, calls
     and filters; `at` if there is none.
     """
     first = at
@@ -129,7 +127,7 @@ def _word(tokens: list[str], at: int) -> bool:
 
 
 def _closed(tokens: list[str], at: int) -> int:
-    """Return the index behind the bracket that closes the one at `at`."""
+    """Return the index after the bracket that closes the one at `at`."""
     depth = 0
     while at < len(tokens):
         depth += (tokens[at] in _OPEN) - (tokens[at] in _OPEN.values())

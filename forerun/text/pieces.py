@@ -1,4 +1,4 @@
-"""The bytes that each token id stands for, read from the decoder of a `tokenizer.json`."""
+"""Computes the bytes that each token id stands for, from the decoder of a `tokenizer.json`."""
 
 import re
 from array import array
@@ -15,11 +15,10 @@ _HARMLESS = {"Fuse", "ByteFallback"}
 
 
 class PieceTable(Sequence[bytes]):
-    """Bytes of every id, all in one object: a vocabulary of 262,144 words as objects of their own
-    takes 15 MB more.
+    """Bytes of every id, in one object: 262,144 separate objects would take 15 MB more.
 
-    joined  the bytes of all, one behind another
-    starts  V+1 numbers: those of id i are joined[starts[i]:starts[i + 1]]
+    joined  the bytes of all ids, concatenated
+    starts  V+1 numbers: the bytes of id i are joined[starts[i]:starts[i + 1]]
     """
 
     def __init__(self, joined: bytes, starts: "array[int]") -> None:
@@ -40,7 +39,9 @@ class PieceTable(Sequence[bytes]):
     @overload
     def __getitem__(self, id: slice) -> list[bytes]: ...
     def __getitem__(self, id: int | slice) -> bytes | list[bytes]:
-        """Return the bytes of an id, or those of some. Raises IndexError for an unknown id."""
+        """Return the bytes of an id, or a list of them for a slice. Raises IndexError for an
+        unknown id.
+        """
         places = range(len(self))[id]
         starts, joined = self.starts, self.joined
         if isinstance(places, range):
@@ -50,10 +51,11 @@ class PieceTable(Sequence[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Bytes of every id, and what decoding does to the front of a text.
+    """Bytes of every id, and the effect of decoding on the beginning of a text.
 
-    table           V entries; empty for an id that no token has
-    leading_spaces  spaces taken off the first non-empty token at most (SentencePiece: 1)
+    table           V entries; empty for an id without a token
+    leading_spaces  most spaces that decoding removes from the first non-empty token (SentencePiece:
+                    1)
     """
 
     table: Sequence[bytes]
@@ -61,8 +63,8 @@ class Pieces:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Return, by byte, the printable character that byte-level BPE writes for it: GPT-2's table of
-    256.
+    """Return, by byte, the printable character that stands for it in byte-level BPE: GPT-2's table
+    of 256.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
@@ -81,8 +83,8 @@ def pieces_of(spec: dict[str, Any], twins: Mapping[int, str] | None = None) -> P
     """Return the bytes of every id of a `tokenizer.json` document. Raises ModelError for a decoder
     that is neither byte-level nor SentencePiece's, or for ids far beyond the number of tokens.
 
-    twins  ids that the document leaves out, and what they are called: other ids are called the
-           same, or it is nothing
+    twins  ids that the document leaves out, because their text is empty or that of other ids; with
+           their texts
     """
     decoder = spec.get("decoder") or {}
     steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
@@ -111,16 +113,14 @@ def pieces_of(spec: dict[str, Any], twins: Mapping[int, str] | None = None) -> P
 
 
 def _plain_step(step: dict[str, Any]) -> bool:
-    """Return whether a decoder step does nothing beyond turning space marks and byte tokens
-    back.
-    """
+    """Return whether a decoder step only converts space marks and byte tokens."""
     if step.get("type") == "Replace":
         return step.get("pattern") == {"String": SPACE_MARK} and step.get("content") == " "
     return step.get("type") in _HARMLESS | {"Metaspace"}
 
 
 def _table(pieces: Mapping[int, bytes]) -> PieceTable:
-    """Return the bytes by id; empty for an id between that no token has."""
+    """Return the bytes by id; empty for an id in between without a token."""
     size = max(pieces, default=-1) + 1
     if size > 4 * len(pieces) + 1024:
         raise ModelError(f"the tokenizer numbers {len(pieces)} tokens up to {size - 1}")
@@ -144,7 +144,7 @@ def _byte_level(text: str) -> bytes:
 
 
 def _spaced(texts: Mapping[int, str]) -> dict[int, bytes]:
-    """Return the bytes of SentencePiece's tokens, all in one go: one by one they take six times as
+    """Return the bytes of SentencePiece's tokens, converted together: one by one takes six times as
     long.
     """
     joined = "".join(texts.values())

@@ -1,14 +1,13 @@
-r"""How text is cut into words before merging, by the name in a GGUF's `tokenizer.ggml.pre`.
+r"""The rules that split text into words before merging, by their name in a GGUF's
+`tokenizer.ggml.pre`.
 
-The names and what each means are llama.cpp's (`llama-vocab.cpp`). A word is what a regular
-expression matches, or what lies between two matches; each expression of a row cuts further what
-those before it left. Where llama.cpp's table gives both the expression of the author's
-tokenizer.json and one that its own engine can run, the author's stands here: they differ for
-combining marks, letters whose case is not ASCII's and the like, and the author's is what the model
-was trained with (tests/text/test_tokenizer.py names each difference).
-
-The expressions are Oniguruma's (of the tokenizers package): `\p{Lu}`, `&&` within a class,
-`(?i:...)`.
+Names and rules are llama.cpp's (`llama-vocab.cpp`). A word is what a regular expression matches, or
+the text between two matches; each expression of a row splits the results of those before it. If
+llama.cpp's table has both the expression of the author's tokenizer.json and one for its own engine,
+the author's is used here: they differ for combining marks, letters whose case is not ASCII's and
+the like, and the model was trained with the author's (tests/text/test_tokenizer.py names each
+difference). The expressions are Oniguruma's (of the tokenizers package): `\p{Lu}`, `&&` within a
+class, `(?i:...)`.
 """
 
 from dataclasses import dataclass, replace
@@ -16,12 +15,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The meaning of a name in `tokenizer.ggml.pre`.
+    """The rule for a name in `tokenizer.ggml.pre`.
 
-    splits       regular expressions, the first applied first
-    whole_words  a word that is in the vocabulary is one token, whatever merges say
+    splits       regular expressions, applied in this order
+    whole_words  a word in the vocabulary is one token, whatever the merges are
     begins       texts begin with the begin-of-text token unless the file says otherwise
-    composed     text is brought to NFC first; llama.cpp leaves that out, the authors' files do not
+    composed     text is normalised to NFC first; llama.cpp does not do that, the authors' files do
     """
 
     splits: tuple[str, ...]
@@ -50,8 +49,8 @@ _QWEN35 = (
 
 
 def _cased(digits: str, contractions: str = "", upper: str = _UPPER, lower: str = _LOWER) -> str:
-    """Return a pattern of words of capitals and then small letters, as o200k_base and its relatives
-    cut them.
+    """Return a pattern of words of capitals followed by small letters, as o200k_base and its
+    relatives split them.
     """
     return (
         rf"{_HEAD}{upper}*{lower}+{contractions}|{_HEAD}{upper}+{lower}*{contractions}"
@@ -198,4 +197,6 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 NOT_BYTE_LEVEL = ("gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace")
-"""Names of llama.cpp's whose words are not written as bytes; no supported family has one."""
+"""llama.cpp's names for rules whose words are not written as bytes; no supported family uses
+one.
+"""

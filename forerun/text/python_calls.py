@@ -1,4 +1,4 @@
-"""Calls written as Python writes them, with literals for arguments: LFM2's."""
+"""Parses calls in Python's syntax, with literals as arguments (LFM2)."""
 
 import json
 import math
@@ -10,17 +10,17 @@ from forerun.text.tagged_calls import KeyedCalls
 from forerun.text.tool_bodies import NOTHING, JsonCalls, Openings, Tools
 
 _MOST_LEVELS = 64
-"""Of lists and objects within each other; a deeper value is text."""
+"""Deepest nesting of lists and objects; a deeper value is treated as text."""
 
 
 class PythonCalls(KeyedCalls):
-    """A list of calls, or one alone: name(key=value, key=value), with Python's literals or JSON's.
+    """Parses a list of calls, or a single one: name(key=value, key=value), with Python's literals
+    or JSON's. Text that begins with a brace is parsed as JSON calls: LFM2 writes these if its
+    prompt says so.
 
-    What begins with a brace is read as JSON calls: LFM2 writes these if its prompt says so.
-
-    A quote ends a string only where an argument can end, for models write quotes within a string
-    that are not escaped: before the name of another argument (of those that the tool declares, if
-    it declares any) or the end of the call; within a list or an object before what may follow.
+    A quote ends a string only where an argument can end, because models write unescaped quotes
+    within a string: before the name of another argument (of those that the tool declares, if it
+    declares any) or the end of the call; within a list or an object before a sign that may follow.
     """
 
     def __init__(self, tools: Tools, closer: str) -> None:
@@ -31,8 +31,8 @@ class PythonCalls(KeyedCalls):
         self._value = _Value(self._names)
 
     def _read(self, text: str) -> tuple[str, bool]:
-        """Read a call's name once its bracket opens, then its arguments. Ends behind the closer, or
-        where nothing of this kind can follow.
+        """Parse a call's name when its bracket opens, then its arguments. Ends after the closer, or
+        where no call can follow.
         """
         if self._json is not None:
             return self._as_json(self._json, text)
@@ -76,21 +76,21 @@ class PythonCalls(KeyedCalls):
         return rest, goes_on
 
     def _argument(self, key: str, text: str) -> None:
-        """Take a whole argument."""
+        """Add a complete argument."""
         declared = self._declared.type_of(self._name or "", key)
         self._member(key, json_of_literal(text.strip(), declared))
 
 
 class _Names:
-    """The names of a call's arguments: whatever a tool declares, and others that look like one."""
+    """The names of a call's arguments: those that a tool declares, and others of the right form."""
 
     def __init__(self, declared: Sequence[str]) -> None:
         self._declared = {name.lstrip(_BETWEEN): name for name in declared}
         self._heads = Openings(self._declared)
 
     def key(self, text: str) -> tuple[str, int] | None:
-        """Return the name that a text begins with, and the place behind its `=`; None without, or
-        where a longer one may come.
+        """Return the name at the beginning of a text, and the index after its `=`; None if there is
+        none, or a longer one may follow.
         """
         if text in self._declared or self._heads.begun(text):
             return None
@@ -101,7 +101,7 @@ class _Names:
         return found and (found[1], found.end())
 
     def follows(self, text: str, at: int) -> bool:
-        """Return whether a name and its `=` stand at a place, a declared one if there are any."""
+        """Return whether a name and its `=` are at index `at`; a declared name if there are any."""
         if not self._declared:
             return _WORD_EQUALS.match(text, at) is not None
         return any(_EQUALS.match(text, at + len(name)) for name in self._heads.at(text, at))
@@ -118,7 +118,7 @@ class _Names:
 
 
 class _Value:
-    """Finds the end of a value that comes in pieces; each character is passed once.
+    """Finds the end of a value that comes in pieces; each character is read once.
 
     names  of further arguments
     """
@@ -128,8 +128,8 @@ class _Value:
         self._names = names
 
     def end(self, text: str) -> int | None:
-        """Return the place of the comma or bracket behind the value; None: not there yet. `text` is
-        what it was the last time, and more.
+        """Return the index of the comma or bracket after the value; None: it has not arrived.
+        `text` is that of the previous call, and more.
         """
         while mark := _MARKS.search(text, self._at):
             sign, behind = mark[0], mark.end()
@@ -157,13 +157,13 @@ class _Value:
         return None
 
     def _opens(self, text: str, at: int) -> bool:
-        """Return whether the quote at `at` begins a string: it stands where a value can begin."""
+        """Return whether the quote at `at` begins a string, because a value can begin there."""
         while at and text[at - 1].isspace():
             at -= 1
         return not at or (self._depth > 0 and text[at - 1] in "[({,:")
 
     def _closes(self, text: str, at: int) -> bool | None:
-        """Return whether the quote before `at` ends its string; None: it depends on what comes."""
+        """Return whether the quote before `at` ends its string; None: it depends on later text."""
         if _BEHIND_ITEM.match(text, at) if self._depth else _BEHIND_CALL.match(text, at):
             return True
         further = None if self._depth else _FURTHER.match(text, at)
@@ -188,10 +188,10 @@ _UNDECIDED = re.compile(r"\s*+(?:,\s*+(?:\w++\s*+)?|\)\s*+(?:\w[\w.]*+)?)?")
 
 
 def json_of_literal(text: str, declared: Any = None) -> str:
-    """Return a literal of Python's or JSON's as JSON, numbers of JSON as they stand; other text as
-    a string.
+    """Return a Python or JSON literal as JSON, with JSON's numbers unchanged; other text as a
+    string.
 
-    declared  the type of the argument; what is to be a string and has no quotes is one as it stands
+    declared  the type of the argument: text without quotes for a string is used unchanged
     """
     number = None if declared == "string" else _JSON_NUMBER.fullmatch(text)
     if number and (declared == "number" or not number[1] or math.isfinite(float(text))):
@@ -214,7 +214,7 @@ class _NoLiteralError(Exception):
 
 
 class _Reader:
-    """Reads one literal: numbers, words, strings, lists, tuples and objects of them."""
+    """Parses one literal: numbers, words, strings, lists, tuples and objects of them."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
@@ -224,7 +224,7 @@ class _Reader:
         return self._at == len(self._text)
 
     def value(self, levels: int) -> Any:
-        """Read the next value, with at most so many levels in it. Raises _NoLiteralError."""
+        """Parse the next value, with at most `levels` levels in it. Raises _NoLiteralError."""
         self._blank()
         sign = self._text[self._at : self._at + 1]
         if not levels or not sign:
@@ -268,7 +268,7 @@ class _Reader:
         return key if isinstance(key, str) else json.dumps(key), self.value(levels)
 
     def _string(self, whole: bool) -> str:
-        """Read a string; whole: it is all of the text, and ends where that ends."""
+        """Parse a string. whole: it is the whole text, and ends where that ends."""
         quote = self._text[self._at]
         triple = 3 * quote
         if whole:
@@ -308,7 +308,7 @@ _ESCAPED |= {"\n": "", **{sign: sign for sign in "\\'\"/"}}
 
 
 def _unescaped(text: str) -> str:
-    """Return a string's text; an escape that is none stays."""
+    """Return a string's text; an invalid escape is left unchanged."""
 
     def character(match: re.Match[str]) -> str:
         code = match[1] or match[2] or match[3]

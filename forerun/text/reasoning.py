@@ -1,7 +1,7 @@
-"""Models that think aloud first: `<think> ... </think>`, then the answer.
+"""Splits the text of models that reason first: `<think> ... </think>`, then the answer.
 
-The end of the prompt decides whether the thinking has begun, is over, or is up to the model:
-templates of some models open it, others close it at once when it is disabled.
+The end of the prompt decides whether the reasoning has begun, has ended, or is left to the model:
+some models' templates open it, others close it at once when it is disabled.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from enum import StrEnum
 from typing import Any, Self
 
 CLOSERS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>", "<channel|>")
-"""Ends of reasoning known from chat templates."""
+"""Texts that end reasoning, known from chat templates."""
 
 _RESPONSE = ("<response>", "</response>")
 TAIL = 64
-"""Characters at the end of a prompt that are looked at."""
+"""Characters at the end of a prompt that are examined."""
 
 
 class Stage(StrEnum):
@@ -29,9 +29,9 @@ class Stage(StrEnum):
 class Marks:
     """The texts around the reasoning.
 
-    gap    stands behind the opener that this server writes
-    label  a word behind the opener that is no reasoning: Gemma 4's `<|channel>thought`
-    shell  stands around an answer behind a thought: Granite 3.3's `<response>`
+    gap    written by this server after the opener
+    label  a word after the opener that is not reasoning: Gemma 4's `<|channel>thought`
+    shell  texts around an answer after reasoning: Granite 3.3's `<response>`
     """
 
     opener: str
@@ -42,8 +42,8 @@ class Marks:
 
     @classmethod
     def of(cls, closer: str) -> Self:
-        """Return the pair of a closer: its opener is the same text without the first slash, of
-        Gemma 4 with the bar at the other end.
+        """Return the pair of a closer: its opener is the same text without the first slash; for
+        Gemma 4, with the bar at the other end.
         """
         if closer == "<channel|>":
             return cls("<|channel>", closer, label="thought")
@@ -62,7 +62,7 @@ class Marks:
         return replace(cls.of(closer), shell=_RESPONSE) if shelled else cls.of(closer)
 
     def stage(self, prompt_tail: str) -> Stage:
-        """Return the stage of an answer behind a prompt with this end (TAIL characters suffice)."""
+        """Return the stage of an answer after a prompt with this end (TAIL characters suffice)."""
         tail = prompt_tail.rstrip()
         if tail.endswith((self.opener, self.opener + self.label)):
             return Stage.THINKING
@@ -81,8 +81,8 @@ class Marks:
         return thought.removeprefix(self.label) if opens else None
 
     def going_on(self, prompt: str, thought: str) -> str:
-        """Return a prompt for an answer, with unfinished reasoning behind it, which templates may
-        have opened.
+        """Return a prompt for an answer with unfinished reasoning appended, whether the template
+        has opened it or not.
         """
         opener = self.opener + self.label
         if not prompt.rstrip().endswith(opener):
@@ -91,14 +91,14 @@ class Marks:
 
 
 class ReasoningReader:
-    """Splits the text of one answer into reasoning and answer, however it is cut.
+    """Splits the text of one answer, in pieces of any size, into reasoning and answer.
 
-    White space next to the marks belongs to neither; a closer that is repeated at once vanishes.
-    Models with a label behind their opener (Gemma 4) also repeat marks later: a closer vanishes
-    anywhere, and an opener begins one more thought.
+    White space next to the marks belongs to neither; a closer that is repeated at once is dropped.
+    Models with a label after their opener (Gemma 4) also repeat marks later: a closer is dropped
+    anywhere, and an opener begins more reasoning.
 
-    bare  the text goes on right behind a mark, not within what was begun in the prompt
-    ends  texts of an answer that end a thought which was not closed, such as the opener of a call
+    bare  the text begins directly after a mark, not within text that the prompt has begun
+    ends  texts of an answer that end reasoning without its closer, such as the opener of a call
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ReasoningReader:
         self._again = self._inside = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return the (reasoning, answer) text that the next piece of text makes certain, either
+        """Return the (reasoning, answer) text that is certain with the next piece of text, either
         possibly empty; text that may be part of a mark is held back.
         """
         reads = self._bare or self._inside or self._marks.label
@@ -133,9 +133,9 @@ class ReasoningReader:
         return reasoning, answer
 
     def finish(self, cut: bool = False) -> tuple[str, str]:
-        """Return the (reasoning, answer) text that was held back, once no text will follow.
-        Reasoning at whose end the model stopped is its answer as well; cut: there was no room for
-        more, so there is no answer yet.
+        """Return the (reasoning, answer) text that was held back, at the end of the text. If the
+        model stopped within reasoning, the reasoning is the answer as well; not if it was cut off
+        (`cut`), since there is no answer then.
         """
         held, self._held = self._held, ""
         if self._stage == Stage.THINKING:
@@ -152,7 +152,9 @@ class ReasoningReader:
             self._stage, self._bare = Stage.ANSWERING, False
 
     def _thought(self) -> str:
-        """Move reasoning out; hold back white space and what may begin the closer."""
+        """Return the reasoning that is certain; hold back white space and a possible beginning of
+        the closer.
+        """
         text = self._held.lstrip() if self._bare else self._held
         if self._label:
             text = text.removeprefix(self._marks.opener)
@@ -194,7 +196,7 @@ class ReasoningReader:
         return self._without_marks(text) if self._marks.label else text
 
     def _within_shell(self, text: str) -> str:
-        """Return a text up to what may be the end of the answer's shell, which is held back."""
+        """Return a text without a possible end of the answer's shell, which is held back."""
         end = self._marks.shell[1]
         at = text.rfind(end)
         if at < 0 or text[at + len(end) :].strip():
@@ -203,8 +205,8 @@ class ReasoningReader:
         return text[:at]
 
     def _without_marks(self, text: str) -> str:
-        """Return the answer in a text with marks that models with labels repeat; hold back what may
-        begin one, or what follows an opener.
+        """Return a text of the answer without marks that models with labels repeat; hold back a
+        possible beginning of one, or what follows an opener.
         """
         opener, closer = self._marks.opener, self._marks.closer
         answer, found, thought = text.partition(opener)
@@ -219,7 +221,7 @@ class ReasoningReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest proper beginning of `mark` that `text` ends with; 0 if there
+    """Return the length of the longest proper prefix of `mark` with which `text` ends; 0 if there
     is none.
     """
     for size in range(min(len(text), len(mark) - 1), 0, -1):

@@ -1,4 +1,4 @@
-"""The process in which strangers' chat templates run: its memory is limited."""
+"""The process in which untrusted chat templates run, with limited memory."""
 
 import resource
 from functools import lru_cache
@@ -11,14 +11,14 @@ from forerun.text.template import Template
 MEMORY = 1 << 29
 """Address space in bytes; rendering a megabyte of messages takes some dozens of megabytes."""
 LONGEST = 1 << 24
-"""Characters of a prompt: more than any model's context holds."""
+"""Most characters of a prompt: more than any model's context holds."""
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
     """Return the reply to one request of the server: {"text"}; {"refused"} if the names are at
     fault, {"unusable"} if the template is.
 
-    request  `source` of the template and `names` for it; without names it is compiled only
+    request  `source` of the template and `names` for it; without names it is only compiled
     """
     try:
         template = _template(request["source"])

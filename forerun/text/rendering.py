@@ -1,4 +1,6 @@
-"""Where chat templates run: known ones here, others in a process with limited memory."""
+"""Chooses where chat templates run: known ones in this process, others in one with limited
+memory.
+"""
 
 import hashlib
 import json
@@ -21,28 +23,29 @@ KNOWN = frozenset({"872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d
 """SHA-256 of templates that were read and found harmless: that of the default model."""
 
 SECONDS = 10.0
-"""A rendering that takes longer is ended. Fuel ends nearly all sooner."""
+"""A rendering that takes longer is ended; nearly all use up their fuel sooner."""
 
 COMMAND = (sys.executable, "-m", "forerun.text.render_worker")
 
 
 LARGE = 1 << 15
-"""Characters of JSON above which a conversation counts as large: twice the bytes of a body that a
-server counts as small (serve.workers), for control strings in it are marked."""
+"""Characters of JSON above which a conversation counts as large: twice the bytes of a small body
+(serve.workers), because control strings in it are marked.
+"""
 
 
 class Renderer(Protocol):
     """Renders one template.
 
-    waits  rendering waits for another process: not a thing to do on an event loop
+    waits  rendering waits for another process, so it must not run on an event loop
     """
 
     waits: bool
 
     def render(self, names: dict[str, Any]) -> str:
         """Return the template's text for these names; blocks. Raises RequestError if they cannot be
-        rendered, ModelError if the template takes too much, WorkerError if its process was ended
-        from outside.
+        rendered, ModelError if the template takes too much time or memory, WorkerError if its
+        process was ended from outside.
         """
         ...
 
@@ -52,16 +55,16 @@ class Renderer(Protocol):
 
 
 def renderer(source: str) -> Renderer:
-    """Return the renderer of a template: here for those known to be harmless, else in processes
-    with limited memory. Raises ModelError if it does not parse.
+    """Return the renderer of a template: in this process if it is known to be harmless, else in
+    processes with limited memory. Raises ModelError if it does not parse.
     """
     known = source == BYTE_LEVEL_TEMPLATE or hashlib.sha256(source.encode()).hexdigest() in KNOWN
     return Template(source) if known else BySize(source)
 
 
 class BySize:
-    """Renders in two processes, one of them for large conversations, for which small ones never
-    wait. Safe to share between threads. Raises ModelError if the template does not parse.
+    """Renders in two processes, one of them for large conversations, so that small ones never wait
+    for these. Safe to share between threads. Raises ModelError if the template does not parse.
     """
 
     waits = True
@@ -84,16 +87,15 @@ class BySize:
 
 def is_large(names: dict[str, Any]) -> bool:
     """Return whether names for a template have more than LARGE characters of JSON: then only this
-    conversation suffers if its rendering fails.
+    conversation is affected if its rendering fails.
     """
     return len(json.dumps(names, ensure_ascii=False, separators=(",", ":"))) > LARGE
 
 
 class Apart:
-    """Renders in a process of its own, one text at a time. Safe to share between threads.
-
-    It costs half a millisecond per text, and a quarter of a second at first. Not even
-    compiling happens here: minijinja computes what is constant then.
+    """Renders in a process of its own, one text at a time. Safe to share between threads. It takes
+    half a millisecond per text, and a quarter of a second at first. Compiling also happens there,
+    because minijinja evaluates constants then.
     """
 
     def __init__(self, source: str) -> None:
@@ -113,7 +115,7 @@ class Apart:
         return self._asked({"names": names})
 
     def close(self) -> None:
-        """Wait for the rendering under way, and end the process; it starts again when needed."""
+        """Wait for a running rendering, and end the process; it starts again when needed."""
         with self._turn:
             self._child.close()
 

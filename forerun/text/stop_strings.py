@@ -1,12 +1,11 @@
-"""Stop strings in a text that comes character by character."""
+"""Detects stop strings in a text that comes character by character."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the stop string that is complete first (Aho and Corasick, CACM 18(6), 1975).
-
-    Feeding is O(1) per character. Of several that end at one character the longest counts.
+    """Finds the stop string that is complete first (Aho and Corasick, CACM 18(6), 1975), in O(1)
+    per character. Of several that end at one character the longest counts.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -21,7 +20,7 @@ class StopStrings:
 
     @property
     def pending(self) -> int:
-        """Characters at the text's end that may begin a stop string."""
+        """Number of characters at the text's end that may begin a stop string."""
         return self._depth[self._state]
 
     def feed(self, character: str) -> str | None:
@@ -45,7 +44,7 @@ class StopStrings:
         self._found[state] = string
 
     def _link(self) -> None:
-        """Point each state to the longest proper suffix of it that is also a state."""
+        """Link each state to its longest proper suffix that is also a state."""
         queue = list(self._next[0].values())
         for state in queue:
             for character, child in self._next[state].items():

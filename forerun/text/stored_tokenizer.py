@@ -1,9 +1,9 @@
-"""Tokenizers kept in the cache directory in the form that encoding and decoding need: deriving one
-of 262,144 words takes three seconds, with scores five.
+"""Caches tokenizers on disk in the form that encoding and decoding need: deriving one of 262,144
+words takes three seconds, with scores five.
 
-A file is found by a hash of what the tokenizer was made of and of the code that made it, and holds
-a checksum. It is believed only if all of it is as it was written: any doubt is a miss, and the
-tokenizer is derived again. Where the directory cannot be written, nothing is kept.
+A file's name is a hash of the tokenizer's source and of the code that derives it, and the file has
+a checksum. It is used only if all of it is valid; in doubt the tokenizer is derived again. If the
+directory cannot be written, nothing is stored.
 """
 
 import json
@@ -29,16 +29,16 @@ from forerun.text.pieces import Pieces, PieceTable
 from forerun.text.tokenizer import AddedToken, TextEnds, Tokenizer, document
 
 LEAST = 1 << 14
-"""Tokens of a vocabulary that is worth a file: fewer take less than a tenth of a second."""
+"""Least tokens of a vocabulary that is stored: smaller ones take less than a tenth of a second."""
 FILES = 8
-"""Most files; the ones written longest ago go."""
+"""Most files; the oldest are deleted."""
 VERSION = b"forerun tokenizer 1\n"
-"""The beginning of a file, raised when its form changes."""
+"""Beginning of a file; changed when the format changes."""
 
 
 class _Strings(NamedTuple):
-    """Strings behind one another, and where each ends, as int32. They lie in the mapped file, of
-    which pages are read when they are needed.
+    """Concatenated strings, and the end of each as int32. They are in the mapped file, whose pages
+    are read when they are needed.
     """
 
     joined: memoryview
@@ -47,7 +47,7 @@ class _Strings(NamedTuple):
 
 class _Stored(NamedTuple):
     """A tokenizer's parts, and the document of its encoders: `words` of the ids int32 `ids`, and
-    `merges`, int32 pairs of places among them; `spec` is the rest.
+    `merges`, int32 pairs of indices of words; `spec` is the rest.
     """
 
     added: list[AddedToken]
@@ -64,8 +64,8 @@ class _Stored(NamedTuple):
 def gguf_tokenizer(
     metadata: Mapping[str, Any], again: Callable[[], Mapping[str, Any]], digest: bytes
 ) -> Tokenizer:
-    """Return the tokenizer of a GGUF file as `Tokenizer.from_gguf` does, of whose header `digest`
-    is a hash.
+    """Return the tokenizer of a GGUF file, as `Tokenizer.from_gguf`, from the cache if possible.
+    digest: hash of its header.
     """
     return _stored_or(
         b"gguf" + digest,
@@ -81,7 +81,9 @@ def file_tokenizer(
     names: Mapping[str, str | None],
     most: int,
 ) -> Tokenizer:
-    """Return the tokenizer of a `tokenizer.json` as `Tokenizer.from_file` does."""
+    """Return the tokenizer of a `tokenizer.json`, as `Tokenizer.from_file`, from the cache if
+    possible.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -97,11 +99,11 @@ def file_tokenizer(
 def _stored_or(
     source: bytes, whole: Callable[[], Spec], derive: Callable[[], Tokenizer]
 ) -> Tokenizer:
-    """Return what `derive` returns, or what it returned for this source before. The tokenizer is
-    kept when its encoders are made first.
+    """Return the stored tokenizer for `source`, else the result of `derive`, which is stored when
+    its encoders are built.
 
-    source  identifies all that the tokenizer depends on, but for the code
-    whole   returns its `tokenizer.json` document, for a tokenizer that was kept
+    source  identifies everything that the tokenizer depends on, except the code
+    whole   returns its `tokenizer.json` document, for a stored tokenizer
     """
     path = cache_dir() / "tokenizers" / f"{sha256(_code() + source).hexdigest()}.tokenizer"
     stored = _read(path)
@@ -115,7 +117,7 @@ def _stored_or(
 
 @cache
 def _code() -> bytes:
-    """Return a hash of the code that derives tokenizers: its files lie beside this one."""
+    """Return a hash of the code that derives tokenizers, which is in this folder."""
     hashed = sha256(VERSION)
     for file in sorted(Path(__file__).parent.glob("*.py")):
         hashed.update(file.read_bytes())
@@ -133,7 +135,7 @@ def _made(stored: _Stored, whole: Callable[[], Spec]) -> Tokenizer:
 
 
 def _document(stored: _Stored) -> Spec:
-    """Return the document of the encoders, whole."""
+    """Return the complete document of the encoders."""
     text = str(stored.words.joined, "utf-8", "surrogatepass")
     ends = [0, *np.frombuffer(stored.words.ends, np.int32).tolist()]
     words = [text[start:end] for start, end in pairwise(ends)]
@@ -151,7 +153,7 @@ def _flat(numbers: Iterable[int]) -> memoryview:
 
 
 def _keep(path: Path, tokenizer: Tokenizer, spec: Spec) -> None:
-    """Write the file, if there is room for it and the document can be written in its form."""
+    """Write the file, if there is room for it and the document fits its format."""
     model = spec["model"]
     places = {word: place for place, word in enumerate(model["vocab"])}
     pieces = tokenizer.pieces
@@ -178,9 +180,7 @@ def _keep(path: Path, tokenizer: Tokenizer, spec: Spec) -> None:
 
 
 def _read(path: Path) -> _Stored | None:
-    """Return what a file holds, mapped; None if there is none or anything of it is not as
-    written.
-    """
+    """Return the contents of a file, mapped; None if there is none or it is not valid."""
     try:
         content = mapped(path).data
     except ModelError:

@@ -1,4 +1,6 @@
-"""Text as it becomes certain: whole characters only, and nothing that may yet be a stop string."""
+"""Returns text as it becomes final: whole characters only, and nothing that may still become a stop
+string.
+"""
 
 import codecs
 from collections.abc import Iterable, Sequence
@@ -9,7 +11,7 @@ from forerun.text.tokenizer import Tokenizer
 
 
 class Piece(NamedTuple):
-    """What one token made final.
+    """The text that became final with one token.
 
     text     final text, possibly empty
     stopped  the stop string that ended the text, if one did
@@ -22,12 +24,12 @@ class Piece(NamedTuple):
 class TextStream:
     """Decodes one sequence token by token.
 
-    The pieces and `finish()` joined are `tokenizer.decode(ids, skip_special)`, cut at the
-    stop string that is complete first; a control token is one although its text is skipped. Cost
-    per token is O(1), whatever came before.
+    The pieces and `finish()` joined are `tokenizer.decode(ids, skip_special)`, cut at the stop
+    string that is complete first; a control token can be one although its text is skipped. Cost per
+    token is O(1), however long the text is.
 
-    before  ids of the text that the sequence goes on within: the pieces are then what decoding both
-            adds to decoding these
+    before  ids of the text that the sequence continues: the pieces are then the difference between
+            decoding both and decoding these
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class TextStream:
 
     @property
     def passes(self) -> bool:
-        """Whether text of `Tokenizer.whole_tokens` comes next as it is, without `push`."""
+        """Whether the text of `Tokenizer.whole_tokens` can follow unchanged, without `push`."""
         return (
             self._begun
             and self._stops is None
@@ -62,9 +64,9 @@ class TextStream:
         )
 
     def push(self, token: int, early: bool = False) -> Piece:
-        """Return the text that token id `token` makes final; none after a stop string.
+        """Return the text that becomes final with token id `token`; none after a stop string.
 
-        early  a stop string that this token completes is text like any other
+        early  a stop string that this token completes counts as ordinary text
         """
         if self._stopped is not None:
             return Piece("", self._stopped)
@@ -86,7 +88,9 @@ class TextStream:
         return self._release(self._decoder.decode(piece), early)
 
     def finish(self) -> str:
-        """Return the text that was held back, once no token will follow; "" after a stop string."""
+        """Return the text that was held back, at the end of the sequence; "" after a stop
+        string.
+        """
         if self._stopped is not None:
             return ""
         tail = self._release(self._decoder.decode(b"", final=True)).text
@@ -101,7 +105,7 @@ class TextStream:
         return Piece(text, mark)
 
     def _release(self, text: str, early: bool = False) -> Piece:
-        """Move `text` through the stop strings; hold back what may be part of one."""
+        """Feed `text` to the stop strings; hold back what may be part of one."""
         if self._stops is None:
             return Piece(text)
         window = self._held + text

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand in tags, key by key, strings without quotes: GLM's and Qwen's."""
+"""Parses calls whose arguments are in tags, key by key, with strings without quotes (GLM, Qwen)."""
 
 import json
 import re
@@ -17,9 +17,9 @@ _TYPES: dict[type, tuple[str, ...]] = {
     list: ("array",),
     dict: ("object",),
 }
-"""Python's types of JSON values, and what a schema calls them."""
+"""Python's types of JSON values -> their names in a schema."""
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Python's words for JSON's, which models write at times."""
+"""Python's words, which models write sometimes -> JSON's."""
 
 
 class DeclaredTypes:
@@ -32,15 +32,17 @@ class DeclaredTypes:
         }
 
     def names(self, function: str) -> list[str]:
-        """Return the names of a function's arguments; none where it declares none."""
+        """Return the names of a function's declared arguments."""
         return [*self._types.get(function, {})]
 
     def type_of(self, function: str, key: str) -> Any:
-        """Return the declared type of an argument, as the schema has it; None without one."""
+        """Return the declared type of an argument, in the form of the schema; None without one."""
         return self._types.get(function, {}).get(key)
 
     def json_of(self, function: str, key: str, text: str) -> str:
-        """Return a value as JSON: as it stands, unless it is to be a string, or is no JSON."""
+        """Return an argument's value as JSON: unchanged, unless its type is string or it is not
+        valid JSON.
+        """
         declared = self.type_of(function, key)
         if declared == "string":
             return json.dumps(text, ensure_ascii=False)
@@ -55,7 +57,8 @@ class DeclaredTypes:
 
 
 class KeyedCalls(Body):
-    """Arguments that come key by key, each a member of a JSON object once it is whole.
+    """Parses arguments that come key by key, each of which becomes a member of a JSON object when
+    it is complete.
 
     tools  that declare types of arguments
     """
@@ -82,10 +85,10 @@ class KeyedCalls(Body):
 
 
 class GlmCalls(KeyedCalls):
-    """A name, then pairs of key and value in tags; strings stand there without quotes."""
+    """Parses a name, then pairs of key and value in tags; strings have no quotes."""
 
     def _read(self, text: str) -> tuple[str, bool]:
-        """Read pairs of key and value; strings are known by the tools' declared types."""
+        """Parse pairs of key and value; strings are recognised by the tools' declared types."""
         if self._name is None:
             end = _NAME_END.search(text)
             if end is None:
@@ -105,14 +108,14 @@ class GlmCalls(KeyedCalls):
 
 @dataclass(frozen=True, slots=True)
 class FunctionTags:
-    """What stands around functions and, within these, around parameters.
+    """The tags around functions and, within these, around parameters.
 
     function       before a function's parameters; {} is its name
-    function_end   behind them
+    function_end   after them
     parameter      before a value; {} is its key, {string} is true or false
-    parameter_end  behind it
-    on_lines       of the white space around a value one line break at each side belongs to the tags
-    quotes         may stand around a value
+    parameter_end  after it
+    on_lines       one line break on each side of a value belongs to the tags
+    quotes         may be around a value
     """
 
     function: str
@@ -124,12 +127,12 @@ class FunctionTags:
 
     @property
     def opens(self) -> re.Pattern[str]:
-        """What matches the beginning of a function."""
+        """Pattern of the beginning of a function."""
         return re.compile(_tag(self.function))
 
     @property
     def begins(self) -> re.Pattern[str]:
-        """What matches the beginning of a parameter; group `string` says whether it is a string."""
+        """Pattern of the beginning of a parameter; group `string` says whether it is a string."""
         before, given, behind = self.parameter.partition("{string}")
         typed = f"(?P<string>true|false){re.escape(behind)}" if given else ""
         return re.compile(_tag(before) + typed)
@@ -164,12 +167,12 @@ DSML_TAGS = FunctionTags(
 
 
 class FunctionCalls(KeyedCalls):
-    """Functions in tags, and in these parameters.
+    """Parses functions in tags, and in these parameters.
 
-    A value ends at the first closing tag behind which another parameter or the function's end
-    stands, so that it may contain such a tag.
+    A value ends at the first closing tag after which another parameter or the function's end
+    follows, so that it may contain such a tag.
 
-    closer  behind the functions; without it, or where it is "", the last function's end
+    closer  ends the functions; without it, or if it is "", the last function's end does
     """
 
     def __init__(self, tools: Tools, closer: str, tags: FunctionTags) -> None:
@@ -185,8 +188,8 @@ class FunctionCalls(KeyedCalls):
         self._open_until = 0
 
     def _read(self, text: str) -> tuple[str, bool]:
-        """Read a function's name once it is known, then its parameters. Ends behind the closer, or
-        where nothing of this kind can follow.
+        """Parse a function's name when it is complete, then its parameters. Ends after the closer,
+        or where no call can follow.
         """
         while True:
             begun = text.lstrip()
@@ -213,7 +216,7 @@ class FunctionCalls(KeyedCalls):
                 text = found
 
     def _parameter(self, text: str) -> str | None:
-        """Take a parameter and return the rest; None: it is not whole."""
+        """Parse a parameter and return the rest; None: it is not complete."""
         head, closing = self._head(text), self._tags.parameter_end
         if head is None:
             return None
@@ -244,8 +247,8 @@ class FunctionCalls(KeyedCalls):
         }
 
     def _head(self, text: str) -> tuple[str, bool, int] | None:
-        """Return a parameter's key, whether it is said to be a string, and the place of its value:
-        of the declared one with the longest beginning, else of any. None where more may come.
+        """Return (key, whether it is marked as a string, index of the value) of a parameter: of the
+        declared one with the longest beginning, else of any. None if later text may change it.
         """
         if self._heads.begun(text):
             return None

@@ -1,7 +1,7 @@
-"""One chat template in minijinja: with fuel, without files, imports or Python objects.
+"""A chat template in minijinja: with fuel, without files, imports or Python objects.
 
-Fuel bounds time. It does not bound memory: doubling a string takes one instruction. So strangers'
-templates run in a process of their own (see `rendering`).
+Fuel limits time. It does not limit memory: doubling a string takes one instruction. Therefore
+untrusted templates run in a process of their own (see `rendering`).
 """
 
 import json
@@ -18,7 +18,7 @@ from forerun.text.json_text import read_json
 from forerun.text.percent import TITLE, with_filters
 
 FUEL = 5_000_000
-"""Template instructions per rendering: about a quarter of a second."""
+"""Instructions per rendering: about a quarter of a second."""
 
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 _LINE_END = re.compile("\r\n?")
@@ -41,10 +41,8 @@ class Template:
         self._environment = _environment(_plain_statements(source))
 
     def render(self, names: dict[str, Any]) -> str:
-        """Render the template with these names as its variables.
-
-        Raises RequestError where they cannot be rendered or the template refuses them, ModelError
-        if it does not end within FUEL.
+        """Render the template with these names as its variables. Raises RequestError if they cannot
+        be rendered or the template rejects them, ModelError if it does not end within FUEL.
         """
         try:
             return self._environment.render_template("chat", **names)
@@ -62,9 +60,10 @@ class Template:
 
 
 def _plain_statements(source: str) -> str:
-    """Return a template without transformers' `{% generation %}`, which marks training text and
-    renders nothing, with ends of lines as Jinja has them, and with replacements for statements that
-    minijinja lacks: `'...' % x`, and lists changed in place, which become new lists.
+    """Return a template for minijinja: without transformers' `{% generation %}`, which marks
+    training text and renders nothing; with Jinja's treatment of line ends; and with replacements
+    for statements that minijinja lacks: `'...' % x`, and lists changed in place, which become new
+    lists.
     """
     source = _GENERATION.sub(
         lambda m: f"{{%{m[1]} {'endif' if m[2] else 'if true'} {m[3]}%}}",

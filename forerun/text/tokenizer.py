@@ -1,8 +1,8 @@
-"""Text to token ids and back, equal to the model author's own tokenizer.
+"""Converts text to token ids and back, with the same results as the model author's own tokenizer.
 
-What a user typed must never become a control token such as `<|im_end|>`. So text is cut at
-control strings only on request, and the encoder for the rest does not know them. Decoding is
-done on bytes, because a token may hold half a character.
+A user's text must never become a control token such as `<|im_end|>`. So text is cut at control
+strings only on request, and the encoder for the rest does not know them. Decoding works on bytes,
+because a token may be half a character.
 """
 
 import json
@@ -37,10 +37,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Codec(Protocol):
-    """Encodes text in which no control string counts."""
+    """Encodes text in which control strings are ordinary text."""
 
     def __call__(self, text: str, first: bool) -> list[int]:
-        """Return the ids of `text`, which holds no lone surrogate; `first` = it begins the whole
+        """Return the ids of `text`, which has no lone surrogate; `first` = it begins the whole
         text.
         """
         ...
@@ -48,11 +48,11 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A string that is one token wherever it stands.
+    """A string that is one token wherever it occurs.
 
     control       users cannot write it (end of turn and the like)
-    before, after it swallows the white space on that side
-    whole_word    it counts only where no letter touches it
+    before, after it includes the white space on that side
+    whole_word    it counts only if no letter is adjacent to it
     """
 
     id: int
@@ -69,10 +69,10 @@ class TextEnds:
 
     eos_ids  ids that end a text, the declared one first
     bos_id   begin-of-text id, if there is one
-    prefix   ids that the model expects before a plain text
-    suffix   ids that it expects behind a text of which an embedding is made
-    named    texts of special tokens as the model's files name them, by their names in chat
-             templates (`eos_token`); None if the files declare that there is none
+    prefix   ids that the model expects before an ordinary text
+    suffix   ids that it expects after a text for an embedding
+    named    texts of special tokens in the model's files, by their names in chat templates
+             (`eos_token`); None if the files declare that there is none
     """
 
     eos_ids: tuple[int, ...]
@@ -83,21 +83,21 @@ class TextEnds:
 
 
 class Tokenizer:
-    """Encodes and decodes. Never changes; safe to share between threads.
+    """Encodes and decodes. Immutable; safe to share between threads.
 
     vocab_size      one more than the largest id
-    added           text -> token that is matched whole, control or not
-    special_ids     ids of the control tokens; added tokens that end a text are some
+    added           text -> token that is matched as a whole, control or not
+    special_ids     ids of the control tokens, including added tokens that end a text
     eos_ids         ids that end a text, the declared one first
     bos_id          begin-of-text id, if there is one
-    suffix          ids behind a text of which an embedding is made
-    ends            all of that as it was given
+    suffix          ids after a text for an embedding
+    ends            all of these, as TextEnds
     plain           encodes parts of a text
-    bound           returns what bounds the number of tokens of a text
-    pieces          bytes that each id below vocab_size stands for; no id above it stands for any
-    names           texts of special tokens by what chat templates call them: bos_token, eos_token
+    bound           returns the bound of the number of tokens of a text
+    pieces          bytes that each id below vocab_size stands for; other ids stand for none
+    names           texts of special tokens by their names in chat templates: bos_token, eos_token
                     and the like, as far as there are any
-    leading_spaces  spaces that decoding takes off the front at most (SentencePiece: 1)
+    leading_spaces  most spaces that decoding removes at the beginning (SentencePiece: 1)
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class Tokenizer:
         bound: Callable[[], LengthBound] = lambda: UNKNOWN,
         within: Callable[[str], list[int]] | None = None,
     ) -> None:
-        """Hold the parts of a tokenizer.
+        """Store the parts of a tokenizer.
 
         whole   returns its `tokenizer.json` document; None = there is none
-        within  encodes what goes on behind other text; None = as any later part
+        within  encodes text that continues other text; None = as any later part
         """
         self.added = {token.text: token for token in added}
         self.special_ids = frozenset(token.id for token in self.added.values() if token.control)
@@ -138,12 +138,14 @@ class Tokenizer:
 
     @cached_property
     def _controls(self) -> re.Pattern[str]:
-        """What matches control strings: with thousands, as Gemma has, a tenth of its start."""
+        """Pattern of control strings, compiled on first use: with thousands, as in Gemma, it takes
+        a tenth of the start.
+        """
         return matcher(token.text for token in self.added.values() if token.control)
 
     @cached_property
     def control_within(self) -> dict[str, int]:
-        """Ids, by text, of the control tokens that end no text."""
+        """Ids, by text, of the control tokens that do not end a text."""
         ends = set(self.eos_ids)
         return {
             text: token.id
@@ -173,11 +175,12 @@ class Tokenizer:
         metadata: Mapping[str, Any],
         again: Callable[[], Mapping[str, Any]] | None = None,
     ) -> Self:
-        """Make a tokenizer from the `tokenizer.*` keys of a GGUF file, as plain Python values.
+        """Return the tokenizer of the `tokenizer.*` keys of a GGUF file, given as plain Python
+        values.
 
-        again  returns the keys once more, when a text is encoded; None = `metadata` is kept
+        again  returns the keys again, when a text is encoded; None = `metadata` is kept
 
-        Raises ModelError that names the key where one is missing or of an unknown kind.
+        Raises ModelError naming the key that is missing or of an unknown kind.
         """
         known = tokenizer_json(metadata, merges=False)
         again = again or (lambda: metadata)
@@ -201,13 +204,13 @@ class Tokenizer:
         """Return the tokenizer of a `tokenizer.json`; end-of-text and begin-of-text ids come from
         the model's configuration files.
 
-        names  special tokens as other files of the tokenizer name them (TextEnds.named): its
-               `bos_token` overrides `bos_id`, its `eos_token` is added to `eos_ids`
+        names  special tokens in other files of the tokenizer (TextEnds.named): `bos_token`
+               overrides `bos_id`, `eos_token` is added to `eos_ids`
         most   added tokens with ids from this on are dropped: the model has no embeddings for them
                (images and the like)
 
-        Raises ModelError if the file cannot be read, exceeds the limits (check_limits), or is of
-        an unsupported kind.
+        Raises ModelError if the file cannot be read, exceeds the limits (check_limits), or is of an
+        unsupported kind.
         """
         spec = document(Path(path), most)
         whole = partial(_unpacked, zlib.compress(json.dumps(spec).encode(), 1))
@@ -223,8 +226,8 @@ class Tokenizer:
         names: Mapping[str, str | None] | None = None,
         twins: Mapping[int, str] | None = None,
     ) -> Self:
-        """Return the tokenizer of a `tokenizer.json` document, which it does not keep: `whole`
-        returns it again, with its merges, when a text is encoded.
+        """Return the tokenizer of a `tokenizer.json` document, without keeping it: `whole` returns
+        it again, with its merges, when a text is encoded.
         """
         named = names or {}
         try:
@@ -256,15 +259,15 @@ class Tokenizer:
         return cls(codec, pieces, added, ends, whole, bound, codec.within)
 
     def save(self, path: Path) -> None:
-        """Write a `tokenizer.json`. Raises OSError, ModelError for a tokenizer of bytes."""
+        """Write a `tokenizer.json`. Raises OSError; ModelError for a tokenizer of bytes."""
         if self._whole is None:
             raise ModelError("a tokenizer of bytes has no file")
         path.write_text(built(self._whole()).to_str(pretty=True), encoding="utf-8")
 
     def warm_up(self) -> None:
-        """Make the encoders, for which the first text would wait: a fraction of a second, with
-        262k scored tokens some seconds. An engine behind a server, which gets ids, needs none but
-        for grammars. Raises ModelError.
+        """Build the encoders, which the first text would have to wait for: a fraction of a second,
+        with 262k scored tokens some seconds. An engine behind a server, which gets ids, needs them
+        only for grammars. Raises ModelError.
         """
         self.encode_part("", first=True)
         self.least_tokens("")
@@ -273,10 +276,10 @@ class Tokenizer:
     def encode(self, text: str, specials: bool = False, bos: bool = False) -> Ints:
         """Return int32[T], the ids of `text`.
 
-        specials  control strings in the text become their ids; else they are encoded as plain text
-        bos       the ids that the model expects before a plain text come first
+        specials  control strings in the text become their ids; else they are ordinary text
+        bos       begin with the ids that the model expects before an ordinary text
 
-        Raises RequestError if the text holds a lone surrogate.
+        Raises RequestError if the text has a lone surrogate.
         """
         ids = list(self.ends.prefix) if bos else []
         parts = self.split(text, self._controls) if specials else iter([text])
@@ -291,13 +294,12 @@ class Tokenizer:
         return self.bound().least(text)
 
     def encode_part(self, text: str, first: bool) -> list[int]:
-        """Return the ids of a part of a text, in which control strings are plain text.
+        """Return the ids of a part of a text, in which control strings are ordinary text.
 
-        first  it begins the whole text (SentencePiece puts a space there); else it stands behind a
+        first  it begins the whole text (SentencePiece puts a space there); else it follows a
                control token
 
-        Raises RequestError if it holds a lone surrogate, or the tokenizer cannot cut it into
-        words.
+        Raises RequestError if it has a lone surrogate, or the tokenizer cannot split it into words.
         """
         _check_unicode(text)
         return self.plain(text, first)
@@ -310,8 +312,8 @@ class Tokenizer:
         return self._within(text)
 
     def split(self, text: str, strings: re.Pattern[str]) -> Iterator[str | int]:
-        """Cut the text at the added tokens that `strings` (see matcher) finds: yields their ids and
-        the texts between, in order; empty texts are left out.
+        """Cut the text at the added tokens that `strings` (see matcher) matches: yields their ids
+        and the texts between them, in order, without empty texts.
         """
         start = 0
         for match in strings.finditer(text):
@@ -332,7 +334,7 @@ class Tokenizer:
 
     def token_bytes(self, id: int) -> bytes:
         """Return the bytes that token `id` stands for, possibly half a character; b"" for an id
-        that no token has.
+        without a token.
         """
         return self.pieces[id] if 0 <= id < len(self.pieces) else b""
 
@@ -342,7 +344,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not valid UTF-8 become U+FFFD.
 
-        skip_special  control tokens count as no text
+        skip_special  skip control tokens
         """
         skipped: Iterable[int] = self.special_ids if skip_special else ()
         parts = [self.token_bytes(int(id)) for id in ids if int(id) not in skipped]
@@ -352,8 +354,8 @@ class Tokenizer:
         return b"".join(parts).decode("utf-8", "replace")
 
     def whole_tokens(self, vocab: int) -> Bools:
-        """Return bool[vocab], ids whose piece is text by itself: whole characters, of no special
-        token.
+        """Return bool[vocab]: ids whose bytes are whole characters and that are no special
+        tokens.
         """
         whole = np.zeros(vocab, np.bool_)
         for token, piece in enumerate(self.pieces[:vocab]):
@@ -368,7 +370,7 @@ class Tokenizer:
 
 
 def document(path: Path, most: int | None) -> dict[str, Any]:
-    """Return a `tokenizer.json`, without added tokens whose ids are not below `most`. Raises
+    """Return a `tokenizer.json` without added tokens whose ids are `most` or more. Raises
     ModelError.
     """
     try:
@@ -389,13 +391,15 @@ def document(path: Path, most: int | None) -> dict[str, Any]:
 
 
 def _unpacked(packed: bytes) -> dict[str, Any]:
-    """Return the document that `from_file` compressed: the file may change or go."""
+    """Return the document that `from_file` compressed, because the file may change or be
+    deleted.
+    """
     spec: dict[str, Any] = json.loads(zlib.decompress(packed))
     return spec
 
 
 def _checked(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a document that is served. Raises ModelError if it exceeds a limit."""
+    """Return the part of a document that is used. Raises ModelError if it exceeds a limit."""
     spec = served(spec)
     check_limits(spec)
     return spec
@@ -403,7 +407,7 @@ def _checked(spec: dict[str, Any]) -> dict[str, Any]:
 
 def matcher(strings: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches any of the strings, the longest if several begin at one place;
-    one that matches nothing if there are none.
+    a pattern that matches nothing if there are none.
     """
     longest_first = sorted(filter(None, strings), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -414,7 +418,7 @@ def _is_word(text: str, index: int) -> bool:
 
 
 def as_ids(numbers: Sequence[int], kind: Any = np.int32) -> NDArray[Any]:
-    """Return ids as an array [T] of `kind`, converted in pieces, so that other threads run in
+    """Return ids as an array [T] of `kind`, converted in parts, so that other threads run in
     between.
     """
     ids: NDArray[Any] = np.empty(len(numbers), kind)
@@ -424,7 +428,7 @@ def as_ids(numbers: Sequence[int], kind: Any = np.int32) -> NDArray[Any]:
 
 
 def as_numbers(ids: Ints) -> list[int]:
-    """Return the ids int32[T] as Python numbers, converted in pieces, so that other threads run in
+    """Return the ids int32[T] as Python numbers, converted in parts, so that other threads run in
     between.
     """
     numbers: list[int] = []

@@ -1,4 +1,4 @@
-"""Limits of a `tokenizer.json`, checked before anything is built of it."""
+"""Limits of a `tokenizer.json`, checked before anything is built from it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,15 +7,17 @@ from forerun.errors import ModelError
 from forerun.text.charsmap import check_charsmap
 
 MOST_PER_LETTER = 64
-"""Characters that replacements in normalizers may make of one: those of published models make one
-of one. A few kilobytes of file could make 2^28, of each that a client sends."""
+"""Most characters that replacements in normalizers may produce from one: those of published models
+produce one. A few kilobytes of file could produce 2^28 from each character of a client.
+"""
 
 MOST_MERGES = 16
-"""Merges for each token of the vocabulary: at most one for each place where it can be cut in two.
-Gemma's file has two."""
+"""Most merges per token of the vocabulary: at most one for each place where it can be split.
+Gemma's file has two.
+"""
 
 MOST_AROUND = 16
-"""Tokens that a post-processor may put around a text: published models put one or two."""
+"""Most tokens that a post-processor may put around a text: published models put one or two."""
 
 _PARTS = frozenset(
     {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer"}
@@ -30,8 +32,8 @@ _OFF = {"version": "1.0", "truncation": None, "padding": None}
 
 def served(spec: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a `tokenizer.json` document without settings for training: `truncation` and
-    `padding` would cut or lengthen requests, `dropout` would encode by chance. Raises ModelError
-    naming a setting that is neither that nor honoured.
+    `padding` would cut or lengthen requests, `dropout` would make encoding random. Raises
+    ModelError naming any other setting that is not supported.
     """
     model = spec["model"]
     unknown = [name for name in spec if name not in _PARTS and spec[name]]
@@ -44,8 +46,8 @@ def served(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_foreign(spec: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return a copy of a `tokenizer.json` document without added tokens whose ids are not below
-    `most`.
+    """Return a copy of a `tokenizer.json` document without added tokens whose ids are `most` or
+    more.
     """
     added = spec.get("added_tokens") or []
     foreign = {token["content"] for token in added if int(token["id"]) >= most}
@@ -89,7 +91,7 @@ def check_limits(spec: dict[str, Any]) -> None:
 
 def prefix_of(spec: dict[str, Any]) -> tuple[int, ...]:
     """Return the ids that the post-processor of a `tokenizer.json` document puts before a text.
-    Those behind a text are `suffix_of`: an answer could not continue from there.
+    Those after a text are `suffix_of`: an answer could not continue from there.
     """
     before: list[int] = []
     for step in steps(spec.get("post_processor"), "processors"):
@@ -105,8 +107,8 @@ def prefix_of(spec: dict[str, Any]) -> tuple[int, ...]:
 
 
 def suffix_of(spec: dict[str, Any]) -> tuple[int, ...]:
-    """Return the ids that the post-processor of a `tokenizer.json` document puts behind a whole
-    text, as embedding models expect it.
+    """Return the ids that the post-processor of a `tokenizer.json` document puts after a whole
+    text, as embedding models expect.
     """
     behind: list[int] = []
     for step in steps(spec.get("post_processor"), "processors"):
@@ -128,10 +130,10 @@ def _tokens_around(step: dict[str, Any]) -> int:
 
 
 def steps(step: dict[str, Any] | None, members: str) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a normalizer or pre-tokenizer: itself, or the members of sequences,
-    however nested.
+    """Yield the steps of a normalizer or pre-tokenizer: itself, or the members of sequences at any
+    depth; nothing for None.
 
-    members  the key of a sequence's members. None has no steps
+    members  the key of a sequence's members
     """
     if not step:
         return

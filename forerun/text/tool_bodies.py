@@ -1,4 +1,4 @@
-"""The text between the marks of tool calls: the name and the arguments, as they come."""
+"""Parses the text between the marks of tool calls, the name and the arguments, as it comes."""
 
 import json
 import re
@@ -13,12 +13,14 @@ from typing import Any
 from forerun.text.reasoning import overlap
 
 Tools = Sequence[Mapping[str, Any]]
-"""OpenAI's: [{"type": "function", "function": {"name", "description", "parameters"}}]."""
+"""OpenAI's tools: [{"type": "function", "function": {"name", "description", "parameters"}}]."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """News of one call of an answer: first its name, then its arguments, JSON text in pieces."""
+    """A piece of one call of an answer: first its name, then its arguments, as JSON text in
+    pieces.
+    """
 
     index: int
     name: str | None = None
@@ -40,7 +42,7 @@ class ParsedDelta:
 
 
 class Body(ABC):
-    """Reads what stands between opener and closer. count = calls begun so far."""
+    """Parses the text between opener and closer. count = calls begun so far."""
 
     def __init__(self, closer: str) -> None:
         self.count = 0
@@ -49,9 +51,9 @@ class Body(ABC):
         self._argued = True
 
     def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """Read the next piece of text: pieces of calls that are certain, text that is left over,
-        and whether the body goes on. The caller hands text that is left over in again, before the
-        next.
+        """Parse the next piece of text. Returns (pieces of calls that are certain, text that is
+        left over, whether the body continues). The caller puts the text that is left over before
+        the next piece.
         """
         rest, goes_on = self._read(text)
         news, self._news = merged(self._news), []
@@ -59,7 +61,9 @@ class Body(ABC):
 
     @abstractmethod
     def _read(self, text: str) -> tuple[str, bool]:
-        """Read the next piece of text as `push`; `_begin` and `_argue` say what is certain."""
+        """Implement `push`: return (text that is left over, whether the body continues), and report
+        what is certain by `_begin` and `_argue`.
+        """
 
     def _begin(self, name: str) -> None:
         """Begin a call."""
@@ -68,18 +72,18 @@ class Body(ABC):
         self._argued = False
 
     def _argue(self, text: str) -> None:
-        """Add to the arguments of the last call."""
+        """Append to the arguments of the last call."""
         self._news.append(CallPiece(self.count - 1, None, text))
         self._argued = True
 
     def _close(self) -> None:
-        """End the last call: without arguments they are an object of none."""
+        """End the last call; without arguments they are an empty object."""
         if not self._argued:
             self._argue("{}")
 
 
 class JsonCalls(Body):
-    """Objects with a name and arguments, whatever stands between them."""
+    """Parses objects with a name and arguments, with any text between them."""
 
     def __init__(self, closer: str) -> None:
         super().__init__(closer)
@@ -87,8 +91,8 @@ class JsonCalls(Body):
         self._between = ""
 
     def _read(self, text: str) -> tuple[str, bool]:
-        """Read a call's name once it is known, then its arguments as they come. Ends behind the
-        closer; without one it goes on.
+        """Parse a call's name when it is complete, then its arguments as they come. Ends after the
+        closer; without one it continues.
         """
         for place, character in enumerate(text, 1):
             if self._call is not None:
@@ -115,7 +119,7 @@ class JsonCalls(Body):
         return self._between == self._closer
 
     def _take(self, call: "_JsonCall") -> None:
-        """Hand on what is new of a call."""
+        """Report the new part of a call."""
         if call.name is None:
             return
         if not call.returned:
@@ -129,9 +133,9 @@ class JsonCalls(Body):
 
 
 class BareCalls:
-    """One object without an opener, and what may stand behind it, a fence's end for example.
+    """Parses one object without an opener, and what may follow it, such as a fence's end.
 
-    objects  reads it
+    objects  parses the object
     """
 
     def __init__(self, objects: JsonCalls) -> None:
@@ -151,9 +155,8 @@ class BareCalls:
 
 
 class BareHeads:
-    """How a call begins that has no opener: the name of an offered function comes first.
-
-    A model writes it as its whole answer or in a fence, and at times in two braces.
+    """Detects a call without an opener: it begins with the name of an offered function. A model
+    writes it as its whole answer or in a fence, and sometimes in two braces.
     """
 
     def __init__(self, tools: Tools) -> None:
@@ -161,13 +164,15 @@ class BareHeads:
 
     @cached_property
     def _names(self) -> "Openings":
-        """The functions' names in JSON, with what ends them; most answers never need them."""
+        """The functions' names in JSON, with the characters that end them; computed on first use,
+        since most answers need none.
+        """
         names = (tool["function"]["name"] for tool in self._tools)
         return Openings(json.dumps(name, ensure_ascii=False) for name in names)
 
     def object_at(self, text: str, place: int) -> int | None:
-        """Return where the object of a call begins whose head begins at this place; -1: there is
-        none, None: more text decides.
+        """Return the index of a call's object whose head begins at `place`; -1: there is none,
+        None: later text decides.
         """
         head = text[place : place + _LONGEST_HEADER]
         written = "".join(head.split())
@@ -183,9 +188,10 @@ class BareHeads:
 
 
 class _JsonCall:
-    """One object, character by character.
+    """Parses one object, character by character.
 
-    name       None until it is known; returned: whether it was handed on
+    name       None until it is known
+    returned   whether the name was reported
     arguments  certain and not yet returned
     """
 
@@ -201,7 +207,7 @@ class _JsonCall:
         self._blank = ""
 
     def feed(self, character: str) -> None:
-        """Take in one more character of the object, its first brace included."""
+        """Parse one more character of the object, its first brace included."""
         if self._quoted:
             self._add(character)
             self._quoted = self._escaped or character != '"'
@@ -222,7 +228,7 @@ class _JsonCall:
         self._depth += character in "{["
 
     def _add(self, character: str) -> None:
-        """Add a character to a key or value; white space only inside of it."""
+        """Append a character to a key or value; white space only inside it."""
         if character.isspace() and not self._quoted:
             self._blank += character if self._word else ""
             return
@@ -248,7 +254,7 @@ class _JsonCall:
 
 
 class DividedCall(Body):
-    """A name and its arguments, a JSON object. Some models write an id between them."""
+    """Parses a name and its arguments, a JSON object. Some models write an id between them."""
 
     def __init__(self) -> None:
         super().__init__("")
@@ -256,7 +262,7 @@ class DividedCall(Body):
         self._quoted = self._escaped = False
 
     def _read(self, text: str) -> tuple[str, bool]:
-        """Read up to the brace that closes the arguments, or to where there can be no call."""
+        """Parse up to the brace that closes the arguments, or to where no call can follow."""
         if not self._depth:
             name = _DIVIDED.match(text)
             if name is None:
@@ -272,7 +278,7 @@ class DividedCall(Body):
         return "", True
 
     def _feed(self, character: str) -> None:
-        """Take in one more character of the arguments."""
+        """Parse one more character of the arguments."""
         if self._quoted:
             self._quoted = self._escaped or character != '"'
             self._escaped = character == "\\" and not self._escaped
@@ -282,9 +288,10 @@ class DividedCall(Body):
 
 
 class MarkedCalls(Body):
-    """Calls between marks of their own; of each a name with a number, a mark, and its arguments.
+    """Parses calls between marks of their own; each has a name with a number, a mark, and its
+    arguments.
 
-    marks  that begin a call, stand before its arguments, and end it
+    marks  that begin a call, precede its arguments, and end it
     """
 
     def __init__(self, marks: tuple[str, str, str], closer: str) -> None:
@@ -293,7 +300,7 @@ class MarkedCalls(Body):
         self._inside = False
 
     def _read(self, text: str) -> tuple[str, bool]:
-        """Read up to behind the closer, or to where there can be no call."""
+        """Parse up to the end of the closer, or to where no call can follow."""
         while True:
             if self._inside:
                 arguments, mark, rest = text.partition(self._end)
@@ -320,8 +327,8 @@ class MarkedCalls(Body):
 
 
 class Openings:
-    """Texts of which one may stand next, such as the names of arguments. Looking for one takes
-    hardly longer if there are 20,000.
+    """A set of texts one of which may come next, such as the names of arguments. Searching it takes
+    hardly longer with 20,000.
     """
 
     def __init__(self, heads: Iterable[str]) -> None:
@@ -330,13 +337,13 @@ class Openings:
         self._lengths = sorted({*map(len, self._known)}, reverse=True)
 
     def at(self, text: str, place: int = 0) -> Iterator[str]:
-        """Yield those that stand at a place of a text, the longest first."""
+        """Yield those that are at index `place` of a text, the longest first."""
         for length in self._lengths:
             if length <= len(text) - place and text[place : place + length] in self._known:
                 yield text[place : place + length]
 
     def begun(self, text: str) -> bool:
-        """Return whether a text is the beginning of a longer one."""
+        """Return whether a text is a proper prefix of one of them."""
         place = bisect_right(self._sorted, text)
         return place < len(self._sorted) and self._sorted[place].startswith(text)
 
@@ -344,21 +351,23 @@ class Openings:
 _DIVIDED = re.compile(r"\s*([\w.:-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
 _LONGEST_HEADER = 512
 FENCE = "```"
-"""What stands around code in Markdown."""
+"""Mark around code in Markdown."""
 _BARE_HEADS = Openings(
     f"{before}{opened}{inner}"
     for before in ("", FENCE, f"{FENCE}json", "json")
     for opened in ("{", "[{")
     for inner in ('"name":', '{"name":', '"type":"function","name":')
 )
-"""How an object without an opener begins before its name, white space left out."""
+"""Beginnings of an object without an opener, up to its name, without white space."""
 _BETWEEN_BARE = frozenset("{}[] \t\r\n`,;")
-"""What may stand around objects without an opener, the second brace of each side among it."""
+"""Characters that may be around objects without an opener, including a second brace on each
+side.
+"""
 NOTHING = object()
 
 
 def merged(calls: Iterable[CallPiece]) -> tuple[CallPiece, ...]:
-    """Merge neighbouring pieces of one call's arguments."""
+    """Merge adjacent pieces of one call's arguments."""
     merged: list[CallPiece] = []
     for (index, name), pieces in groupby(calls, lambda piece: (piece.index, piece.name)):
         merged.append(CallPiece(index, name, "".join(piece.arguments for piece in pieces)))

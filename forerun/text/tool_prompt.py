@@ -1,5 +1,5 @@
-"""Tools for models whose chat template has none: all of it as text, in the Hermes format; calls in
-LFM2's and Granite's own where their templates leave these out.
+"""Writes tools and calls as text, for models whose chat template does not support them: in the
+Hermes format; calls in LFM2's and Granite's own format if their templates leave these out.
 """
 
 import json
@@ -33,8 +33,8 @@ def with_tools_in_text(messages: Sequence[Mapping[str, Any]], tools: Tools) -> l
 
 
 def call_in_text(message: Mapping[str, Any], format: ToolFormat = HERMES) -> dict[str, Any]:
-    """Copy an assistant's message with its `tool_calls` written out in its content, in a format of
-    WRITTEN.
+    """Return a copy of an assistant's message with its `tool_calls` written in its content, in a
+    format of WRITTEN.
     """
     functions = [call["function"] for call in message["tool_calls"]]
     written = [f"{HERMES.opener}\n{_as_json(one)}\n{HERMES.closer}" for one in functions]
@@ -59,7 +59,9 @@ def _as_json(function: Mapping[str, Any]) -> str:
 
 
 def _as_python(function: Mapping[str, Any]) -> str:
-    """Return a call as Python writes it; JSON's strings are Python's, its three words are not."""
+    """Return a call in Python's syntax; JSON's strings are valid there, its three words are
+    replaced.
+    """
     arguments = (function.get("arguments") or {}).items()
     return (
         f"{function['name']}({', '.join(f'{key}={_literal(value)}' for key, value in arguments)})"

@@ -1,7 +1,7 @@
-r"""Tool calls in a model's own words: which words they are, and reading them as they come.
+r"""Tool calls in the format of a model, and their parser.
 
-A format is a way of writing calls that models were trained on. Nearly all have a text that begins
-calls; what precedes it is ordinary content. Models of the first two also leave it out, as Qwen2.5
+A format is a notation of calls that models were trained on. Nearly all have a text that begins
+calls; text before it is ordinary content. Models of the first two sometimes omit it, as Qwen2.5
 Coder does: an answer, or a fence in it, that begins with an offered function's name is a call.
 
     hermes   <tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>     Hermes, Qwen
@@ -58,19 +58,19 @@ from forerun.text.tool_bodies import (
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls.
+    """A notation of calls.
 
     opener     begins one call or a list of them; "" = calls have none
     closer     ends what the opener began; "" = the end of the arguments or of the answer does
     arguments  the key of the arguments, if calls are JSON
-    alone      such a call may do without an opener (BareHeads)
-    divider    stands between name and arguments, if they are separate
+    alone      such a call may have no opener (BareHeads)
+    divider    between name and arguments, if they are separate
     listed     calls are a JSON list, which is opened once
     each       begins and ends one call among several
-    bare       begins a call too, where a model leaves the opener out or has none
-    quote      stands around strings
+    bare       also begins a call, if a model omits the opener or has none
+    quote      around strings
     tags       around functions and parameters, if calls are written so
-    together   all calls stand between one opener and one closer
+    together   all calls are between one opener and one closer
     """
 
     name: str
@@ -88,25 +88,25 @@ class ToolFormat:
 
     @property
     def begin(self) -> str:
-        """What begins calls: the opener, where there is none the beginning of a function."""
+        """The text that begins calls: the opener, or without one the beginning of a function."""
         return self.opener or self.bare
 
     @property
     def ends_thoughts(self) -> tuple[str, ...]:
-        """Texts that end a thought although it was not closed."""
+        """Texts that end reasoning although it was not closed."""
         return (self.begin,) if self.bare or self.together else ()
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that may be control tokens of a model's."""
+        """Texts that may be control tokens of a model."""
         if self.opener == CHANNEL:
             return MARKS
         return tuple(filter(None, (self.opener, self.closer, self.divider, self.quote, *self.each)))
 
     @property
     def seen(self) -> tuple[str, ...]:
-        """Texts that the reader needs even if they are control tokens: marks, and what tags begin
-        with.
+        """Texts that the parser needs even if they are control tokens: marks, and the beginnings of
+        tags.
         """
         tags = self.tags
         ends = (tags.function_end, tags.parameter, tags.parameter_end) if tags is not None else ()
@@ -188,7 +188,7 @@ def takes_tools(template: str) -> bool:
 
 
 def format_of(template: str) -> ToolFormat:
-    """Return the format of calls that a chat template shows, by its marks; Hermes if it shows
+    """Return the format of calls in a chat template, recognised by its marks; Hermes if it has
     none.
     """
     if shows_harmony(template):
@@ -201,16 +201,17 @@ def format_of(template: str) -> ToolFormat:
 
 
 _MOST_SPACE = 1024
-"""Most white space that is held back: a model that writes nothing else would be read in time that
-grows with its square."""
+"""Most white space that is held back: otherwise the time for a text of white space would grow
+quadratically.
+"""
 
 
 class ToolReader:
-    """Reads the text of one answer, however it is cut, into content and calls.
+    """Splits the text of one answer, in pieces of any size, into content and calls.
 
-    What is no call after all is content, word for word. White space around calls is dropped.
+    Text that turns out to be no call is content, unchanged. White space around calls is dropped.
 
-    several  whether more objects without an opener may be calls than the first; of those behind an
+    several  whether more objects without an opener may be calls than the first; of those after an
              opener a grammar decides
     """
 
@@ -246,8 +247,8 @@ class ToolReader:
         return self._body.count > 0
 
     def push(self, text: str) -> ParsedDelta:
-        """Return the content and calls that the next piece of an answer makes certain; a possible
-        part of a mark is held back.
+        """Parse the next piece of an answer, and return the content and calls that are certain; a
+        possible part of a mark is held back.
         """
         content, calls = "", list[CallPiece]()
         self._held += text
@@ -266,8 +267,8 @@ class ToolReader:
         return ParsedDelta(content=content, calls=tuple(calls))
 
     def finish(self, cut: bool = False) -> ParsedDelta:
-        """Return the content that was held back, once no text will follow. cut: the answer ended
-        for want of room, so the beginning of a call is no content.
+        """Return the content that was held back, at the end of the text. cut: the answer reached
+        its token limit, so the beginning of a call is not content.
         """
         held, self._held = self._held, ""
         opener = self._format.begin
@@ -282,7 +283,7 @@ class ToolReader:
         self._reading, self._held = body, rest
 
     def _within(self) -> Sequence[CallPiece]:
-        """Let the body read. What it reads before it finds a call may be none."""
+        """Pass the text to the body. What it reads before it finds a call may be none."""
         text = self._held
         calls, self._held, self._inside = self._reading.push(text)
         self._read = self._read or bool(calls)
@@ -299,7 +300,9 @@ class ToolReader:
         return text
 
     def _outside(self) -> str:
-        """Move content out; hold back white space and what may begin a call."""
+        """Return content that is certain; hold back white space and a possible beginning of a
+        call.
+        """
         text, opener, bare = self._held, self._format.opener, self._format.bare
         at = text.find(opener) if opener else -1
         heads = self._heads is not None and (self._several or not self.called)
@@ -328,8 +331,8 @@ class ToolReader:
         return text[:cut]
 
     def _head_before(self, opener: int) -> tuple[int, int] | None:
-        """Return where a call begins that has no opener, and its object's brace, -1 where more text
-        decides; None if there is none before place `opener` (-1: anywhere).
+        """Return (index where a call without an opener begins, index of its object's brace; -1 if
+        later text decides); None if there is none before index `opener` (-1: anywhere).
         """
         assert self._heads is not None
         text, fence = self._held, -1
