@@ -1,5 +1,5 @@
-"""Values of flags, read from text: ArgumentTypeError is shown with the flag. Flags that have no
-effect beside others are refused.
+"""Converters from the text of a flag to its value: an ArgumentTypeError is shown with the flag.
+Also refuses flags that have no effect together with others.
 """
 
 import argparse
@@ -9,14 +9,18 @@ from forerun.errors import ConfigError
 
 
 def positive(text: str) -> int:
-    """Read a whole number from 1 on."""
+    """Return the whole number in `text`. Raises ArgumentTypeError if it is below 1 or not a
+    number.
+    """
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
 def rate(text: str) -> float:
-    """Read a number above 0, inf included."""
+    """Return the number in `text`, which may be inf. Raises ArgumentTypeError if it is not
+    above 0.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -27,14 +31,16 @@ def rate(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """Read a number above 0, 1 at most."""
+    """Return the number in `text`. Raises ArgumentTypeError if it is not above 0 and at most 1."""
     if (value := rate(text)) > 1.0:
         raise argparse.ArgumentTypeError(f"{text!r} is above 1")
     return value
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Read whole numbers from 1 on, with commas between them."""
+    """Return the comma-separated whole numbers in `text`. Raises ArgumentTypeError for one
+    below 1.
+    """
     return tuple(map(positive, text.split(",")))
 
 
@@ -54,10 +60,11 @@ def temperatures(text: str) -> tuple[float, ...]:
 def refuse_beside(
     arguments: argparse.Namespace, beside: str, usual: Mapping[str, object], instead: str = ""
 ) -> None:
-    """Raise ConfigError if one of a command's flags is given that has no effect `beside` others.
+    """Raise ConfigError if one of a command's flags is given that has no effect together with
+    `beside`.
 
-    usual    by name of the flag, its default
-    instead  the rest of the sentence: what it is for
+    usual    the default of each such flag, by name
+    instead  the end of the message: what the flag is for
     """
     for name, default in usual.items():
         if getattr(arguments, name) != default:

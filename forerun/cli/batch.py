@@ -2,9 +2,9 @@
 
 A line of the input is {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}; a
 line of the output is {"id", "custom_id", "response": {"status_code", "request_id", "body"},
-"error"}. Answers are written as they come. Requests with an answer in the output are skipped, so
-the same command continues an interrupted run. A line that is not a request gets an error of its
-own. An output that holds anything but such lines is refused and left unchanged.
+"error"}. Answers are written as they arrive. Requests with an answer in the output are skipped, so
+the same command continues an interrupted run. An invalid line gets an error of its own in the
+output. An output file that contains any other line is refused and left unchanged.
 """
 
 import argparse
@@ -30,20 +30,20 @@ from forerun.serve.http.errors import ApiError
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 AT_ONCE = 16
-"""Requests at once, unless --max-sequences says more."""
+"""Requests in flight, unless --max-sequences is larger."""
 FAILED = 500
-"""Answers from this status on are the server's fault: they are requested again."""
+"""Statuses from this one on are the server's fault: such requests are sent again."""
 DAY = 86400.0
 
 Line = dict[str, Any]
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. 1 where a request was not answered with 200."""
+    """Run the command. Returns 0, or 1 if a request was not answered with 200."""
     source = Path(arguments.batch)
     if not arguments.out:
         raise ConfigError("--batch needs --out FILE for the answers.")
-    # A file that a link leads to is replaced, not the link.
+    # If it is a link, replace the file it points to, not the link.
     target = Path(arguments.out).resolve()
     if arguments.prompt is not None or arguments.raw or arguments.system:
         raise ConfigError("--batch brings its own prompts; leave PROMPT, --raw and --system out.")
@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _of_one_answer(arguments: argparse.Namespace) -> list[str]:
-    """Return the flags on the command line that say how one prompt is answered."""
+    """Return the given flags that apply only to a single prompt."""
     sampling = {item.name for item in fields(AskConfig)}
     own = ("compare", "schema", "regex", "grammar")
     flags = [one.where for one in arguments.given if not sampling.isdisjoint(one.option.fields)]
@@ -85,7 +85,7 @@ def _of_one_answer(arguments: argparse.Namespace) -> list[str]:
 
 
 def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
-    """Read the requests, their bodies as JSON bytes, and the output for the lines that are none.
+    """Return the requests, with their bodies as JSON bytes, and the output lines for invalid lines.
     Raises ConfigError if the file cannot be read or has no line.
     """
     try:
@@ -112,7 +112,7 @@ def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
 
 
 def _request(text: str) -> tuple[Line, str | None]:
-    """Return a line's JSON object, and why it is no request; None if it is one."""
+    """Return a line's JSON object, and why it is not a valid request; None if it is valid."""
     try:
         line = parse_json(text.encode())
     except ApiError as error:
@@ -123,13 +123,13 @@ def _request(text: str) -> tuple[Line, str | None]:
         return {}, "it is JSON, but not an object; it needs a custom_id, a url and a body."
     if problem := _problem(line):
         return line, problem
-    # Whatever model a line names, this one answers.
+    # The model that a line names is ignored.
     body = {name: value for name, value in line["body"].items() if name != "model"}
     return line | {"body": json.dumps(body).encode()}, None
 
 
 def _problem(line: Line) -> str | None:
-    """Return why an object is no request; None if it is one."""
+    """Return why an object is not a valid request; None if it is valid."""
     wanted = {"custom_id": (str, "a text"), "url": (str, "a text"), "body": (dict, "an object")}
     if missing := [name for name in wanted if name not in line]:
         return f"it needs a custom_id, a url and a body, and has no {' and no '.join(missing)}."
@@ -142,13 +142,15 @@ def _problem(line: Line) -> str | None:
 
 
 def _answered(name: Any, response: Line | None, error: Line | None = None) -> Line:
-    """Return a line of the output."""
+    """Return a line of the output, with an answer or an error."""
     id = f"batch_req_{uuid.uuid4().hex}"
     return {"id": id, "custom_id": name, "response": response, "error": error}
 
 
 def _written(line: Line) -> str:
-    """Return a line as text for the file. A lone surrogate, which UTF-8 cannot hold, is escaped."""
+    """Return a line as text for the file. A lone surrogate, which UTF-8 cannot encode, is
+    escaped.
+    """
     try:
         text = json.dumps(line, ensure_ascii=False)
         text.encode()
@@ -158,10 +160,9 @@ def _written(line: Line) -> str:
 
 
 def keep_answers(path: Path) -> dict[str, int]:
-    """Return custom_id -> status of the answers in the output file, and remove errors and a
-    truncated line from it; create the file if it does not exist.
-
-    Raises ConfigError if the file cannot be used, or holds a line that no batch has written.
+    """Return the status of each answer in the output file by custom_id, and delete errors and a
+    truncated line from the file; creates it if it does not exist. Raises ConfigError if the file
+    cannot be used, or has a line that no batch run wrote.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"--out {path} cannot be used: it is a folder or a device, not a file.")
@@ -192,7 +193,7 @@ def keep_answers(path: Path) -> dict[str, int]:
 
 
 def _object(text: str) -> Line:
-    """Return a line's JSON object; an empty one if it is none, such as a truncated line."""
+    """Return a line's JSON object; {} if it is not one, such as a truncated line."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -206,7 +207,9 @@ async def _answer_all(
     file: IO[str],
     progress: Callable[[str, int, int], None],
 ) -> int:
-    """Run all requests and write each answer when it is there; return how many were not 200."""
+    """Run all requests and write each answer as it arrives. Returns the number that were not
+    200.
+    """
     app = create_app(loaded, ServeSettings(request_seconds=DAY))
     lines, done, failed = iter(waiting), 0, 0
     transport = httpx.ASGITransport(app)

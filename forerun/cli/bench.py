@@ -1,4 +1,4 @@
-"""`forerun bench`: any OpenAI endpoint under load."""
+"""`forerun bench`: measures any OpenAI endpoint under load."""
 
 import argparse
 import asyncio
@@ -48,21 +48,22 @@ FIELDS: dict[str, dict[str, Any] | None] = {
     "off": {"enabled": False},
 }
 WARM_UP = 2
-"""Requests per side before anything is timed."""
+"""Untimed requests per side at the start."""
 RATED = 64
-"""Requests of a level if they come at a rate and no number was given."""
+"""Requests of a level with --rate if no number is given."""
 LABEL_TOKENS = 10
-"""About what a label takes that makes a prompt differ from all others."""
+"""Approximate length in tokens of the label that makes a prompt unique."""
 COUNTED = 50, 200
-"""Words of the prompts by which a server shows how many tokens a word has."""
+"""Words of the two prompts from which the number of tokens per word is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSweep:
-    """The measurements to make: sides alternate within a repeat, so that drift hits them alike.
+    """The measurements to make. Sides alternate within a repeat, so that drift affects them
+    equally.
 
-    rate         requests a second, or inf
-    completions  of /completions instead of chats
+    rate         requests per second, or inf
+    completions  whether to use /completions instead of /chat/completions
     """
 
     prompts: tuple[Prompt, ...]
@@ -75,13 +76,13 @@ class LoadSweep:
     completions: bool
 
     def count(self, at_once: int) -> int:
-        """Return how many requests a level of so many at once makes."""
+        """Return the number of requests of a level with `at_once` in flight."""
         return self.requests or max(8, 2 * at_once)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun bench`: 0, or 1 where a request failed. Raises ForerunError for what cannot be
-    measured.
+    """Run the command. Returns 0, or 1 if a request failed. Raises ForerunError for an endpoint or
+    options that cannot be measured.
     """
     if not (arguments.url or arguments.launch):
         raise ConfigError("what is measured? Give --url URL, or --launch to start a server here.")
@@ -116,18 +117,19 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _with_version(url: str) -> str:
-    """Return the address of an OpenAI API: with /v1 if the address has no path, as other commands
-    take it.
+    """Return the base URL of an OpenAI API, with /v1 appended if it has no path, as in other
+    commands.
     """
-    with suppress(ValueError):  # What is no address is for `find_model` to refuse.
+    with suppress(ValueError):  # `find_model` refuses an invalid address.
         if urlsplit(url).path.strip("/"):
             return url
     return f"{url.rstrip('/')}/v1"
 
 
 def _refuse_engine_flags(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError naming a flag of an engine, or one in a file: a server that runs already
-    has its own. FORERUN_* may be there for that.
+    """Raise ConfigError naming an engine's option on the command line or in a file, because the
+    measured server already runs with its own. FORERUN_* are ignored: they may be meant for that
+    server.
     """
     own = {item.name for item in fields(EngineConfig)} - {"model", "draft_on_error"}
     for name, where in arguments.written.items():
@@ -143,7 +145,7 @@ def _sweep(arguments: argparse.Namespace) -> LoadSweep:
     if arguments.prompts and arguments.input_len:
         raise ConfigError("--input-len makes prompts of its own; leave --prompts out.")
     kind = arguments.speculative or ("both" if arguments.launch else "as-is")
-    # Requests that come at a rate wait for nothing.
+    # With --rate, requests do not wait for others.
     alone = (arguments.requests or RATED,) if arguments.rate < inf else LEVELS
     return LoadSweep(
         prompts=tuple(read_prompts(arguments.prompts)),
@@ -192,14 +194,14 @@ async def _all_levels(
     levels: list[Level],
     ratios: dict[int, Interval],
 ) -> None:
-    """Fill `levels` with the medians of every level and side, and `ratios` by level with the ratio
-    of on and off; cancelled, with those of the repeats that are whole.
+    """Fill `levels` with the medians of every level and side, and `ratios` with the ratio of on to
+    off by level; if interrupted, with those of the complete repeats.
     """
     requests = Requests(endpoint, sweep, ask)
     await requests.prepare()
     for at_once in sweep.levels:
         results: dict[str, list[Level]] = {side: [] for side in sweep.sides}
-        # The other order every other time: the first of a pair finds a colder machine.
+        # Alternate the order: the first of a pair runs on a colder machine.
         order = [
             (repeat, side)
             for repeat in range(sweep.repeats)
@@ -229,18 +231,18 @@ def _reporter(
 
 
 class Requests:
-    """The bodies of a sweep's requests. No prompt is sent twice, not even its beginning, or a
-    server's prefix cache would answer for the prompts of every repeat but the first.
+    """The bodies of a sweep's requests. No two prompts share a prefix; otherwise a server's prefix
+    cache would speed up every repeat but the first.
     """
 
     def __init__(self, endpoint: Endpoint, sweep: LoadSweep, ask: AskConfig) -> None:
         self._endpoint, self._sweep, self._ask = endpoint, sweep, ask
         self._made: MadePrompts | None = None
-        self._run = secrets.token_hex(3)  # Another run, against the same server, has other prompts.
+        self._run = secrets.token_hex(3)  # So that prompts differ between runs.
 
     async def prepare(self) -> None:
-        """Warm up, and learn how many tokens a word has if prompts are to be made. Raises
-        ConfigError if the server does not count.
+        """Warm the server up, and estimate the tokens per word if prompts are generated. Raises
+        ConfigError if the server reports no token counts.
         """
         if self._sweep.lengths.prompt is not None:
             counts: dict[int, int] = {}
@@ -259,7 +261,7 @@ class Requests:
             await load_level(self._endpoint, self.bodies(side, WARM_UP, "warm-up"), 1)
 
     def bodies(self, side: str, count: int, tag: str) -> list[dict[str, Any]]:
-        """Return `count` requests over evenly spread prompts, or made ones."""
+        """Return `count` request bodies, of evenly spaced prompts or generated ones."""
         sweep, label = self._sweep, f"Request {self._run}-{side}-{tag}-"
         # Both sides of a repeat get requests of the same lengths.
         random = np.random.default_rng(list(tag.encode()))

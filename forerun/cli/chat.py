@@ -1,4 +1,4 @@
-"""`forerun chat`: a conversation at the terminal."""
+"""`forerun chat`: a conversation in the terminal."""
 
 import argparse
 import json
@@ -31,11 +31,11 @@ Ctrl-C stops the answer, or clears what is half typed.'''
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun chat`: reads messages until the input ends. Raises ModelError if the model
-    has no chat template.
+    """Run the command: reads messages until the input ends. Raises ModelError if the model has no
+    chat template.
     """
     ask, config = configured_both(AskConfig, EngineConfig, arguments)
-    only_adapter(config)  # Several are refused before anything is loaded.
+    only_adapter(config)  # Raises before anything is loaded.
     output = Wrapped.for_terminal()
     with closing(load_shown(config)) as loaded:
         if loaded.chat is None:
@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _turn(talk: Conversation, text: str) -> None:
-    """Handle one message or command. Errors are printed; none ends the conversation."""
+    """Handle one message or /command. Errors are printed and do not end the conversation."""
     command, _, rest = text.partition(" ")
     if not text:
         return
@@ -91,7 +91,7 @@ def _system(talk: Conversation, text: str) -> None:
 
 
 def _set(talk: Conversation, text: str) -> None:
-    """Change one field of how answers are sampled, or show all."""
+    """Set one sampling option, or print all."""
     name, _, value = text.partition(" ")
     known = {item.name: item for item in fields(AskConfig)}
     name = name.replace("-", "_")

@@ -1,6 +1,5 @@
-"""The whole command line as a parser, and what it makes of words.
-
-Flags are derived from the dataclasses in `options/config.py`.
+"""The parser of the whole command line and its result. Flags are derived from the dataclasses in
+`options/config.py`.
 """
 
 import argparse
@@ -17,9 +16,9 @@ from forerun.version import __version__
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace | None:
-    """Return the parsed command line, with files and variables; None if it has no command and help
-    was printed. Says what options have no effect; `serve` logs such `notices` when it knows how.
-    Raises ConfigError.
+    """Return the parsed command line, with options from files and variables; None if it has no
+    command, in which case the help was printed. Logs which options have no effect; `serve` logs
+    these `notices` once its logging is set up. Raises ConfigError.
     """
     words = verbs.expanded(words)
     parser = build_parser([word for word in words if word in COMMANDS][:1])
@@ -42,7 +41,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace | None:
 
 
 class _Held(logging.Handler):
-    """Holds what is logged."""
+    """Collects log records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,15 +52,15 @@ class _Held(logging.Handler):
 
 
 def say_notices(arguments: argparse.Namespace) -> None:
-    """Log what was held back about options, once."""
+    """Log the collected notices about options, once."""
     for record in arguments.notices:
         logging.getLogger(record.name).handle(record)
     arguments.notices = []
 
 
 def build_parser(having: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; commands outside of `having` only have their
-    names, which takes a sixth of the time.
+    """Return the parser of the whole command line. Commands not in `having` get a name but no
+    options, which takes a sixth of the time.
     """
     parser = Parser(
         prog="forerun",

@@ -1,4 +1,4 @@
-"""The options of every command. What a command does is in the file of its name."""
+"""The options of every command. Each command's code is in the module of its name."""
 
 import argparse
 from collections.abc import Callable
@@ -47,7 +47,7 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "launch": ("AGENT ", ("forerun launch claude", "forerun launch codex -- exec 'Say hi'")),
     "completion": ("SHELL ", ('eval "$(forerun completion bash)"',)),
 }
-"""Usage of each command, and examples."""
+"""Usage line and examples of each command."""
 
 FIRST = {
     "host",
@@ -61,10 +61,10 @@ FIRST = {
     "speculative_algorithm",
     "speculative_draft_model_path",
 }
-"""Options that `serve --help` shows before all others."""
+"""Options that `serve --help` lists first."""
 
 SHAPE = ("speculative_num_draft_tokens", "speculative_num_steps")
-"""Fields that some commands vary themselves."""
+"""Fields that some commands vary themselves, and so do not take as options."""
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:
@@ -185,7 +185,7 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help=presets)
     unsaid: dict[str, Any] = {item.name: None for item in fields(TrainConfig)}
     flags_of(TrainConfig, parser, "training (default: the preset's)", **unsaid)
-    # The toy has no weights to make a draft for.
+    # The toy model has no weights to train a draft for.
     model = "built-in name, folder with config.json and safetensors, GGUF file or hub id"
     parser.add_argument(
         "--model", metavar="TEXT", default=EngineConfig().model, help=f"target: {model}"

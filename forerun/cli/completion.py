@@ -1,4 +1,4 @@
-"""`forerun completion`: what makes a shell complete the options."""
+"""`forerun completion`: shell completion of the options."""
 
 import argparse
 import re
@@ -10,14 +10,14 @@ from forerun.options.flags import Note
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun completion`: print the completions for a shell. Returns 0."""
+    """Run the command: prints the completion script for a shell. Returns 0."""
     print(shtab.complete(_with_values(build_parser()), arguments.shell))
     return 0
 
 
 def _with_values(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Return the same parser, with the values that a shell may suggest, and one line of help per
-    option. For shells only: parsing reports a wrong value better than argparse would.
+    """Return the same parser, with the values that a shell can suggest and one line of help per
+    option. Only for shells: when parsing, our own checks give better errors than argparse's.
     """
     for action in parser._actions:
         if isinstance(action, Note) and action.help not in (None, argparse.SUPPRESS):

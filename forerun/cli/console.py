@@ -1,4 +1,4 @@
-"""Talking to the person at the terminal: progress on stderr, results on stdout."""
+"""Output for the user: progress on stderr, results on stdout."""
 
 import json
 import sys
@@ -23,32 +23,33 @@ from forerun.options.config import EngineConfig
 QUIET = 20.0
 """Seconds between two lines of progress in a log."""
 SHOWN = 1.0
-"""Seconds until a bar is drawn: what is over sooner has none, and a server, which loads its code
-beside its engine, has said where it listens."""
+"""Seconds until a progress bar is drawn. Shorter tasks have none; by then a server, which starts
+its engine first, has printed its address.
+"""
 
 err = Console(stderr=True, highlight=False)
-# A pipe has no width: give tables room there, they are read later.
+# A pipe has no width, so tables get a fixed one.
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 def say(text: str, indent: int = 0) -> None:
-    """Print one line on stderr, so that stdout holds nothing but the result; on a terminal wrapped,
-    all lines but the first indented by `indent` blanks. A failed write stops nothing: a log may lie
-    on a full disk.
+    """Print one line on stderr, which keeps stdout free for results; on a terminal it is wrapped,
+    with all lines but the first indented by `indent` spaces. A failed write is ignored: a log may
+    be on a full disk.
     """
     with suppress(OSError):
         err.print(wrapped(text, indent), markup=False, soft_wrap=True)
 
 
 def emit_json(value: Any) -> None:
-    """Print the result of a command with --json to stdout, indented; what JSON has no value for as
-    text.
+    """Print the result of a command with --json to stdout, indented; values that JSON does not have
+    are printed as text.
     """
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
 def emit(arguments: Namespace, facts: Any, show: Callable[[], object]) -> None:
-    """Print the result of a command: `facts` as `emit_json` with --json, else what `show`
+    """Print the result of a command: `facts` with `emit_json` if --json is given, else what `show`
     prints.
     """
     if arguments.json:
@@ -59,8 +60,8 @@ def emit(arguments: Namespace, facts: Any, show: Callable[[], object]) -> None:
 
 @contextmanager
 def lines(tell: Callable[[str], None]) -> Iterator[Report]:
-    """Yield a function (what, done, total) that gives `tell` a line of progress every QUIET
-    seconds, also while one piece takes longer. What ends within QUIET seconds has none.
+    """Yield a function (what, done, total) that passes a line of progress to `tell` every QUIET
+    seconds, even if it is not called meanwhile. A task that ends within QUIET seconds gets no line.
     """
     latest, over = "", Event()
 
@@ -84,15 +85,15 @@ def lines(tell: Callable[[str], None]) -> Iterator[Report]:
 
 @contextmanager
 def bars() -> Iterator[Report]:
-    """Yield a function (what, done, total) that draws progress bars, one per task: its name is the
-    text before the first colon; they appear after SHOWN seconds. If stderr is no terminal, lines
-    are written instead.
+    """Yield a function (what, done, total) that draws progress bars, one per task; a task is named
+    by the text before the first colon. Bars appear after SHOWN seconds. If stderr is not a
+    terminal, lines are written instead.
     """
     if not err.is_terminal:
         with lines(say) as logged:
             yield logged
         return
-    # Where there is little room, what is said of a task takes more lines, and no number is cut.
+    # In a narrow terminal the description is wrapped, and no number is cut.
     columns = (
         TextColumn("{task.description}", table_column=Column()),
         BarColumn(),
@@ -139,13 +140,13 @@ def bars() -> Iterator[Report]:
 
 
 def _so_far(done: int, of: str, total: int) -> str:
-    """Return how much is done of how much; 0 = unknown."""
+    """Return "done of total" as text; only `done` if the total is 0 (unknown)."""
     return f"{done}{of}{total}" if total else str(done or "")
 
 
 def numbered(report: Report, runs: int) -> Report:
-    """Return a function (what, done, total) that reports to `report` with the number of the run
-    among `runs` behind what runs; another `what` is the next run.
+    """Return a function (what, done, total) that reports to `report` with ", run i of `runs`"
+    appended to `what`; each new `what` counts as the next run.
     """
     seen: list[str] = []
 
@@ -159,7 +160,7 @@ def numbered(report: Report, runs: int) -> Report:
 
 @contextmanager
 def plain_warnings(tell: Callable[[str], None] = say) -> Iterator[None]:
-    """Pass warnings to `tell` as sentences, not as source lines."""
+    """Pass the text of warnings to `tell`, without their source lines."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         tell(f"forerun: {message}")
@@ -173,13 +174,13 @@ def plain_warnings(tell: Callable[[str], None] = say) -> Iterator[None]:
 
 
 def load_with_progress(config: EngineConfig, listener: Report = lambda *_: None) -> Loaded:
-    """Load and start a model while showing the progress, which `listener` receives too."""
+    """Load and start a model while showing the progress, which is passed to `listener` too."""
     with plain_warnings(), bars() as report:
         return load(config, both(report, listener))
 
 
 def both(one: Report, other: Report) -> Report:
-    """Return a function that reports progress to two."""
+    """Return a function that reports progress to both functions."""
 
     def report(what: str, done: int, total: int) -> None:
         one(what, done, total)
@@ -189,7 +190,9 @@ def both(one: Report, other: Report) -> Report:
 
 
 def load_shown(config: EngineConfig) -> Loaded:
-    """Load and start a model while showing what takes long, and say what was chosen."""
+    """Load and start a model while showing progress, then print its device, tuned profile and lossy
+    settings.
+    """
     loaded = load_with_progress(config)
     _say_device(loaded.target)
     if loaded.info["profile"]:
@@ -200,8 +203,8 @@ def load_shown(config: EngineConfig) -> Loaded:
 
 
 def open_shown(config: EngineConfig) -> Target:
-    """Load a model, without an engine, while showing what takes long. What is measured drafts as
-    what serves: an n-gram table of ordinary text is counted first.
+    """Load a model without an engine while showing progress. Waits until an n-gram table of
+    ordinary text, if one is used, has been counted, so that measurements draft as a server does.
     """
     with plain_warnings(), bars() as report:
         target = open_target(config, report)
@@ -219,7 +222,7 @@ def open_shown(config: EngineConfig) -> Target:
 
 
 def _say_device(target: Target) -> None:
-    """Print where a machine with a GPU runs the target, and why."""
+    """Print the target's device and why it was chosen, on a machine with a GPU."""
     if target.device is not None and target.device.gpu:
         say(target.device.sentence())
 

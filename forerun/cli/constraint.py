@@ -1,4 +1,4 @@
-"""The flags that constrain an answer, for `run` and `prove`."""
+"""The flags that constrain an answer with a grammar, for `run` and `prove`."""
 
 import argparse
 import json
@@ -9,8 +9,8 @@ from forerun.errors import RequestError, reason_of
 
 
 def grammar_of(arguments: argparse.Namespace) -> Grammar | None:
-    """Return the grammar of --schema, --regex or --grammar. Raises RequestError naming flag and
-    place.
+    """Return the grammar of --schema, --regex or --grammar; None without one. Raises RequestError
+    naming the flag and the place in its value.
     """
     if arguments.schema is not None:
         source = _read(arguments.schema, "--schema")

@@ -1,4 +1,6 @@
-"""A conversation with a model: its turns, what is forgotten when it grows too long, its numbers."""
+"""A conversation with a model: its turns, the dropping of old turns that do not fit, its
+statistics.
+"""
 
 import secrets
 from collections.abc import Callable
@@ -14,14 +16,14 @@ from forerun.types import Ints
 
 Turn = dict[str, Any]
 ROOM = 64
-"""Tokens that an answer should have before old turns are dropped for it."""
+"""Tokens that an answer should have room for; old turns are dropped to make it."""
 
 
 class Conversation:
-    """The turns so far and their cost.
+    """The turns so far and their statistics.
 
     ask  sampling options; may be replaced between two turns. Without a seed the session gets a
-         random one; each answer has the next.
+         random one; each answer uses the next seed.
     """
 
     def __init__(
@@ -32,8 +34,8 @@ class Conversation:
         write: Callable[[str], None],
         tell: Callable[[str], None],
     ) -> None:
-        """Begin a conversation. write: gets the text of answers as it arrives. tell: gets sentences
-        for the user.
+        """Begin a conversation. write: called with the text of answers as it arrives. tell: called
+        with messages for the user.
         """
         self.loaded, self.system = loaded, system
         self.ask = ask if ask.seed is not None else replace(ask, seed=secrets.randbits(32))
@@ -42,26 +44,25 @@ class Conversation:
         self._write, self._tell, self._asked = write, tell, 0
 
     def reset(self) -> None:
-        """Forget everything that was said; the system message stays."""
+        """Forget all turns but the system message."""
         self.turns.clear()
         self.done.clear()
 
     def say(self, text: str) -> Completion:
-        """Send one user turn, write the answer as it comes, remember both.
-
-        Ctrl-C ends the answer early and keeps what there is. Raises RequestError, with the turn
-        forgotten, if it does not fit even alone.
+        """Send one user turn, write the answer as it arrives, and keep both. Ctrl-C ends the answer
+        early and keeps its text so far. Raises RequestError, with the turn removed, if the turn
+        does not fit even alone.
         """
         return self._answer([*self.turns, {"role": "user", "content": text}])
 
     def regenerate(self) -> Completion:
-        """Answer the last turn once more, with another seed. Raises RequestError without one."""
+        """Answer the last turn again, with another seed. Raises RequestError if there is none."""
         if not self.turns:
             raise RequestError("There is no answer to regenerate.")
         return self._answer(self.turns[:-1])
 
     def stats(self) -> dict[str, Any]:
-        """Return totals of the conversation: answers, tokens and tokens per step."""
+        """Return totals of the conversation: answers, tokens, and tokens per step."""
         tokens = sum(len(item.tokens) for item in self.done)
         steps = acceptance_length([item.stats for item in self.done])
         return {"answers": len(self.done), "tokens": tokens, "tokens_per_step": steps}
@@ -91,8 +92,9 @@ class Conversation:
         return answer
 
     def _fitted(self, turns: list[Turn]) -> tuple[Ints, list[Turn]]:
-        """Return the prompt of the last turns that leave room for an answer, and these turns: a
-        question stays with its answer, and the last question is always there.
+        """Return int32[T], the prompt of the latest turns that leave room for an answer, and these
+        turns. A question is never separated from its answer, and the last question is always
+        included.
         """
         while True:
             prompt = encode_chat(self.loaded, self._messages(turns))

@@ -1,4 +1,4 @@
-"""`forerun doctor`: what this machine has, and what therefore works."""
+"""`forerun doctor`: reports the hardware and packages of this machine, and which executors work."""
 
 import argparse
 import os
@@ -33,7 +33,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun doctor`: 0, or 1 where no executor but the toy works."""
+    """Run the command. Returns 0, or 1 if no executor but the toy works."""
     facts = examine(with_torch=not arguments.no_torch)
     emit(arguments, facts, lambda: _show(facts))
     return 0 if facts["native_core"]["works"] or facts["torch"]["installed"] else 1

@@ -1,6 +1,6 @@
 """The process of an engine that `forerun serve` starts: `python -m forerun.cli.engine_process FD`.
-
-What it says about loading goes to the server's standard error, in the server's words.
+It prints its progress and warnings to the server's standard error, in the same format as the
+server.
 """
 
 import logging
@@ -22,9 +22,9 @@ log = logging.getLogger("forerun")
 
 
 def load_served(config: EngineConfig, as_log: bool, progress: Progress = lambda *_: None) -> Loaded:
-    """Load the model of a server: the engine, ready and not started.
+    """Load the model of a server. Returns the engine, not started yet.
 
-    as_log    warnings and progress go to the log; else to the terminal, with a bar
+    as_log    log warnings and progress; otherwise show them on the terminal, with a bar
     progress  called with (what, done, total) while it loads
 
     Raises what `load` raises.
@@ -39,8 +39,8 @@ def load_served(config: EngineConfig, as_log: bool, progress: Progress = lambda 
 
 
 def load_started(start: Start, progress: Progress) -> tuple[Loaded, dict[str, str]]:
-    """Load what the server's first message names, and report the progress to it. Raises what
-    `load_served` raises.
+    """Load the model of the server's first message, and report the progress to the server. Returns
+    the engine, and facts about it as sentences for users. Raises what `load_served` raises.
     """
     options = start.options
     configure_logs(options["level"], options["format"])

@@ -1,4 +1,6 @@
-"""`forerun eval`: what a draft reaches on named prompt sets, beside what its trainer promised."""
+"""`forerun eval`: the acceptance length of a draft on named prompt sets, compared with its
+trainer's prediction.
+"""
 
 import argparse
 import json
@@ -28,7 +30,7 @@ from forerun.options.flags import configured
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. Interrupted, it shows what is known, and raises KeyboardInterrupt."""
+    """Run the command. If interrupted, prints the results so far and raises KeyboardInterrupt."""
     config = configured(EngineConfig, arguments)
     if not config.speculates:
         raise ConfigError("there is nothing to measure with speculation off; choose a drafter.")
@@ -38,14 +40,14 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"two sets are called {twice[0]}; give each a name of its own: --set NAME=FILE"
         )
-    # Read all sets before running the first: minutes of results must not be lost to a bad file.
+    # Read all sets before running the first, so that a bad file does not lose minutes of results.
     chosen = {
         name: tuple(spread(read_prompts(path), arguments.count)) for name, path in sets.items()
     }
     target = open_shown(replace(config, max_sequences=arguments.group))
     findings: list[Finding] = []
     interrupted = False
-    # n-gram lookup shapes its own trees: one shape says all.
+    # n-gram lookup chooses the shapes of its trees itself, so one shape is enough.
     headed = target.draft is not None
     shapes = (CHAIN, TREE) if headed else (LOOKUP,)
     try:
@@ -79,7 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _named(text: str) -> tuple[str, Path]:
-    """Split NAME=FILE; a FILE alone is its own name."""
+    """Return the name and path in NAME=FILE; a FILE alone is its own name."""
     name, _, path = ("", "", text) if Path(text).is_file() else text.rpartition("=")
     file = Path(path)
     if not file.is_file():
@@ -89,7 +91,9 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _promised(draft: str | None) -> float | None:
-    """Return the chain length that the trainer simulated on its held-out answers."""
+    """Return the acceptance length that the trainer simulated on its held-out answers, from its
+    metrics.json; None without one.
+    """
     metrics = metrics_beside(draft)
     if metrics is None:
         return None
@@ -102,7 +106,7 @@ def _promised(draft: str | None) -> float | None:
 
 
 def table(findings: list[Finding]) -> Table:
-    """Return a table for the terminal: a row per question, shape of drafts and temperature."""
+    """Return a table for the terminal: a row per prompt set, draft shape and temperature."""
     names = ("prompts", "drafts", "T", "tokens per step", "agreement by position", "identical",
              "tokens/s", "over plain")  # fmt: skip
     drawn = columns("Acceptance, served", names, left=3)

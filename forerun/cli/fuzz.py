@@ -1,4 +1,6 @@
-"""`forerun prove --fuzz`: random requests against themselves, alone."""
+"""`forerun prove --fuzz`: random batches of requests, each answer compared with that of the same
+request alone.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from forerun.options.config import EngineConfig, exact
 from forerun.options.flags import configured
 
 MINUTES = 2.0
-"""Default time, without --minutes and --cases."""
+"""Default duration, without --minutes and --cases."""
 
 
 def fuzz(arguments: argparse.Namespace) -> int:
@@ -33,7 +35,7 @@ def fuzz(arguments: argparse.Namespace) -> int:
 
 
 def _limit(arguments: argparse.Namespace) -> tuple[Callable[[Report], bool], int]:
-    """Return when to stop, and how many cases there will be, 0 = unknown."""
+    """Return the function that decides when to stop, and the number of cases, 0 = unknown."""
     cases = 1 if arguments.case else arguments.cases
     if cases is not None:
         return lambda report: report.cases >= cases, int(cases)

@@ -1,6 +1,6 @@
-"""`forerun launch`: a coding agent on a running server, with the configuration that it needs.
-
-A file of the user's keeps what else it holds: ours stands between two marks, and is replaced there.
+"""`forerun launch`: starts a coding agent on a running server, with the configuration that it
+needs. In the user's own configuration file, our part is between two marker lines and only that part
+is replaced.
 """
 
 import argparse
@@ -19,18 +19,21 @@ from forerun.errors import ConfigError
 
 BEGIN, END = "# >>> forerun launch >>>", "# <<< forerun launch <<<"
 FIT_HEADER = "x-forerun-fit-max-tokens"
-"""Asks the server to cut max_tokens to what there is room for, instead of refusing the request."""
+"""Header with which a request has max_tokens reduced to the room that is left, instead of being
+refused.
+"""
 PATIENCE_MS = "3600000"
-"""Milliseconds that Claude Code waits for text. It counts no ping, and by itself it left a first
-prompt of 18,816 tokens after 300 s and sent it again (a 1.5B model on two busy cores).
+"""Milliseconds that Claude Code waits for text. It does not count pings; with its default it gave
+up on a first prompt of 18,816 tokens after 300 s and sent it again (a 1.5B model on two busy
+cores).
 """
 NO_KEY = "none"
-"""Programs want a key even where the server wants none."""
+"""The key for programs that require one if the server does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a program needs to know of the server.
+    """What a program needs to know about the server.
 
     url      without /v1
     context  tokens that the model takes; None if the server does not report it
@@ -43,20 +46,20 @@ class Server:
 
     @property
     def output(self) -> int | None:
-        """Tokens that one answer may have: programs ask for as many, and the prompt needs the rest.
-        None where the context is unknown.
+        """The most tokens to request for one answer: programs always request that many, and the
+        prompt needs the rest. None if the context is unknown.
         """
         return None if self.context is None else max(min(8192, self.context // 4), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a program is connected to a server.
+    """How to connect a program to a server.
 
     environment  variables to start it with
-    command      starts it; empty = it lives in an editor
-    file, text   the text to write, and the program's file for it
-    steps        what the user has to enter, if nothing can be written
+    command      starts it; empty for a plug-in of an editor
+    file, text   the program's configuration file, and the text to write to it
+    steps        what the user has to enter, if there is no such file
     """
 
     environment: dict[str, str] = field(default_factory=dict)
@@ -67,8 +70,8 @@ class Setup:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun launch`: become a coding agent on a running server. Raises ConfigError if
-    that has no model, or not the named one.
+    """Run the command: replaces this process with a coding agent on a running server. Raises
+    ConfigError if the server has no model, or not the named one.
     """
     url = arguments.url.rstrip("/").removesuffix("/v1")
     found = get_json(url, "/v1/models", arguments.api_key).get("data", [])
@@ -94,7 +97,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _start(setup: Setup, words: list[str], only_shown: bool, as_json: bool) -> None:
-    """Become the program, or print what starts it: one line, which a shell takes as it is."""
+    """Replace this process with the program, or print the command that starts it as one line for a
+    shell.
+    """
     program = shutil.which(setup.command[0])
     if not only_shown and program is not None:
         os.execve(program, [*setup.command, *words], os.environ | setup.environment)  # noqa: S606
@@ -106,7 +111,7 @@ def _start(setup: Setup, words: list[str], only_shown: bool, as_json: bool) -> N
 
 
 def written(file: Path, text: str) -> None:
-    """Put our part into a file, in place of an earlier one. Raises ConfigError."""
+    """Write our part to a file, replacing an earlier one. Raises ConfigError."""
     try:
         before = file.read_text(encoding="utf-8") if file.exists() else ""
         head, mark, rest = before.partition(BEGIN)
@@ -135,9 +140,7 @@ def _claude(at: Server) -> Setup:
 
 
 def _limits(at: Server, context: str, output: str) -> dict[str, str]:
-    """Return the variables that give a program the context and the longest answer, if they are
-    known.
-    """
+    """Return the variables that set a program's context and longest answer, if they are known."""
     limits = {context: at.context, output: at.output}
     return {name: str(value) for name, value in limits.items() if name and value is not None}
 

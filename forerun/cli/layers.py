@@ -1,5 +1,5 @@
-"""The sources of options: flags, FORERUN_* in the environment, a file; the first that has a value
-wins, then the profile of `forerun tune`, then the defaults.
+"""The sources of options: flags, FORERUN_* in the environment, a file, the profile of `forerun
+tune`, the defaults. The first that has a value wins.
 """
 
 import argparse
@@ -24,20 +24,21 @@ LLAMA_PREFIX = "LLAMA_ARG_"
 _LLAMA_NAMES = {"n-parallel": "parallel", "batch": "batch-size", "ubatch": "ubatch-size",
                 "endpoint-metrics": "metrics", "endpoint-slots": "slots", "endpoint-props": "props",
                 "n-predict": "max-tokens"}  # fmt: skip
-"""Names of llama.cpp's environment that are not those of its flags."""
+"""Variables of llama.cpp whose names differ from its flags."""
 _KEYS = {"LLAMA_API_KEY": "api-key", "VLLM_API_KEY": "api-key"}
-"""Variables by which other servers are given a key: unread, a server would be open."""
+"""Variables that hold the API key of other servers. They are read because a server would be open
+without them.
+"""
 
 log = logging.getLogger(__name__)
 
 ALL_NAMES = {option.name for option in OPTIONS} | {own_option(i).name for i in FIELDS.values()}
-"""The options of every command."""
+"""Names of the options of all commands."""
 
 
 def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> None:
-    """Put `values` of all fields into the parsed arguments. Raises ConfigError naming the place.
-
-    Without options of its own, a command is left as it is.
+    """Set the parsed arguments' `values`: those of all fields, from all sources. Raises ConfigError
+    naming the source. Does nothing for a command without options.
     """
     options: dict[str, Option] = vars(arguments).get("options") or {}
     if not options:
@@ -71,8 +72,9 @@ def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.en
 
 
 def parted(words: Sequence[str], model_given: bool) -> tuple[str | None, str | None]:
-    """Split the words of `forerun run` into (model, prompt). One word is a prompt, unless no other
-    option names the model and it can only be one. Raises ConfigError for more than two.
+    """Split the arguments of `forerun run` into (model, prompt). A single word is a prompt, unless
+    no other option names the model and the word can only be a model. Raises ConfigError for more
+    than two.
     """
     if len(words) > 2:
         raise ConfigError("put the prompt between quotes: forerun run [MODEL] 'PROMPT'")
@@ -80,15 +82,15 @@ def parted(words: Sequence[str], model_given: bool) -> tuple[str | None, str | N
         return words[0], words[1]
     if not words:
         return None, None
-    from forerun.hub.catalog import is_reference  # `--help` needs no catalog.
+    from forerun.hub.catalog import is_reference  # Keeps `--help` fast.
 
     alone = not model_given and is_reference(words[0])
     return (words[0], None) if alone else (None, words[0])
 
 
 def from_llama(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Given]:
-    """Return the options in LLAMA_ARG_*, which configure llama.cpp's server, and the keys of
-    others. A name without a meaning here is ignored, with a line in the log.
+    """Return the options in LLAMA_ARG_*, which configure llama.cpp's server, and the API keys of
+    other servers. A name without an equivalent is logged and ignored.
     """
     found = []
     for variable, text in sorted(environment.items()):
@@ -108,9 +110,8 @@ def from_llama(environment: Mapping[str, str], options: Mapping[str, Option]) ->
 
 
 def from_environment(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Given]:
-    """Return these options' values in FORERUN_*; ignores those of other commands.
-
-    Raises ConfigError for a name that no command has.
+    """Return the values of these options in FORERUN_*; ignores those of other commands. Raises
+    ConfigError for a name that no command has.
     """
     found = []
     for variable, text in sorted(environment.items()):
@@ -128,7 +129,7 @@ def from_environment(environment: Mapping[str, str], options: Mapping[str, Optio
 
 def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[Given]:
     """Return the values in a YAML file of names and values. Raises ConfigError naming file and
-    name.
+    option.
     """
     return list(entries(str(path), mapping(path), options, command))
 
@@ -136,9 +137,9 @@ def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[G
 def entries(
     where: str, facts: Mapping[str, Any], options: Mapping[str, Option], command: str
 ) -> Iterable[Given]:
-    """Yield the options for names and values that are written in `where`. Raises ConfigError for a
-    name that the command does not have or that appears twice, and for a list or a mapping for an
-    option of one value.
+    """Yield the options in `facts`, names and values that come from `where`. Raises ConfigError for
+    a name that the command does not have or that appears twice, and for a list or a mapping given
+    to an option of one value.
     """
     names: set[str] = set()
     for key, value in facts.items():
@@ -160,7 +161,7 @@ def entries(
 
 def _repeated(option: Option) -> bool:
     """Return whether an option may be given several times, so that a file may have a list for it.
-    Options that set nothing may.
+    True for options without a field, which are ignored.
     """
     held = (FIELDS[name].default for name in option.fields if name in FIELDS)
     return not option.fields or any(isinstance(one, tuple) for one in held)

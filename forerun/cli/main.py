@@ -1,17 +1,17 @@
-"""The command line: names, flags, errors, exit codes. What a command does is in the other files
-here.
+"""The entry point of the command line: dispatch, errors, exit codes. The commands are in the other
+files here.
 
 Nothing heavy is imported before the command is known, so `--help` answers at once, and nearly
 nothing before `main`, where an interrupt is a word and not a traceback.
 
 Exit codes:
     0    done
-    1    the command ran and its verdict is negative (`prove` diverged, `bench` saw errors)
+    1    the command ran with a negative result (`prove` diverged, `bench` had errors)
     2    the command line or a request is wrong
     3    the model cannot be used or fetched
     4    it does not fit into memory
     5    the engine failed
-    6    the engine's process, or one that shares the model (--tp-size), was ended or stopped
+    6    the engine's process, or one that shares the model (--tp-size), ended or was stopped
     130  interrupted; 141 our output cannot be written: its reader went away, or the disk is full
 """
 
@@ -51,19 +51,21 @@ EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
 INTERRUPTED, NO_OUTPUT = 130, 141
 
 STARTED = monotonic()
-"""When this process began, but for Python itself, in seconds on the monotonic clock."""
+"""When this process began, after Python's own start, in seconds on the monotonic clock."""
 
 _DENIED = ("failed to map segment", "cannot allocate memory", "can't start new thread")
-"""What the loader of libraries and Python say where there is no memory."""
+"""Fragments of the messages of Python and of the dynamic linker if there is no memory."""
 
 EXTRAS = {"torch": "torch", "matplotlib": "plots", "opentelemetry": "otel", "ray": "ray"}
-"""Packages that a plain installation leaves out, and the extra that brings each."""
+"""Packages that a plain installation does not include, and the extra that installs each."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, run, translate errors into a sentence on stderr and an exit code."""
+    """Parse the command line and run the command. Errors become a sentence on stderr and the exit
+    code.
+    """
     try:
-        # Here, so that an interrupt meanwhile is one.
+        # Imported here, so that an interrupt during the import is handled.
         command_line = importlib.import_module("forerun.cli.command_line")
         arguments = command_line.parsed(sys.argv[1:] if argv is None else argv)
         if arguments is None:
@@ -82,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def explained(error: Exception) -> int:
-    """Print on stderr what an error means; return the exit code. Re-raises our own bugs."""
+    """Print on stderr what an error means and return the exit code. Re-raises unexpected errors."""
     package = (getattr(error, "name", None) or "").split(".")[0]
     if isinstance(error, ImportError) and package in EXTRAS:
         tools = "" if package == "ray" else ", or `make tools` in a checkout"
@@ -92,7 +94,7 @@ def explained(error: Exception) -> int:
     elif isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
         if error.errno == errno.ENOSPC:
             _complain(f"the output cannot be written: {error.strerror}.")
-        # Python would complain again while it closes stdout.
+        # Otherwise Python reports the error again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = NO_OUTPUT
     elif isinstance(known := unusable(error) or error, ForerunError):
@@ -106,9 +108,7 @@ def explained(error: Exception) -> int:
 
 
 def _want_of_memory(error: Exception) -> str:
-    """Return a sentence that the system gave this process no memory. Raises any other error
-    again.
-    """
+    """Return the message for an error that means a lack of memory. Re-raises any other error."""
     reasons = [
         line for line in str(error).splitlines() if any(one in line.lower() for one in _DENIED)
     ]
@@ -123,14 +123,14 @@ def _limit(size: int) -> str:
 
 
 def _complain(sentence: str) -> None:
-    """Say on stderr what is wrong."""
+    """Print an error message on stderr."""
     wrap = importlib.import_module("forerun.cli.wrap")
     print(wrap.wrapped(f"forerun: {sentence}"), file=sys.stderr)
 
 
 def _interrupt(sent: int, frame: FrameType | None) -> None:
-    """Interrupt what runs. A second signal ends the process at once. So does the first where a
-    server does not run yet: it has nothing to finish, and an import may catch what is raised in it.
+    """Raise KeyboardInterrupt; a second signal ends the process at once. So does the first while a
+    server is still starting: it has nothing to finish, and an import may catch the exception.
     """
     if "forerun.cli.serve_begin" in sys.modules:
         _end(sent, frame)
@@ -146,16 +146,16 @@ def _end(_sent: int, _frame: FrameType | None) -> None:
 
 
 def console() -> None:
-    """Run the `forerun` command and end the process with `main`'s code. SIGTERM and SIGHUP end it
-    as Ctrl+C does.
+    """Run the `forerun` command and exit with `main`'s code. SIGTERM and SIGHUP end it as Ctrl+C
+    does.
     """
     signal.signal(signal.SIGTERM, _interrupt)
-    for each in (signal.SIGINT, signal.SIGHUP):  # Ignored in the background, and under nohup.
+    for each in (signal.SIGINT, signal.SIGHUP):  # Ignored in the background and by nohup.
         if signal.getsignal(each) != signal.SIG_IGN:
             signal.signal(each, _interrupt)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # Closed by what started us, as by `>&-`.
+        if getattr(sys, name) is None:  # Closed by the parent, as by `>&-`.
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-    # A terminal that cannot show a letter of an answer gets another in its place.
+    # Characters that the terminal cannot show are replaced.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""`forerun models`: what is on this machine, what a model is, and room on the disk."""
+"""`forerun models`: lists, describes, downloads and removes models."""
 
 import argparse
 import json
@@ -15,8 +15,8 @@ from forerun.hub.reference import hub_reference
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun models`: list, pull or remove models. Raises ConfigError for a name too many or
-    too few.
+    """Run the command: lists, downloads or removes models. Raises ConfigError for a missing or
+    superfluous name.
     """
     action, name = arguments.action, arguments.model
     if (name is None) != (action == "list"):
@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _told(value: Any) -> str:
-    """Return a fact as text for users."""
+    """Return a value as text for users."""
     if value is None or isinstance(value, bool):
         return "yes" if value else "none"
     if isinstance(value, dict):
@@ -61,7 +61,7 @@ def _told(value: Any) -> str:
 
 
 def listed() -> list[dict[str, Any]]:
-    """Return the built-in models, fetched or not, and the models in huggingface_hub's cache."""
+    """Return the built-in models, downloaded or not, and those in huggingface_hub's cache."""
     rows: list[dict[str, Any]] = []
     for name, model in BUILT_IN.items():
         path = cache_dir() / "models" / model.file_name
@@ -75,7 +75,9 @@ def _row(name: str, size: int, path: Path | None) -> dict[str, Any]:
 
 
 def described(name: str) -> dict[str, Any]:
-    """Return facts about one model; fetches it if it is not on this machine. Raises ModelError."""
+    """Return facts about one model; downloads it if it is not on this machine. Raises
+    ModelError.
+    """
     with bars() as report:
         model = open_model(name, report)
     arch, draft = model.architecture, shipped_draft(name)
@@ -94,7 +96,7 @@ def described(name: str) -> dict[str, Any]:
 
 
 def pulled(name: str) -> dict[str, Any]:
-    """Fetch a model where needed, and verify it. Returns facts about it. Raises ModelError."""
+    """Download a model if needed, and verify it. Returns facts about it. Raises ModelError."""
     with bars() as report:
         model = open_model(name, report)
     size = sum(f.stat().st_size for f in model.path.rglob("*") if f.is_file()) or (
@@ -111,8 +113,8 @@ def pulled(name: str) -> dict[str, Any]:
 
 
 def remove(name: str) -> int:
-    """Delete what was fetched under this name: bytes that are free now. Raises ModelError if
-    nothing was; files that were not fetched are never touched.
+    """Delete the files downloaded under this name. Returns the bytes freed. Raises ModelError if
+    there are none. Never deletes files that Forerun did not download.
     """
     freed = 0
     if name in BUILT_IN:
@@ -136,7 +138,7 @@ def remove(name: str) -> int:
 
 
 def _write_tokenizer(name: str, folder: Path) -> int:
-    """Write a folder with the tokenizer that Hugging Face libraries read. Raises ModelError,
+    """Write the tokenizer to a folder in the format of Hugging Face libraries. Raises ModelError,
     ConfigError.
     """
     with bars() as report:
@@ -160,7 +162,9 @@ def _write_tokenizer(name: str, folder: Path) -> int:
 
 
 def _show_list(rows: list[dict[str, Any]]) -> None:
-    """Print a line per model. Long lines are not broken, so that a path can be copied from them."""
+    """Print a line per model. Long lines are not wrapped, so that a path can be copied from
+    them.
+    """
     names = max(len("model"), *(len(row["name"]) for row in rows))
     sizes = [human(row["bytes"]) for row in rows]
     wide = max(map(len, ("size", *sizes)))
@@ -171,6 +175,6 @@ def _show_list(rows: list[dict[str, Any]]) -> None:
 
 
 def _short(path: str | None) -> str:
-    """Return a path in a form that a shell takes, with ~ for the user's home."""
+    """Return a path with ~ for the home folder; "" for None."""
     home = f"{Path.home()}/"
     return f"~/{path.removeprefix(home)}" if path and path.startswith(home) else path or ""

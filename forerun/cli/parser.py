@@ -1,4 +1,4 @@
-"""The parser of the command line: errors in a sentence, and hints for names that do not exist."""
+"""The argument parser: errors as one sentence, and suggestions for unknown names."""
 
 import argparse
 import difflib
@@ -19,18 +19,20 @@ MOVED = {
     "author": "the engine that serves writes all answers",
     "simulate": "eval shows what the trainer simulated on its held-out answers",
 }
-"""Options that are gone, and what does their work."""
+"""Removed options, and their replacements."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, without abbreviations and without the usage in every message."""
+    """An ArgumentParser that accepts no abbreviations and does not print the usage with every
+    error.
+    """
 
     def __init__(self, *args: Any, **how: Any) -> None:
         how.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **how | {"allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with argparse's sentence."""
+        """Raise ConfigError with argparse's message."""
         if message.startswith("argument COMMAND: invalid choice: "):
             word, *commands = re.findall("'([^']*)'", message)
             for near in difflib.get_close_matches(word, commands, n=1):
@@ -41,8 +43,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse as argparse does. Raises ConfigError with a line for each unknown name, and then
-        for each option that cannot be honoured.
+        """Parse as argparse does. If there are unknown names or superfluous words, raises one
+        ConfigError with a line for each, and for each invalid option.
         """
         parsed, rest = self.parse_known_args(args, namespace)
         options = vars(parsed).get("options") or {}
@@ -68,15 +70,16 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return the options that a word may be: `-n4` is -n, but `-f` is not the beginning of -fa,
-        which argparse would take it for.
+        """Return the options that a word may mean: `-n4` means -n, but `-f` is not an abbreviation
+        of -fa, as argparse would assume.
         """
         found = super()._get_option_tuples(option_string)
         return [one for one in found if option_string.startswith(one[1])]
 
     def _placed(self, parsed: argparse.Namespace, rest: list[str]) -> list[str]:
-        """Put words behind flags where the command has room for words: argparse looks for them
-        once, so that in `run MODEL --raw TEXT` it finds no TEXT. Returns those without a place.
+        """Assign words after flags to the positional arguments that are still empty: argparse
+        matches those only once, so that it misses TEXT in `run MODEL --raw TEXT`. Returns the words
+        that are left over.
         """
         command = self._command(vars(parsed).get("command"))
         for place in command._get_positional_actions() if command else ():
@@ -93,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         return parsers[0].choices[name] if name and parsers else None
 
     def _own(self, command: str | None) -> list[str]:
-        """Return the names of a command's flags that are no options of the engine or the server."""
+        """Return a command's flags that are not options of the engine or the server."""
         parser = self._command(command)
         flags = parser._option_string_actions if parser else ()
         return [flag.lstrip("-") for flag in flags if flag.startswith("--")]
@@ -102,9 +105,9 @@ class Parser(argparse.ArgumentParser):
 def unknown(
     flag: str, options: dict[str, Option], command: str | None = None, own: Sequence[str] = ()
 ) -> str:
-    """Return the message for a name that a command does not have.
+    """Return the error message for a name that a command does not have.
 
-    options  names of the configuration's options that it has
+    options  the command's options of the configuration, by name
     own      names of its other flags
     """
     of = f" of forerun {command}" if command else ""

@@ -1,4 +1,4 @@
-"""`forerun plan`: what a model would need, before anything of it is loaded."""
+"""`forerun plan`: the memory that a model would need, without loading it."""
 
 import argparse
 import math
@@ -18,15 +18,15 @@ from forerun.options.flags import configured
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. Ends as MemoryPlanError does where the model does not fit."""
+    """Run the command. Raises MemoryPlanError if the model does not fit."""
     config = configured(EngineConfig, arguments)
     memory = arguments.device_memory
     if memory is not None and not (memory > 0 and math.isfinite(memory * GIB)):
         raise ConfigError(f"--device-memory is {memory}; it must be a number above 0.")
     if memory is not None and config.device == "auto" and _leaves_open(config):
-        config = replace(config, device="cuda")  # What a device has is said of a GPU.
+        config = replace(config, device="cuda")  # A device's memory means a GPU's.
     if memory is not None and config.device.startswith("cuda") and config.executor == "auto":
-        config = replace(config, executor="torch")  # Of another machine: torch may be missing here.
+        config = replace(config, executor="torch")  # Torch may be missing on this machine.
     if memory is None and config.device.startswith("cuda") and not gpu_devices():
         raise ConfigError(
             "this machine has no GPU: give the memory of the one to plan for with --device-memory "
@@ -51,14 +51,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _leaves_open(config: EngineConfig) -> bool:
-    """Return whether the configured executor and formats can run on a GPU too."""
+    """Return whether the configured executor and formats could also run on a GPU."""
     native = config.dtype in NATIVE_DTYPES or KV_DTYPES.get(config.kv_dtype) == "cpu"
     return config.executor in ("auto", "torch") and not native
 
 
 def facts(size: Sizing) -> dict[str, Any]:
-    """Return the plan as JSON values: bytes of each device, or of all (Sizing), tokens, and the
-    model.
+    """Return the plan as JSON values: bytes per device or of all together (see Sizing), tokens, and
+    the model.
     """
     arch, config, plan = size.model.architecture, size.config, size.plan
     given_back = size.needs.windowed if plan and plan.windows else 0
@@ -89,7 +89,7 @@ def facts(size: Sizing) -> dict[str, Any]:
 
 
 def sentences(size: Sizing) -> dict[str, str]:
-    """Return the plan as text for users, a line by name."""
+    """Return the plan as text for users: a sentence per topic."""
     values = facts(size)
     count, together = values["devices"], EXECUTORS[values["executor"]].together
     each = f" on {count} devices together" if together else f" on each of {count} devices"

@@ -1,4 +1,4 @@
-"""`forerun prove`: speculation changes no token. Shown, not claimed."""
+"""`forerun prove`: checks by experiment that speculation changes no token."""
 
 import argparse
 from contextlib import closing
@@ -23,7 +23,9 @@ QUICK_PROMPTS, QUICK_TOKENS, QUICK_GROUP = 8, 32, 4
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. 1 where a run diverged, or where nothing was accepted and so proved."""
+    """Run the command. Returns 1 if a run diverged, or if no draft token was accepted, which proves
+    nothing.
+    """
     if arguments.fuzz:
         refuse_beside(arguments, "beside --fuzz, which draws requests of its own", _DRAWN)
         return fuzz.fuzz(arguments)
@@ -104,7 +106,7 @@ def _describe(divergence: Divergence, side: str, temperature: float, at_once: in
 
 
 def _preempted(proof: Proof) -> str:
-    """Report how often sequences were preempted and resumed, which changes no token either."""
+    """Return a sentence on how often sequences were preempted and resumed."""
     count = sum(run.preemptions for run in proof.runs)
     return f" Sequences were preempted and resumed {count} times." if count else ""
 

@@ -1,4 +1,4 @@
-"""`forerun ps`: what a running server serves."""
+"""`forerun ps`: shows the models of a running server."""
 
 import argparse
 
@@ -10,7 +10,7 @@ from forerun.cli.running import get_json
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun ps`: what a server has loaded. Raises ConfigError if none answers."""
+    """Run the command. Raises ConfigError if no server answers."""
     models = get_json(arguments.url, "/api/ps", arguments.api_key).get("models", [])
     if arguments.json:
         emit_json(models)

@@ -1,4 +1,4 @@
-"""`forerun serve --replicas N`: several engines of one model, by Ray Serve."""
+"""`forerun serve --replicas N`: several engines of one model, with Ray Serve."""
 
 import argparse
 
@@ -10,8 +10,8 @@ from forerun.ray import local
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun serve --replicas N`: serves until a signal ends it. Raises ConfigError for
-    options of several models.
+    """Run the command: serves until a signal ends it. Raises ConfigError for options of several
+    models.
     """
     config, settings = prepared(arguments)
     several = arguments.more_models or arguments.models_dir or arguments.models_file

@@ -1,4 +1,4 @@
-"""`forerun run`: one prompt, one answer, and how fast it came."""
+"""`forerun run`: answers one prompt and reports the speed."""
 
 import argparse
 import sys
@@ -21,19 +21,19 @@ from forerun.options.flags import configured_both
 from forerun.types import Ints, RequestId
 
 FEWEST = 8
-"""A speed over fewer tokens than these would say nothing."""
+"""Tokens below which no speed is reported, since it would be noise."""
 
 ROUNDS = 5
-"""How often --compare answers on each side: one answer takes a second, and machines have
-hiccups.
+"""How many answers --compare times on each side. One answer takes about a second, and single ones
+are noisy.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A completion and its times in seconds: to the first news, and from it to the last.
+    """A completion and its times in seconds: to its first delta, and from the first to the last.
 
-    first_tokens  came with the first news; several when its draft tokens were accepted
+    first_tokens  tokens of the first delta; several if draft tokens were accepted
     """
 
     completion: Completion
@@ -43,14 +43,14 @@ class Timed:
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second after the first news; None if too few came after it."""
+        """Tokens per second after the first delta; None if fewer than FEWEST followed."""
         count = len(self.completion.tokens) - self.first_tokens
         return count / self.rest if self.rest > 0 and count >= FEWEST else None
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun run`: answer a prompt, or those of a file. Raises ConfigError for options that
-    exclude each other.
+    """Run the command: answers a prompt, or the prompts of a file. Raises ConfigError for options
+    that exclude each other.
     """
     ask, config = configured_both(AskConfig, EngineConfig, arguments)
     if arguments.compare and not config.speculates:
@@ -65,9 +65,9 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--out is for --batch; an answer goes to stdout.")
     if arguments.model_word and arguments.prompt is None and interactive():
         if not any(one.option.fields == ("seed",) for one in arguments.given):
-            arguments.values["seed"] = None  # As in `chat`: each session has its own.
+            arguments.values["seed"] = None  # As in `chat`: a random seed per session.
         return chat.main(arguments)
-    if arguments.compare:  # The answer itself, counted, would draft the next ones.
+    if arguments.compare:  # A counted answer would draft its own repeats.
         config = replace(config, speculative_ngram_capacity=0)
     text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
     adapter = only_adapter(config)
@@ -88,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def answered(loaded: Loaded, request: Request, show: bool = False) -> Timed:
-    """Answer once, timing the tokens; with `show`, text goes to stdout as it comes."""
+    """Run one request and time its tokens; with `show`, prints the text to stdout as it arrives."""
     completion, started, first, first_tokens = Completion(), perf_counter(), 0.0, 0
     for delta in stream(loaded.engine, request):
         completion.add(delta)
@@ -104,22 +104,21 @@ def answered(loaded: Loaded, request: Request, show: bool = False) -> Timed:
 
 
 def compared(loaded: Loaded, request: Request) -> list[tuple[Timed, Timed]]:
-    """Measure a request ROUNDS times: a pair each of the answer without speculation and the
-    requested one, in turns, both run anew (the displayed one ran on a cold machine).
-
-    Raises EngineError if the engine fails one.
+    """Measure a request ROUNDS times. Returns pairs (answer without speculation, answer as
+    requested), run alternately; the answer that was printed is not reused, since the machine was
+    cold. Raises EngineError if the engine fails one.
     """
     plain = replace(request, speculation=Speculation(enabled=False))
 
     def again(asked: Request, number: int) -> Timed:
-        # The engine may still be ending the last one when its news is here.
+        # The engine may not have finished the last step when its delta arrives.
         return answered(loaded, replace(asked, id=RequestId(f"{request.id}-{number}")))
 
     return [(again(plain, 2 * number), again(request, 2 * number + 1)) for number in range(ROUNDS)]
 
 
 def summary(answer: Timed, twins: list[tuple[Timed, Timed]]) -> dict[str, Any]:
-    """Return the numbers of one answer; with plain decoding's, if its twins measured that."""
+    """Return the measurements of one answer; also those of plain decoding if `twins` has pairs."""
     done = answer.completion
     report: dict[str, Any] = {
         "tokens": len(done.tokens),
@@ -141,7 +140,7 @@ def summary(answer: Timed, twins: list[tuple[Timed, Timed]]) -> dict[str, Any]:
 
 
 def sentence(report: dict[str, Any]) -> str:
-    """Return the last line: speed, acceptance, and the comparison if one was made."""
+    """Return the final line: speed, acceptance, and the comparison if there is one."""
     speed = report["tokens_per_second"]
     parts = [
         f"{report['tokens']} tokens, "

@@ -1,4 +1,4 @@
-"""Reads routes of a running server, for commands that talk to one."""
+"""Queries routes of a running server."""
 
 import json
 from http.client import HTTPException

@@ -1,4 +1,4 @@
-"""`forerun serve`: the OpenAI API on a port."""
+"""`forerun serve`: serves the OpenAI API on a port."""
 
 import argparse
 import logging
@@ -32,10 +32,11 @@ def main(
     program: EngineProgram | None = None,
     begun: EngineStart | None = None,
 ) -> int:
-    """Run the command: serves until a signal ends it. With --json the address is an object.
+    """Run the command: serves until a signal ends it. With --json the address is printed as an
+    object.
 
-    program  what an engine's process runs; None: engines run in this process
-    begun    the engine of the one model that is served, loading it already
+    program  program of the engines' processes; None: engines run in this process
+    begun    the process of the only model's engine, if it is already loading
     """
     config, settings = prepared(arguments)
     start = StartLog(as_log(settings), arguments.json, settings.ui)
@@ -51,7 +52,7 @@ def main(
 def _models(
     arguments: argparse.Namespace, config: EngineConfig, settings: ServeSettings
 ) -> list[Named]:
-    """Return all models that are named one by one, in a folder and in a file. Raises
+    """Return all models to serve: those on the command line, in a folder and in a file. Raises
     ConfigError.
     """
     if settings.served_name:
@@ -67,8 +68,7 @@ def _models(
 
 
 def prepared(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeSettings]:
-    """Return the configurations, with the keys from their file, and set up logging as they say.
-
+    """Return the configurations, with the API keys from their file, and set up logging accordingly.
     Raises ConfigError.
     """
     config, settings = configured_both(EngineConfig, ServeSettings, arguments)
@@ -93,7 +93,7 @@ def _source(
     begun: EngineStart | None,
     config: EngineConfig,
 ) -> EngineCommand | Loader:
-    """Return the loader of a model, which reports when it is loaded."""
+    """Return the loader of a model, which logs when the model is loaded."""
     if program is None:
         return partial(_load, start, config)
     return EngineCommand(program, config, start.loaded, begun)
@@ -107,9 +107,8 @@ def _load(start: StartLog, config: EngineConfig) -> Loaded:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Read API keys, one per line; empty lines and lines that begin with # do not count.
-
-    Raises ConfigError if the file cannot be read or holds none.
+    """Return the API keys in a file, one per line; empty lines and lines that begin with # are
+    ignored. Raises ConfigError if the file cannot be read or has none.
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,5 +1,5 @@
-"""`forerun serve` until its own code is loaded: the engine's process is begun first, so that both
-load theirs at the same time. Nothing heavy is imported before that.
+"""The start of `forerun serve`: starts the engine's process before it imports the server, so that
+both import their code at the same time. Imports nothing heavy before that.
 """
 
 import argparse
@@ -12,12 +12,12 @@ from forerun.options.config import EngineConfig, ServeSettings
 from forerun.options.flags import configured_both
 
 ENGINE = (sys.executable, "-m", "forerun.cli.engine_process")
-"""Starts the process of an engine."""
+"""The command that starts the process of an engine."""
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command; see `serve.main`. A server of several models begins none before a request
-    names it.
+    """Run the command; see `serve.main`. With several models, no engine is started before a request
+    names one.
     """
     config, settings = configured_both(EngineConfig, ServeSettings, arguments)
     several = arguments.more_models or arguments.models_dir or arguments.models_file
@@ -38,8 +38,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _program(settings: ServeSettings) -> EngineProgram | None:
-    """Return the program of the engine's process; None if the engine runs in this process, as
-    requested or on Windows.
+    """Return the program of the engine's process; None if the engine runs in this process, by
+    option or on Windows.
     """
     if not settings.engine_process or sys.platform == "win32":
         return None

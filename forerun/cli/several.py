@@ -1,4 +1,4 @@
-"""Several models of a command line and of a file: their names, sizes, and how each is loaded."""
+"""Several models on a command line, in a folder or in a file: their names, sizes and loaders."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,12 +19,12 @@ OWN = (
     *("speculative_draft_model_path", "speculative_token_map", "chat_template", "revision"),
     "lora_modules",
 )
-"""Options that are of one model."""
+"""Options that belong to a single model."""
 
 
 def in_folder(folder: Path) -> list[str]:
-    """Return the references of all models in a folder: GGUF files, and folders with a config.json
-    into which this user may look (beside `lost+found`). Raises ConfigError if there is none.
+    """Return the references of all models in a folder: GGUF files, and subfolders with a
+    config.json. Raises ConfigError if there is none.
     """
     try:
         inside = sorted(folder.iterdir())
@@ -42,10 +42,10 @@ def in_folder(folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A model that is to be served.
+    """A model to serve.
 
-    name   what requests call it
-    also   other names that it was given
+    name   its name in requests
+    also   its other names
     """
 
     name: str
@@ -54,8 +54,8 @@ class Named:
 
 
 def on_the_line(references: Sequence[str], config: EngineConfig) -> list[Named]:
-    """Return the models that are named one by one, which share all options. Raises ConfigError for
-    an option that belongs to one model.
+    """Return the models named on the command line, which share all options. Raises ConfigError for
+    an option that belongs to a single model.
     """
     plain = EngineConfig()
     for name in OWN if references else ():
@@ -68,10 +68,9 @@ def on_the_line(references: Sequence[str], config: EngineConfig) -> list[Named]:
 
 
 def in_file(path: Path, options: Mapping[str, Option], config: EngineConfig) -> list[Named]:
-    """Read the models of a YAML file: names, and below each its own options, by any name that
-    `forerun serve` takes; others are as in `config`. Without `model` the name is the reference.
-
-    Raises ConfigError naming file, model and option.
+    """Return the models of a YAML file: names, each with options of its own by any name that
+    `forerun serve` takes; other options are as in `config`. Without `model` the name is the
+    reference. Raises ConfigError naming file, model and option.
     """
     own = {item.name for item in fields(EngineConfig)} | {"served_name"}
     found = []
@@ -95,8 +94,8 @@ def in_file(path: Path, options: Mapping[str, Option], config: EngineConfig) -> 
 
 
 def sources(models: Sequence[Named], source: Callable[[EngineConfig], Start]) -> list[Source]:
-    """Return what serves these models; `source` returns the loader of one. Raises ModelError for an
-    impossible reference, ConfigError if two have one name.
+    """Return the sources of these models for the server; `source` returns the loader of one. Raises
+    ModelError for an invalid reference, ConfigError if two models have the same name.
     """
     loaded: list[Source] = []
     taken: set[str] = set()
@@ -110,7 +109,7 @@ def sources(models: Sequence[Named], source: Callable[[EngineConfig], Start]) ->
                     f"two models or adapters are called {name!r}; give one another name."
                 )
             taken.add(name)
-        # Clients may name a model by its reference and by the last part of that too.
+        # Clients may also name a model by its reference or the last part of it.
         others = (*one.also, reference, reference.rstrip("/").rpartition("/")[2])
         others = tuple(dict.fromkeys(name for name in others if name != one.name))
         load = source(one.config)
@@ -124,7 +123,7 @@ def _name(reference: str) -> str:
 
 
 def size_of(reference: str) -> int:
-    """Return the bytes of a model's files, as far as they are on this machine or known; else 0."""
+    """Return the bytes of a model's files, if they are on this machine or known; else 0."""
     if reference in catalog.BUILT_IN:
         return catalog.BUILT_IN[reference].size
     path = Path(reference)

@@ -1,4 +1,4 @@
-"""A server's output at its start: one screen, before its log."""
+"""What a server prints at its start, before its log."""
 
 import logging
 
@@ -14,18 +14,18 @@ log = logging.getLogger("forerun")
 
 def as_log(settings: ServeSettings) -> bool:
     """Return whether the start is reported as log events: with --log-format json, or if the log
-    level hides such lines.
+    level hides plain lines.
     """
     quiet = logging.getLevelNamesMapping()[settings.log_level.upper()] > logging.INFO
     return quiet or settings.log_format == "json"
 
 
 class StartLog:
-    """Says where the server listens, then what each model is that was loaded.
+    """Reports the server's address, then the facts about each loaded model.
 
-    as_log   as events of the log with fields, not as lines for people; they are left out where the
-             log's least level is above theirs
-    as_json  the address as an object on standard output too (--json)
+    as_log   as log events with fields instead of plain lines; hidden if the log level is above
+             theirs
+    as_json  print the address as an object on stdout too (--json)
     """
 
     def __init__(self, as_log: bool, as_json: bool, ui: bool) -> None:
@@ -33,7 +33,7 @@ class StartLog:
         self._url = ""
 
     def listening(self, url: str) -> None:
-        """Say that the server listens at `url` from now on; answers come when a model is loaded."""
+        """Report that the server listens at `url`; requests wait until a model is loaded."""
         self._url = url
         if self._as_json:
             emit_json({"url": url})
@@ -45,7 +45,7 @@ class StartLog:
                 say(f"web UI at {url.removesuffix('v1')}")
 
     def loaded(self, facts: dict[str, str], seconds: float) -> None:
-        """Say that a model is ready, `seconds` after it was wanted. facts: see model_facts."""
+        """Report that a model was loaded in `seconds`. facts: see model_facts."""
         facts = facts | {"ready": f"after {seconds:.1f} s, at {self._url}"}
         if self.as_log:
             name = facts["model"].partition(",")[0]
@@ -57,8 +57,8 @@ class StartLog:
 
 
 def model_facts(loaded: Loaded) -> dict[str, str]:
-    """Return a server's start lines, a sentence each by `model`, `executor`, `draft`, `memory`,
-    `context` in this order, then `profile`, `lossy` and `kv-store`, if any.
+    """Return a server's start lines: a sentence each for `model`, `executor`, `draft`, `memory`,
+    `context`, in this order, then `profile`, `lossy` and `kv-store` if they apply.
     """
     target, config = loaded.target, loaded.config
     about, memory = target.executor.describe(), target.memory

@@ -1,4 +1,4 @@
-"""`forerun stop`: there is no server in the background to stop; says how one is ended."""
+"""`forerun stop`: explains how to end a server, since none runs in the background."""
 
 import argparse
 
@@ -7,7 +7,7 @@ from forerun.cli.running import get_json
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun stop`: say how a server is ended. Returns 2: nothing was stopped."""
+    """Run the command: prints how to end a server. Returns 2, because it ends none."""
     name = get_json(arguments.url, "/server_info", arguments.api_key).get("model", "a model")
     say(
         f"{arguments.url} serves {name} until its own process is ended: press Ctrl+C in its "

@@ -1,4 +1,4 @@
-"""The user's side of a chat: what is typed, pasted or piped in, and text wrapped at words."""
+"""The user's side of a chat: input by typing, pasting or a pipe, and output wrapped at words."""
 
 import shutil
 import sys
@@ -9,16 +9,16 @@ from typing import IO, Any
 from forerun.cli.console import say
 
 QUOTES = '"""'
-"""Around a message of several lines."""
+"""Delimits a message of several lines."""
 
 
 def messages(history: Path, interactive: bool) -> Iterator[str]:
     """Yield the user's messages until the input ends.
 
-    At a terminal a paste is one message, Alt-Enter begins a new line, Ctrl-C clears what is half
-    typed, and the arrow keys recall earlier messages, also those of earlier sessions: they
-    are stored in the file `history`, which only its owner may read. Elsewhere a message is a line.
-    Lines between two QUOTES are one message everywhere.
+    In a terminal a paste is one message, Alt-Enter begins a new line, Ctrl-C clears a half-typed
+    message, and the arrow keys recall earlier messages, also of earlier sessions, from the file
+    `history`, which only its owner can read. Otherwise each line is a message. Lines between two
+    QUOTES are one message in both cases.
     """
     read = _typed(history) if interactive else _piped
     while (line := read("> ")) is not None:
@@ -60,7 +60,7 @@ def _typed(history: Path) -> Callable[[str], str | None]:
 
 
 def keys() -> Any:
-    """Return the key bindings: Ctrl-C clears a half-typed line and leaves at an empty one;
+    """Return the key bindings: Ctrl-C clears a half-typed message and exits on an empty one;
     Alt-Enter inserts a new line.
     """
     from prompt_toolkit.key_binding import KeyBindings
@@ -82,7 +82,7 @@ def keys() -> Any:
 
 
 def _history(path: Path) -> Any:
-    """Return the history in the file, or in memory if the file cannot be written."""
+    """Return the history stored in the file, or one in memory if the file cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:
@@ -95,9 +95,9 @@ def _history(path: Path) -> Any:
 
 
 class Wrapped:
-    """Writes text that comes in pieces, breaking lines between words; code stays as it is.
+    """Writes text that arrives in pieces, wrapped at words; code is not wrapped.
 
-    width  letters of a line; None = lines are not broken
+    width  characters per line; None = no wrapping
     """
 
     def __init__(self, output: IO[str] | None = None, width: int | None = None) -> None:
@@ -108,12 +108,16 @@ class Wrapped:
 
     @classmethod
     def for_terminal(cls) -> "Wrapped":
-        """Return output as wide as the terminal; if stdout is none, lines are not broken."""
+        """Return an instance as wide as the terminal; without wrapping if stdout is not a
+        terminal.
+        """
         wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         return cls(width=wide)
 
     def write(self, text: str) -> None:
-        """Write one more piece. A word that may go on is held back until its end is known."""
+        """Write the next piece. A word that may be incomplete is held back until its end is
+        known.
+        """
         if self._width is None:
             self._put(text)
             return

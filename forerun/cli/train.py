@@ -1,4 +1,4 @@
-"""`forerun train`: a draft for a model in one command."""
+"""`forerun train`: trains a draft for a model in one command."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ MAP_FILE, TARGET_FILE = "token_map.json", "target.json"
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. A second run with the same --out goes on where the first stopped."""
+    """Run the command. A second run with the same --out continues where the first stopped."""
     changes = {item.name: arguments.values[item.name] for item in fields(TrainConfig)}
     config = resolve(arguments.preset, changes)
     out = Path(arguments.out)
@@ -53,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--raw uses no chat template; leave --chat-template out")
     if engine.toy:
         raise ConfigError("the toy has no weights to make a draft for; give --model another target")
-    if _needs_torch(arguments, config):  # Missing, it is said before a model is fetched.
+    if _needs_torch(arguments, config):  # Fail before a model is downloaded.
         from forerun.cli import train_network
     with plain_warnings(), bars() as report, _writing(out):
         model = open_model(engine.model, report)
@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
                 return _told_table(arguments, out, known)
             progress = trainer.make_draft(corpus, out, report)
         except (ConfigError, ModelError):
-            raise  # Which would be so again.
+            raise  # A retry would fail too.
         except (ForerunError, KeyboardInterrupt):
             say(f"progress is saved in {out}; the same command continues it")
             raise
@@ -86,8 +86,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise ConfigError if `path` cannot be a folder, because it or what it lies in is something
-    else: to be said before a run, not after it. Makes nothing.
+    """Raise ConfigError if `path` cannot be created as a folder because it, or one of its parents,
+    is a file. Called before the run; creates nothing.
     """
     for one in (path, *path.parents):
         if one.exists() or one.is_symlink():
@@ -98,7 +98,7 @@ def _check_folder(path: Path) -> None:
 
 @contextmanager
 def _writing(out: Path) -> Iterator[None]:
-    """Turn errors of writing the results into ForerunError, as a context manager."""
+    """Return a context manager that turns errors of writing the results into ForerunError."""
     try:
         yield
     except OSError as error:
@@ -109,13 +109,13 @@ def _writing(out: Path) -> Iterator[None]:
 
 
 def _needs_torch(arguments: argparse.Namespace, config: TrainConfig) -> bool:
-    """Return whether a network is trained; counting needs none."""
+    """Return whether a network is trained; an n-gram table needs no torch."""
     return not (arguments.token_map or arguments.text or config.method == "table")
 
 
 def _count_text(model: Model, files: list[str], out: Path) -> int:
-    """Write the n-gram table of text files as a draft. Raises ConfigError if one cannot be read, or
-    nothing comes twice in them.
+    """Write the n-gram table of text files as a draft. Returns the exit code. Raises ConfigError if
+    a file cannot be read, or no n-gram occurs twice in them.
     """
     vocab = model.architecture.vocab
     table = text_table.count(model.tokenizer, vocab, text_table.pieces_of(map(Path, files)))
@@ -130,7 +130,7 @@ def _count_text(model: Model, files: list[str], out: Path) -> int:
 
 
 def _template(engine: EngineConfig, model: Model, raw: bool) -> ChatEncoder:
-    """Return what writes chats for the model. Raises ConfigError if it has no template."""
+    """Return the encoder of chats for the model. Raises ConfigError if it has no template."""
     if raw:
         return PlainText(model.tokenizer)
     source = template_source(engine, model.chat_template)
@@ -143,7 +143,7 @@ def _template(engine: EngineConfig, model: Model, raw: bool) -> ChatEncoder:
 
 
 def _told_table(arguments: argparse.Namespace, out: Path, known: float) -> int:
-    """Say what came of a run that only counts."""
+    """Print the result of a run that only counts n-grams. Returns the exit code."""
     done = (
         f"The n-gram table is in {out / 'draft'}: its best draft token is right for {known:.0%} of "
         "held-out tokens."
@@ -174,7 +174,7 @@ def _told_draft(
 
 
 def _check_prompts(path: Path) -> None:
-    """Raise ConfigError, before anything is loaded, for a file without a chat in it."""
+    """Raise ConfigError, before anything is loaded, for a file without chats."""
     problems = Problems()
     try:
         if next(read_prompts(path, problems), None):
@@ -195,8 +195,8 @@ def _corpus(
     out: Path,
     report: Report,
 ) -> Corpus:
-    """Return the chats of an earlier run, or let the target write new ones. Raises ConfigError if
-    another model wrote them.
+    """Return the chats of an earlier run, or have the target generate new ones. Raises ConfigError
+    if another model generated them.
     """
     _check_target(source.name, out)
     if (out / "corpus" / "corpus.json").exists():
@@ -213,8 +213,8 @@ def _corpus(
 
 
 def _check_target(name: str, out: Path) -> None:
-    """Write down which model the chats in a folder are of. Raises ConfigError if it is another:
-    their tokens are that model's, and a draft learns from nothing else.
+    """Record which model generated the chats in a folder. Raises ConfigError if another model did:
+    the draft must be trained on the target's own tokens.
     """
     file = out / TARGET_FILE
     try:

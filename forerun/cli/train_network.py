@@ -1,6 +1,4 @@
-"""The half of `forerun train` that makes a network, and so needs torch; an n-gram table needs
-none.
-"""
+"""The half of `forerun train` that trains a network and needs torch; an n-gram table does not."""
 
 from pathlib import Path
 
@@ -19,11 +17,11 @@ from forerun.train.student import check_target
 
 
 class Trainer:
-    """Trains a draft network for a target, once there are chats."""
+    """Trains a draft network for a target from generated chats."""
 
     def __init__(self, source: TrainingTarget, config: TrainConfig) -> None:
         """Raise ModelError if no such network can be trained for the target, and ConfigError if the
-        device is none, before answers are written for it.
+        device does not exist, before answers are generated.
         """
         self._source, self._config = source, config
         checked_device(config.train_device)
@@ -39,7 +37,9 @@ class Trainer:
 
 
 def _start(config: TrainConfig, target: Architecture) -> DraftFile | None:
-    """Open the draft to continue training, if one is named. Raises before anything is written."""
+    """Return the draft to continue training, if one is named, else None. Raises before anything is
+    written.
+    """
     if config.start_from is None:
         return None
     draft = open_draft(Path(config.start_from), target)

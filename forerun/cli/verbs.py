@@ -1,4 +1,4 @@
-"""Verbs that people bring from elsewhere, and the commands that talk to a running server."""
+"""Verbs of other tools, and the commands that query a running server."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -14,15 +14,15 @@ SAME: dict[str, tuple[str, ...]] = {
     "rm": ("models", "rm"),
     "help": ("--help",),
 }
-"""Verbs of ollama and of shells, and what they are here."""
+"""Verbs of ollama and of shells, and their equivalents here."""
 
 URL = "http://127.0.0.1:8000"
 AGENTS = ("claude", "codex", "cline", "continue", "opencode", "qwen", "aider", "open-webui")
 
 
 def expanded(words: Sequence[str]) -> list[str]:
-    """Translate a command line with another tool's verb into this one's. `help COMMAND` is its
-    --help.
+    """Return a command line with another tool's verb translated. `help COMMAND` becomes `COMMAND
+    --help`.
     """
     if not words or words[0] not in SAME:
         return [*words]
@@ -33,8 +33,8 @@ def expanded(words: Sequence[str]) -> list[str]:
 
 
 def for_others(words: list[str]) -> list[str]:
-    """Take the words after `--` behind `launch` off the command line: they are for the launched
-    program.
+    """Remove the words after `--` from a `launch` command line and return them: they are for the
+    launched program.
     """
     if words[:1] != ["launch"] or "--" not in words:
         return []

@@ -1,4 +1,4 @@
-"""Sentences that are broken between words, where a terminal would break them within one."""
+"""Text wrapped at words for a terminal."""
 
 import shutil
 import sys
@@ -9,9 +9,9 @@ from typing import TextIO
 def wrapped(text: str, indent: int = 0, stream: TextIO | None = None) -> str:
     """Return `text` as it is to be printed on `stream` (default: standard error).
 
-    On a terminal each line of it is broken at spaces so that none is longer than the terminal is
-    wide, those after the first behind `indent` blanks; a word that is longer stays whole. Anywhere
-    else it is unchanged: what reads a log wants whole lines.
+    On a terminal each line is wrapped at spaces to the terminal's width, continuation lines
+    indented by `indent` spaces; longer words are not broken. Otherwise the text is unchanged,
+    because programs that read a log expect whole lines.
     """
     stream = sys.stderr if stream is None else stream
     if not stream.isatty():

@@ -1,7 +1,7 @@
-"""YAML files of option names and values, each value as it was written.
+"""YAML files of option names and values, with each value kept as written.
 
-YAML would make false of `off`, 7 of `007`, 1.1 of `1.10` and 45000 of `12:30:00`. An option knows
-by itself how its value is read, as on the command line, so values stay texts here.
+YAML would turn `off` into false, `007` into 7, `1.10` into 1.1 and `12:30:00` into 45000. An option
+parses its own value, as on the command line, so values stay text here.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,12 @@ _NULL, _MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
 
 
 def mapping(path: Path, levels: int = 1) -> Mapping[str, Any]:
-    """Read a YAML file of names and values. A value is text as it was written, None if it is null
-    or left out, or a list of texts; down to `levels` it may be a mapping of names and values too. A
-    mapping below that, and other things in a list, are what YAML makes of them.
+    """Return the names and values of a YAML file.
 
-    Raises ConfigError naming the file, and the line of a name that is there twice.
+    A value is its text as written, None if it is null or left out, or a list of texts; down to
+    `levels` it may be a mapping of names and values too. A deeper mapping, and list items that are
+    not scalars, are parsed as YAML. Raises ConfigError naming the file, and the line of a duplicate
+    name.
     """
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""LoRA adapters by name, as requests choose them."""
+"""LoRA adapters by name, as requests select them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,13 +8,15 @@ from forerun.options.config import EngineConfig
 
 
 def adapter_names(info: Mapping[str, Any]) -> list[str]:
-    """Return the names of a loaded model's adapters, by number. info: Loaded.info."""
+    """Return the names of a loaded model's adapters, in the order of their numbers. info:
+    Loaded.info.
+    """
     return [str(one["name"]) for one in info.get("adapters", ())]
 
 
 def adapter_number(info: Mapping[str, Any], name: str, field: str) -> int:
-    """Return the number of the adapter `name`, its place in `adapter_names`. Raises RequestError,
-    which blames the request's `field`, if the model has no such adapter. info: Loaded.info.
+    """Return the number of the adapter `name`, its index in `adapter_names`. Raises RequestError,
+    naming the request's `field`, if the model has no such adapter. info: Loaded.info.
     """
     names = adapter_names(info)
     if name not in names:
@@ -24,8 +26,8 @@ def adapter_number(info: Mapping[str, Any], name: str, field: str) -> int:
 
 
 def only_adapter(config: EngineConfig) -> int:
-    """Return the number of the adapter that answers where requests name none: of the only one, or
-    -1 without any. Raises ConfigError for several.
+    """Return the number of the adapter for requests that name none: 0 if there is exactly one, -1
+    without any. Raises ConfigError for several.
     """
     if len(config.adapters) > 1:
         names = ", ".join(name for name, _ in config.adapters)

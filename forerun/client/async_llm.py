@@ -14,15 +14,14 @@ from forerun.errors import EngineError
 
 
 class AsyncLLM:
-    """`LLM` for asyncio: the event loop goes on while the model loads and answers.
+    """`LLM` for asyncio: loading and generation do not block the event loop.
 
         async with AsyncLLM("smollm2-135m") as llm:
             answer = await llm.chat([{"role": "user", "content": "Why is the sky blue?"}])
             async for delta in llm.stream("Once upon a time"):
                 print(delta.text, end="")
 
-    Options as in `LLM`. Calls at the same time share steps. A call that is cancelled ends its
-    request.
+    Options as in `LLM`. Concurrent calls are batched. Cancelling a call aborts its request.
     """
 
     def __init__(self, model: str = "smollm2-135m", **config: Unpack[EngineArgs]) -> None:
@@ -47,12 +46,13 @@ class AsyncLLM:
     async def generate(
         self, prompts: str | Sequence[str], **options: Unpack[AskOptions]
     ) -> list[Completion]:
-        """Continue plain texts, together: one Completion per prompt (n per prompt, prompt by
+        """Continue plain texts, batched. Returns one Completion per prompt (n per prompt, prompt by
         prompt).
 
-        options  as of LLM.generate. Raises RequestError if a prompt or an option is wrong,
-        EngineError if the engine fails or no model is loaded. An error, or cancelling the call,
-        ends all its requests.
+        options  as of LLM.generate
+
+        Raises RequestError if a prompt or an option is wrong, EngineError if the engine fails or no
+        model is loaded. An error, or cancelling the call, aborts all its requests.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         tasks = [asyncio.create_task(self.choices(text, **options)) for text in texts]
@@ -67,8 +67,8 @@ class AsyncLLM:
     async def chat(
         self, messages: Sequence[dict[str, Any]], **options: Unpack[AskOptions]
     ) -> Completion:
-        """Answer a conversation once; options and errors as of `LLM.chat`. Cancelling the call ends
-        its request.
+        """Return the answer to a conversation; options and errors as of `LLM.chat`. Cancelling the
+        call aborts its request.
         """
         one_answer(messages, options)
         return (await self.choices(messages, **options))[0]
@@ -84,8 +84,9 @@ class AsyncLLM:
         return completions
 
     async def stream(self, prompt: Prompt, **options: Unpack[AskOptions]) -> AsyncGenerator[Delta]:
-        """Yield the deltas of all choices as they come; `index` says of which choice. Abandoning
-        the iterator aborts the request. Errors as of `generate`, on the first step.
+        """Yield the deltas of all choices as they arrive; `index` is the number of the choice.
+        Closing the iterator early aborts the request. Errors as of `generate`, at the first
+        iteration.
         """
         llm = self._llm
         if llm is None:

@@ -1,6 +1,5 @@
-"""Asking an engine from ordinary Python code: submit, wait, collect.
-
-The engine calls a request's sink on its own thread; a queue carries the news to the caller.
+"""Running requests on an engine from synchronous Python code. The engine calls a request's sink on
+its own thread; a queue carries the deltas to the caller.
 """
 
 import itertools
@@ -27,31 +26,32 @@ from forerun.speculative.sampling import Sampling
 from forerun.types import Ints, RequestId
 
 POLL_SECONDS = 0.5
-"""How often a waiting caller checks whether the engine is still alive."""
+"""Seconds between two checks of a waiting caller that the engine is still alive."""
 
 
 class Submits(Protocol):
-    """The part of an engine that a caller needs."""
+    """The methods of an engine that a caller needs."""
 
     @property
     def alive(self) -> bool:
-        """False once the engine's thread or process has ended: no delta will come any more."""
+        """False once the engine's thread or process has ended: no more deltas will arrive."""
         ...
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request; its deltas go to `sink`, on the engine's thread. Raises RequestError
-        if it cannot be honoured, EngineError if the engine is gone.
+        """Queue a request; its deltas are passed to `sink`, on the engine's thread. Raises
+        RequestError if the request is invalid or not supported, EngineError if the engine has
+        ended.
         """
         ...
 
     def abort(self, request: RequestId) -> None:
-        """End a request early; its last delta follows. An unknown request is no error."""
+        """End a request early; its last delta follows. An unknown request is ignored."""
         ...
 
 
 @dataclass(slots=True)
 class Completion:
-    """One finished choice: its text, its tokens and how it came about."""
+    """One finished choice: text, tokens, log-probabilities, finish reason and statistics."""
 
     index: int = 0
     text: str = ""
@@ -63,7 +63,7 @@ class Completion:
     cached_tokens: int = 0
 
     def add(self, delta: Delta) -> None:
-        """Append one delta of this choice, as `take`. Raises EngineError if it says that the engine
+        """Append one delta of this choice. Raises EngineError if the delta reports that the engine
         ended the request with an error.
         """
         self.take(delta)
@@ -71,7 +71,7 @@ class Completion:
             raise EngineError(delta.error or "the engine ended the request with an error")
 
     def take(self, delta: Delta) -> None:
-        """Append one delta of this choice, whatever ended it."""
+        """Append one delta of this choice, whatever its finish reason."""
         self.text += delta.text
         self.tokens.extend(delta.tokens)
         self.logprobs.extend(delta.logprobs)
@@ -100,8 +100,8 @@ def make_request(
     grammar: CompiledGrammar | None = None,
     **options: Any,
 ) -> Request:
-    """Make a request from keyword options: every field of `Sampling`, plus stop, stop_token_ids and
-    include_stop.
+    """Return a request from keyword options: the fields of `Sampling`, plus stop, stop_token_ids
+    and include_stop.
 
     prompt       int32[T], not empty
     eos          end-of-text ids of the model, left out with ignore_eos
@@ -138,10 +138,9 @@ def make_request(
 
 
 def stream(engine: Submits, request: Request) -> Generator[Delta]:
-    """Submit a request and yield the deltas of all choices as they come; blocks between them.
-    Abandoning the iterator aborts the request.
-
-    Raises RequestError if the engine refuses it, EngineError if the engine has died.
+    """Submit a request and yield the deltas of all choices as they arrive; blocks between them.
+    Closing the iterator early aborts the request. Raises RequestError if the engine refuses it,
+    EngineError if the engine has ended.
     """
     inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
     engine.submit(request, inbox.put)
@@ -162,13 +161,14 @@ def complete(
     at_once: int | None = None,
     finished: Callable[[int], None] = lambda _: None,
 ) -> list[list[Completion]]:
-    """Run requests together and wait for all: one list of n completions per request, in order.
+    """Run requests together and wait for all. Returns one list of n completions per request, in
+    order.
 
-    at_once   no more than so many are in flight; the next starts when one ends. None = all
-    finished  called with how many have ended
+    at_once   the most requests in flight; the next starts when one ends. None = all
+    finished  called with the number of requests that have ended
 
-    Raises RequestError if the engine refuses one, EngineError if it fails one or has died;
-    the others are aborted.
+    Raises RequestError if the engine refuses one, EngineError if it fails one or has ended; the
+    others are aborted.
     """
     inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
     results: dict[RequestId, list[Completion]] = {}
@@ -195,7 +195,7 @@ def complete(
 
 
 def _take(engine: Submits, inbox: "queue.SimpleQueue[Delta]") -> Delta:
-    """Return the next delta. Raises EngineError if the engine died instead of sending one."""
+    """Return the next delta. Raises EngineError if the engine ended without sending one."""
     while True:
         try:
             return inbox.get(timeout=POLL_SECONDS)
@@ -205,8 +205,8 @@ def _take(engine: Submits, inbox: "queue.SimpleQueue[Delta]") -> Delta:
 
 
 def acceptance_length(stats: Sequence[SpeculationStats | None]) -> float:
-    """Return the tokens per verify step over finished sequences, those without statistics left out;
-    1.0 means that no draft token was accepted, or that there was no step.
+    """Return the mean number of tokens per verify step over finished sequences, ignoring those
+    without statistics; 1.0 if no draft token was accepted or there was no step.
     """
     steps = sum(item.steps for item in stats if item)
     accepted = sum(item.accepted for item in stats if item)

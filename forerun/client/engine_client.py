@@ -1,4 +1,6 @@
-"""An engine as an event loop uses it: one contract, whether it runs in this process or another."""
+"""The interface of an engine for an event loop, the same for an engine in this process and in
+another.
+"""
 
 import asyncio
 import os
@@ -17,19 +19,23 @@ from forerun.types import RequestId
 
 
 class Sink(Protocol):
-    """Gets the news of requests, on the event loop."""
+    """Receives the deltas of a request, on the event loop."""
 
     def put(self, delta: Delta) -> None:
-        """Take the next delta of a choice, in order. The last of each choice has `finish` set."""
+        """Receive the next delta of a choice, in order. The last of each choice has `finish`
+        set.
+        """
         ...
 
     def fail(self, error: ForerunError) -> None:
-        """Receive that the engine refused the request, or has ended: no delta follows."""
+        """Receive the error with which the engine refused the request or ended: no delta
+        follows.
+        """
         ...
 
 
 class Constraint(Protocol):
-    """A compiled grammar: what Request.grammar holds.
+    """A compiled grammar, as Request.grammar holds it.
 
     unenforced  keywords of schemas that are not enforced, as paths from the request's body
     """
@@ -43,58 +49,60 @@ class Constraint(Protocol):
 
 
 class EngineClient(Protocol):
-    """All methods that a server needs of an engine. On the event loop; nothing here blocks."""
+    """The methods of an engine that a server needs. Called on the event loop; none blocks."""
 
     lost: asyncio.Event
-    """Set when a process without which no step can run is gone: its own, or one that shares the
-    model."""
+    """Set when a process that every step needs has ended: the engine's own, or one that shares the
+    model.
+    """
 
     loss: EngineError | None
-    """Why the engine ended; None = it runs."""
+    """The error that ended the engine; None = it runs."""
 
     @property
     def alive(self) -> bool:
-        """False once the engine gave up, was closed, or its process ended."""
+        """False once the engine has failed for good, was closed, or its process ended."""
         ...
 
     @property
     def fault(self) -> str | None:
-        """Why nothing is drafted although it should be, in words for people; None = all is well."""
+        """Why speculation is off although it is configured, as a sentence for users; None = no
+        fault.
+        """
         ...
 
     @property
     def step_began(self) -> float | None:
-        """When the step under way began, in seconds of time.monotonic; None between steps. Of a
-        process that gives no sign of life, when it gave the last one.
+        """When the current step began, in seconds of time.monotonic; None between steps. If the
+        engine's process sends no heartbeat, the time of its last one.
         """
         ...
 
     @property
     def pid(self) -> int:
-        """Id of the process that the engine runs in, which may be this one."""
+        """Id of the engine's process, which may be this one."""
         ...
 
     @property
     def last_stats(self) -> Stats:
-        """The counters that `stats` returned last, without asking again."""
+        """The counters that `stats` returned last; does not query the engine."""
         ...
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request; deltas go to the sink on the event loop. Where it cannot be honoured,
-        either this raises RequestError or EngineError, or the sink fails with it.
+        """Queue a request; its deltas are passed to the sink on the event loop. If the engine
+        refuses it, either this raises RequestError or EngineError, or `sink.fail` receives the
+        error.
         """
         ...
 
     def abort(self, request: RequestId) -> None:
-        """End a request; its last delta follows. An unknown request is no error."""
+        """End a request early; its last delta follows. An unknown request is ignored."""
         ...
 
     async def compile(self, grammar: Grammar, client: str) -> Constraint:
-        """Compile a grammar for a request of `client`, away from the event loop; the result goes
-        into Request.grammar.
-
-        Raises RequestError naming the field and the place at fault, BusyError if too many wait,
-        EngineError if the engine is gone.
+        """Compile a grammar for a request of `client`, off the event loop; the result is a value
+        for Request.grammar. Raises RequestError naming the field and the place at fault, BusyError
+        if too many compilations are waiting, EngineError if the engine has ended.
         """
         ...
 
@@ -105,19 +113,17 @@ class EngineClient(Protocol):
         ...
 
     async def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info about drafter and policy; the last ones if the engine does
-        not answer. Raises EngineError if it is gone.
+        """Return facts about drafter and policy for /server_info; the last ones if the engine does
+        not answer. Raises EngineError if it has ended.
         """
         ...
 
     def forget_prefixes(self) -> None:
-        """Have the engine forget, before its next step, all cached pages that no running sequence
-        holds.
-        """
+        """Evict, before the engine's next step, all cached pages that no running sequence holds."""
         ...
 
     async def close(self) -> None:
-        """End what runs, and release the model; waits for it. Idempotent."""
+        """End running requests and release the model; returns when done. Idempotent."""
         ...
 
 
@@ -128,20 +134,20 @@ class Sinks:
         self._open: dict[RequestId, tuple[Sink, int]] = {}
 
     def add(self, request: Request, sink: Sink) -> None:
-        """Remember the sink of a request that is being submitted, for its n choices."""
+        """Store the sink of a request that is being submitted, for its n choices."""
         self._open[request.id] = (sink, request.n)
 
     def drop(self, request: RequestId, error: ForerunError | None = None) -> None:
-        """Forget a request that was refused; its sink fails with `error`, if one is given. Unknown:
-        nothing.
+        """Remove a request that was refused; its sink fails with `error`, if one is given. An
+        unknown request is ignored.
         """
         sink, _ = self._open.pop(request, (None, 0))
         if sink is not None and error is not None:
             sink.fail(error)
 
     def deliver(self, deltas: Iterable[Delta]) -> None:
-        """Hand deltas to their requests' sinks, in order; a request is forgotten with the end of
-        its last choice. Deltas of unknown requests are dropped.
+        """Pass deltas to their requests' sinks, in order; a request is removed at the end of its
+        last choice. Deltas of unknown requests are dropped.
         """
         for delta in deltas:
             sink, left = self._open.get(delta.request, (None, 0))
@@ -154,13 +160,13 @@ class Sinks:
             sink.put(delta)
 
     def fail(self, error: ForerunError) -> None:
-        """Fail every open request's sink with `error`, and forget it."""
+        """Fail the sink of every open request with `error`, and remove the requests."""
         for request in tuple(self._open):
             self.drop(request, error)
 
 
 class LocalEngine:
-    """An engine in this process, as an EngineClient. Made on the event loop."""
+    """An engine in this process, as an EngineClient. Must be created on the event loop."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded, self._engine = loaded, loaded.engine
@@ -168,7 +174,7 @@ class LocalEngine:
         self._loop = asyncio.get_running_loop()
         self._sinks = Sinks()
         self._news: list[Delta] = []
-        # One more than may wait: the compiler itself says when there are too many.
+        # One thread more than may wait, so that the compiler itself refuses what is too many.
         self._compiling = ThreadPoolExecutor(MAX_WAITING + 1, "forerun-compile")
         self.last_stats = self._engine.stats()
         self.lost = asyncio.Event()
@@ -183,17 +189,17 @@ class LocalEngine:
 
     @property
     def fault(self) -> str | None:
-        """Why nothing is drafted although it should be; None = all is well."""
+        """Why speculation is off although it is configured; None = no fault."""
         return self._engine.fault
 
     @property
     def step_began(self) -> float | None:
-        """When the step under way began (time.monotonic); None between steps."""
+        """When the current step began, in seconds of time.monotonic; None between steps."""
         return self._engine.step_began
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request. Raises RequestError or EngineError at once where it cannot be honoured;
-        then the sink gets nothing.
+        """Queue a request. Raises RequestError or EngineError if it is refused; `sink` is then not
+        called.
         """
         self._sinks.add(request, sink)
         try:
@@ -207,12 +213,12 @@ class LocalEngine:
         self._engine.abort(request)
 
     async def compile(self, grammar: Grammar, client: str) -> Constraint:
-        """Compile a grammar on a thread of its own. Errors as of EngineClient.compile."""
+        """Compile a grammar on a thread of a pool. Errors as of EngineClient.compile."""
         work = partial(self._loaded.target.compile, grammar, client)
         return await self._loop.run_in_executor(self._compiling, work)
 
     async def stats(self) -> Stats:
-        """Return a snapshot of the engine's counters, taken at once."""
+        """Return a snapshot of the engine's counters."""
         self.last_stats = self._engine.stats()
         return self.last_stats
 
@@ -221,18 +227,16 @@ class LocalEngine:
         return self._engine.describe()
 
     def forget_prefixes(self) -> None:
-        """Have the engine drop cached pages that no sequence holds, before its next step."""
+        """Evict, before the engine's next step, all cached pages that no running sequence holds."""
         self._engine.forget_prefixes()
 
     async def close(self) -> None:
-        """End the engine and release the model, on a thread; compilations that wait are
-        cancelled.
-        """
+        """End the engine and release the model, on a thread; waiting compilations are cancelled."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._loaded.close)
 
     def _lost(self, why: str) -> None:
-        """Report the end of the engine to the event loop. Runs on the engine's thread, or a
+        """Report the end of the engine to the event loop. Runs on the engine's thread or a
         rank's.
         """
         call_soon(self._loop, partial(self._lose, RankError(why)))
@@ -243,7 +247,7 @@ class LocalEngine:
         self.lost.set()
 
     def _step_done(self) -> None:
-        """Pass the deltas of a step to the event loop, all at once. Runs on the engine's thread."""
+        """Pass all deltas of a step to the event loop. Runs on the engine's thread."""
         if self._news:
             deltas = self._news.copy()
             self._news.clear()
@@ -251,9 +255,7 @@ class LocalEngine:
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:
-    """Have the event loop call `call`, from any thread. False if the loop has ended
-    meanwhile.
-    """
+    """Schedule `call` on the event loop, from any thread. Returns False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(call)
     except RuntimeError:

@@ -1,6 +1,5 @@
-"""An engine in a process of its own: the server's side of it.
-
-The process ends when this one does, whatever ended it: the connection between them is gone then.
+"""An engine in a process of its own: the server's side. The engine's process ends when this one
+does, for whatever reason, because the connection between them then breaks.
 """
 
 import asyncio
@@ -31,14 +30,16 @@ from forerun.options.config import EngineConfig
 from forerun.types import RequestId
 
 CLOSE_SECONDS = 10.0
-"""Seconds for an engine to end its step and release its memory before its process is killed."""
+"""Seconds for an engine to end its step and release its memory; after them its process is
+killed.
+"""
 
 SILENT_SECONDS = 10 * BEAT_SECONDS
-"""Without a sign of life for so long, a process counts as stuck since its last one."""
+"""Seconds without a heartbeat after which a process counts as stuck since its last one."""
 
 ASK_SECONDS = 5.0
-"""How long to wait for counters and facts of an engine that does not answer; then the last ones are
-used. Its answer comes behind deltas that the server may not have read yet.
+"""Seconds to wait for counters and facts; after them the last ones are used. The answer is queued
+after deltas that the server may not have read yet.
 """
 
 log = logging.getLogger("forerun.serve")
@@ -46,11 +47,11 @@ log = logging.getLogger("forerun.serve")
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """How the process of an engine is started.
+    """The command and configuration of an engine's process.
 
-    arrived  called once the model can answer, with what was loaded, as sentences for users, and the
-             seconds that it took
-    begun    a process that runs already and has received its Start, for the first call of `open`
+    arrived  called once the model can answer, with facts about it, as sentences for users, and the
+             seconds that loading took
+    begun    a process that already runs and has received its Start, used by the first `open`
     """
 
     program: EngineProgram
@@ -61,8 +62,8 @@ class EngineCommand:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class RemoteGrammar:
-    """A grammar that the other process keeps under a number for as long as this object lives. See
-    Constraint.
+    """A grammar that the engine's process keeps, under a number, for as long as this object lives.
+    See Constraint.
     """
 
     number: int
@@ -70,7 +71,9 @@ class RemoteGrammar:
 
 
 class EngineProcess:
-    """An EngineClient; `open` makes it. On the event loop."""
+    """An engine in another process, as an EngineClient. Create it with `open`, on the event
+    loop.
+    """
 
     def __init__(
         self,
@@ -103,12 +106,10 @@ class EngineProcess:
     async def open(
         cls, start: EngineCommand, loading: Callable[[str], None] = lambda _: None
     ) -> tuple["EngineProcess", messages.Ready]:
-        """Start the process, unless it was begun before, and wait until it has loaded the model.
-        Returns the client, and what was loaded. `loading` is called with the progress, as sentences
-        for users.
-
-        Raises what loading raised, EngineLostError if the process ended first; the process is
-        gone then.
+        """Start the process, unless it was started before, and wait until it has loaded the model.
+        Returns the client and the facts about the model. `loading` is called with the progress, as
+        sentences for users. Raises the error of loading, or EngineLostError if the process ended
+        first; no process is left then.
         """
         begun = start.begun
         if begun is None or begun.taken:
@@ -129,27 +130,25 @@ class EngineProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs, is not being closed, and said so last that its engine does."""
+        """Whether the process runs, is not being closed, and last reported its engine as alive."""
         return self._condition.alive and not self._closing and self.loss is None
 
     @property
     def fault(self) -> str | None:
-        """Why nothing is drafted although it should be, as the process said last; None = all is
-        well.
-        """
+        """Why speculation is off although it is configured, as last reported; None = no fault."""
         return self._condition.fault
 
     @property
     def step_began(self) -> float | None:
-        """When the step under way began, as the process said last; after SILENT_SECONDS without a
-        sign of life, when it gave the last one.
+        """When the current step began, as last reported; after SILENT_SECONDS without a heartbeat,
+        the time of the last one. Seconds of time.monotonic.
         """
         silent = monotonic() - self._heard > SILENT_SECONDS
         return self._heard if silent else self._condition.step_began
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Send a request. Raises EngineError if the process is gone; what the engine says
-        against it comes to the sink.
+        """Send a request. Raises EngineError if the process has ended; if the engine refuses the
+        request, `sink.fail` receives the error.
         """
         if self.loss is not None or self._closing:
             raise self.loss or EngineError("The engine was shut down; it takes no more requests.")
@@ -159,12 +158,12 @@ class EngineProcess:
         self._sinks.add(request, sink)
 
     def abort(self, request: RequestId) -> None:
-        """Send the process the order to end a request; its last delta follows."""
+        """Send the order to end a request; its last delta follows."""
         self._send(messages.Abort(request))
 
     async def compile(self, grammar: Grammar, client: str) -> Constraint:
-        """Compile a grammar in the process, which keeps it as long as the result lives; a cancelled
-        call forgets it. Errors as of EngineClient.compile.
+        """Compile a grammar in the engine's process, which keeps it as long as the result lives;
+        cancelling the call discards it. Errors as of EngineClient.compile.
         """
         number = next(self._numbers)
         try:
@@ -182,7 +181,7 @@ class EngineProcess:
         return constraint
 
     async def stats(self) -> Stats:
-        """Return the counters; the last ones if the process is gone or does not answer within
+        """Return the counters; the last ones if the process has ended or does not answer within
         ASK_SECONDS.
         """
         with suppress(TimeoutError, EngineError):
@@ -192,7 +191,7 @@ class EngineProcess:
 
     async def describe(self) -> dict[str, Any]:
         """Return facts for /server_info; the last ones if there is no answer within ASK_SECONDS.
-        Raises EngineError if the process is gone.
+        Raises EngineError if the process has ended.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(ASK_SECONDS):
@@ -200,7 +199,7 @@ class EngineProcess:
         return self._about
 
     def forget_prefixes(self) -> None:
-        """Send the process the order to drop cached pages that no running sequence holds."""
+        """Send the order to evict cached pages that no running sequence holds."""
         self._send(messages.ForgetPrefixes())
 
     async def close(self) -> None:
@@ -220,20 +219,20 @@ class EngineProcess:
             child.kill(self._process)
 
     def _wait(self, shares: bool) -> None:
-        """Wait on a thread for the process's end. shares: its model is shared with other processes,
-        so it may not be stopped.
+        """Wait for the process's end, on a thread. shares: whether other processes share its model,
+        in which case it must not be stopped (SIGSTOP).
         """
         stopped = child.wait(self._process) if shares else 0
         self._process.wait()
         call_soon(self._loop, partial(self._ended.set_result, stopped))
 
     async def _description(self) -> None:
-        """Request counters and facts, and wait for them. Raises EngineLostError."""
+        """Request counters and facts and wait for them. Raises EngineLostError."""
         call = next(self._numbers)
         await self._call(call, messages.Describe(call))
 
     async def _call(self, call: int, message: messages.ToEngine) -> Any:
-        """Send a call and return its answer. Raises what the engine raised, EngineLostError."""
+        """Send a call and return its result. Raises the engine's error, or EngineLostError."""
         if self.loss is not None:
             raise self.loss
         self._calls[call] = self._loop.create_future()
@@ -287,7 +286,7 @@ class EngineProcess:
                 _settle(self._ready, lambda ready: ready.set_exception(problem.error()))
 
     def _lose(self, code: int, stopped: int) -> None:
-        """End all waiting: the process has ended."""
+        """Fail everything that waits, because the process has ended. code: its exit code."""
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         how += ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
         if stopped:
@@ -299,14 +298,14 @@ class EngineProcess:
         self._lost_by(loss)
 
     def _lost_by(self, loss: EngineError) -> None:
-        """Fail all requests: no step can run any more. The first known reason counts."""
+        """Fail all requests, because no step can run any more. Only the first reason is kept."""
         if not self._closing and self.loss is None:
             self.loss = loss
             self.lost.set()
 
 
 def _settle(future: Future[Any] | None, settle: Callable[[Future[Any]], None]) -> None:
-    """Settle what is waited for, unless no caller waits any more."""
+    """Complete a future with `settle`, unless it is None or already done."""
     if future is not None and not future.done():
         settle(future)
 

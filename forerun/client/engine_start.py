@@ -1,5 +1,5 @@
-"""Begins the process of an engine: a server does that before it loads its own code, which takes as
-long as the engine's. So nothing heavy is imported here.
+"""Starts the process of an engine. A server does this before it imports its own code, which takes
+as long as the engine's, so this module imports nothing heavy.
 """
 
 import socket
@@ -15,7 +15,7 @@ from forerun.errors import EngineError
 class EngineProgram(NamedTuple):
     """The program of an engine's process.
 
-    command  starts it; the number of its end of the connection is added as an argument
+    command  starts it; the file descriptor of its end of the connection is appended as an argument
     options  sent with its configuration (messages.Start), as JSON values
     """
 
@@ -24,13 +24,13 @@ class EngineProgram(NamedTuple):
 
 
 class EngineStart:
-    """The process of an engine, running from now on, and the server's end of the connection.
+    """A process of an engine, running from construction on, and the server's end of the connection.
 
-    command  what starts it; the number of its end of the connection is added as an argument
-    began    when the model was wanted, in seconds on the monotonic clock; None = now
+    command  starts it; the file descriptor of its end of the connection is appended as an argument
+    began    when the model was requested, in seconds on the monotonic clock; None = now
 
-    In a session of its own: a terminal's interrupt is for the server, which ends the engine.
-    Raises EngineError if the system starts no process.
+    The process has a session of its own, so that a terminal's interrupt reaches only the server,
+    which then ends the engine. Raises EngineError if the system cannot start the process.
     """
 
     def __init__(self, command: Sequence[str], began: float | None = None) -> None:
@@ -52,14 +52,14 @@ class EngineStart:
             raise EngineError(f"the engine's process cannot be started: {error}") from error
 
     def send(self, data: bytes) -> None:
-        """Send a message, encoded; blocks while it does not fit. Ignores that a process has ended:
-        the caller of `take` finds out.
+        """Send an encoded message; blocks until it fits into the socket's buffer. If the process
+        has ended, does nothing: the caller of `take` finds out.
         """
         with suppress(OSError):
             self.connection.sendall(len(data).to_bytes(4) + data)
 
     def take(self) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-        """Return the process and the connection; the caller has to end them from now on."""
+        """Return the process and the connection; from then on the caller has to end them."""
         self.taken = True
         return self.process, self.connection
 

@@ -1,7 +1,7 @@
-"""An engine in a process of its own: the engine's side of it.
+"""An engine in a process of its own: the engine's side.
 
-Its threads: the engine's own; one that receives, for which every message is a call that does not
-block; one that sends, since the engine never waits for a reader; those that compile grammars.
+Its threads: the engine's own; a receiver, which handles every message without blocking; a sender,
+so that the engine never waits for a slow reader; and those that compile grammars.
 """
 
 import logging
@@ -25,32 +25,33 @@ from forerun.engine.thread import Engine
 from forerun.errors import EngineError, ForerunError, RankError, unusable
 
 BEAT_SECONDS = 0.5
-"""Between two signs of life while there is no news."""
+"""Seconds between two heartbeats while there are no deltas."""
 
 FAILED, NOT_LOADED, SERVER_GONE = 1, 3, 7
-"""Exit codes: a thread failed; the model cannot be loaded (the server says why); the server's
-process ended."""
+"""Exit codes: FAILED, a thread failed; NOT_LOADED, the model cannot be loaded (the server reports
+why); SERVER_GONE, the server's process ended.
+"""
 
 NEEDED = ("forerun-engine", "forerun-send", "forerun-rank")
 """Prefixes of the names of threads without which clients would wait for ever."""
 
 Load = Callable[[messages.Start, Progress], tuple[Loaded, dict[str, str]]]
-"""Loads what the first message names, and reports the progress; also what was loaded, as sentences
-for users.
+"""Loads the model of the first message and reports the progress. Returns the model, and facts about
+it as sentences for users.
 """
 
 log = logging.getLogger("forerun.engine")
 
 
 def run(fd: int, load: Load) -> int:
-    """Run the engine of the server at the other end of file descriptor `fd`; blocks until the
+    """Run the engine for the server at the other end of file descriptor `fd`; blocks until the
     server closes the connection. Returns the exit code: 0, or NOT_LOADED if `load` raised.
 
-    load  loads the model that the first message names
+    load  loads the model of the first message
 
-    Signals that end a server are for the server, which then ends this process. Where the server is
-    gone, so is this process, at once (SERVER_GONE): nothing of it outlives it. Where a thread that
-    others wait for fails, for want of memory say, so does the process (FAILED).
+    Ignores signals that end a server: the server handles them and ends this process. If the
+    server's process ends, this one exits at once (SERVER_GONE). It also exits (FAILED) if a thread
+    that clients depend on fails, for example for lack of memory.
     """
     threading.excepthook = _failed
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -80,7 +81,7 @@ def run(fd: int, load: Load) -> int:
 
 
 def _failed(what: threading.ExceptHookArgs) -> None:
-    """End this process because a thread ended by an exception."""
+    """Exit this process because a thread ended with an exception."""
     try:
         threading.__excepthook__(what)
     finally:
@@ -89,7 +90,9 @@ def _failed(what: threading.ExceptHookArgs) -> None:
 
 
 def _progress(connection: Connection) -> Progress:
-    """Report to the server how far loading is, whenever the sentence changes."""
+    """Return a function that reports the progress of loading to the server, whenever its sentence
+    changes.
+    """
     last = ""
 
     def tell(what: str, done: int, total: int) -> None:
@@ -104,8 +107,8 @@ def _progress(connection: Connection) -> Progress:
 
 
 def _problem(error: Exception, what: str) -> messages.Problem:
-    """Return an error as it crosses; one that was not foreseen is an EngineError, and logged with
-    what could not be done.
+    """Return an error as a message; an unexpected one becomes an EngineError and is logged, with
+    `what` failed.
     """
     if isinstance(error, ForerunError):
         return messages.Problem.of(error)
@@ -126,13 +129,13 @@ class _Worker:
         self._loaded: Loaded | None = None
 
     def serve(self, loaded: Loaded, facts: dict[str, str]) -> None:
-        """Say what is loaded, and serve it until the server has had enough."""
+        """Report what is loaded, and serve it until the server shuts it down."""
         self._loaded = loaded
         loaded.engine.on_step_done(self._step_done)
         loaded.engine.on_rank_lost(self._lost)
         if loaded.chat is not None:
             loaded.chat.close()  # The server renders.
-        self._outbox.put([])  # The engine's condition must be known before the first request.
+        self._outbox.put([])  # Report the engine's state before the first request.
         self._outbox.put(
             messages.Ready(
                 loaded.name,
@@ -152,10 +155,10 @@ class _Worker:
         self._compiling.shutdown(wait=False, cancel_futures=True)
         loaded.close()
 
-    # --- the thread that hears -------------------------------------------------------------
+    # --- the receiving thread --------------------------------------------------------------
 
     def hear(self) -> None:
-        """Handle the server's messages until it is gone."""
+        """Handle the server's messages until the connection closes."""
         try:
             while True:
                 self._do(messages.to_engine(self._connection.recv_bytes()))
@@ -217,7 +220,7 @@ class _Worker:
             self._grammars.pop(message.call, None)
             self._outbox.put(messages.Failed(message.call, problem))
             return
-        if message.call in self._grammars:  # Perhaps no caller has waited for it.
+        if message.call in self._grammars:  # Else it was forgotten.
             self._grammars[message.call] = compiled
         self._outbox.put(messages.Compiled(message.call, compiled.unenforced))
 
@@ -232,7 +235,9 @@ class _Worker:
             self._outbox.put(deltas)
 
     def _send(self) -> None:
-        """Send queued messages until the end, and a sign of life if there were none for a while."""
+        """Send queued messages until the end, and a heartbeat if there was none for
+        BEAT_SECONDS.
+        """
         assert self._loaded is not None
         engine = self._loaded.engine
         with suppress(OSError):  # The server is gone: the receiving thread ends the process.

@@ -1,4 +1,4 @@
-"""Forerun for Python programs."""
+"""The synchronous Python interface."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,8 +15,9 @@ from forerun.options.config import EngineConfig
 from forerun.types import Ints
 
 Prompt = str | Sequence[dict[str, Any]]
-"""A text to continue, in which control strings such as <|im_start|> are their tokens, or the
-messages of a conversation to answer, in which they are not."""
+"""A text to continue, in which the spellings of control tokens such as <|im_start|> become those
+tokens, or the messages of a conversation to answer, in which they stay text.
+"""
 
 
 class LLM:
@@ -37,7 +38,7 @@ class LLM:
         self.loaded = load(EngineConfig(model=model, **config))
 
     def __enter__(self) -> Self:
-        """Return this object: the model is loaded already."""
+        """Return this object; the constructor has loaded the model."""
         return self
 
     def __exit__(
@@ -52,22 +53,19 @@ class LLM:
     def generate(
         self, prompts: str | Sequence[str], **options: Unpack[AskOptions]
     ) -> list[Completion]:
-        """Continue plain texts, together, and wait: one Completion per prompt (n per prompt, prompt
-        by prompt).
-
-        Raises RequestError if a prompt or an option is wrong, EngineError if the engine
-        fails.
+        """Continue plain texts, batched, and wait for all. Returns one Completion per prompt (n per
+        prompt, prompt by prompt). Raises RequestError if a prompt or an option is wrong,
+        EngineError if the engine fails.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         requests = [self.request(text, **options) for text in texts]
         return [item for choices in complete(self.loaded.engine, requests) for item in choices]
 
     def chat(self, messages: Sequence[dict[str, Any]], **options: Unpack[AskOptions]) -> Completion:
-        """Answer a conversation: messages with `role` and `content`. One Completion.
-
-        Raises RequestError if a message or an option is wrong, `n` is above 1 (use `choices`) or
-        a text is given; ModelError if the model has no chat template; EngineError if the
-        engine fails.
+        """Return the answer to a conversation of messages with `role` and `content`. Raises
+        RequestError if a message or an option is wrong, `n` is above 1 (use `choices`) or a plain
+        text is given; ModelError if the model has no chat template; EngineError if the engine
+        fails.
         """
         one_answer(messages, options)
         return self.choices(messages, **options)[0]
@@ -79,16 +77,15 @@ class LLM:
         return complete(self.loaded.engine, [self.request(prompt, **options)])[0]
 
     def stream(self, prompt: Prompt, **options: Unpack[AskOptions]) -> Iterator[Delta]:
-        """Yield the deltas of all choices as they come; `index` says of which choice. Abandoning
-        the iterator aborts the request.
-
-        Options are checked at once. Raises RequestError if one is wrong or the engine refuses
-        the request, EngineError if the engine fails.
+        """Yield the deltas of all choices as they arrive; `index` is the number of the choice.
+        Closing the iterator early aborts the request. Options are checked when this is called.
+        Raises RequestError if one is wrong or the engine refuses the request, EngineError if the
+        engine fails.
         """
         return stream(self.loaded.engine, self.request(prompt, **options))
 
     def close(self) -> None:
-        """End the engine and release the model. Idempotent."""
+        """Shut the engine down and release the model. Idempotent."""
         self.loaded.close()
 
     def _tokens(self, prompt: Prompt) -> Ints:
@@ -97,9 +94,9 @@ class LLM:
         return encode_chat(self.loaded, prompt)
 
     def request(self, prompt: Prompt, **options: Unpack[AskOptions]) -> Request:
-        """Make the request that the other methods submit; compiles its grammar. Raises RequestError
-        naming an option that is wrong or out of range, ModelError for messages to a model without a
-        chat template.
+        """Return the request that the other methods submit, with its grammar compiled. Raises
+        RequestError naming an option that is wrong or out of range, ModelError for messages to a
+        model without a chat template.
         """
         given: dict[str, Any] = {**checked(options)}
         if given.get("grammar") is not None:
@@ -112,8 +109,8 @@ class LLM:
 
 
 def one_answer(messages: Prompt, options: AskOptions) -> None:
-    """Raise RequestError if `chat` gets a text instead of messages, a wrong option, or a request
-    for several answers.
+    """Raise RequestError if `chat` is called with a plain text, with a wrong option, or with `n`
+    above 1.
     """
     if isinstance(messages, str):
         raise RequestError("chat takes messages; to continue a text use generate.", "messages")

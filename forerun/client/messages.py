@@ -1,7 +1,7 @@
-"""Messages between a server and an engine in a process of its own: typed values as msgpack.
+"""Messages between a server and the process of its engine: typed values as msgpack.
 
-One message is one frame of multiprocessing.connection: four bytes of length, then msgpack. Only
-Forerun's own two processes ever read it.
+One message is one frame of multiprocessing.connection: its length in four bytes, then msgpack. Only
+these two processes read it, so the format has no version.
 """
 
 from typing import Any
@@ -30,10 +30,10 @@ from forerun.types import Ints, RequestId
 
 
 class Problem(msgspec.Struct):
-    """A ForerunError, or the ImportError of an extra that is not installed.
+    """A ForerunError, or the ImportError of an extra that is not installed, as a message.
 
-    kind    name of its class, or of the nearest above it that all know
-    fields  its attributes beside the message
+    kind    name of its class, or of the nearest base class that both sides know
+    fields  its attributes other than the message
     """
 
     kind: str
@@ -42,9 +42,7 @@ class Problem(msgspec.Struct):
 
     @classmethod
     def of(cls, error: ForerunError | ImportError) -> "Problem":
-        """Return the error as a value that crosses between processes: its nearest class that both
-        sides know, its message and its attributes.
-        """
+        """Return the message for an error."""
         if isinstance(error, ImportError):
             return cls("ImportError", str(error), {"name": error.name})
         names = (kind.__name__ for kind in type(error).__mro__)
@@ -52,7 +50,7 @@ class Problem(msgspec.Struct):
         return cls(kind, str(error), dict(vars(error)))
 
     def error(self) -> ForerunError | ImportError:
-        """Return the error again, of the class that `kind` names."""
+        """Return the error, as an instance of the class that `kind` names."""
         if self.kind == "ImportError":
             return ImportError(self.message, name=self.fields["name"])
         made = _KINDS[self.kind](self.message)
@@ -82,26 +80,26 @@ _KINDS: dict[str, type[ForerunError]] = {
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message: what to load. options: of the program that loads it."""
+    """The first message: which model to load. options: EngineProgram.options."""
 
     config: EngineConfig
     options: dict[str, Any]
 
 
 class Submit(msgspec.Struct, tag=True):
-    """Engine.submit. The request's grammar is the number of a `Compile`."""
+    """Calls Engine.submit. In place of the request's grammar is the number of its `Compile`."""
 
     request: Request
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Engine.abort."""
+    """Calls Engine.abort."""
 
     request: RequestId
 
 
 class Compile(msgspec.Struct, tag=True):
-    """Compile a grammar and keep it under the number `call`, until `Forget`."""
+    """Compile a grammar, and keep it under the number `call` until `Forget`."""
 
     call: int
     grammar: Grammar
@@ -109,30 +107,30 @@ class Compile(msgspec.Struct, tag=True):
 
 
 class Forget(msgspec.Struct, tag=True):
-    """The end of a grammar: no request will use it any more."""
+    """Discard a compiled grammar, which no further request will use."""
 
     grammar: int
 
 
 class ForgetPrefixes(msgspec.Struct, tag=True):
-    """Forget all pages that no running sequence holds."""
+    """Evict all cached pages that no running sequence holds."""
 
 
 class Describe(msgspec.Struct, tag=True):
-    """Engine.stats and Engine.describe."""
+    """Calls Engine.stats and Engine.describe."""
 
     call: int
 
 
 class Shutdown(msgspec.Struct, tag=True):
-    """End all requests, release the model, end the process."""
+    """End all requests, release the model, and end the process."""
 
 
 # --- from the engine -------------------------------------------------------------------------
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The model is loaded. Fields as in Loaded; facts: what runs, in sentences for people."""
+    """The model is loaded. Fields as in Loaded; facts: about the model, as sentences for users."""
 
     name: str
     context: int
@@ -143,25 +141,25 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Loading(msgspec.Struct, tag=True, frozen=True):
-    """The progress of loading: `done` of `total`, in bytes or pieces, of `what` is named."""
+    """The progress of loading: `done` of `total` bytes or items of `what`."""
 
     what: str
     done: int
     total: int
 
     def sentence(self) -> str:
-        """Return the progress as text for users; without a share if the total is unknown."""
+        """Return the progress as text for users; without a percentage if the total is unknown."""
         return f"{self.what}, {100 * self.done // self.total} %" if self.total else self.what
 
 
 class NotLoaded(msgspec.Struct, tag=True):
-    """It cannot be loaded; the process ends."""
+    """The model cannot be loaded; the process ends."""
 
     problem: Problem
 
 
 class Condition(msgspec.Struct, frozen=True):
-    """The state of an engine. See the properties of Engine of the same names.
+    """The state of an engine: Engine's properties of the same names.
 
     step_began  on the monotonic clock, which all processes of a machine share
     """
@@ -172,10 +170,10 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 class Deltas(msgspec.Struct, tag=True):
-    """The deltas of one step, or of several where this side was behind; a sign of life where there
-    are none.
+    """The deltas of one step, or of several if the sender was behind; a heartbeat if there are
+    none.
 
-    condition  of the engine when this was sent
+    condition  the engine's state when this was sent
     """
 
     deltas: list[Delta]
@@ -183,21 +181,21 @@ class Deltas(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """The exception of `Engine.submit`."""
+    """Engine.submit raised `problem` for this request."""
 
     request: RequestId
     problem: Problem
 
 
 class Compiled(msgspec.Struct, tag=True):
-    """Answers Compile."""
+    """The result of Compile."""
 
     call: int
     unenforced: tuple[str, ...]
 
 
 class Description(msgspec.Struct, tag=True):
-    """Answers Describe: what Engine.stats and, as `about`, Engine.describe say."""
+    """The result of Describe: that of Engine.stats and, as `about`, that of Engine.describe."""
 
     call: int
     stats: Stats
@@ -205,13 +203,13 @@ class Description(msgspec.Struct, tag=True):
 
 
 class Lost(msgspec.Struct, tag=True):
-    """A process that shares the model is gone: see Engine.on_rank_lost. problem: a RankError."""
+    """A process that shares the model has ended: see Engine.on_rank_lost. problem: a RankError."""
 
     problem: Problem
 
 
 class Failed(msgspec.Struct, tag=True):
-    """Answers a call that raised."""
+    """The error that a call raised."""
 
     call: int
     problem: Problem
@@ -222,7 +220,7 @@ FromEngine = Ready | Loading | NotLoaded | Deltas | Refused | Compiled | Descrip
 
 
 def _plain(value: Any) -> Any:
-    """Return token ids as bytes, NumPy's numbers as Python's."""
+    """Return token ids as bytes, and NumPy scalars as Python numbers, for msgpack."""
     if isinstance(value, np.ndarray):
         return np.asarray(value, np.int32).tobytes()
     if isinstance(value, np.generic):
@@ -235,7 +233,7 @@ def _array(kind: Any, value: Any) -> Ints:
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
-"""Bytes of a message. Raises UnicodeEncodeError for a lone surrogate."""
+"""Encodes a message as bytes. Raises UnicodeEncodeError for a lone surrogate."""
 
 to_engine = msgspec.msgpack.Decoder[ToEngine](ToEngine, dec_hook=_array).decode
 from_engine = msgspec.msgpack.Decoder[FromEngine](FromEngine, dec_hook=_array).decode

@@ -1,6 +1,5 @@
-"""Keyword options of LLM and AsyncLLM, for editors and type checkers.
-
-A test holds them to the fields of EngineConfig, Sampling and make_request.
+"""The keyword options of LLM and AsyncLLM, for editors and type checkers. A test checks that they
+are the fields of EngineConfig, Sampling and make_request.
 """
 
 from collections.abc import Sequence
@@ -22,11 +21,13 @@ RANGES: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.0, 2.0),
 }
-"""Ranges of values, the same as over HTTP (a test checks that)."""
+"""Smallest and greatest value of each numeric option, the same as over HTTP (a test checks
+that).
+"""
 
 
 class EngineArgs(TypedDict, total=False):
-    """How to run a model: fields of `EngineConfig`, which explains and checks them."""
+    """The options of a model: fields of `EngineConfig`, which explains and checks them."""
 
     revision: str | None
     lora_modules: tuple[str, ...]
@@ -69,8 +70,8 @@ class EngineArgs(TypedDict, total=False):
 
 
 class AskOptions(TypedDict, total=False):
-    """How to ask for a text: fields of `Sampling`, and where it ends. Temperature is 0 unless
-    given.
+    """The options of a request: fields of `Sampling`, and where the text ends. Temperature is 0
+    unless given.
     """
 
     max_tokens: int
@@ -102,11 +103,9 @@ _KINDS = get_type_hints(AskOptions)
 
 
 def checked(options: AskOptions) -> AskOptions:
-    """Return the options in their declared types: NumPy's numbers and arrays become Python's, texts
-    that spell a number that number.
-
-    Raises RequestError naming the first that is of another type or outside of RANGES; options that
-    no request has stay as they are.
+    """Return the options in their declared types: NumPy scalars and arrays become plain Python
+    values, and numbers given as text become numbers. Raises RequestError naming the first of
+    another type or out of RANGES; unknown options are returned unchanged.
     """
     given: dict[str, Any] = {**options}
     for name in given.keys() & _KINDS.keys():

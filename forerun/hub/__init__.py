@@ -1,1 +1,1 @@
-"""Model references resolved to files: built-in names, hub ids, wheels, the local cache."""
+"""Finding a model's files by its reference: built-in names, hub ids, wheels, the local cache."""

@@ -30,10 +30,10 @@ BUILT_IN = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
-"""Names that work without an account, and what they stand for."""
+"""Models that need no account, by name, and the wheel that contains each."""
 
 RECOMMENDED = {"smollm2-135m": {"temperature": 0.2, "top_p": 0.9}}
-"""Sampling that a built-in model's card recommends: its file does not say it."""
+"""Sampling parameters that a built-in model's card recommends but its file does not contain."""
 
 _GGUF_SAMPLING = {
     "temperature": "general.sampling.temp",
@@ -42,16 +42,16 @@ _GGUF_SAMPLING = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-"""Keys of a GGUF file with the model's recommended sampling parameters."""
+"""Metadata keys of a GGUF file that hold the model's recommended sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An opened model: everything an engine needs, nothing of it in memory yet but the tokenizer.
+    """An opened model: everything an engine needs. Only the tokenizer is in memory yet.
 
-    name           what it calls itself in the API
-    chat_template  Jinja source, or None for a model that does not chat
-    sampling       what the model recommends: temperature, top_p, top_k, min_p, repetition_penalty
+    name           its name in the API
+    chat_template  Jinja source, or None for a model without one
+    sampling       recommended values of temperature, top_p, top_k, min_p, repetition_penalty
     path           the file or folder
     """
 
@@ -71,18 +71,18 @@ def open_model(
     revision: str | None = None,
     context: int | None = None,
 ) -> Model:
-    """Find a model, fetch it where needed, and open it; weights stay on disk.
+    """Find a model, download it if needed, and open it; the weights stay on disk.
 
-    reference  a built-in name; a folder of config.json and safetensors; a GGUF file, whatever its
-               name (those in Ollama's folder have no ending); or a hub id `organisation/name`,
-               perhaps with `:Q4_K_M` or `:file.gguf` behind it. A path that exists goes before a
-               hub id.
-    progress   called with (what, bytes done, bytes in all) while a built-in model is fetched
-    cache_dir  where fetched models are kept instead of the user's cache directory
+    reference  a built-in name; a folder of config.json and safetensors; a GGUF file of any name
+               (those in Ollama's folder have no suffix); or a hub id `organisation/name`,
+               optionally followed by `:Q4_K_M` or `:file.gguf`. An existing path takes precedence
+               over a hub id.
+    progress   called with (what, bytes done, bytes in all) while a built-in model is downloaded
+    cache_dir  folder for downloaded models; None = the user's cache directory
     revision   branch, tag or commit on the hub; None = main
     context    tokens of the longest text, for Architecture.for_context
 
-    Raises ModelError if it cannot be used; DownloadError if it could not be fetched.
+    Raises ModelError if it cannot be used; DownloadError if it could not be downloaded.
     """
     if reference in BUILT_IN:
         place = (cache_dir or default_cache_dir()) / "models"
@@ -102,8 +102,9 @@ def open_model(
 
 
 def check_reference(reference: str, revision: str | None = None) -> None:
-    """Raise ModelError if `open_model` would certainly fail: a name of no model that is built in,
-    here, or on the hub, if that can be reached (DownloadError if the hub refuses). Fetches nothing.
+    """Raise ModelError if `open_model` would certainly fail: the reference is neither a built-in
+    name, nor a local path, nor a model on the hub, as far as the hub can be reached (DownloadError
+    if the hub refuses). Downloads nothing.
     """
     if reference in BUILT_IN or reference == "toy":
         return
@@ -121,9 +122,8 @@ def check_reference(reference: str, revision: str | None = None) -> None:
 
 
 def is_here(reference: str) -> bool:
-    """Return whether `open_model` would open it without fetching anything: a path, the toy, or a
-    built-in model that was fetched before to where this user may look. Does not look into the hub's
-    cache.
+    """Return whether `open_model` would open the model without a download: a path, the toy, or a
+    built-in model that was downloaded before. Does not check the hub's cache.
     """
     if reference in BUILT_IN:
         return seen(default_cache_dir() / "models" / BUILT_IN[reference].file_name) is not None
@@ -131,8 +131,8 @@ def is_here(reference: str) -> bool:
 
 
 def is_reference(word: str) -> bool:
-    """Return whether a word alone can only mean a model: a built-in name, a .gguf file or model
-    folder on this machine, or a name in the form of a hub id. Contacts no host, raises nothing.
+    """Return whether a single word can only be a model: a built-in name, an existing .gguf file or
+    model folder, or a name in the form of a hub id. Contacts no host and raises nothing.
     """
     if word in BUILT_IN or word == "toy":
         return True
@@ -147,15 +147,15 @@ def is_reference(word: str) -> bool:
 
 
 def shipped_draft(reference: str) -> Path | None:
-    """Return the folder of the draft head that ships with this package for a built-in model; None
-    if there is none.
+    """Return the folder of the draft head that this package contains for a built-in model; None if
+    there is none.
     """
     folder = Path(__file__).parent.parent / "drafts" / reference
     return folder if reference in BUILT_IN and folder.is_dir() else None
 
 
 def _silent(what: str, done: int, total: int) -> None:
-    """Report no progress."""
+    """Ignore progress."""
 
 
 def _local(reference: str) -> Path:
@@ -189,8 +189,8 @@ def _unknown(reference: str) -> ModelError:
 
 
 def _neighbour(path: Path) -> str:
-    """Return a question about the closest name beside a path that does not exist; "" if none is
-    close.
+    """Return a "did you mean" question with the most similar name in the folder of a path that does
+    not exist; "" if none is similar.
     """
     try:
         names = [each.name for each in path.parent.iterdir()]
@@ -203,8 +203,8 @@ def _neighbour(path: Path) -> str:
 def _open_hub(
     hub: HubReference, cache: Path | None, revision: str | None, context: int | None
 ) -> Model:
-    """Open a folder of safetensors if there is one and no GGUF file is requested; pickled weights
-    if there is neither.
+    """Open a hub model: its safetensors if it has them and no GGUF file is requested, else a GGUF
+    file, else pickled weights.
     """
     if hub.file is not None:
         return _open_gguf(hub.name, huggingface.gguf_fetched(hub, cache, revision), context)

@@ -1,5 +1,5 @@
-"""Models by hub id (`organisation/name`), fetched and cached by huggingface_hub. Nothing but its
-settings is imported for a model on this machine.
+"""Models by hub id (`organisation/name`), downloaded and cached by huggingface_hub. For a model
+that is already on this machine only that library's settings are imported.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from forerun.hub.reference import HubReference, choose_gguf, layers_for
 
 
 class CachedModel(NamedTuple):
-    """A model on this machine. size in bytes."""
+    """A model in huggingface_hub's cache. size: bytes."""
 
     name: str
     size: int
@@ -42,17 +42,19 @@ _PATTERNS = [
     "chat_template.json",
     "additional_chat_templates/tool_use.jinja",
 ]
-"""Data only: no code is ever fetched."""
+"""Files to download. Data only, never code."""
 _HUB_FILE = re.compile(
     r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*/[\w.-]+\.(json|safetensors|pt)", re.A
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 ASKING = 5.0
 _UNANSWERED = {"ConnectError", "ConnectTimeout", "ReadTimeout", "OfflineModeIsEnabled"}
-"""Errors by name: which HTTP library raises them differs between versions of huggingface_hub."""
+"""Names of exceptions that mean the hub did not answer. Names, because the HTTP library that raises
+them differs between versions of huggingface_hub.
+"""
 _SILENT = {"ConnectTimeout", "ReadTimeout"}
 _PICKLED = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
-"""Weights that are read as plain tensors (checkpoints/pickled.py), where a model has no others."""
+"""Weights that are read as plain tensors (checkpoints/pickled.py), if a model has no others."""
 
 
 def fetched(repository: str, cache: Path | None = None, revision: str | None = None) -> Path:
@@ -60,17 +62,17 @@ def fetched(repository: str, cache: Path | None = None, revision: str | None = N
     that library's progress bars.
 
     repository  organisation/name
-    cache       where to keep it; None = where huggingface_hub's own settings say
+    cache       the cache folder; None = from huggingface_hub's own settings
     revision    branch, tag or commit; None = main
 
-    Fetches configuration, safetensors and tokenizer, no code. Raises DownloadError.
+    Downloads configuration, safetensors and tokenizer, no code. Raises DownloadError.
     """
     return _snapshot(repository, _PATTERNS, cache, revision)
 
 
 def config_fetched(repository: str, revision: str | None = None) -> Path:
-    """Return the folder of a hub model, of which only config.json must exist; fetches only that.
-    Raises DownloadError, also if the model has none.
+    """Return the folder of a hub model that contains at least config.json; downloads only that
+    file. Raises DownloadError, also if the model has no such file.
     """
     folder = _snapshot(repository, ["config.json"], None, revision)
     if not (folder / "config.json").is_file():
@@ -91,10 +93,8 @@ def fetched_pickled(
 
 
 def draft_fetched(repository: str, revision: str | None) -> Path:
-    """Return the folder of a draft on the hub, with its safetensors, or else its pickled weights.
-    revision None = main.
-
-    Raises DownloadError.
+    """Return the folder of a draft on the hub, with its safetensors, or its pickled weights if it
+    has no safetensors. revision: None = main. Raises DownloadError.
     """
     folder = fetched(repository, revision=revision)
     if any(folder.glob("*.safetensors")):
@@ -103,8 +103,8 @@ def draft_fetched(repository: str, revision: str | None) -> Path:
 
 
 def token_map_fetched(named: str) -> Path:
-    """Return the path of a token map: a file on this machine, or `organisation/name/file` of the
-    hub, which is fetched; any other text unchanged. Raises DownloadError.
+    """Return the path of a token map: a local file, or `organisation/name/file` on the hub, which
+    is downloaded; any other text unchanged. Raises DownloadError.
     """
     repository, _, name = named.rpartition("/")
     if Path(named).exists() or _HUB_FILE.fullmatch(named) is None:
@@ -115,10 +115,9 @@ def token_map_fetched(named: str) -> Path:
 def gguf_fetched(
     reference: HubReference, cache: Path | None = None, revision: str | None = None
 ) -> Path:
-    """Return the path of one GGUF file of a hub model; downloads it with its further parts, and the
-    prediction layers beside it, if they are not in the cache. cache, revision: as in `fetched`. If
-    the hub does not answer within ASKING seconds, the files in the cache count.
-
+    """Return the path of one GGUF file of a hub model; downloads it if it is not in the cache, with
+    its further parts and the separate file of its MTP layers. cache, revision: as in `fetched`. If
+    the hub does not answer within ASKING seconds, only the files in the cache are considered.
     Raises DownloadError, and ModelError if there is no such file.
     """
     repository = reference.repository
@@ -138,10 +137,9 @@ def gguf_fetched(
 
 
 def check(repository: str, revision: str | None = None) -> None:
-    """Check on the hub whether a model that is not on this machine exists; fetches nothing. If the
-    hub does not answer within ASKING seconds, loading will show.
-
-    Raises DownloadError if there is no such model or revision, or it is gated.
+    """Check that a model exists on the hub; downloads nothing. If the hub does not answer within
+    ASKING seconds, returns as if it did. Raises DownloadError if there is no such model or
+    revision, or it is gated.
     """
     if any(one.name == repository for one in cached()):
         return
@@ -154,8 +152,8 @@ def check(repository: str, revision: str | None = None) -> None:
 
 
 def cached() -> list[CachedModel]:
-    """Return the models in huggingface_hub's cache, fetched by any program, sorted by name; none
-    without a cache that this user may read.
+    """Return the models in huggingface_hub's cache, downloaded by any program, sorted by name; []
+    without a cache.
     """
     try:
         repositories = huggingface_hub.scan_cache_dir().repos
@@ -166,8 +164,8 @@ def cached() -> list[CachedModel]:
 
 
 def remove(repository: str) -> int:
-    """Delete a model, all its revisions, from huggingface_hub's cache. The bytes that are free now;
-    0 where it was not there.
+    """Delete all revisions of a model from huggingface_hub's cache. Returns the bytes freed; 0 if
+    it was not there.
     """
     try:
         cache = huggingface_hub.scan_cache_dir()
@@ -185,9 +183,9 @@ def remove(repository: str) -> int:
 def _snapshot(
     repository: str, patterns: list[str], cache: Path | None, revision: str | None
 ) -> Path:
-    """Fetch the files of a hub model that match these patterns, in parallel and continuing an
-    interrupted download, as huggingface_hub does; compares new files with the hub's digests. Where
-    the hub does not answer within ASKING seconds, the cache's files count.
+    """Download the files of a hub model that match these patterns, in parallel, resuming an
+    interrupted download, as huggingface_hub does; compares new files with the hub's digests. If the
+    hub does not answer within ASKING seconds, returns the cached files.
     """
     from huggingface_hub.file_download import repo_folder_name
 
@@ -213,8 +211,8 @@ def _snapshot(
 
 
 def _check_answer(repository: str, revision: str | None) -> None:
-    """Raise DownloadError where the hub takes a question and does not answer it within ASKING
-    seconds: huggingface_hub asks such a one again for minutes.
+    """Raise DownloadError if the hub accepts a connection but does not answer within ASKING
+    seconds, since huggingface_hub would retry for minutes.
     """
     try:
         huggingface_hub.HfApi().model_info(repository, revision=revision, timeout=ASKING)
@@ -224,8 +222,8 @@ def _check_answer(repository: str, revision: str | None) -> None:
 
 
 def _check_digest(repository: str, blob: Path) -> None:
-    """Compare a large file of the cache with its name, which is the SHA-256 that the hub gives; of
-    small ones it gives none. Raises DownloadError where they differ, and removes the file.
+    """Compare a large cached file with its file name, which is the SHA-256 that the hub reports;
+    for small files the hub reports none. If they differ, deletes the file and raises DownloadError.
     """
     if _SHA256.fullmatch(blob.name) is None:
         return
@@ -240,8 +238,8 @@ def _check_digest(repository: str, blob: Path) -> None:
 
 
 def here(repository: str, cache: Path | None = None, revision: str | None = None) -> Path | None:
-    """Return the folder of a hub model, if some of it is on this machine; does not contact the
-    hub.
+    """Return the folder of a hub model if some of its files are on this machine; does not contact
+    the hub.
     """
     try:
         folder = huggingface_hub.snapshot_download(
@@ -253,7 +251,7 @@ def here(repository: str, cache: Path | None = None, revision: str | None = None
 
 
 def _failure(repository: str, revision: str | None, error: Exception) -> DownloadError:
-    """Return the message for a failure of the hub."""
+    """Return the exception to raise for an error of huggingface_hub."""
     from huggingface_hub.errors import EntryNotFoundError
 
     absent = _absent(repository, revision, error)
@@ -269,7 +267,9 @@ def _failure(repository: str, revision: str | None, error: Exception) -> Downloa
 
 
 def _absent(repository: str, revision: str | None, error: Exception) -> DownloadError | None:
-    """Return the message for an error of the hub that means no access to such a model."""
+    """Return the exception if the hub's error means that the model does not exist or is not
+    accessible; else None.
+    """
     from huggingface_hub.errors import (
         GatedRepoError,
         RepositoryNotFoundError,

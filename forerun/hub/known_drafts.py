@@ -1,4 +1,4 @@
-"""The drafts that are published for models: known_drafts.toml."""
+"""Published drafts by target model: known_drafts.toml."""
 
 import tomllib
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from forerun.options.algorithms import Algorithm, algorithm
 class KnownDraft:
     """A row of the table.
 
-    model   the target's plain name
+    model   the target's name, as `_plain` returns it
     method  the algorithm that runs the draft
-    draft   its hub id
+    draft   the draft's hub id
     """
 
     model: str
@@ -24,8 +24,8 @@ class KnownDraft:
 
 
 def known_drafts(reference: str) -> list[KnownDraft]:
-    """Return the drafts for the model of a reference, in any form and from any owner, at most one
-    of each kind. Contacts no host.
+    """Return the drafts for the model of a reference, whatever its format and owner, at most one
+    per algorithm. Contacts no host.
     """
     named = _plain(reference)
     return [row for row in table() if row.model == named]
@@ -42,7 +42,7 @@ def known_draft(reference: str, method: Algorithm) -> str | None:
 
 @cache
 def table() -> tuple[KnownDraft, ...]:
-    """Return all rows."""
+    """Return all rows of known_drafts.toml."""
     path = Path(__file__).with_name("known_drafts.toml")
     rows = tomllib.loads(path.read_text(encoding="utf-8"))["draft"]
     return tuple(
@@ -51,7 +51,7 @@ def table() -> tuple[KnownDraft, ...]:
 
 
 def _plain(reference: str) -> str:
-    """Return a model's name without its owner, format and kind of numbers."""
+    """Return a model's name without its owner, file format and quantisation."""
     name = reference.rstrip("/").rsplit("/", 1)[-1].partition(":")[0]
     name = plain_name(name) if name.endswith(".gguf") else name.lower()
     return name.removesuffix("-gguf").removesuffix("-instruct").removeprefix("meta-")

@@ -1,5 +1,5 @@
-"""Hub models as people write them: organisation/name, with a file or a kind of numbers after a
-colon, with the hub's address before it.
+"""Hub references as users write them: organisation/name, optionally followed by a colon and a file
+or quantisation, and optionally preceded by the hub's address.
 """
 
 import re
@@ -15,15 +15,15 @@ _REPOSITORY = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[\w.-]+))?", re.ASCII
 )
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "BF16", "F16")
-"""Kinds of numbers in a GGUF file, in the order of preference."""
+"""Quantisations of GGUF files, in the order of preference."""
 _NUMBERS = re.compile(r"[-._](ud-)?(i?q\d\w*|f16|bf16|f32|mxfp4\w*)$")
-"""The end of a GGUF file's name that says how its numbers are stored."""
+"""Matches the end of a GGUF file's name that is its quantisation."""
 _BESIDE = ("mmproj", "mtp-")
-"""Beginnings of names of files that are no model: towers, prediction layers alone."""
+"""Prefixes of GGUF files that are not models: vision towers, MTP layers alone."""
 
 
 class NoGgufError(ModelError):
-    """A repository has no GGUF file that could be read."""
+    """A repository has no readable GGUF file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class HubReference:
     """A model on the hub.
 
     repository  organisation/name
-    file        a GGUF file of it, or the kind of its numbers; None = whatever there is
+    file        one of its GGUF files, or a quantisation; None = no preference
     """
 
     repository: str
@@ -39,38 +39,36 @@ class HubReference:
 
     @property
     def name(self) -> str:
-        """The model's name in the API: organisation/name, with the file behind a colon where one is
-        named.
+        """Name of the model in the API: organisation/name, followed by a colon and the file if one
+        is named.
         """
         return f"{self.repository}:{self.file}" if self.file else self.repository
 
 
 def hub_reference(text: str) -> HubReference | None:
-    """Return what `text` means on the hub, with or without the hub's address before it; None if it
-    has not the form of a hub id. Contacts no host.
+    """Return the parsed hub reference, with or without the hub's address; None if `text` does not
+    have the form of a hub id. Contacts no host.
     """
     match = _REPOSITORY.fullmatch(_without_host(text))
-    if match is None or match["name"].endswith(".gguf"):  # A file that is not there.
+    if match is None or match["name"].endswith(".gguf"):  # A file that does not exist.
         return None
     return HubReference(match["name"], match["file"])
 
 
 def _without_host(text: str) -> str:
-    """Return the text without the hub's own address, long or short."""
+    """Return the text without the hub's own address, in its long or short form."""
     own = urlsplit(constants.ENDPOINT).hostname or ""
     bare = text.removeprefix("https://").removeprefix("http://")
     host, _, rest = bare.partition("/")
-    short = ".".join(("hf", "co"))  # Spelt in parts: no registry is named in this repository.
+    short = ".".join(("hf", "co"))  # In parts: no registry is named in this repository.
     return rest.rstrip("/") if host.lower() in (own, f"www.{own}", short) else text
 
 
 def choose_gguf(names: list[str], reference: HubReference) -> str:
-    """Return the GGUF file that `reference` means among a repository's `names`: the one it names,
-    by file or quantisation, else the first quantisation of PREFERRED. Of one in several parts, the
-    first part. Files beside a model (towers, prediction layers) are none.
-
-    Raises NoGgufError if there is none, ModelError that lists what there is where the named one
-    is absent.
+    """Return the GGUF file that `reference` means among a repository's file `names`: the file or
+    quantisation that it names, else the first quantisation of PREFERRED. Of a model in several
+    parts, the first part. Vision towers and separate MTP layers are skipped. Raises NoGgufError if
+    there is no GGUF file, ModelError, which lists the files, if the named one is absent.
     """
     whole = sorted(
         name
@@ -95,8 +93,8 @@ def choose_gguf(names: list[str], reference: HubReference) -> str:
 
 
 def layers_for(names: list[str], model: str) -> str | None:
-    """Return the file of prediction layers (mtp-*.gguf) beside the file `model` among a
-    repository's `names`: of the same kind of numbers, else by PREFERRED; None if there is none.
+    """Return the file of MTP layers (mtp-*.gguf) that belongs to the file `model` among a
+    repository's `names`: of the same quantisation, else by PREFERRED; None if there is none.
     """
     folder, wanted = model.rpartition("/")[0], f"mtp-{plain_name(model)}"
     beside = (n for n in names if n.endswith(".gguf") and n.rpartition("/")[0] == folder)
@@ -107,8 +105,8 @@ def layers_for(names: list[str], model: str) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """Return a GGUF file's name in small letters, without folders, ending, part number and kind of
-    numbers.
+    """Return a GGUF file's name in lower case, without folders, suffix, part number and
+    quantisation.
     """
     return _NUMBERS.sub("", _whole_name(name.rsplit("/", 1)[-1]).lower())
 
@@ -119,6 +117,6 @@ def _kind(name: str) -> str:
 
 
 def _whole_name(name: str) -> str:
-    """Return a file's name without its ending and its part number."""
+    """Return a file's name without its suffix and part number."""
     match = PART.fullmatch(name)
     return match["stem"] if match else name.removesuffix(".gguf")

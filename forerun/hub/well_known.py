@@ -1,4 +1,4 @@
-"""Models to begin with, and the short names under which other servers' users know them."""
+"""Well-known models, and the short names that other servers' users know them by."""
 
 import difflib
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 class WellKnown:
     """A model on the hub.
 
-    names      what people type, in small letters
-    reference  the hub id, with the file's kind
-    gigabytes  of the file, as the hub's page gives it; with its cache a model takes about a
+    names      short names, in lower case
+    reference  the hub id, with the quantisation
+    gigabytes  size of the file, as the hub's page gives it; with its cache a model takes about a
                quarter more memory
     """
 
@@ -65,7 +65,7 @@ WELL_KNOWN = (
 
 
 def well_known(word: str) -> WellKnown | None:
-    """Return the well-known model whose name is nearest to `word`; None if none is near."""
+    """Return the well-known model whose name is most similar to `word`; None if none is similar."""
     names = {name: model for model in WELL_KNOWN for name in model.names}
     close = difflib.get_close_matches(word.lower().removesuffix(":latest"), names, n=1, cutoff=0.75)
     return names[close[0]] if close else None

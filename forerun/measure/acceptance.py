@@ -1,6 +1,5 @@
-"""How good a draft is, served through the real engine: tokens per step and where draft tokens fail.
-
-Speculation is fixed, not adaptive: the question is what the draft can do, not when it pays.
+"""How good a draft is, measured on the real engine: tokens per step, and at which depth draft
+tokens are rejected. Speculation is fixed, not adaptive, to measure the draft and not the policy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +21,15 @@ Progress = Callable[[str, int, int], None]
 
 CHAIN, TREE = DraftShape(3, 1, 3), DraftShape(16, 4, 5)
 LOOKUP = DraftShape(8, 1, 8)
-"""Of n-grams, which branch where the text did."""
+"""The shape of n-gram drafts, which branch where the text did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """One cell of the table: a prompt set at a temperature.
 
-    tokens  output tokens per prompt at most; answers end where the target ends them
+    tokens  the most output tokens per prompt; answers end where the target ends them
+    at_once the most requests in flight
     """
 
     name: str
@@ -42,11 +42,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was served.
+    """The result of one question under one draft shape.
 
-    length    tokens per step, the target's own included
-    agreement agreement[j]: chance of level j + 1 once level j was accepted
-    answers   how many there were; same: of these, how many are token for token plain decoding's
+    length    mean tokens per step, including the target's own
+    agreement agreement[j]: probability of accepting level j + 1 given that level j was accepted
+    tokens    output tokens of all answers
+    answers   number of answers; same: how many of them equal plain decoding's, token for token
     speed     tokens per second; plain: the same without speculation, in the same session
     """
 
@@ -63,8 +64,9 @@ class Finding:
 
 
 def alone(config: EngineConfig) -> EngineConfig:
-    """Return a copy of `config` without the n-gram drafter beside a draft model ("+NGRAM"), as the
-    draft's trainer sees it; `config` itself if no model drafts.
+    """Return a copy of `config` without the n-gram drafter that runs next to a draft model
+    ("+NGRAM"), so that only the model drafts, as in its training; `config` itself without a draft
+    model.
     """
     name = config.algorithm.name.removesuffix("+NGRAM")
     return replace(config, speculative_algorithm=name) if config.algorithm.model else config
@@ -77,8 +79,8 @@ def ask(
     shapes: Sequence[DraftShape],
     progress: Progress,
 ) -> Iterator[Finding]:
-    """Serve a question's prompts without speculation, then under each shape: one Finding per shape,
-    as soon as it is known.
+    """Serve a question's prompts without speculation, then with each shape. Yields one Finding per
+    shape as soon as it is measured.
 
     config    of an opened target; its algorithm drafts, with policy "fixed"
     progress  called with (what, answers so far, answers in all)
@@ -115,7 +117,7 @@ def _size(config: EngineConfig) -> str:
 
 
 def shaped(config: EngineConfig, shape: DraftShape) -> EngineConfig:
-    """Return a copy of `config` that drafts this shape in every step (policy fixed). Raises
+    """Return a copy of `config` that drafts this shape in every step (policy "fixed"). Raises
     ConfigError if the algorithm cannot draft it.
     """
     return replace(
@@ -131,10 +133,8 @@ def serve(
     target: Target, config: EngineConfig, question: Question, progress: Progress
 ) -> tuple[list[Completion], float]:
     """Answer a question on a fresh engine. Returns the answers, prompt by prompt, and the wall time
-    in seconds.
-
-    At most question.at_once run at once; prompt i has seed question.seed + i. Raises ContextError
-    if a prompt does not fit, EngineError if the engine fails.
+    in seconds. At most question.at_once requests are in flight; prompt i has seed question.seed +
+    i. Raises ContextError if a prompt does not fit, EngineError if the engine fails.
     """
     requests = [
         make_request(
@@ -159,8 +159,8 @@ def serve(
 
 
 def summed(histograms: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return int64[.], whose entry k counts the steps that accepted k draft tokens, over all
-    sequences; [0] for none.
+    """Return int64[.] whose entry k is the number of steps that accepted k draft tokens, summed
+    over all sequences' histograms; [0] without any.
     """
     total = np.zeros(max(map(len, histograms), default=1), np.int64)
     for histogram in histograms:
@@ -169,8 +169,8 @@ def summed(histograms: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def drafting(done: Sequence[Completion]) -> np.ndarray:
-    """Return int64[.] as `summed`, over answers with statistics, without each answer's first step,
-    which read the prompt and could not draft.
+    """Return int64[.] as `summed`, over the answers with statistics, without the first step of
+    each, which is the prefill and cannot draft.
     """
     total = summed([c.stats.histogram for c in done if c.stats])
     total[0] -= sum(1 for c in done if c.stats and c.stats.steps)
@@ -178,24 +178,24 @@ def drafting(done: Sequence[Completion]) -> np.ndarray:
 
 
 def mean_length(histogram: np.ndarray) -> float:
-    """Return the acceptance length, tokens per step with the target's own, of a histogram of
-    `summed`; 1.0 without steps.
+    """Return the acceptance length, mean tokens per step including the target's own, of a histogram
+    of `summed`; 1.0 without steps.
     """
     steps = histogram.sum()
     return 1.0 + float((np.arange(len(histogram)) * histogram).sum() / max(steps, 1))
 
 
 def agreement(histogram: np.ndarray) -> tuple[float, ...]:
-    """Return in entry j the share of steps that accepted draft token j + 1, of those that accepted
-    token j, from a histogram of `summed`; 0.0 if no step accepted token j.
+    """Return, from a histogram of `summed`, the share of steps that accepted draft token j + 1
+    among those that accepted token j, as entry j; 0.0 if no step accepted token j.
     """
     reached = histogram[::-1].cumsum()[::-1]
     return tuple(float(b / a) if a else 0.0 for a, b in pairwise(reached))
 
 
 def metrics_beside(folder: str | None) -> Path | None:
-    """Return the metrics.json that `forerun train` wrote beside a draft's folder; None if there is
-    no such file or no draft.
+    """Return the path of the metrics.json that `forerun train` wrote next to a draft's folder; None
+    if there is no such file or no draft.
     """
     if folder is None:
         return None

@@ -1,4 +1,4 @@
-"""A load generator for any server that speaks OpenAI's chat or completions API, with streaming."""
+"""A load generator for any server with OpenAI's chat or completions API and streaming."""
 
 import asyncio
 import json
@@ -18,14 +18,16 @@ from forerun.options.config import AskConfig
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 EXTENSIONS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
-"""Fields that are not OpenAI's: sent only where they differ from these."""
+"""Fields that OpenAI's API does not have, and their defaults; sent only if they differ from
+these.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go.
+    """The server and model to send requests to.
 
-    url     ends before /chat/completions, e.g. http://127.0.0.1:8000/v1
+    url     base of the API, without /chat/completions, e.g. http://127.0.0.1:8000/v1
     """
 
     url: str
@@ -40,12 +42,13 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Timing:
-    """One request as a client saw it; seconds since it was sent.
+    """One request as its client observed it; times in seconds since it was sent.
 
-    arrivals  when each piece of text came (several tokens may share a piece)
-    tokens    output tokens, by the server's own count where it gives one
+    arrivals  when each piece of text came (a piece may have several tokens)
+    tokens    output tokens, by the server's own count if it gives one
     prompt_tokens  by the server's own count; 0 without one
-    error     what went wrong, or None
+    total     when the answer ended
+    error     the failure, or None
     """
 
     arrivals: list[float] = field(default_factory=list)
@@ -56,7 +59,7 @@ class Timing:
 
     @property
     def first(self) -> float:
-        """Seconds to the first piece of text. Raises IndexError if none came (then `error` is
+        """Seconds to the first piece of text. Raises IndexError if there was none (then `error` is
         set).
         """
         return self.arrivals[0]
@@ -64,16 +67,14 @@ class Timing:
     @property
     def per_token(self) -> float | None:
         """Mean seconds per token after the first piece (time per output token); None for answers of
-        one token, or whose text came in one piece. Raises IndexError if no piece came.
+        one token or one piece. Raises IndexError without a piece.
         """
         span = self.arrivals[-1] - self.arrivals[0]
         return span / (self.tokens - 1) if self.tokens > 1 and span > 0 else None
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between pieces of text, one fewer than there are pieces (inter-token latency, by
-        piece).
-        """
+        """Seconds between consecutive pieces of text (inter-token latency, by piece)."""
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
@@ -84,12 +85,12 @@ def body_of(
     speculative: dict[str, Any] | None,
     completions: bool = False,
 ) -> dict[str, Any]:
-    """Return the JSON of one streaming request, greedy unless `ask` says otherwise, with usage
-    wanted.
+    """Return the JSON body of one streaming request, greedy unless `ask` has a temperature;
+    requests usage counts.
 
-    ask          sampling options; those that OpenAI does not know are sent only where they change
-                 anything
-    speculative  Forerun's own field; None leaves it out
+    ask          sampling options; those that OpenAI does not know are sent only if they have an
+                 effect
+    speculative  Forerun's own field; None omits it
     completions  for /completions, as base models need it: the text of the last message
     """
     body: dict[str, Any] = {
@@ -145,8 +146,8 @@ async def _ask_once(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[st
 
 
 def _without_text(tokens: int, finish: str) -> str:
-    """Return why nothing can be timed: the answer stopped at once, or has only special tokens or
-    half a character.
+    """Return why an answer without text cannot be timed: it ended at once, or consists of special
+    tokens or half a character.
     """
     ended = f"{tokens} token{'s' * (tokens != 1)} without text, finish_reason {finish or 'missing'}"
     advice = "--ignore-eos goes on where a model stops at once" if finish == "stop" else ""
@@ -154,8 +155,8 @@ def _without_text(tokens: int, finish: str) -> str:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Return the text of an event, of its answer or of the reasoning before it: usage counts the
-    tokens of both.
+    """Return the text of a stream event, of the answer or of the reasoning: usage counts the tokens
+    of both.
     """
     delta = choice.get("delta") or {}
     pieces = (choice.get("text"), *map(delta.get, ("content", "reasoning_content", "reasoning")))
@@ -181,15 +182,15 @@ async def load_level(
     finished: Callable[[int], None] = lambda _: None,
     rate: float = inf,
 ) -> tuple[list[Timing], float]:
-    """Keep `at_once` requests in flight until all bodies are answered; fewer if they come one by
-    one, `rate` a second.
+    """Send all requests, keeping `at_once` in flight, or fewer if they arrive at a `rate`.
 
     bodies    the JSON of each request
     finished  called with the number of answers so far
-    rate      of a Poisson process, the same one for the same number of bodies
+    rate      requests per second of a Poisson process, with the same arrival times for the same
+              number of bodies
 
-    Returns timings in the order of completion, failed ones included, and wall time in seconds.
-    Raises nothing for a failed request: its Timing has the error.
+    Returns timings in the order of completion, failed requests included, and the wall time in
+    seconds. A failed request raises nothing: its Timing has the error.
     """
     gaps = np.random.default_rng(len(bodies)).exponential(1.0 / rate, len(bodies))
     waiting = iter(list(zip(np.cumsum(gaps).tolist(), bodies, strict=True)))
@@ -210,9 +211,8 @@ async def load_level(
 
 def find_model(url: str, api_key: str, wanted: str | None) -> str:
     """Return the name of the model to measure: `wanted`, or the first that GET {url}/models lists
-    (10 s timeout).
-
-    Raises ConfigError if that is no address, or the server does not answer, not yet, or lists none.
+    (10 s timeout). Raises ConfigError if the address is invalid, or the server does not answer, is
+    not ready or lists none.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"The address begins with http:// or https://, not as {url!r} does.")
@@ -227,7 +227,7 @@ def find_model(url: str, api_key: str, wanted: str | None) -> str:
         answer = httpx.get(
             f"{url.rstrip('/')}/models", headers=endpoint.headers, timeout=10.0, trust_env=False
         )
-        if answer.status_code == 503:  # Ours says why: it loads, or is about to end.
+        if answer.status_code == 503:  # Forerun's says why: loading or shutting down.
             raise ConfigError(f"{url} answers nothing yet: {answer.json()['error']['message']}")
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])

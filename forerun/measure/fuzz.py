@@ -2,12 +2,13 @@
 
 A case is a configuration (drafting, tree shape, page size, cache size, slots, overlap), some
 requests with any sampling parameters, the step at which each arrives, and the step at which some
-are aborted. All of it runs on one engine, stepped by hand. Every answer must be the one that the
-same request gets alone, without speculation, on an engine of its own: tokens, text, finish reason
-and log-probabilities; of an aborted request, as far as it came. Afterwards nothing may be held.
+are aborted. All of them run on one engine, stepped by this thread. Every answer must equal the one
+that the same request gets alone, without speculation, on an engine of its own: tokens, text, finish
+reason and log-probabilities; of an aborted request, as far as it came. At the end no page or slot
+may be held.
 
-A seed draws the same cases for the same model and prompts: `forerun prove --fuzz --seed S --case N`
-runs one of them again.
+The same seed draws the same cases for the same model and prompts: `forerun prove --fuzz --seed S
+--case N` runs one of them again.
 """
 
 import json
@@ -119,21 +120,23 @@ GRAMMARS: dict[str, Callable[[], Grammar]] = {
     "calls": lambda: _calls(HERMES),
     "calls in tags": lambda: _calls(GLM),
 }
-"""The first step under the one of many keys is too much for the engine's thread: it goes on in
-a process of its own. None reaches a limit in processor time, which ends an answer at another place
-each time.
+"""Grammars by name. The first step of the one with many keys takes too long for the engine's thread
+and continues in a process. None reaches a limit of processor time, which would end answers at
+varying places.
 """
 
 
 MAX_STEPS = 4000
-"""A case that takes more steps hangs."""
+"""A case with more steps counts as hanging."""
 CASES_PER_TARGET = 8
-"""Cases that share one opened executor: opening takes longer than a case."""
+"""Cases that share one opened executor, since opening takes longer than a case."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What a fuzzing run did. `draft_tokens` and `accepted` show that speculation was at work."""
+    """Counts of a fuzzing run, and its failure if any. `draft_tokens` and `accepted` show that
+    speculation was active.
+    """
 
     cases: int = 0
     answers: int = 0
@@ -146,12 +149,12 @@ class Report:
 
 
 class Fuzzer:
-    """Makes cases from a seed and runs them on targets of one configuration.
+    """Generates cases from a seed and runs them on targets of one configuration.
 
-    config   what is fuzzed; cases change its drafting, pages and slots
-    prompts  texts that prompts are cut from
+    config   the configuration to fuzz; cases change its drafting, pages and slots
+    prompts  texts that the cases' prompts are cut from
 
-    Raises what opening the target raises.
+    Raises the errors of opening the target.
     """
 
     def __init__(self, config: EngineConfig, prompts: tuple[Prompt, ...], seed: int) -> None:
@@ -170,17 +173,16 @@ class Fuzzer:
         self.report = Report()
 
     def close(self) -> None:
-        """Release both targets. Idempotent; nothing may run afterwards."""
+        """Release both targets. Idempotent; no case may run afterwards."""
         self._reference_target.close()
         if self._target is not None:
             self._target[1].close()
             self._target = None
 
     def run(self, enough: Callable[[Report], bool], first: int = 1) -> Report:
-        """Run drawn cases from number `first` on until `enough`, called before each with the report
-        so far, returns True or one fails.
-
-        Returns the report, which is also `self.report`. Raises what opening a target raises.
+        """Run cases from number `first` on until one fails or `enough` returns True, which is
+        called before each with the report so far. Returns the report, which is also `self.report`.
+        Raises the errors of opening a target.
         """
         shape: dict[str, Any] = {}
         for number in count(1):
@@ -200,11 +202,9 @@ class Fuzzer:
         return self.report
 
     def check(self, case: Case) -> str | None:
-        """Run one case. What is wrong with its answers, in words; None if every answer is as it
-        should be.
-
-        Errors of the engine are such words as well. Raises what opening the case's target raises.
-        After a failure the next case gets a new target: nothing is left of this one.
+        """Run one case. Returns a description of the first wrong answer or engine error; None if
+        all answers are right. Raises the errors of opening the case's target. After a failure the
+        next case gets a new target, so that no state of this one is left.
         """
         what = self._run(case)
         if what is not None and self._target is not None:
@@ -235,7 +235,9 @@ class Fuzzer:
     # --- one case ----------------------------------------------------------------------------
 
     def _opened(self, case: Case) -> Target:
-        """Return a target with the case's pages and slots; the last one if they are the same."""
+        """Return a target with the case's pages and slots; the previous one if they are the
+        same.
+        """
         shape = {name: case.changes[name] for name in SHAPES if name in case.changes}
         if self._target is None or self._target[0] != shape:
             if self._target is not None:
@@ -285,9 +287,8 @@ class Fuzzer:
 
 
 def _drive(engine: Engine, requests: list[Request], case: Case) -> list[list[Completion]]:
-    """Step an engine by hand until every request has ended; each one's choices.
-
-    Raises TimeoutError after MAX_STEPS, RequestError if a request is refused.
+    """Step an engine until every request has ended. Returns the choices of each. Raises
+    TimeoutError after MAX_STEPS, RequestError if a request is refused.
     """
     heard = [[Completion(index) for index in range(request.n)] for request in requests]
     place = {request.id: number for number, request in enumerate(requests)}
@@ -312,10 +313,10 @@ def _drive(engine: Engine, requests: list[Request], case: Case) -> list[list[Com
 
 
 def _difference(expected: Completion, found: Completion) -> str | None:
-    """Return, as text, where an answer differs from the reference; None if nowhere."""
+    """Return, as text, where an answer differs from the reference; None if it does not."""
     if found.finish == Finish.ABORT:
         count = len(found.tokens)
-        whole = found.text.rstrip("\ufffd")  # A character that the end cuts is reported as this.
+        whole = found.text.rstrip("\ufffd")  # An incomplete last character.
         if found.tokens == expected.tokens[:count] and expected.text.startswith(whole):
             return None
         return f"aborted after {found.tokens}, but alone it is {expected.tokens}"

@@ -1,4 +1,4 @@
-"""Cases of differential fuzzing: what one is, and drawing one."""
+"""Cases of differential fuzzing: their definition and random generation."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from forerun.options.algorithms import Algorithm, capacity
 from forerun.types import Ints
 
 SHAPES = ("page_size", "max_sequences", "chunked_prefill_size", "context", "kv_tokens")
-"""What a case changes of the executor itself, which is then opened anew."""
+"""Fields that change the executor, which then has to be opened again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A case, its number, from 1, among those that its seed draws, and what was wrong with it, in
-    words.
+    """A failed case, its number (from 1) among those that its seed draws, and what was wrong, as
+    text.
     """
 
     number: int
@@ -56,9 +56,9 @@ class CaseSource:
     """Draws cases from a seed.
 
     texts    int32[.] token ids that prompts are cut from
-    vocab    V
+    vocab    V, vocabulary size
     overlap  whether the executor can overlap steps
-    grammars names of those that requests may have
+    grammars names of the grammars that requests may have
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class CaseSource:
         return values[int(self._random.integers(len(values)))]
 
     def shape(self) -> dict[str, Any]:
-        """Draw what an executor is built with: EngineConfig fields of SHAPES. Moves the generator
-        on.
+        """Draw the EngineConfig fields in SHAPES, with which the executor is opened. Advances the
+        random generator.
         """
         return {
             "page_size": self._pick(1, 2, 16, 16, 64),
@@ -84,8 +84,8 @@ class CaseSource:
         }
 
     def drafting(self, method: Algorithm) -> dict[str, Any]:
-        """Draw how an engine speculates with `method`, as fields of EngineConfig that are valid
-        together; off in one of ten. Moves the generator on.
+        """Draw EngineConfig fields, valid together, with which an engine speculates with `method`;
+        in one of ten cases speculation is off. Advances the random generator.
         """
         if self._random.random() < 0.1:
             return {"speculative_algorithm": "OFF"}
@@ -105,7 +105,7 @@ class CaseSource:
 
     def requests(self) -> tuple[FuzzRequest, ...]:
         """Draw 1 to 9 requests with any sampling parameters, arriving within 40 steps. Some share a
-        prompt, so that the prefix cache is used; some are aborted. Moves the generator on.
+        prompt, so that the prefix cache is used; some are aborted. Advances the random generator.
         """
         made: list[FuzzRequest] = []
         for _ in range(int(self._random.integers(1, 10))):
@@ -129,7 +129,7 @@ class CaseSource:
         text: Ints = self._texts[int(self._random.integers(len(self._texts)))]
         length = int(self._random.integers(1, min(len(text), 90) + 1))
         ids = text[:length].tolist()
-        if self._random.random() < 0.2:  # Something that repeats, for lookup to find.
+        if self._random.random() < 0.2:  # Repetition, for n-gram lookup.
             ids = (ids[-12:] * 8)[:90]
         return tuple(ids)
 

@@ -1,4 +1,4 @@
-"""Starting a Forerun server of our own to measure, and stopping it again."""
+"""Starts a Forerun server to measure, and stops it again."""
 
 import http.client
 import os
@@ -15,19 +15,19 @@ from forerun.options.config import EngineConfig
 from forerun.options.flags import command_line
 
 ELSEWHERE = ("FORERUN_", "LLAMA_ARG_", "LLAMA_API_KEY", "VLLM_API_KEY")
-"""How the names of variables begin that hold options: a launched server has its command line
-alone."""
+"""Prefixes of the environment variables that hold options, which are removed: a launched server
+takes options only from its command line.
+"""
 START_SECONDS = 600.0
-"""A model may have to be downloaded first."""
+"""Seconds for the server to start; a model may have to be downloaded first."""
 
 
 @contextmanager
 def launched(config: EngineConfig) -> Iterator[str]:
     """Run a `forerun serve` process with this configuration on a free port of 127.0.0.1, as a
-    context manager. Yields its address, which ends in /v1; leaving ends the process.
-
-    Waits until /health answers 200, at most START_SECONDS. Raises EngineError with the end of its
-    log where it does not come up.
+    context manager. Yields its address, which ends in /v1, once /health answers 200; ends the
+    process on exit. Raises EngineError, with the end of the server's log, if that takes longer than
+    START_SECONDS or the process ends.
     """
     port = _free_port()
     line = [sys.executable, "-m", "forerun.cli", "serve", "--port", str(port)]
@@ -57,8 +57,8 @@ def healthy(port: int) -> bool:
     """Return whether a server on this port of 127.0.0.1 answers GET /health with 200 within 5
     seconds.
 
-    Uses a bare connection, since it runs while the server measures what its steps cost:
-    `httpx.get` makes a client each time, tens of milliseconds of one of its cores.
+    Uses a bare connection because it runs while the server measures the costs of its steps:
+    `httpx.get` creates a client each time, which takes tens of milliseconds of a core.
     """
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)) as connection:
         try:

@@ -1,4 +1,4 @@
-"""Requests that ask for everything a request can ask for, in turn: `forerun prove --mixed`."""
+"""Requests that use, in turn, every option a request can have: `forerun prove --mixed`."""
 
 from typing import Any
 
@@ -7,13 +7,15 @@ from forerun.interface.plan import TokenLogprobs
 from forerun.text.tokenizer import Tokenizer
 
 FREE = 4
-"""Of so many prompts under a grammar the last is left without, so that batches are mixed."""
+"""One prompt of this many has no grammar, so that batches are mixed."""
 NEAR = 1e-3
-"""Log-probabilities that differ by less are the same: other batches, other roundings."""
+"""Log-probabilities, in nats, that differ by less count as equal, because the rounding depends on
+the batch.
+"""
 
 
 def options(index: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the options that prompt `index` gets beside a temperature, as keywords of
+    """Return the options of prompt `index` other than the temperature, as keywords of
     `make_request`: penalties, biases, several choices, stop strings, log-probabilities or cut-offs,
     nine kinds in turn.
     """
@@ -44,9 +46,9 @@ def options(index: int, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def told_otherwise(expected: Completion, found: Completion) -> int | None:
-    """Return the output position at which two answers with the same tokens differ: in a token's
-    log-probabilities (by NEAR nats or more), or, at the end, in text or finish reason; None if they
-    agree.
+    """Return the output position at which two answers with equal tokens differ: the first token
+    whose log-probabilities differ by NEAR or more, or the end if text or finish reason differ; None
+    if they agree.
     """
     for place, pair in enumerate(zip(expected.logprobs, found.logprobs, strict=False)):
         if not _near(*pair):

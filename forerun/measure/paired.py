@@ -1,4 +1,4 @@
-"""How sure a ratio is that was measured in pairs, one side right beside the other."""
+"""Confidence intervals of a ratio that was measured in pairs of adjacent runs."""
 
 from collections.abc import Sequence
 from math import comb
@@ -6,14 +6,13 @@ from statistics import median
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
-"""How often an interval shall hold the true median."""
+"""Probability with which an interval contains the true median."""
 
 
 class Interval(NamedTuple):
-    """A median and where the true one lies.
+    """A sample median and a confidence interval of the true one.
 
-    confidence  how often such an interval holds the true median; below CONFIDENCE where there are
-                too few values
+    confidence  of the interval; below CONFIDENCE if there are too few values
     """
 
     middle: float
@@ -23,15 +22,14 @@ class Interval(NamedTuple):
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """Return the median of n independent values, and the sign test's interval between two of them,
-    of at least CONFIDENCE if there are enough values; the result has its actual confidence.
+    """Return the median of n independent values and the interval of the sign test, of at least
+    CONFIDENCE if there are enough values; the result has its exact confidence.
 
-    values  ratios, say, one per pair of runs
+    values  for example ratios, one per pair of runs
 
-    It holds whatever their distribution, and a slow moment of the machine that spoils a few pairs
-    moves it by a few ranks at most: the k-th smallest and the k-th largest value hold the true
-    median between them with probability 1 - 2 P[Binomial(n, 1/2) < k]. Raises ValueError if
-    there are none.
+    The interval holds for any distribution, and a slow period of the machine that affects a few
+    pairs moves it by a few ranks at most: the k-th smallest and the k-th largest value enclose the
+    true median with probability 1 - 2 P[Binomial(n, 1/2) < k]. Raises ValueError without values.
     """
     if not values:
         raise ValueError("no values")

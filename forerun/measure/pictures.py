@@ -1,4 +1,4 @@
-"""Pictures of measurements, as PNG. They need matplotlib (the extra "plots")."""
+"""Plots of measurements as PNG. They need matplotlib (the extra "plots")."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +11,8 @@ from forerun.measure.sweep import OFF, Cell
 
 
 def draw_ratios(path: Path, cells: Sequence[Cell], best: Setting | None, title: str) -> None:
-    """Write a PNG for `forerun tune`: speed over plain decoding by sequences at once, a line per
-    setting, `best` thick. Raises ImportError without matplotlib, OSError for the file.
+    """Write a PNG for `forerun tune`: speed over plain decoding by batch size, a line per setting,
+    with `best` thick. Raises ImportError without matplotlib, OSError if the file cannot be written.
     """
     from matplotlib import colormaps
 
@@ -48,7 +48,7 @@ def _figure(title: str, wide: float, high: float) -> Any:
 
 
 def _counts(axes: Any, counts: Sequence[int], label: str) -> None:
-    """Set an axis of counts that double, with a tick at each."""
+    """Give an axis of counts a logarithmic scale to base 2, with a tick at each count."""
     from matplotlib.ticker import NullLocator
 
     at = sorted(set(counts))

@@ -1,11 +1,11 @@
 """The losslessness promise as an experiment: the same prompts with and without speculation.
 
-Every run of one temperature is compared, token by token, with the reference run: no speculation,
+Every run at one temperature is compared, token by token, with the reference run: no speculation,
 one sequence at a time. Equal tokens in the batched runs thus also show that a sequence's result
-does not depend on its company.
+does not depend on its batch.
 
-A broken drafter is invisible in the text: if nothing is drafted, nothing is proved. So each run
-also reports its draft tokens, and a proof in which no draft token was accepted is not one.
+A broken drafter cannot be seen in the text: if nothing is drafted, nothing is proved. So each run
+also reports its draft tokens, and the proof fails if no draft token was accepted.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +30,14 @@ from forerun.speculative.noise import gumbel
 from forerun.types import Ints
 
 TOP = 20
-"""Alternatives looked at where two runs diverge."""
+"""Top logits examined where two runs diverge."""
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What to prove.
+    """The prompts and settings of a proof.
 
     tokens        output tokens per prompt; the model's end-of-text token is ignored
     temperatures  one comparison for each
@@ -80,7 +80,9 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One pass over all prompts, beside its reference. identical = of so many `answers`."""
+    """The result of one pass over all prompts, compared with its reference. identical: number of
+    `answers` that are equal.
+    """
 
     temperature: float
     speculation: str
@@ -98,13 +100,13 @@ class Run:
 
     @property
     def share_accepted(self) -> float:
-        """Accepted draft tokens over all draft tokens, in [0, 1]; 0 if none was made."""
+        """Accepted draft tokens over all draft tokens, 0 to 1; 0 without any."""
         return self.accepted / self.draft_tokens if self.draft_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """All runs and the verdict."""
+    """The results of all runs, and the verdict."""
 
     runs: tuple[Run, ...]
     speculation: str
@@ -116,23 +118,25 @@ class Proof:
 
     @property
     def speculated(self) -> bool:
-        """Whether every run that should speculate carried draft tokens, and at least one was
-        accepted somewhere: else nothing was proved.
+        """Whether every speculative run had draft tokens, and at least one was accepted in some
+        run; otherwise nothing was proved.
         """
         runs = [run for run in self.runs if run.speculation != "OFF"]
         return all(run.draft_tokens > 0 for run in runs) and any(run.accepted > 0 for run in runs)
 
     @property
     def holds(self) -> bool:
-        """The verdict: identical answers, and speculation at work unless it was switched off."""
+        """Whether all answers are identical, and speculation was active unless it was switched
+        off.
+        """
         return self.identical and (self.speculated or self.speculation == "OFF")
 
 
 def prove(
     target: Target, config: EngineConfig, trial: Trial, progress: Progress = lambda *_: None
 ) -> Proof:
-    """Run every prompt of the trial with and without `config`'s speculation, alone and in groups,
-    at each temperature, and compare with the run without it, one at a time.
+    """Run every prompt of the trial at each temperature, with and without `config`'s speculation,
+    one at a time and in groups, and compare with the reference: without speculation, one at a time.
 
     target    opened; its engines run one after the other
     progress  called with (what, answers so far, answers in all)
@@ -187,9 +191,10 @@ def _requests(
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """Answers of an engine.
+    """The answers of an engine.
 
-    prompts  for each answer the number of its request
+    prompts  the index of each answer's request
+    seconds  wall time of all
     waited   seconds until the first token, summed over the answers (bench/never_slower.py)
     """
 
@@ -201,7 +206,7 @@ class Completions:
 
     @property
     def speed(self) -> float:
-        """Output tokens per second of wall time, all answers together."""
+        """Output tokens of all answers per second of wall time."""
         return sum(len(item.tokens) for item in self.done) / self.seconds
 
 
@@ -212,11 +217,12 @@ def answers(
     at_once: int,
     finished: Callable[[int], None] = lambda _: None,
 ) -> Completions:
-    """Run requests on a fresh engine, `at_once` in flight, and shut it down: all choices of all
-    requests, in the order of the requests.
+    """Run requests on a fresh engine, `at_once` in flight, and shut it down. Returns all choices of
+    all requests, in the order of the requests.
 
-    finished  called with the number of requests that have ended. Raises EngineError if one
-    fails.
+    finished  called with the number of requests that have ended
+
+    Raises EngineError if one fails.
     """
     engine = make_engine(target, config)
     engine.start()
@@ -263,8 +269,8 @@ def _run(
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """Index of the first token that differs or that one side lacks; None if the sequences are
-    equal.
+    """Return the index of the first token that differs or that one side lacks; None if the
+    sequences are equal.
     """
     for index, (a, b) in enumerate(zip(expected, found, strict=False)):
         if a != b:
@@ -284,7 +290,9 @@ def _first_divergence(
     temperature: float,
     pair: tuple[Completions, Completions],
 ) -> Divergence | None:
-    """Return the first answer that differs, examined; None if none does."""
+    """Return the divergence of the first answer that differs, with its logit gaps; None if none
+    differs.
+    """
     both = zip(pair[0].prompts, pair[0].done, pair[1].done, strict=True)
     for index, expected, found in both:
         at = _differs(expected, found)
@@ -306,8 +314,8 @@ def _first_divergence(
 
 
 def _logit_gap(target: Target, text: Ints, a: int, b: int) -> float | None:
-    """Return the raw logit of `a` minus that of `b` after `text`; None if one is not in the top
-    20.
+    """Return the raw logit of token `a` minus that of `b` after `text`; None if one is not among
+    the TOP logits.
     """
     request = make_request(text, max_tokens=1, logprobs=TOP, ignore_eos=True)
     found = answers(target, replace(target.config, speculative_algorithm="OFF"), [request], 1)
@@ -317,8 +325,8 @@ def _logit_gap(target: Target, text: Ints, a: int, b: int) -> float | None:
 
 
 def encode(target: Target, prompt: Prompt, tokens: int) -> Ints:
-    """Return int32[T], the prompt's ids, by the chat template if the model has one, else of its
-    last user message. Raises ContextError if `tokens` of output would not fit behind it.
+    """Return int32[T], the prompt's token ids, by the chat template if the model has one, else of
+    its last user message. Raises ContextError if `tokens` of output would not fit after it.
     """
     if target.chat is not None:
         ids = encode_chat(target, prompt.messages)

@@ -1,4 +1,4 @@
-"""From timings to numbers and a table."""
+"""Summaries of timings as numbers and tables."""
 
 import statistics
 from collections.abc import Sequence
@@ -17,9 +17,10 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One side at one concurrency: medians over repeats. Times in milliseconds.
+    """One side at one concurrency: medians over repeats. Times in milliseconds, as percentiles by
+    name ("p50", "p90", "p99").
 
-    first_ms      time to first text, percentiles by name ("p50", ...)
+    first_ms      time to first text
     per_token_ms  mean time per token after the first text, over requests
     gap_ms        time between pieces of text
     throughput    output tokens per second, all requests together
@@ -43,7 +44,7 @@ class Level:
 
 def one_repeat(side: str, at_once: int, timings: Sequence[Timing], seconds: float) -> Level:
     """Return the Level of one repeat: throughput over `seconds` of wall time, percentiles in
-    milliseconds. Failed requests count as errors and in nothing else.
+    milliseconds. Failed requests count only as errors.
     """
     good = [timing for timing in timings if timing.error is None]
     tokens = sum(timing.tokens for timing in good)
@@ -75,8 +76,8 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def median_of(repeats: Sequence[Level]) -> Level:
-    """Return one Level of several repeats (at least one) of the same side and concurrency: each
-    number is the median over the repeats that have it; requests, errors and tokens add up.
+    """Return the Level of several repeats (at least one) of the same side and concurrency: each
+    number is the median over the repeats that have it; requests, errors and tokens are summed.
     """
     first = repeats[0]
 
@@ -103,8 +104,8 @@ def median_of(repeats: Sequence[Level]) -> Level:
 
 
 def ratio_of(on: Sequence[Level], off: Sequence[Level]) -> Interval | None:
-    """Return the throughput of one side over that of the other, repeat by repeat; None if one was
-    zero.
+    """Return the median and interval of one side's throughput over the other's, repeat by repeat;
+    None if one was zero.
     """
     pairs = list(zip(on, off, strict=True))
     if any(not (one.throughput and other.throughput) for one, other in pairs):
@@ -113,15 +114,15 @@ def ratio_of(on: Sequence[Level], off: Sequence[Level]) -> Interval | None:
 
 
 def worded(ratio: Interval) -> str:
-    """Return a ratio in words; without an interval if there was one pair only."""
+    """Return a ratio as text; without an interval if there was only one pair."""
     if not ratio.confidence:
         return f"{ratio.middle:.2f}, of one pair"
     return f"{ratio.middle:.2f} ({ratio.low:.2f} to {ratio.high:.2f}, {ratio.confidence:.0%} sure)"
 
 
 def columns(title: str, names: Sequence[str], left: int = 1, caption: str | None = None) -> Table:
-    """Return an empty table with these columns, the first `left` of them flush left. In a narrow
-    terminal headings are broken between words, and none is cut.
+    """Return an empty table with these columns, the first `left` of them left-aligned. In a narrow
+    terminal headings are wrapped between words, and none is cut.
     """
     drawn = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for place, name in enumerate(names):

@@ -1,8 +1,8 @@
-"""Settings of speculation beside plain decoding, on one loaded model, without a restart.
+"""Comparison of speculation settings with plain decoding, on one loaded model, without a restart.
 
-The search is made of pairs: plain decoding and one setting answer the same prompts, in an order
-drawn anew, and no figure stands without the number of answers that were equal. The better half of
-the settings gets twice as many prompts, until one is left (successive halving).
+The search runs in pairs: plain decoding and one setting answer the same prompts, in random order,
+and every ratio is reported with the number of equal answers. The better half of the settings gets
+twice as many prompts, until one is left (successive halving).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,25 +25,26 @@ from forerun.options.config import EngineConfig
 
 Progress = Callable[[str, int, int], None]
 Pair = tuple[Completions, Completions]
-"""What plain decoding said, and what the setting beside it."""
+"""The answers of plain decoding, and those of the setting compared with it."""
 
 OFF = Setting("OFF", 1, 0, "fixed")
 SHAPES = ((2, 2), (4, 4), (8, 4), (8, 8), (16, 8), (16, 16))
-"""(nodes, depth) that are tried, as a ceiling for the adaptive policy and as they are."""
+"""The (nodes, depth) to try, as upper bounds of the adaptive policy and as fixed shapes."""
 BUSY = 0.15
-"""Noise, as a share of the speed, beyond which nothing is decided. (The default model on two cores
-of a Xeon, at 1 and 4 sequences: .13 and .07 quiet, .26 and .20 beside a load of ten.)"""
+"""Noise, as a share of the speed, above which no setting is chosen. (The default model on two cores
+of a Xeon, at 1 and 4 sequences: .13 and .07 on an idle machine, .26 and .20 under a load of ten.)
+"""
 TOPKS = (1, 4)
-"""Widths tried if only a draft model drafts and none is configured."""
+"""Top-k values to try if only a draft model drafts and none is configured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """What to measure.
 
-    settings  compared with plain decoding; see `usual`
-    batches   sequences at once
-    tokens    output tokens per prompt, greedy, end of text ignored
+    settings  to compare with plain decoding; see `usual`
+    batches   sequences in flight
+    tokens    output tokens per prompt, greedy, ignoring end-of-text
     """
 
     prompts: tuple[Prompt, ...]
@@ -54,15 +55,16 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One setting at one batch size, in the last round it reached; or plain decoding in all.
+    """The result of one setting at one batch size, in the last round it reached; or of plain
+    decoding in all rounds.
 
-    rounds              of `halving` that it ran in, the last with the most prompts
+    rounds              rounds of `halving` that it ran in; the last has the most prompts
     speed               median of the output tokens per second of all sequences
-    ratio               median of speed over that of the plain run beside it
+    ratio               median of its speed over that of the plain run of the same pair
     acceptance_length   tokens per sequence and step; 1.0 = nothing was accepted
-    identical, answers  answers equal to plain decoding's, of so many
-    spread              90th over 10th percentile of the speed of the plain runs; None of a single
-                        run
+    identical           how many of `answers` equal plain decoding's
+    spread              90th over 10th percentile of the speed of the plain runs; None for a
+                        single run
     """
 
     setting: Setting
@@ -77,13 +79,13 @@ class Cell:
 
     @property
     def gain(self) -> float:
-        """The ratio, as far as tokens per step explain it: no step is faster than a plain one."""
+        """The ratio, capped by the tokens per step, since no step is faster than a plain one."""
         return self.ratio if self.setting == OFF else min(self.ratio, self.acceptance_length)
 
 
 def usual(config: EngineConfig) -> tuple[Setting, ...]:
     """Return the settings to try with the drafter of a resolved configuration: SHAPES under both
-    policies, in TOPKS widths if a draft model drafts alone and no width was configured.
+    policies, and with each of TOPKS if only a draft model drafts and no top-k was configured.
     """
     method, asked = config.algorithm, config.speculative_eagle_topk
     alone = method.model and not method.lookup
@@ -102,7 +104,7 @@ def usual(config: EngineConfig) -> tuple[Setting, ...]:
 
 
 def halving(target: Target, sweep: Sweep, progress: Progress = lambda *_: None) -> list[Cell]:
-    """Measure by successive halving: at each batch all settings run, the better half again with
+    """Measure by successive halving: at each batch size all settings run, then the better half with
     twice the prompts, until one is left. Returns a Cell for plain decoding and for each setting's
     last round.
 
@@ -133,11 +135,10 @@ def halving(target: Target, sweep: Sweep, progress: Progress = lambda *_: None) 
 
 
 def best(cells: Sequence[Cell]) -> tuple[Setting, float]:
-    """Return the setting with the highest geometric mean, over batches, of its speed over plain
-    decoding, and that mean; OFF if none is above 1.
-
-    Only settings that won at some batch are candidates. One that was dropped early at another batch
-    counts there with its last ratio, but no more than the winner's: it lost against it.
+    """Return the setting with the highest geometric mean, over batch sizes, of its speed over plain
+    decoding, and that mean; OFF if none is above 1. Only settings that won at some batch size are
+    candidates. One that was dropped early at another batch size counts there with its last ratio,
+    capped by the winner's, because it lost against it.
     """
     winners = {
         batch: max(
@@ -156,9 +157,9 @@ def best(cells: Sequence[Cell]) -> tuple[Setting, float]:
 
 
 def noise(cells: Sequence[Cell]) -> float | None:
-    """Return how far one run may be from another of the same kind, as a share of its speed: half of
-    what the plain runs differ by, at the batch where they differ most; None where a batch has a
-    single one.
+    """Return how much two runs of the same kind may differ, as a share of the speed: half the
+    spread of the plain runs, at the batch size where it is largest; None if a batch size has a
+    single run.
     """
     known = {cell.batch for cell in cells if cell.spread is not None}
     if len(known) < len({cell.batch for cell in cells}):
@@ -167,8 +168,8 @@ def noise(cells: Sequence[Cell]) -> float | None:
 
 
 def verdict(cells: Sequence[Cell]) -> tuple[Setting | None, str]:
-    """Return the setting worth keeping, None if the best is not beyond the noise; and what was
-    found, as a sentence.
+    """Return the setting worth storing, None if the best is within the noise, and a sentence on the
+    result.
     """
     (fastest, gain), about = best(cells), noise(cells)
     if about is None:
@@ -196,8 +197,8 @@ def pair(
     batch: int,
     draw: np.random.Generator,
 ) -> Pair:
-    """Return plain decoding's answers and `config`'s to the same requests, `batch` in flight; the
-    side that runs first is drawn from `draw`, which moves on. Raises as `halving`.
+    """Return plain decoding's answers and `config`'s to the same requests, `batch` in flight.
+    `draw` decides which side runs first and is advanced. Raises as `halving`.
     """
     sides = [replace(config, speculative_algorithm="OFF"), config]
     first = int(draw.integers(2))
@@ -220,8 +221,8 @@ def _requests(target: Target, sweep: Sweep, count: int) -> list[Request]:
 
 
 def _cell(setting: Setting, batch: int, rounds: int, runs: Sequence[Pair]) -> Cell:
-    """Return the Cell of a setting, whose answers are compared with those of the plain run beside
-    each.
+    """Return the Cell of a setting, comparing its answers with those of the plain run of each
+    pair.
     """
     done = [item for _, found in runs for item in found.done]
     expected = [item for plain, _ in runs for item in plain.done]
@@ -242,7 +243,7 @@ def _cell(setting: Setting, batch: int, rounds: int, runs: Sequence[Pair]) -> Ce
 
 
 def _spread(plain: Sequence[Completions]) -> float | None:
-    """Return the 90th over the 10th percentile of the runs' speeds; None of a single run."""
+    """Return the 90th over the 10th percentile of the runs' speeds; None for a single run."""
     if len(plain) < 2:
         return None
     slow, fast = np.percentile([run.speed for run in plain], (10, 90)).tolist()

@@ -1,4 +1,4 @@
-"""Prompts to measure and to prove with."""
+"""Prompts for measurements and proofs."""
 
 import json
 from collections.abc import Sequence
@@ -12,15 +12,16 @@ import numpy as np
 from forerun.errors import ConfigError, reason_of
 
 BUILT_IN = Path(__file__).with_name("prompts.jsonl")
-"""Written for Forerun: explaining, code, JSON, repetition, reading, sums, other languages,
-stories, lists, and conversations of several turns."""
+"""Prompts written for Forerun: explanations, code, JSON, repetition, reading, arithmetic, other
+languages, stories, lists, and conversations of several turns.
+"""
 LEVELS = 1, 4, 16
-"""Requests, or sequences, at once that are measured unless others are named."""
+"""Default numbers of requests, or sequences, in flight to measure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation that waits for an answer. `kind` groups prompts in reports."""
+    """A conversation that ends with a user message. `kind` groups prompts in reports."""
 
     id: str
     kind: str
@@ -33,15 +34,13 @@ class Prompt:
 
 
 def read_prompts(path: str | Path | None = None) -> list[Prompt]:
-    """Read prompts from a jsonl file: one object per line with `messages`, or with `prompt` (text);
-    `id` and `kind` are optional. None reads the built-in ones.
-
-    Raises ConfigError, which names file and line, for a file that cannot be read, a bad line, or no
-    prompt at all.
+    """Return the prompts in a jsonl file: one object per line with `messages`, or with `prompt`
+    (text); `id` and `kind` are optional. None reads the built-in ones. Raises ConfigError, naming
+    file and line, for a file that cannot be read, an invalid line, or no prompt at all.
     """
     path = Path(path or BUILT_IN)
     try:
-        # A line of JSON may hold U+2028, at which splitlines() would tear it.
+        # A line of JSON may contain U+2028, at which splitlines() would split it.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The prompts in {path} cannot be read: {reason_of(error)}.") from error
@@ -56,9 +55,7 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
 
 
 def spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
-    """Return `count` prompts, evenly spaced over all so that every kind has its part; all of them
-    for None.
-
+    """Return `count` prompts, evenly spaced so that every kind is included; all of them for None.
     Raises ConfigError if `count` is below 1 or there are fewer.
     """
     if count is None:
@@ -71,7 +68,7 @@ def spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
 
 
 def labelled(prompt: Prompt, label: str) -> Prompt:
-    """Return a copy of the prompt with `label` before its first message, so that no prefix is
+    """Return a copy of the prompt with `label` prepended to its first message, so that no prefix is
     shared.
     """
     first, *rest = prompt.messages
@@ -80,9 +77,10 @@ def labelled(prompt: Prompt, label: str) -> Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of made requests in tokens, each drawn evenly from `ratio` of it to all of it.
+    """Lengths of generated requests in tokens, each drawn uniformly from `ratio` times it to all of
+    it.
 
-    prompt  None: prompts of a file
+    prompt  None: use the prompts of a file
     answer  None: the request's max_tokens
     """
 
@@ -91,15 +89,17 @@ class Lengths:
     ratio: float = 1.0
 
     def draw(self, most: int, random: np.random.Generator) -> int:
-        """Return one length."""
+        """Return one length, in tokens, drawn from `ratio` * `most` to `most`."""
         return int(random.integers(max(1, round(self.ratio * most)), most + 1))
 
 
 class MadePrompts:
-    """Prompts of random words of the built-in ones, of a given length by a server's own count.
+    """Generates prompts of a given length in tokens, by the server's own count, from random words
+    of the built-in prompts.
 
-    counts  {number of words: prompt tokens that the server reported}, for two lengths or more.
-            Raises ConfigError if longer prompts have no more tokens
+    counts  {number of words: prompt tokens that the server reported}, for at least two lengths
+
+    Raises ConfigError if longer prompts do not have more tokens.
     """
 
     def __init__(self, counts: dict[int, int]) -> None:
@@ -118,7 +118,9 @@ class MadePrompts:
 
 
 def words_of(count: int, random: np.random.Generator) -> Prompt:
-    """Return a prompt of `count` random words of the built-in prompts; of one if count is less."""
+    """Return a prompt of `count` random words of the built-in prompts; of one word if `count` is
+    less.
+    """
     text = " ".join(random.choice(_words(), max(1, count)).tolist())
     return Prompt("made", "made", ({"role": "user", "content": text},))
 

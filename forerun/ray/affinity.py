@@ -1,5 +1,6 @@
-"""Which replica a request goes to: one that has its beginning in the prefix cache, while that one
-is not busier than the others by more than a bound. Knows nothing of Ray.
+"""Prefix-aware routing: a request goes to a replica that has the beginning of its text in the
+prefix cache, unless that replica is busier than the others by more than a bound. Independent of
+Ray.
 """
 
 import json
@@ -11,19 +12,24 @@ from math import ceil
 from typing import Any
 
 BLOCK = 256
-"""Characters of a request's text that are looked up together, as the tokens of a page are in a
-cache: some 64 tokens of English."""
+"""Characters of a request's text per block, the unit of lookup (as a page is in a prefix cache):
+about 64 tokens of English.
+"""
 MOST_BLOCKS = 1024
-"""Of a text; what follows is not looked at."""
+"""The most blocks of a text; the text after them is ignored."""
 REMEMBERED = 1 << 18
-"""Blocks that a router remembers, with where they were sent; some 50 MB. The oldest go first."""
+"""Blocks that a router remembers, each with the replica it was sent to; about 50 MB. The oldest are
+dropped first.
+"""
 OVERLOAD = 1.25
-"""A replica is not chosen beyond so many times the mean load while others are below it (consistent
-hashing with bounded loads, Mirrokni et al. 2018, arXiv 1608.01350). Chosen by simulation:
-bench/fleet.py, docs/use/replicas.md."""
+"""A replica is not chosen if its load is above this multiple of the mean while other replicas are
+below it (consistent hashing with bounded loads, Mirrokni et al. 2018, arXiv 1608.01350). Chosen by
+simulation: bench/fleet.py, docs/use/replicas.md.
+"""
 WEIGHT = 2.0
-"""Blocks of a prompt that are worth computing again rather than to stand behind one request more.
-Chosen there too."""
+"""How many blocks of a prompt are worth recomputing to avoid queueing behind one more request.
+Chosen by the same simulation.
+"""
 
 _BEFORE = ("model", "cache_salt", "extra_key", "tools", "system", "instructions")
 _TEXTS = ("messages", "input", "prompt", "text", "input_ids", "contents")
@@ -31,13 +37,13 @@ _TEXTS = ("messages", "input", "prompt", "text", "input_ids", "contents")
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """What of a request decides which replica gets it.
+    """The properties of a request that decide which replica gets it.
 
-    blocks        hashes of its text's beginnings: the first block, the first two, and so on
-    conversation  the same for all turns of a conversation: what the client calls it
-                  (`prompt_cache_key`, the header x-session-id), else its first block
-    previous      id of the stored answer that the request goes on from; "" = none
-    replica       the one that has stored it; "" = none is known
+    blocks        hashes of the prefixes of its text: the first block, the first two, and so on
+    conversation  hash, the same for all turns of a conversation: of the name that the client gives
+                  it (`prompt_cache_key`, the header x-session-id), else of its first block
+    previous      id of the stored answer that the request continues; "" = none
+    replica       the replica that stores that answer; "" = unknown or none
     """
 
     blocks: tuple[int, ...] = ()
@@ -47,13 +53,14 @@ class Affinity:
 
 
 NOWHERE = Affinity()
-"""Of a request that has no beginning."""
+"""The affinity of a request without text."""
 
 
 def affinity_of(headers: Mapping[str, str], body: bytes) -> Affinity:
     """Return the affinity of a request with these headers (names in lower case) and this body. Keys
-    and `cache_salt` are part of every hash, so that clients that may not share a cache share no
-    place either. A body that is no JSON object has no blocks: the replica reports the error.
+    and `cache_salt` are part of every hash, so that clients that may not share a cache are not
+    routed by each other's prompts. A body that is not a JSON object has no blocks: the replica
+    reports the error.
     """
     try:
         asked = json.loads(body) if body else {}
@@ -73,8 +80,8 @@ def affinity_of(headers: Mapping[str, str], body: bytes) -> Affinity:
 
 
 def _text(asked: Mapping[str, Any]) -> str:
-    """Return the text of all messages, one behind another: later turns of a conversation begin with
-    it.
+    """Return the text of all messages, concatenated, so that a later turn of a conversation begins
+    with the text of the earlier ones.
     """
     for name in _TEXTS:
         value = asked.get(name)
@@ -101,9 +108,11 @@ def _hash(*parts: bytes) -> int:
 
 
 class PrefixAffinity:
-    """Remembers where beginnings were sent. Where it remembers nothing, a conversation's place is
-    drawn by its hash among the replicas below the bound (rendezvous hashing, Thaler and Ravishankar
-    1998): several routers draw the same.
+    """Chooses a replica by the prefixes that were sent to each before.
+
+    If no prefix is remembered, the replica for a conversation is drawn by hash among the replicas
+    below the bound (rendezvous hashing, Thaler and Ravishankar 1998), so several routers draw the
+    same one.
 
     overload    see OVERLOAD
     weight      see WEIGHT
@@ -117,7 +126,9 @@ class PrefixAffinity:
         self._sent: OrderedDict[int, set[str]] = OrderedDict()
 
     def order(self, affinity: Affinity, loads: Mapping[str, int]) -> list[str]:
-        """Return all replicas, the best first. loads: requests that each has, by its name."""
+        """Return the names of all replicas, the best first. loads: running requests per replica, by
+        name.
+        """
         if not loads:
             return []
         bound = ceil(self._overload * (sum(loads.values()) + 1) / len(loads))
@@ -133,8 +144,8 @@ class PrefixAffinity:
         return sorted(loads, key=cost)
 
     def cached(self, blocks: Sequence[int], replicas: Mapping[str, int]) -> dict[str, int]:
-        """Return how many blocks from the beginning each replica was sent before, and may still
-        have.
+        """Return for each replica how many leading blocks it was sent before, and so may have
+        cached.
         """
         found, there = dict.fromkeys(replicas, 0), set(replicas)
         for count, block in enumerate(blocks, 1):
@@ -145,8 +156,8 @@ class PrefixAffinity:
         return found
 
     def sent(self, affinity: Affinity, replica: str) -> None:
-        """Remember that a request went to this replica: it has its blocks cached from now on. The
-        oldest blocks are forgotten.
+        """Record that a request was sent to this replica, which has its blocks cached from then on.
+        Drops the oldest blocks beyond REMEMBERED.
         """
         for block in affinity.blocks:
             self._sent.setdefault(block, set()).add(replica)
@@ -155,7 +166,7 @@ class PrefixAffinity:
             self._sent.popitem(last=False)
 
     def lost(self, replica: str) -> None:
-        """Forget a replica that is gone, with all blocks that it had cached."""
+        """Forget a replica that has ended, with all blocks that it had cached."""
         for block in [block for block, names in self._sent.items() if replica in names]:
             self._sent[block].discard(replica)
             if not self._sent[block]:

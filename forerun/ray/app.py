@@ -1,4 +1,4 @@
-"""The Ray Serve application: replicas of the server, and the front before them."""
+"""The Ray Serve application: the front and the replicas."""
 
 from typing import Any
 
@@ -12,11 +12,13 @@ from forerun.ray.router import PrefixRouter
 from forerun.ray.scale import QueueAndCache, Scale, read
 
 HEALTH_SECONDS, HEALTH_TIMEOUT = 5, 10
-"""Between two looks at a replica's health, and for its answer; three that fail, and it is started
-anew. One that stands still is found out after some 33 seconds, and then has the time of a drain."""
+"""HEALTH_SECONDS is the interval between two health checks of a replica, HEALTH_TIMEOUT the time
+that it has to answer one, both in seconds. A replica that fails three checks is restarted: one that
+hangs is found after about 33 seconds, and then has the time of a drain to end.
+"""
 
 TRIES = 3
-"""For a hub that does not answer; what is wrong with a model will be wrong again."""
+"""Attempts to start a replica, in case the hub does not answer. A faulty model fails each time."""
 
 
 def replicas(
@@ -26,11 +28,11 @@ def replicas(
     tries: int = TRIES,
     ready: float = READY_SECONDS,
 ) -> serve.Application:
-    """Return the application of the replicas alone: health, drain and restarts are Ray Serve's; a
-    draining replica has `settings.drain_seconds` for its running requests.
+    """Return the application of the replicas without a front. Ray Serve does the health checks,
+    drains and restarts; a draining replica has `settings.drain_seconds` for its running requests.
 
-    tries  times that replicas may fail to begin, before one has, until Ray gives up
-    ready  seconds for each to load its model
+    tries  failed starts, before any replica has started, after which Ray gives up
+    ready  seconds for each replica to load its model
     """
     how: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.most:
@@ -62,7 +64,7 @@ def replicas(
 
 def application(config: EngineConfig, settings: ServeSettings, scale: Scale) -> serve.Application:
     """Return the Ray Serve application: replicas behind a front, which receives requests from Ray's
-    proxies. Starts nothing.
+    proxies. Does not start it.
     """
     front = serve.deployment(
         Front, name="Front", max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0}

@@ -13,7 +13,7 @@ from forerun.ray.affinity import NOWHERE, Affinity
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """A request: raw headers, a whole body, and where it belongs."""
+    """An HTTP request: raw headers, the whole body, and the affinity by which it is routed."""
 
     method: str
     path: str
@@ -26,10 +26,10 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What an answer begins with.
+    """The beginning of an answer: status and headers.
 
-    body     what of it was there as soon: a message less on the way to the client
-    replica  the one that sends it
+    body     the part of the body that was available at once, which saves the client a message
+    replica  name of the replica that sends the answer
     """
 
     status: int
@@ -39,9 +39,9 @@ class Head:
 
 
 async def answered(app: ASGIApp, asked: HttpRequest) -> AsyncIterator[Head | bytes]:
-    """Yield a Head, then the body as it arrives; parts that are there at once come as one. A reader
-    that stops is reported to the application as a client that went away. Raises what the
-    application raises.
+    """Yield a Head, then the body as it arrives; parts that are available together are yielded as
+    one. Closing the generator is reported to the application as a disconnected client. Raises what
+    the application raises.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     gone, given = asyncio.Event(), False

@@ -1,4 +1,6 @@
-"""What clients reach: takes a request whole, sends it to a replica, and streams what comes back."""
+"""The front of the replicas: receives a whole request, forwards it to a replica, and streams the
+answer back.
+"""
 
 import asyncio
 import json
@@ -24,24 +26,25 @@ from forerun.serve.http.in_flight import InFlight
 log = logging.getLogger("forerun.ray")
 
 TRIES = 2
-"""Replicas tried before the client gets 503: the first may have died. Nothing of an
-answer was sent by then, and the same request has the same answer everywhere."""
+"""Replicas tried before the client gets status 503, since the first may have died. A retry is safe:
+no part of an answer has been sent yet, and every replica gives the same answer to the same request.
+"""
 GONE = "The replica that was answering has died. Send the request again."
 NO_REPLICA = "No replica is ready: Ray is starting others in their place. Try again later."
 LOOK = 1.0
-"""Seconds between two looks whether there is still a replica for a request that waits for one."""
+"""Seconds between two checks whether any replica is left, while a request waits for one."""
 RESPONSE = re.compile(rb"resp_[0-9a-f]{32}")
-"""The id of an answer of /v1/responses, which only the replica that gave it has stored."""
+"""The id of an answer of /v1/responses, which is stored only by the replica that gave it."""
 RESPONSES = 100_000
-"""Such ids that are remembered, the oldest go first. Another front knows none of them."""
+"""How many such ids are remembered; the oldest are dropped first. Fronts do not share them."""
 
 
 METRICS_SECONDS = 5.0
-"""Time for all replicas to return metrics; Prometheus waits ten seconds."""
+"""Seconds for all replicas to return their metrics; Prometheus waits ten seconds."""
 
 
 class Front:
-    """The application's ingress. replicas: the deployment of Replica."""
+    """The application's ingress deployment. replicas: handle of the Replica deployment."""
 
     def __init__(self, replicas: DeploymentHandle, settings: ServeSettings) -> None:
         self._replicas = replicas.options(stream=True)
@@ -77,7 +80,7 @@ class Front:
         return refused(503, GONE, "replica_died")
 
     async def _metrics(self, asked: HttpRequest) -> Response:
-        """Return the metrics of all replicas on one page; the answer of a replica that refuses,
+        """Return the metrics of all replicas as one page; if a replica refuses, its answer
         instead.
         """
         if PrefixRouter.running == 0:
@@ -111,7 +114,9 @@ class Front:
         )
 
     async def _remembered(self, parts: AsyncIterator[bytes], replica: str) -> AsyncIterator[bytes]:
-        """Yield the parts unchanged, and store the answer's id, which is in the first of them."""
+        """Yield the parts unchanged, and remember which replica gave the answer whose id is in the
+        first part.
+        """
         known = False
         async for part in parts:
             if not known and (found := RESPONSE.search(part)):
@@ -123,8 +128,8 @@ class Front:
 
 
 def answer(head: Head, parts: AsyncIterator[bytes]) -> Response:
-    """Return a replica's answer as a stream; if the replica dies meanwhile, an error in the
-    stream's format.
+    """Return a replica's answer as a stream; if the replica dies before its end, the stream ends
+    with an error in its own format.
     """
     kind = dict(head.headers).get(b"content-type", b"").decode()
     return _response(head, StreamingResponse(_or_error(parts, kind), head.status))
@@ -137,15 +142,15 @@ def _response(head: Head, response: Response) -> Response:
 
 
 class NoReplicaError(Exception):
-    """There is none, and Ray would wait for one for as long as that takes."""
+    """No replica is left; Ray would wait without a limit for a new one."""
 
 
 async def _first(forwarded: DeploymentResponseGenerator, request: Request) -> Head | None:
-    """Return the first part of an answer; None if the client went away before, which the replica is
-    informed of. Raises the replica's error, and NoReplicaError.
+    """Return the first part of an answer; None if the client disconnected before it, which is
+    reported to the replica. Raises the replica's error, and NoReplicaError.
     """
     head = asyncio.ensure_future(anext(forwarded))
-    gone = asyncio.ensure_future(request.receive())  # The body is read: what comes next is its end.
+    gone = asyncio.ensure_future(request.receive())  # The body was read: next is the disconnect.
     try:
         while not (head.done() or gone.done()):
             if PrefixRouter.running == 0:
@@ -156,14 +161,16 @@ async def _first(forwarded: DeploymentResponseGenerator, request: Request) -> He
     finally:
         gone.cancel()
         if not head.done():
-            # Ray answers a cancelled wait with an error of its own, which is no longer needed.
+            # Ray ends a cancelled wait with an exception of its own, which is ignored.
             head.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             head.cancel()
             forwarded.cancel()
 
 
 async def _from(first: bytes, forwarded: DeploymentResponseGenerator) -> AsyncIterator[bytes]:
-    """Yield the body. If its reader stops, the request ends at the replica too."""
+    """Yield the body. If the generator is closed early, the request is cancelled at the replica
+    too.
+    """
     try:
         if first:
             yield first
@@ -191,18 +198,18 @@ async def _or_error(parts: AsyncIterator[bytes], kind: str) -> AsyncIterator[byt
 
 
 def refused(status: int, message: str, code: str) -> JSONResponse:
-    """Return the answer to a request that no replica gets: an error in OpenAI's format, its type by
-    the status.
+    """Return the answer to a request that no replica receives: an error in OpenAI's format, with
+    the type of that status.
     """
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, status)
 
 
 class Door(InFlight):
-    """A front as an ASGI application of its own, for `forerun serve --replicas`: what a server does
-    without Ray's proxy.
+    """A front as an ASGI application in this process, for `forerun serve --replicas`, in place of
+    Ray's proxy.
 
-    failed   never set: what fails here is replicas, which Ray starts anew
+    failed   never set: the components that fail here are replicas, which Ray restarts
     """
 
     def __init__(self, front: Front, settings: ServeSettings) -> None:
@@ -211,7 +218,7 @@ class Door(InFlight):
         self._front = front
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or a lifespan."""
+        """Handle an HTTP request, or the events of an ASGI lifespan."""
         if scope["type"] == "lifespan":
             for what in ("startup", "shutdown"):
                 await receive()
@@ -226,5 +233,5 @@ class Door(InFlight):
             await response(scope, receive, send)
 
     async def close(self) -> None:
-        """Let no request in any more; nothing else is open here."""
+        """Refuse requests from now on. There is nothing else to close."""
         self.draining = True

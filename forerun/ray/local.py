@@ -1,4 +1,4 @@
-"""`forerun serve --replicas N`: replicas by Ray Serve on this machine alone, and the front in this
+"""`forerun serve --replicas N`: replicas with Ray Serve on this machine, and the front in this
 process.
 """
 
@@ -28,24 +28,28 @@ from forerun.serve.server import Server, allow_connections, listen, url, uvicorn
 log = logging.getLogger("forerun.ray")
 
 LOOK, LATER_LOOK = 0.2, 1.0
-"""Seconds between two looks at how replicas do, before requests are answered and after."""
+"""Seconds between two checks of the replicas' state: until requests are accepted, and after
+that.
+"""
 GRACE = 30.0
-"""For Ray to say what a replica says of itself when its time is over (replica.READY_SECONDS)."""
+"""Seconds, beyond replica.READY_SECONDS, for Ray to pass on a replica's report that its time is
+over.
+"""
 RAISED = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception): (.+)$", re.MULTILINE)
-"""What a replica failed with, in the traceback that Ray gives."""
+"""Matches the message of an exception in the traceback that Ray returns."""
 
 
 def run(
     config: EngineConfig, settings: ServeSettings, count: int, announce: Callable[[str], None]
 ) -> None:
-    """Serve `count` replicas until a signal ends it; returns when all is cleaned up. They share the
-    machine's processors where `config.threads` says nothing; of its GPUs each takes `tp_size`.
+    """Serve `count` replicas until a signal ends it; returns when all is cleaned up. The replicas
+    share the machine's processors unless `config.threads` is set; each takes `tp_size` GPUs.
 
-    announce  called with the URL once every replica has loaded its model, or one has and another
-              cannot: those that are there serve, and the log says which is not and why
+    announce  called with the URL once every replica has loaded its model, or at least one has and
+              another cannot: the server then runs with those, and logs why the other failed
 
-    The first signal drains, as `forerun serve` does. Raises ConfigError if it cannot listen or
-    there are too few GPUs, EngineError if Ray or all replicas do not begin.
+    The first signal drains, as in `forerun serve`. Raises ConfigError if it cannot listen or there
+    are too few GPUs, EngineError if Ray does not start or no replica does.
     """
     config, gpus = on_devices(config, count)
     ended = threading.Event()
@@ -68,8 +72,8 @@ def run(
 
 
 def _start() -> None:
-    """Start a Ray cluster on this machine. Raises EngineError if it does not come up: Ray says
-    so by exceptions of many kinds.
+    """Start a Ray cluster on this machine. Raises EngineError if it does not start, which Ray
+    reports with exceptions of many classes.
     """
     try:
         ray.init(include_dashboard=False, log_to_driver=False)
@@ -82,8 +86,8 @@ def _start() -> None:
 
 
 def on_devices(config: EngineConfig, count: int) -> tuple[EngineConfig, int]:
-    """Return the configuration with its device and its share of the processors, and the number of
-    GPUs for each of `count` replicas. Raises ConfigError if there are too few.
+    """Return the configuration of each of `count` replicas, with its device and its share of the
+    processors, and its number of GPUs. Raises ConfigError if there are too few.
     """
     cores = len(os.sched_getaffinity(0))
     config = replace(config, threads=config.threads or max(1, cores // count))
@@ -111,8 +115,8 @@ def on_devices(config: EngineConfig, count: int) -> tuple[EngineConfig, int]:
 def begun(
     config: EngineConfig, settings: ServeSettings, scale: Scale, ended: threading.Event
 ) -> DeploymentHandle | None:
-    """Start the replicas. Returns their handle once all, or all that can, have loaded; None if they
-    were ended before. Raises as `run`.
+    """Start the replicas. Returns their handle once all of them, or all that can, have loaded the
+    model; None if they were ended before. Raises as `run`.
     """
     count = scale.replicas
     serve.start(proxy_location="Disabled")
@@ -136,11 +140,11 @@ def begun(
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """How the replicas do.
+    """The state of the replicas.
 
-    running  how many answer
-    fault    what one of them failed with since all of them did last; "" = nothing
-    over     none has begun, and Ray tries no more
+    running  number of replicas that serve
+    fault    message of a failed replica, since the last time that all of them ran; "" = none
+    over     whether none has started and Ray has given up
     """
 
     running: int
@@ -149,9 +153,7 @@ class ReplicaState:
 
 
 def look() -> ReplicaState:
-    """Return the state of the replicas, from Ray Serve: how many run, the last fault, and whether
-    none will.
-    """
+    """Return the state of the replicas as Ray Serve reports it."""
     (one,) = serve.status().applications.values()
     if not one.deployments:
         return ReplicaState(0, "", False)
@@ -163,8 +165,8 @@ def look() -> ReplicaState:
 
 
 def watched(count: int, ended: threading.Event) -> None:
-    """Say in the log how many replicas serve whenever that changes, and why others do not, until
-    the end.
+    """Log the number of serving replicas whenever it changes, and why the others do not serve,
+    until `ended` is set.
     """
     before = ReplicaState(count, "", False)
     while not ended.is_set():
@@ -183,7 +185,7 @@ def watched(count: int, ended: threading.Event) -> None:
 
 
 def fault(message: str) -> str:
-    """Return the last error in Ray's message, for users; all of the message if it has none."""
+    """Return the last error in Ray's message, for users; the whole message if it has none."""
     if found := RAISED.findall(message):
         return str(found[-1])
     if message.rstrip().endswith("ActorDiedError()"):
@@ -197,8 +199,8 @@ def answer(
     listening: socket.socket,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve until a signal ends it. The front is in this process: Ray's own proxy would be another
-    one on every request's way.
+    """Serve until a signal ends it. The front runs in this process: Ray's own proxy would add a hop
+    to every request.
     """
     door = Door(Front(handle, settings), settings)
     announce(url(listening, settings))

@@ -8,11 +8,10 @@ _ENGINE = re.compile(r'engine="\d+"')
 
 
 def merged(pages: Mapping[str, str]) -> str:
-    """Merge the replicas' pages, by replica, into one: each family once, with every replica's
-    samples.
-
-    A sample gets the label `replica`; its `engine` becomes the replica's number in the order of
-    names, as vLLM numbers the engines that share one page.
+    """Return one page with the metrics of all replicas: each metric family once, with the samples
+    of every replica. pages: the text of each replica's page, by name of the replica. A sample gets
+    the label `replica`; its label `engine` becomes the replica's number in the order of names, as
+    vLLM numbers the engines on one page.
     """
     families: dict[str, list[str]] = {}
     for number, name in enumerate(sorted(pages)):

@@ -17,14 +17,16 @@ from forerun.ray.asgi import Head, HttpRequest, answered
 from forerun.serve.app import create_app
 
 READY_SECONDS = 1800.0
-"""A replica that has not loaded its model by then never will; as a rank, and as Kubernetes' probe
-in docs/deploy."""
+"""Seconds in which a replica must have loaded its model, or it is given up; the same as for a rank,
+and as Kubernetes' probe in docs/deploy.
+"""
 
 
 class Replica:
-    """Ray Serve makes one per actor; it is there when its model is loaded. Raises EngineError, with
-    the replica's name and process, for what its model or its options are at fault with, and if
-    loading takes longer than `ready` seconds: Ray starts another.
+    """One replica's actor, which loads the model in its constructor.
+
+    Raises EngineError, with the replica's name and process id, if the model or an option is at
+    fault, or if loading takes longer than `ready` seconds: Ray then starts another.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class Replica:
             yield replace(part, replica=self._name) if isinstance(part, Head) else part
 
     async def whole(self, asked: HttpRequest) -> Head:
-        """Return the answer to a request in one piece, for requests that go to every replica."""
+        """Return the answer to a request in one piece, for requests that are sent to every
+        replica.
+        """
         parts = [part async for part in self.forward(asked)]
         head = parts[0]
         assert isinstance(head, Head)
@@ -53,23 +57,23 @@ class Replica:
         return replace(head, body=head.body + b"".join(rest))
 
     async def check_health(self) -> None:
-        """Raise RuntimeError if this replica must be restarted: its engine is dead, or a step of it
-        does not end. Called by Ray Serve.
+        """Raise RuntimeError if this replica must be restarted: its engine has ended, or one of its
+        steps hangs. Called by Ray Serve.
         """
         head = await self.whole(HttpRequest("GET", "/health", b"", ((b"host", b"127.0.0.1"),), b""))
         if head.status != 200:
             raise RuntimeError(head.body.decode())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load for QueueAndCache: `cache`, the share of pages that sequences hold, 0 to
-        1. Called by Ray Serve.
+        """Return the load for QueueAndCache: `cache`, the share of the KV cache's pages that
+        sequences hold, 0 to 1. Called by Ray Serve.
         """
         await self._begin()
         load = (await self._app.state.service.served().engine.stats()).load
         return {"cache": load.pages_held / load.pages}
 
     def load(self, config: EngineConfig) -> Loaded:
-        """Open the model and its engine, as `config` says. Raises ForerunError."""
+        """Open the model and its engine for this configuration. Raises ForerunError."""
         return load(config)
 
     def _within(self, seconds: float, config: EngineConfig) -> Loaded:
@@ -98,13 +102,15 @@ class Replica:
         return loaded
 
     async def _begin(self) -> None:
-        """Start the app, once; it runs until this replica's process ends."""
+        """Start the application if it has not been started; it runs until this replica's process
+        ends.
+        """
         async with self._beginning:
             if self._lifespan is None:
                 self._lifespan = self._app.router.lifespan_context(self._app)
                 await self._lifespan.__aenter__()
 
     def __del__(self) -> None:
-        """Stop the model: Ray Serve ends this replica."""
+        """Release the model when Ray Serve ends this replica."""
         if hasattr(self, "_loaded"):
             self._loaded.close()

@@ -1,4 +1,4 @@
-"""Ray Serve's request router by prefix."""
+"""Ray Serve's request router with prefix affinity."""
 
 from collections import Counter
 from typing import Any, ClassVar
@@ -10,9 +10,12 @@ from forerun.ray.asgi import HttpRequest
 
 
 class PrefixRouter(RequestRouter):
-    """Asks PrefixAffinity. A load is what this router has chosen a replica for, sent there or not
-    yet, and not yet seen end: many choices are made before the first of them is sent. Where others
-    send requests there too, it is what the replica last said.
+    """Ranks replicas with PrefixAffinity.
+
+    A replica's load is the number of requests that this router has chosen it for and that have not
+    ended, whether sent yet or not: many are chosen before the first is sent. If other routers send
+    it requests too, the queue length that the replica last reported counts, if it is larger than
+    the number sent from here.
 
     running  number of replicas at the last update; None = no update yet
     """
@@ -33,8 +36,8 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return every candidate in a rank of its own, the best first: by cached prefix and load;
-        unchanged without a request.
+        """Return every candidate as a rank of its own, the best first by cached prefix and load; in
+        the given order without a request.
         """
         named = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         # A request cancelled before it was sent is done, too.
@@ -65,8 +68,8 @@ class PrefixRouter(RequestRouter):
         self._affinity.sent(_asked(pending_request), replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count a request as ended, well or not. Ignores requests that this router did not
-        route.
+        """Count a request as ended, whether it failed or not. Ignores requests that this router did
+        not route.
         """
         if internal_request_id in self._running:
             self._running.remove(internal_request_id)

@@ -1,4 +1,4 @@
-"""How many replicas, of what: as values, and read from words."""
+"""The number of replicas and their resources, and the parsing of options for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,12 +13,12 @@ from forerun.options.flags import own_option
 class Scale:
     """How many replicas there are, and what Ray reserves for each.
 
-    replicas  at least so many
-    most      at most so many, as there is work for them; 0: no more than `replicas`
-    target    requests that a replica shall have on the mean, where their number may change
-    cache     share of its cache's pages that sequences shall hold, the same (chosen by simulation:
-              docs/use/replicas.md)
-    cpus, gpus  of each
+    replicas  the least number of replicas
+    most      the greatest number, if there is work for them; 0 = always `replicas`
+    target    mean number of requests per replica that autoscaling aims at
+    cache     share of the KV cache's pages held by sequences that autoscaling aims at (chosen by
+              simulation: docs/use/replicas.md)
+    cpus, gpus  that each replica reserves
     """
 
     replicas: int = 1
@@ -29,7 +29,7 @@ class Scale:
     gpus: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what cannot be."""
+        """Raise ConfigError for a value out of range."""
         if self.replicas < 1:
             raise ConfigError(f"replicas is {self.replicas}; it must be at least 1.")
         if self.most and self.most < self.replicas:
@@ -41,8 +41,8 @@ class Scale:
 
 
 class QueueAndCache:
-    """Ray Serve's autoscaling policy: as many replicas as requests ask for, or as the pages that
-    sequences hold, whichever are more. Bounds and delays are Ray's.
+    """Ray Serve's autoscaling policy: enough replicas for the number of requests and for the number
+    of KV pages held by sequences, whichever needs more. Ray applies bounds and delays.
 
     target, cache  see Scale
     """
@@ -51,17 +51,17 @@ class QueueAndCache:
         self._target, self._cache = target, cache
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """Return how many replicas there should be. context: Ray's AutoscalingContext, with the
-        replicas' `cache` (Replica.record_autoscaling_stats).
+        """Return the number of replicas needed, and {}, the policy's state. context: Ray's
+        AutoscalingContext, with the replicas' `cache` (Replica.record_autoscaling_stats).
         """
         held = sum((context.aggregated_metrics or {}).get("cache", {}).values())
         return max(context.total_num_requests / self._target, held / self._cache), {}
 
 
 def read(words: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings, Scale]:
-    """Return the configurations of options by name, as flags without dashes or as fields:
-    model=..., max-sequences=8, replicas=2. Raises ConfigError that lists all unknown options and
-    all invalid values.
+    """Return the configurations for `words`, options by the name of the flag without its leading
+    dashes, or of the field: model=..., max-sequences=8, replicas=2. Raises one ConfigError that
+    lists all unknown options and all invalid values.
     """
     wanted = {name.replace("_", "-"): str(value) for name, value in words.items()}
     problems: list[str] = []
@@ -89,7 +89,9 @@ def read(words: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings, Scale]:
 
 
 def _of(kind: type[Any], wanted: dict[str, str], problems: list[str]) -> dict[str, Any]:
-    """Return the values of a class's fields, and remove their options from `wanted`."""
+    """Return the values that `wanted` has for the fields of `kind`, and remove these options from
+    `wanted`; adds a message per invalid value to `problems`.
+    """
     found: dict[str, Any] = {}
     for item in fields(kind):
         option = own_option(item)
