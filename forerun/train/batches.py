@@ -1,4 +1,6 @@
-"""Pieces of the corpus -> padded batches, from features on disk or computed on the way."""
+"""Builds padded batches from pieces of the corpus, with features from disk or computed on the
+fly.
+"""
 
 from collections.abc import Callable
 
@@ -22,9 +24,9 @@ def _padded(array: AnyArray, pieces: list[ChatPiece]) -> torch.Tensor:
 
 
 def stored_reader(corpus: Corpus) -> Callable[[list[ChatPiece]], TrainingBatch]:
-    """Return a function from pieces to batches, out of the features that `write_features` stored
-    beside the corpus: several epochs cost one pass of the target. On the CPU. Raises OSError if
-    features are missing.
+    """Return a function from pieces to batches that reads the features stored by `write_features`,
+    so that several epochs cost one pass of the target. On the CPU. Raises OSError if features are
+    missing.
     """
     stored = {
         name: np.load(corpus.folder / f"{name}.npy", mmap_mode="r")
@@ -49,13 +51,14 @@ def stored_reader(corpus: Corpus) -> Callable[[list[ChatPiece]], TrainingBatch]:
 def online_reader(
     corpus: Corpus, target: DenseTarget, features: tuple[int, ...], rows: torch.Tensor
 ) -> Callable[[list[ChatPiece]], TrainingBatch]:
-    """Return a function from pieces to batches whose features `target` computes at once, on its
-    device: no disk, for a fast device.
+    """Return a function from pieces to batches that computes the features with `target`, on its
+    device; uses no disk, for a fast device.
 
     features  hidden states to keep, as transformers numbers them
     rows      [Vd,H] the target's output rows of the draft vocabulary
 
-    Raises ConfigError for a target that caps its logits: the teacher is made of the rows alone.
+    Raises ConfigError for a target with a logit cap, since the teacher is computed from `rows`
+    alone.
     """
     if target.arch.final_softcap is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Stage 1 of `forerun train`: the target writes answers, and they become a corpus. It needs no
+"""Stage 1 of `forerun train`: the target generates answers, which are stored as a corpus. Needs no
 torch, so that an n-gram table can be made without it.
 """
 
@@ -14,14 +14,15 @@ from forerun.train.presets import TrainConfig
 from forerun.train.prompts import Problems, read_prompts
 
 Report = Callable[[str, int, int], None]
-"""(what, done, total) of a stage under way."""
+"""Called with (what, done, total) during a stage."""
 
 
 @dataclass(frozen=True)
 class TrainingTarget:
-    """The target: its weights, its words and how it is talked to.
+    """The target: its weights, tokenizer and chat template.
 
-    core     the compiled core will serve it, so that is what the draft should learn from
+    core     whether the compiled core will serve it, in which case its features are the ones to
+             train on
     threads  of the core; None = its own choice
     """
 
@@ -41,15 +42,14 @@ def write_corpus(
     out: Path,
     report: Report,
 ) -> tuple[Corpus, Problems]:
-    """Let the target write answers, kept in `out`/answers, and they become the corpus
-    `out`/corpus.
+    """Generate answers, kept in `out`/answers, and write the corpus to `out`/corpus.
 
     author   generates
-    prompts  a jsonl file of chats; None: the target writes the user's turns
+    prompts  a jsonl file of chats; None: the target generates the user's turns
     report   called with ("answers", written, wanted)
 
-    Goes on where an earlier run stopped. Returns what was left out as well. Raises ModelError if
-    hardly any chat is usable.
+    Continues an interrupted run. Returns the corpus, and what was left out. Raises ModelError if
+    almost no chat is usable.
     """
     recipe = Recipe(
         answers=config.answers,

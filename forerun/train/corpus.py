@@ -1,15 +1,18 @@
-"""Chats on disk, and what the target thinks at every token: written once, mapped for training.
+"""Chats on disk, with the target's hidden states and distributions at every token: written once,
+memory-mapped for training. The files, for C chats with T tokens:
 
 tokens.npy   int32[T]     all chats, one after the other
 wanted.npy   bool[T]      token belongs to an answer
-starts.npy   int64[C+1]   chat c owns tokens starts[c]:starts[c+1]; the last `held_out` are
-                          for choosing a checkpoint
-features.npy uint16[T,F*H]  bits of bfloat16: some states are beyond float16 (Gemma's reach
-                          103,789); as in train.loss.TrainingBatch; and where the next token belongs
-                          to an answer (elsewhere 0):
-choice.npy   int32[T]     the target's argmax for the token after, over the full vocabulary
-likely.npy   int32[T,K]   the K likeliest draft ids
-chance.npy   float16[T,K] their probabilities, made to sum to one
+starts.npy   int64[C+1]   chat c has tokens starts[c]:starts[c+1]; the last `held_out` chats are
+                          for selecting a checkpoint
+features.npy uint16[T,F*H]  bits of bfloat16, since some states exceed float16's range (Gemma's
+                          reach 103,789); as in train.loss.TrainingBatch
+
+and, where the next token belongs to an answer (elsewhere 0):
+
+choice.npy   int32[T]     the target's argmax for the next token, over the full vocabulary
+likely.npy   int32[T,K]   the K most probable draft ids
+chance.npy   float16[T,K] their probabilities, normalised to sum to one
 """
 
 import json
@@ -28,7 +31,7 @@ CROWD = 2
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A folder of chats, mapped."""
+    """A folder of chats, memory-mapped."""
 
     folder: Path
     tokens: Ints
@@ -42,12 +45,12 @@ class Corpus:
         return len(self.starts) - 1
 
     def span(self, chat: int) -> slice:
-        """Return the slice of chat `chat`, from 0 to C-1, in the flat arrays."""
+        """Return the slice of chat `chat`, 0 to C-1, in the flat arrays."""
         return slice(int(self.starts[chat]), int(self.starts[chat + 1]))
 
     def scored(self, chat: int) -> Ints:
-        """Return int32[n], positions within the chat, ascending, whose next token belongs to an
-        answer: the teacher's distribution is stored there.
+        """Return int32[n], the positions within the chat, ascending, whose next token belongs to an
+        answer; the teacher's distributions are stored for these.
         """
         wanted = np.asarray(self.wanted[self.span(chat)])
         return np.flatnonzero(wanted[1:]).astype(np.int32)
@@ -59,21 +62,21 @@ class Corpus:
 
     @property
     def training(self) -> range:
-        """Numbers of the chats to learn from: all but the last `held_out`."""
+        """Numbers of the chats to train on: all but the last `held_out`."""
         return range(self.chats - self.held_out)
 
     @property
     def held(self) -> range:
-        """Numbers of the chats to choose a checkpoint by: the last `held_out`."""
+        """Numbers of the chats to select a checkpoint by: the last `held_out`."""
         return range(self.chats - self.held_out, self.chats)
 
 
 def write_chats(folder: Path, chats: list[Chat], held_out: int) -> Corpus:
-    """Store chats in the order in which they were begun, whichever finished first, and map them.
+    """Store chats in the order of their numbers, and return them memory-mapped.
 
-    folder    made if missing; a corpus in it is replaced
-    held_out  chats kept for judging; at least one stays for training and, of two or more, one for
-              that
+    folder    created if missing; a corpus in it is replaced
+    held_out  chats for evaluation; at least one chat remains for training and, of two or more,
+              one for evaluation
 
     Raises ModelError if there is no chat.
     """
@@ -92,8 +95,8 @@ def write_chats(folder: Path, chats: list[Chat], held_out: int) -> Corpus:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, whole or not at all: what is cut short would count as finished in the next run.
-    Raises OSError.
+    """Write a file atomically, since the next run would take a truncated one for complete. Raises
+    OSError.
     """
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
@@ -101,7 +104,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def open_corpus(folder: Path) -> Corpus:
-    """Map a stored corpus. Raises ModelError if a file is missing, short or of another
+    """Memory-map a stored corpus. Raises ModelError if a file is missing, truncated or of another
     corpus.
     """
     try:
@@ -119,7 +122,7 @@ def open_corpus(folder: Path) -> Corpus:
 
 @dataclass(frozen=True, slots=True)
 class ChatPiece:
-    """Tokens of one chat that go into one row of a batch."""
+    """A range of a chat's tokens that is one row of a batch."""
 
     begin: int
     end: int
@@ -128,14 +131,14 @@ class ChatPiece:
 def batches(
     corpus: Corpus, chats: range, length: int, tokens: int, seed: int
 ) -> Iterator[list[ChatPiece]]:
-    """Yield one epoch over `chats`: lists of pieces, each the last `length` tokens at most of a
-    chat, shuffled by `seed`, similar lengths together.
+    """Yield the batches of one epoch over `chats`: lists of pieces, each the last `length` tokens
+    at most of a chat, shuffled by `seed`, with similar lengths together.
 
-    tokens  answer tokens of a batch, about: the loss is a mean over those, so steps are equally
-    sure
+    tokens  approximate number of answer tokens in a batch: the loss is a mean over those, so that
+            all steps have a similar variance
 
-    Long questions with short answers end a batch earlier: at CROWD times as many tokens of all
-    kinds, padding included, which is what takes memory.
+    A batch with long questions and short answers ends earlier: at CROWD times as many tokens of all
+    kinds including padding, which limits the memory.
     """
     random = np.random.default_rng(seed)
     pieces = []
@@ -164,9 +167,9 @@ def batches(
 
 
 def choose_vocabulary(corpus: Corpus, size: int, vocab: int, forced: Ints) -> Ints:
-    """Return int32[Vd] ascending target ids: `forced` ones, then the most frequent in the training
-    answers, then the lowest ids (merge order: the commonest pieces come first). All ids if size >=
-    vocab.
+    """Return int32[Vd], ascending target ids: the `forced` ones, then the most frequent in the
+    training answers, then the lowest ids (in merge order these are the commonest tokens). All ids
+    if size >= vocab.
     """
     if size >= vocab:
         return np.arange(vocab, dtype=np.int32)
@@ -175,7 +178,7 @@ def choose_vocabulary(corpus: Corpus, size: int, vocab: int, forced: Ints) -> In
         span = corpus.span(chat)
         answer = np.asarray(corpus.tokens[span])[np.asarray(corpus.wanted[span])]
         counts += np.bincount(answer, minlength=vocab)
-    counts -= np.arange(vocab) / (2 * vocab)  # Ties, unseen ids included, to the lowest id.
+    counts -= np.arange(vocab) / (2 * vocab)  # The lowest id wins ties.
     counts[forced] = np.inf
     chosen = np.argpartition(-counts, size - 1)[:size]
     return np.sort(chosen).astype(np.int32)

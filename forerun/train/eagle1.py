@@ -1,10 +1,10 @@
-"""Training an EAGLE-1 head (arXiv 2401.15077). EAGLE-2 (arXiv 2406.16858) is the same head, whose
-trees are dynamic.
+"""Training an EAGLE-1 head (arXiv 2401.15077); EAGLE-2 (arXiv 2406.16858) is the same head with
+dynamic trees.
 
-The head predicts the target's next hidden state after the final norm, and the target's own output
-rows make a token of it. So it is trained by regression: smooth L1 between the two states, and a
-tenth of the cross-entropy between the tokens that follow from them. The states that it reads have
-uniform noise, as its own will have errors.
+The head predicts the target's next hidden state after the final norm, from which the target's own
+output rows compute logits. It is trained by regression: the smooth L1 loss between the two states,
+plus a tenth of the cross-entropy between the token distributions computed from them. Uniform noise
+is added to the states it reads, because its own outputs will have errors.
 """
 
 import torch
@@ -21,14 +21,16 @@ from forerun.train.loss import DraftVocabulary, StepScore, TrainingBatch, step_l
 from forerun.train.unroll import Unrolling, turns, unrolled
 
 CLASSIFICATION = 0.1
-"""Weight of the cross-entropy beside the regression."""
+"""Weight of the cross-entropy relative to the regression."""
 
 NOISE_TOKENS = 512
-"""Tokens of a text whose noise is as wide as the option says; in a shorter one it is wider."""
+"""Length of a text, in tokens, in which the noise is as wide as the option says; it is wider in
+shorter ones.
+"""
 
 
 class Eagle1Head(EagleHead):
-    """An EAGLE-1 head whose feature is the target's last stream, before the final norm."""
+    """An EAGLE-1 head whose feature is the target's last residual stream, before the final norm."""
 
     target_norm: Tensor
 
@@ -40,12 +42,14 @@ class Eagle1Head(EagleHead):
         self.register_buffer("target_norm", norm, persistent=False)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the target's hidden states [...,H] after its final norm, from its last stream."""
+        """Return the target's hidden states [...,H] after its final norm, from its last residual
+        stream.
+        """
         return rms_norm(features, self.target_norm, self._eps)
 
 
 def unserved(target: Architecture) -> None:
-    """Raise ModelError for a target whose logits are not its output rows' alone."""
+    """Raise ModelError for a target whose logits are not just the product with its output rows."""
     if target.logit_scale != 1.0 or target.final_softcap is not None:
         raise ModelError(
             "an EAGLE-1 head is trained through the target's output rows, and this target scales "
@@ -54,8 +58,8 @@ def unserved(target: Architecture) -> None:
 
 
 def start_regression(head: EagleHead, vocabulary: DraftVocabulary, seed: int) -> None:
-    """Fill `head` in place with small noise drawn by `seed`; its output rows are those of the
-    vocabulary and stay frozen.
+    """Initialise `head` in place with small random weights drawn from `seed`; its output rows are
+    those of the vocabulary and are frozen.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -78,13 +82,13 @@ def regression_loss(
     seed: int = 0,
 ) -> tuple[Tensor, list[StepScore]]:
     """Return the sum over unrolled steps of decay**s times EAGLE's loss, a scalar with a gradient,
-    and each step's score, whose loss is the cross-entropy. One step is EAGLE's own training; more
-    read the head's own states, as HASS (arXiv 2408.15766) has it.
+    and each step's score, whose loss is the cross-entropy. One step is EAGLE's own training;
+    further steps read the head's own states, as in HASS (arXiv 2408.15766).
 
     embed  [V,H] the target's embedding
-    plan   steps, decay, and the share of rows that goes on
+    plan   steps, decay, and the share of rows that continues
     noise  see `noisy`
-    seed   draws noise and the rows that go on
+    seed   draws the noise and the rows that continue
     """
     true = head.fuse(batch.features.flatten(0, 1))
     read = noisy(true, batch.wanted, noise, seed) if noise else true
@@ -94,7 +98,7 @@ def regression_loss(
     for step, (made, turn) in enumerate(
         zip(unrolled(head, batch.tokens, read, embed, steps), steps, strict=True)
     ):
-        # Row q predicts the state at q + step + 1, from which the token after that follows.
+        # Row q predicts the state at q + step + 1, which gives the logits of the next token.
         rows, teachers = turn.scored, turn.rows[turn.scored] + step + 1
         entropy, score = step_loss(made, rows, teachers, head.lm_head.weight, batch, vocabulary)
         predicted, wanted = made.index_select(0, rows).float(), true.index_select(0, teachers)
@@ -106,10 +110,11 @@ def regression_loss(
 
 
 def noisy(hidden: Tensor, wanted: Tensor, noise: float, seed: int) -> Tensor:
-    """Return hidden states [B*T,H] with uniform noise drawn by `seed`, `noise` wide in a text of
-    NOISE_TOKENS tokens and inversely so in others, as EAGLE's trainer has it.
+    """Return hidden states [B*T,H] with uniform noise drawn from `seed`, of width `noise` in a text
+    of NOISE_TOKENS tokens and inversely proportional to the length in others, as in EAGLE's
+    trainer.
 
-    wanted  bool[B,T] tokens of answers, which end a text; on the CPU
+    wanted  bool[B,T] tokens of answers, the last of which ends a text; on the CPU
     """
     places = torch.arange(1, wanted.shape[1] + 1)
     lengths = (wanted * places).amax(1).clamp_min(1)

@@ -1,4 +1,6 @@
-"""A running average of the weights: steadier than the last step's, often better held out."""
+"""A running average of the weights, which varies less than the latest weights and is often better
+on held-out chats.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,14 +9,16 @@ import torch
 from torch import nn
 
 WARM = 10.0
-"""Early steps count more: the average of t steps looks back at most a share t / (t + WARM)."""
+"""Limits the decay of early updates: the average after t steps keeps at most a share t / (t + WARM)
+of its earlier value.
+"""
 
 
 class WeightEma:
     """Exponential moving average of a module's trained parameters (Polyak averaging).
 
-    module   is read at the beginning and by `update`; only `worn` changes it
-    decay    the most of an average that an update keeps, 0 to 1
+    module   read by the constructor and by `update`; changed only within `worn`
+    decay    upper bound of the share of the average that an update keeps, 0 to 1
     weights  parameter name -> its average; frozen parameters have none
     """
 
@@ -25,8 +29,8 @@ class WeightEma:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move the averages towards the module's weights, which have seen `step` updates, from 1.
-        Each moves by 1 - min(decay, step / (step + WARM)) of the way.
+        """Move the averages towards the module's weights after `step` updates, from 1: by a share 1
+        - min(decay, step / (step + WARM)) of the difference.
         """
         new = 1 - min(self._decay, step / (step + WARM))
         for name, parameter in self._trained.items():
@@ -34,7 +38,9 @@ class WeightEma:
 
     @contextmanager
     def worn(self) -> Iterator[None]:
-        """Give the module the averaged weights within a context; its own again after it."""
+        """Return a context manager in which the module has the averaged weights; its own are
+        restored at the end.
+        """
         self._swap()
         try:
             yield

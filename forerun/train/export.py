@@ -1,8 +1,8 @@
-"""A trained head -> a folder that servers load, in SGLang's dialect.
+"""Writes a trained head as a folder that servers load, in SGLang's format.
 
-It has no output head, which is the target's own rows, unless the head was begun with its own:
-Forerun puts them back when it loads the draft. A trained block drafter becomes a folder in z-lab's
-dialect, which servers load.
+The folder has no output head, because it equals rows of the target's, which Forerun takes from
+there when it loads the draft; it has one only if training started from a draft with its own. A
+trained block drafter is written in z-lab's format.
 """
 
 import json
@@ -22,12 +22,12 @@ from forerun.types import Ints
 
 
 def export_head(head: EagleHead, target_ids: Ints, folder: Path) -> None:
-    """Write a trained head as config.json and model.safetensors (bfloat16) into `folder`.
+    """Write a trained head as config.json and model.safetensors (bfloat16) to `folder`.
 
     target_ids  int32[Vd] ascending; stored as offsets d2t and membership t2d
 
-    An EAGLE-1 head has the names of EAGLE's repository. Raises OSError if the folder cannot be
-    written.
+    An EAGLE-1 head gets the tensor names of EAGLE's repository. Raises OSError if the folder cannot
+    be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     about = head.head
@@ -35,7 +35,7 @@ def export_head(head: EagleHead, target_ids: Ints, folder: Path) -> None:
     first = about.algorithm == "eagle1"
     if first or not about.trained_head:
         del tensors["lm_head.weight"]
-    if first:  # SGLang's class has a bias in any case, and leaves random what a file lacks.
+    if first:  # SGLang's class always has a bias: random if it is not in the file.
         tensors.setdefault("fc.bias", torch.zeros(about.hidden))
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     if about.vocab != about.target_vocab:
@@ -69,8 +69,8 @@ def _layer(about: DraftHead) -> dict[str, Any]:
 
 
 def rope_keys(rope: Rope) -> dict[str, Any]:
-    """Return the keys by which a config.json in transformers' format writes RoPE: rope_theta, and
-    rope_scaling if the rope is scaled.
+    """Return the keys of RoPE in a config.json of transformers: rope_theta, and rope_scaling if the
+    rope is scaled.
     """
     scaling: dict[str, Any] | None = None
     match rope.scaling:
@@ -97,8 +97,8 @@ def rope_keys(rope: Rope) -> dict[str, Any]:
 
 
 def _eagle1(about: DraftHead) -> dict[str, Any]:
-    """Return flat keys. SGLang takes the first of the two names that it knows, vLLM Eagle and the
-    second one.
+    """Return the keys of an EAGLE-1 config.json. SGLang takes the first name in `architectures`
+    that it knows, vLLM the Eagle one and the second.
     """
     return {
         "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
@@ -109,7 +109,7 @@ def _eagle1(about: DraftHead) -> dict[str, Any]:
 
 
 def _sglang(about: DraftHead) -> dict[str, Any]:
-    """Return flat keys; feature ids in the "output of layer" sense."""
+    """Return the keys of an EAGLE-3 config.json; feature ids count layer outputs."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer(about),
@@ -133,7 +133,7 @@ def _sglang(about: DraftHead) -> dict[str, Any]:
 def export_block(
     head: BlockHead, tensors: dict[str, Tensor], target_ids: Ints, folder: Path, layers: int
 ) -> None:
-    """Write a block drafter as config.json and model.safetensors (bfloat16) into `folder`.
+    """Write a block drafter as config.json and model.safetensors (bfloat16) to `folder`.
 
     tensors     canonical name -> weight, without the vocabulary map
     target_ids  int32[Vd] ascending; stored as offsets d2t
@@ -151,7 +151,7 @@ def export_block(
 
 
 def _config(head: BlockHead, layers: int) -> dict[str, Any]:
-    """Return flat keys; feature ids in the "output of layer" sense."""
+    """Return the keys of a block drafter's config.json; feature ids count layer outputs."""
     config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3" if head.qk_norm else "llama",

@@ -1,5 +1,5 @@
-"""What the target thinks at every token of a corpus, beside its chats (the files that `corpus`
-lists).
+"""Computes the target's hidden states and distributions at every token of a corpus, and stores them
+next to its chats (the files that `corpus` lists).
 """
 
 import json
@@ -19,22 +19,24 @@ from forerun.train.teacher import Teacher
 from forerun.types import Floats, Ints
 
 LIKELY = 64
-"""K, unless the draft vocabulary is smaller."""
+"""K, the number of draft ids stored per position, unless the draft vocabulary is smaller."""
 
 
 class ReadsFeatures(Protocol):
-    """The part of a network's description that says what it reads of the target: hidden states
-    `features`, as in DraftHead, each `target_hidden` wide.
+    """The part of a network's description that says which of the target's hidden states it reads:
+    `features`, as in DraftHead, each of size `target_hidden`.
     """
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The hidden states that it reads, as transformers numbers them (see DraftHead)."""
+        """The hidden states that the network reads, as transformers numbers them (see
+        DraftHead).
+        """
         ...
 
     @property
     def target_hidden(self) -> int:
-        """Numbers in each of them: the target's H."""
+        """H, the target's hidden size."""
         ...
 
 
@@ -45,15 +47,15 @@ def write_features(
     teacher: Teacher,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Run the target once over every chat and store what the trainer needs of it (the
-    files that `corpus` lists).
+    """Run the target once over every chat and store its hidden states and distributions (the files
+    that `corpus` lists).
 
-    head      which hidden states it reads
+    head      which hidden states the network reads
     ids       int32[Vd] the draft vocabulary
-    teacher   the target
+    teacher   runs the target
     progress  called with (tokens done, tokens in all) after each chat
 
-    Resumable: chats already done for the same vocabulary and hidden states (progress.json) are
+    Resumable: chats that were done for the same vocabulary and hidden states (progress.json) are
     kept. Raises ModelError if the disk has too little space.
     """
     total, width = len(corpus.tokens), head.target_hidden * len(head.features)
@@ -97,7 +99,9 @@ def write_features(
 
 
 def _check_space(folder: Path, shapes: Iterable[tuple[type, tuple[int, ...]]]) -> None:
-    """Raise ModelError if the arrays do not fit: on a full disk a mapped file ends its process."""
+    """Raise ModelError if the arrays do not fit on the disk, since writing to a mapped file on a
+    full disk kills the process.
+    """
     needed = sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in shapes)
     if needed > (free := shutil.disk_usage(folder).free):
         raise ModelError(
@@ -107,7 +111,7 @@ def _check_space(folder: Path, shapes: Iterable[tuple[type, tuple[int, ...]]]) -
 
 
 def _chats_done(note: Path, facts: dict[str, object]) -> int:
-    """Return how many chats an earlier run finished with the same `facts`."""
+    """Return the number of chats that an earlier run finished with the same `facts`."""
     found = json.loads(note.read_text()) if note.exists() else {}
     same = all(found.get(name) == value for name, value in facts.items())
     return int(found["chats"]) if same else 0
@@ -115,8 +119,8 @@ def _chats_done(note: Path, facts: dict[str, object]) -> int:
 
 def distil(logits: Floats, ids: Ints, likely: int) -> tuple[Ints, Ints, Floats]:
     """Return the stored form of a teacher's logits float32[n,V]: choice int32[n], the argmax over
-    the full vocabulary; and of the draft vocabulary ids int32[Vd] the `likely` best: draft ids
-    int32[n,K] and their probabilities float32[n,K], which sum to one.
+    the full vocabulary; and for the `likely` best ids of the draft vocabulary ids int32[Vd], their
+    draft ids int32[n,K] and their probabilities float32[n,K], which sum to one.
     """
     known = torch.from_numpy(logits)
     best, where = known.index_select(1, torch.from_numpy(ids)).topk(likely)

@@ -1,17 +1,18 @@
-"""How a head begins: as another draft ended, or saying "no idea" rather than nonsense.
+"""Initial weights of a head: those of another draft, or weights with which its first predictions
+are uniform rather than wrong.
 
-The block is the target's last layer where shapes allow; the output head is the target's own rows
-and stays frozen. That head is sharp (the final norm times tied embeddings), so a wrong direction
-would be confidently wrong: first losses of three times ln(Vd) were measured. The head's final
-norm is therefore scaled to whatever makes the first loss smallest, with 0 (loss exactly ln(Vd))
+The layer is the target's last one if the shapes agree; the output head consists of the target's own
+rows and is frozen. That head is sharp (the final norm times tied embeddings), so that a wrong
+direction would give confident wrong predictions: first losses of three times ln(Vd) were measured.
+The head's final norm is therefore scaled to minimise the first loss, with 0 (loss exactly ln(Vd))
 among the candidates.
 
-A block drafter begins with heads that look at the root and at the newest features. Taken over from
-the target, attention looks at the block's own masks, states the target's layers never saw: features
-then reach no draft token, and the loss stays at that of unigrams. Taken at random it looks
-everywhere alike. So the first layer's queries and keys begin as two fixed readings beside small
-noise: a third of the heads finds the root, the others find features, the newest ones first. Values
-and outputs are random, the feed-forward is the target's where shapes allow.
+A block drafter starts with attention heads that look at the root and at the newest features. With
+the target's weights, attention looks at the block's own masks, states that the target's layers
+never saw: features then reach no draft token, and the loss stays at that of unigrams. With random
+weights it is uniform. So the queries and keys of the first layer start as two fixed linear readings
+plus small noise: a third of the heads finds the root, the others find features, the newest ones
+first. Values and outputs are random, the feed-forward is the target's if the shapes agree.
 """
 
 from typing import cast
@@ -34,8 +35,8 @@ SCALES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 def start_from_target(
     head: EagleHead, checkpoint: Checkpoint, vocabulary: DraftVocabulary, seed: int
 ) -> None:
-    """Fill `head` in place: the target's last layer on the hidden half of its input, small noise
-    elsewhere, the target's final norm and output rows, which stay frozen.
+    """Initialise `head` in place: the target's last layer on the hidden half of its input, small
+    noise elsewhere, and the target's final norm and output rows, which are frozen.
 
     vocabulary  whose rows the output head gets
     seed        of the noise
@@ -66,15 +67,15 @@ def start_from_target(
         )
         small(head.fc.weight, 0.01)
         head.fc.weight[:, -width:] += torch.eye(width, device=head.fc.weight.device)
-        # layer.input_layernorm stays 1: embeddings come to the scale of one, as queries expect.
+        # layer.input_layernorm stays 1: it scales embeddings to one, as queries expect.
         head.norm.weight.copy_(target("model.norm.weight"))
         head.lm_head.weight.copy_(vocabulary.rows)
     head.lm_head.weight.requires_grad_(False)
 
 
 def check_trainable(draft: DraftFile, method: str | None = None) -> None:
-    """Raise ModelError if a draft that can be served cannot be trained by `method` (None: by the
-    one for it), or at all: it is of another width than the target.
+    """Raise ModelError if a draft cannot be trained further, although it can be served: by `method`
+    (None: by its own method), or at all because its width differs from the target's.
     """
     head = draft.head
     name, own = {"eagle1": ("EAGLE-1", "eagle"), "eagle3": ("EAGLE-3", "eagle3")}[head.algorithm]
@@ -88,8 +89,8 @@ def check_trainable(draft: DraftFile, method: str | None = None) -> None:
 
 
 def start_from_draft(head: EagleHead, draft: DraftFile, vocabulary: DraftVocabulary) -> None:
-    """Fill `head` in place with a draft's weights. The output head, its own or the target's rows of
-    the vocabulary, stays frozen.
+    """Initialise `head` in place with a draft's weights. The output head, the draft's own or the
+    target's rows of the vocabulary, is frozen.
     """
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -103,13 +104,13 @@ def start_from_draft(head: EagleHead, draft: DraftFile, vocabulary: DraftVocabul
 def calibrate(
     head: Unrollable, norm: Tensor, batch: TrainingBatch, embed: Tensor, vocabulary: DraftVocabulary
 ) -> float:
-    """Scale the final norm's weight norm [H], in place, to the smallest first-step loss on `batch`,
-    which is returned in nats.
+    """Scale the final norm's weight `norm` [H], in place, to minimise the first-step loss on
+    `batch`. Returns that loss in nats.
 
     embed  [V,H] the target's embedding
 
-    At most ln(Vd), because the scale 0 is among the candidates; where 0 is best, 0.001 is kept so
-    that gradients pass.
+    The result is at most ln(Vd), because the scale 0 is among the candidates; if 0 is best, 0.001
+    is used so that gradients pass.
     """
     original = norm.detach().clone()
     losses = {}
@@ -124,11 +125,13 @@ def calibrate(
 
 
 SHARPNESS = 16.0
-"""Of the first attention: what is sought outweighs the rest by exp of this, about."""
+"""Initial difference in attention logit, approximately, between what a head looks for and the
+rest.
+"""
 
 SPREAD = 2.0
-"""Standard deviation of the first logits: about where training takes it. Less has a smaller first
-loss, and the final norm then grows by one learning rate a step.
+"""Standard deviation of the first logits, about the value that training reaches. With a smaller one
+the first loss is smaller, but the final norm then grows by one learning rate per step.
 """
 
 
@@ -141,11 +144,11 @@ def start_block(
     batch: TrainingBatch,
     seed: int,
 ) -> None:
-    """Fill `drafter` in place as the module says; `seed` draws what is random.
+    """Initialise `drafter` in place as the module describes; `seed` draws the random weights.
 
     checkpoint   the target's, for final norm and feed-forward
     embed, rows  the target's embedding [V,H] and its output rows of the draft vocabulary [Vd,H]
-    batch        its answers say what features and tokens look like
+    batch        whose answers are used as samples of features and tokens
 
     Raises ModelError if the target lacks a tensor.
     """
@@ -193,10 +196,9 @@ def _start_mask(mask: Tensor, tokens: Tensor, generator: torch.Generator) -> Non
 
 
 def _look(drafter: BlockDrafter, tokens: Tensor, context: Tensor) -> None:
-    """Set what the first layer's heads look at.
-
-    Scores are of rank one: (a place's reading) times (a key's reading) times a sum of cosines of
-    the distance, of the faster half of the rotary frequencies, which is greatest where near.
+    """Set the queries and keys of the first layer. Scores have rank one: (the query's reading)
+    times (the key's reading) times a sum of cosines of the distance, over the faster half of the
+    rotary frequencies, which is largest at small distances.
     """
     head, layer = drafter.head, drafter.layer(0)
     size = head.head_size
@@ -213,8 +215,8 @@ def _look(drafter: BlockDrafter, tokens: Tensor, context: Tensor) -> None:
 
 
 def _readings(kinds: list[Tensor]) -> Tensor:
-    """Return [K,H] from K sets of vectors [n,H]: each reads 1 of its own set and 0 of the others,
-    as nearly as one direction can.
+    """Return [K,H] from K sets of vectors [n,H]: direction k whose product with the vectors of set
+    k is about 1 and with those of the other sets about 0, by least squares.
     """
     alike = sum((kind.T @ kind / len(kind) for kind in kinds), torch.zeros(()).to(kinds[0]))
     alike = alike + 0.01 * alike.diagonal().mean() * torch.eye(len(alike)).to(alike)

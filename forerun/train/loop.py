@@ -1,4 +1,6 @@
-"""The training loop: batches in, checkpoints out, the best one by held-out simulated length."""
+"""The training loop: trains on batches, writes checkpoints, and keeps the best one by simulated
+acceptance length on held-out chats.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,21 +27,23 @@ Reader = Callable[[list[ChatPiece]], TrainingBatch]
 
 
 LossOf = Callable[["TrainingRun", TrainingBatch, int, bool], tuple[Tensor, list[StepScore]]]
-"""(trial, batch, seed, whether it only judges) -> the loss, and the score of every draft token."""
+"""(trial, batch, seed, whether it only evaluates) -> the loss, and the score of every draft
+token.
+"""
 
 
 class TrainingError(ForerunError):
-    """Training ended early; the last checkpoint is usable. The message says why."""
+    """Training ended early for the reason in the message; the last checkpoint is usable."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSchedule:
-    """How to train. Rates are AdamW's; a step is one batch of some `tokens` answer tokens.
+    """How to train. Rates are AdamW's; a step is one batch of about `tokens` answer tokens.
 
-    minutes     train this long at most, earlier runs counted in: the learning rate then falls
-                with the time that has passed, so it reaches its floor on any machine; 0 = off
-    look_every  steps between looks at the loss: each waits for the device
-    ema         decay of the weights' running average, 0 = none is kept
+    minutes     train at most this long, including earlier runs: the learning rate then falls with
+                the elapsed time, so that it reaches its floor on any machine; 0 = off
+    look_every  steps between reads of the loss, each of which waits for the device
+    ema         decay of the weights' running average, 0 = no average
     """
 
     epochs: float = 4.0
@@ -59,7 +63,7 @@ class TrainingSchedule:
     ema: float = 0.0
 
     def unrolling(self, judging: bool) -> Unrolling:
-        """Return how far to unroll: all rows, and no decay, where it only evaluates."""
+        """Return the unrolling; for an evaluation (judging) with all rows and without decay."""
         if judging:
             return Unrolling(self.steps)
         return Unrolling(self.steps, self.decay, self.thin)
@@ -78,7 +82,7 @@ class TrainingSchedule:
 def unrolled_loss(
     trial: "TrainingRun", batch: TrainingBatch, seed: int, judging: bool
 ) -> tuple[Tensor, list[StepScore]]:
-    """Return the loss of a network that reads its own outputs, as LossOf: `ttt_loss`."""
+    """Return the loss of a network that reads its own outputs, by `ttt_loss`. See LossOf."""
     plan = trial.schedule.unrolling(judging)
     head = cast(Unrollable, trial.head)
     return ttt_loss(head, batch, trial.embed, trial.vocabulary, plan, seed)
@@ -86,10 +90,10 @@ def unrolled_loss(
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Everything a training run works on.
+    """The inputs of a training run.
 
-    loss_of  what the head is trained by
-    compute  dtype of the matrix products; the head's own weights stay as they are, float32
+    loss_of  the loss to minimise
+    compute  dtype of the matrix products; the head's own weights stay float32
     """
 
     head: nn.Module
@@ -112,13 +116,13 @@ class TrainingRun:
 
 
 def train(trial: TrainingRun, report: Callable[[Progress], None]) -> Progress:
-    """Train to the end of the schedule; goes on from the folder's last snapshot, if there is one.
+    """Train to the end of the schedule; continues from the folder's last snapshot, if there is one.
 
-    report  called after every look at the loss and every check
+    report  called after every read of the loss and every check
 
-    Writes `last` at every check and `best` when the held-out simulated length improves, be it that
-    of the weights or of their average. Raises TrainingError on a loss that is not finite or a full
-    disk; a KeyboardInterrupt saves and is raised again.
+    Writes `last` at every check, and `best` when the held-out simulated length improves, with the
+    weights or with their average. Raises TrainingError if the loss is not finite or the disk is
+    full; a KeyboardInterrupt saves and is re-raised.
     """
     schedule = trial.schedule
     trained = [p for p in trial.head.parameters() if p.requires_grad]
@@ -127,10 +131,10 @@ def train(trial: TrainingRun, report: Callable[[Progress], None]) -> Progress:
     run = _Run(trial, optimiser, trained, ema)
     progress = Progress()
     load_snapshot(trial.folder / "last", trial.head, optimiser, progress, ema)
-    progress.total = _steps(trial)  # Of this schedule: a longer one goes on.
+    progress.total = _steps(trial)  # Of this schedule, which may be longer.
     if progress.step == 0:
         progress.history.append(evaluate(trial, 0))
-        with _written(trial):  # What training began with may be the best there is.
+        with _written(trial):  # The initial weights may be the best.
             _keep_best(trial, progress.history[0]["length"], progress)
     started = monotonic() - progress.seconds
     try:
@@ -155,7 +159,7 @@ def train(trial: TrainingRun, report: Callable[[Progress], None]) -> Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What changes while a trial runs, beside its progress."""
+    """The state of a run apart from its progress."""
 
     trial: TrainingRun
     optimiser: torch.optim.Optimizer
@@ -163,7 +167,7 @@ class _Run:
     ema: WeightEma | None
 
     def save(self, progress: Progress) -> None:
-        """Write the checkpoint from which training goes on. Raises OSError."""
+        """Write the checkpoint to continue from. Raises OSError."""
         folder = self.trial.folder / "last"
         save_snapshot(folder, self.trial.head, self.optimiser, progress, self.ema)
 
@@ -194,7 +198,9 @@ def _one_step(run: _Run, pieces: list[ChatPiece], progress: Progress) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Slope:
-    """One part of a batch: gradients of its mean loss, the first step's loss, wanted tokens."""
+    """The result of one part of a batch: gradients of its mean loss, the first step's loss, and its
+    number of answer tokens.
+    """
 
     gradients: tuple[Tensor, ...]
     loss: Tensor
@@ -212,7 +218,9 @@ def _slope(
 
 
 def _done(schedule: TrainingSchedule, progress: Progress) -> float:
-    """Return the finished part of the training, 0 to 1: by steps, or by time if that is further."""
+    """Return the finished share of the training, 0 to 1: by steps or by time, whichever is
+    greater.
+    """
     by_time = progress.seconds / (60 * schedule.minutes) if schedule.minutes else 0.0
     return min(max(progress.step / progress.total, by_time), 1.0)
 
@@ -222,8 +230,8 @@ def _over(schedule: TrainingSchedule, progress: Progress) -> bool:
 
 
 def _attend(trial: TrainingRun, loss: Tensor, progress: Progress) -> None:
-    """Wait for the device and read the loss. Raises TrainingError if it is not finite: a bad
-    step spoils the weights, so every later loss shows it too.
+    """Wait for the device and read the loss. Raises TrainingError if it is not finite. Later losses
+    would not be finite either, so a check now and then is enough.
     """
     progress.loss = float(loss)
     if not math.isfinite(progress.loss):
@@ -235,7 +243,9 @@ def _attend(trial: TrainingRun, loss: Tensor, progress: Progress) -> None:
 
 
 def _check(run: _Run, progress: Progress) -> None:
-    """Evaluate, store the best head, save. Raises TrainingError if nothing can be written."""
+    """Evaluate, store the best head, and save a checkpoint. Raises TrainingError if it cannot be
+    written.
+    """
     trial, ema = run.trial, run.ema
     row = evaluate(trial, progress.step)
     progress.history.append(row)
@@ -251,7 +261,7 @@ def _check(run: _Run, progress: Progress) -> None:
 
 @contextmanager
 def _written(trial: TrainingRun) -> Iterator[None]:
-    """Turn errors of writing checkpoints into TrainingError, as a context manager."""
+    """Return a context manager that turns errors of writing checkpoints into TrainingError."""
     try:
         yield
     except OSError as error:
@@ -262,7 +272,7 @@ def _written(trial: TrainingRun) -> Iterator[None]:
 
 
 def _keep_best(trial: TrainingRun, length: float, progress: Progress) -> None:
-    """Write the head as it is now where its held-out simulated length is the best so far."""
+    """Write the current head if its held-out simulated length is the best so far."""
     if length > progress.best:
         progress.best = length
         save_snapshot(trial.folder / "best", trial.head, None, progress)
@@ -270,7 +280,7 @@ def _keep_best(trial: TrainingRun, length: float, progress: Progress) -> None:
 
 def evaluate(trial: TrainingRun, step: int) -> Check:
     """Evaluate the head on the held-out chats: first-step loss in nats, agreement with the target
-    by position, simulated chain length. `step` is only recorded. Changes nothing.
+    by position, simulated acceptance length. `step` is only recorded. Changes no weight.
     """
     schedule = trial.schedule
     groups = batches(trial.corpus, trial.corpus.held, schedule.length, schedule.tokens, 0)
@@ -306,7 +316,7 @@ def _epoch(trial: TrainingRun, number: int) -> Iterator[list[ChatPiece]]:
 
 
 def _batches_from(trial: TrainingRun, step: int) -> Iterator[list[ChatPiece]]:
-    """Yield the endless sequence of batches, from batch `step` on: a function of the seed alone."""
+    """Yield the endless sequence of batches, a function of the seed alone, from batch `step` on."""
     number = seen = 0
     while True:
         for pieces in _epoch(trial, number):

@@ -1,10 +1,10 @@
-"""The loss of the training-time test: soft cross-entropy against the target, step by step; and that
-of a block drafter: many blocks of every text at once, none of which sees another.
+"""The loss functions: soft cross-entropy against the target in training-time test, step by step;
+and that of a block drafter, with many independent blocks of every text at once.
 
 A block begins at an anchor: a token of the text whose successor belongs to an answer. Its places
-see the features of the positions before the anchor, and each other; what each is to say is the
-target's own distribution there, given the true text. (DFlash's weights exp(-(k-1)/gamma) are a
-decay.)
+attend to the features of the positions before the anchor and to each other; the label of each place
+is the target's own distribution at that position of the true text. (DFlash's weights
+exp(-(k-1)/gamma) are a decay.)
 """
 
 from collections.abc import Callable
@@ -34,7 +34,9 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class LikeliestTargets:
-    """The K likeliest draft ids of each position, made to sum to one: ids, chance [B*T,K]."""
+    """Distributions over the K most probable draft ids of each position, normalised to one: ids and
+    chance [B*T,K].
+    """
 
     ids: Tensor
     chance: Tensor
@@ -46,9 +48,8 @@ class LikeliestTargets:
 
 @dataclass(frozen=True)
 class DenseTargets:
-    """All of the draft vocabulary, computed when needed.
-
-    last [B*T,H] the target's hidden state after its final norm; head [Vd,H] its output rows.
+    """Distributions over the whole draft vocabulary, computed when needed. last [B*T,H]: the
+    target's hidden states after its final norm; head [Vd,H]: its output rows.
     """
 
     last: Tensor
@@ -66,12 +67,12 @@ class TrainingBatch:
     """B sequences of T tokens, padded at the end.
 
     tokens    int64[B,T]
-    wanted    bool[B,T]   token is part of an answer: the loss counts predictions of these;
-                          on the CPU always, so that choosing rows never waits for a device
+    wanted    bool[B,T]   whether the token is part of an answer: the loss counts predictions of
+                          these; always on the CPU, so that selecting rows waits for no device
     features  [B,T,F*H]   the target's hidden states at the head's feature layers
-    choice    int64[B,T]  the target's argmax over the full vocabulary for the next token; may
-                          be anything where that is not wanted
-    teacher               its distribution for the next token, likewise
+    choice    int64[B,T]  the target's argmax over the full vocabulary for the next token; undefined
+                          where the next token is not wanted
+    teacher               the target's distribution for the next token, likewise
     """
 
     tokens: Tensor
@@ -83,17 +84,19 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The draft vocabulary: target_ids int64[Vd] ascending; head [V,H] the target's output rows."""
+    """The draft vocabulary: target_ids int64[Vd] ascending; rows [Vd,H] the target's output rows of
+    these.
+    """
 
     target_ids: Tensor
     rows: Tensor
     draft_ids: Tensor
-    """int64[V]: draft id of a target id, or -1."""
+    """int64[V]: the draft id of each target id, or -1."""
 
     @staticmethod
     def of(target_ids: Tensor, head: Tensor) -> "DraftVocabulary":
-        """Return the vocabulary of the chosen target_ids int64[Vd], ascending, and the target's
-        head [V,H], whose rows are copied.
+        """Return the vocabulary of target_ids int64[Vd], ascending. head [V,H]: the target's output
+        rows, of which those of the vocabulary are copied.
         """
         draft_ids = torch.full((len(head),), -1, dtype=torch.int64, device=head.device)
         draft_ids[target_ids] = torch.arange(len(target_ids), device=head.device)
@@ -101,10 +104,11 @@ class DraftVocabulary:
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """Soft cross-entropy summed over rows, chunk by chunk, so that logits are never all alive.
+    """Soft cross-entropy summed over rows, computed in chunks so that never all logits are in
+    memory.
 
-    Forward also computes the gradient: the output head is frozen, but for columns at its end.
-    Returns (loss sum, right): where the draft's argmax is the target's.
+    `forward` also computes the gradient, because the output head is frozen except for columns at
+    its end. Returns (loss sum, right): for each row whether the draft's argmax is the target's.
     """
 
     @staticmethod
@@ -117,16 +121,17 @@ class _FusedCrossEntropy(torch.autograd.Function):
         choice: Tensor,
         after: Tensor | None = None,
     ) -> Any:
-        """Read [R,H] grad, or [R,H+r]; weight [Vd,H] draft head; at int64[R] the teacher's
-        positions; choice int64[R] the target's draft id, or -1 for a row that is in no loss; after
-        [Vd,r] grad, further columns of the head.
+        """Return (loss sum, right). read [R,H], or [R,H+r] with `after`: input of the output head,
+        with a gradient. weight [Vd,H]: the draft head. at int64[R]: the teacher's positions. choice
+        int64[R]: the draft id of the target's choice, or -1 for a row outside the loss. after
+        [Vd,r]: further columns of the head, with a gradient.
         """
         total, width = read.new_zeros((), dtype=torch.float32), weight.shape[1]
         right = torch.zeros(len(read), dtype=torch.bool, device=read.device)
         gradient = torch.empty_like(read)
         of_after = None if after is None else torch.zeros_like(after)
         weight = weight if after is None else torch.cat([weight, after], 1)
-        # On the CPU a chunk should stay in its caches.
+        # On the CPU a chunk should fit into the caches.
         chunk = max(1, (1 << (21 if read.device.type == "cpu" else 25)) // len(weight))
         for begin in range(0, len(read), chunk):
             part = slice(begin, begin + chunk)
@@ -154,7 +159,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return d loss / d read, and after."""
+        """Return the gradients of the loss with respect to `read` and `after`."""
         gradient, of_after = ctx.saved_tensors
         scale = grads[0].to(gradient.dtype)
         of_after = None if of_after is None else of_after * scale
@@ -169,9 +174,8 @@ summed_loss: Callable[
 
 @dataclass(frozen=True)
 class StepScore:
-    """One unrolled step over a batch: loss is a mean in nats; hits of `rows` wanted rows.
-
-    loss and hits are on the device: reading them waits for it.
+    """The result of one unrolled step over a batch: loss, a mean in nats; hits, how many of `rows`
+    answer tokens were predicted. loss and hits are on the device, so reading them waits for it.
     """
 
     loss: Tensor
@@ -187,17 +191,17 @@ def ttt_loss(
     plan: Unrolling,
     seed: int = 0,
 ) -> tuple[Tensor, list[StepScore]]:
-    """Compute the loss of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): the sum over
-    steps of decay**s times the mean soft cross-entropy in nats, a scalar with a gradient, and each
-    step's score.
+    """Compute the loss of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2). Returns the
+    sum over steps of decay**s times the mean soft cross-entropy in nats, a scalar with a gradient,
+    and each step's score.
 
     embed  [V,H] the target's embedding
-    plan   steps, decay, and the share of rows that goes on
-    seed   draws the rows that go on, where not all do
+    plan   steps, decay, and the share of rows that continues
+    seed   draws the rows that continue, if not all do
 
-    The teacher is the target's distribution renormalised inside the draft vocabulary. Rows whose
-    full-vocabulary argmax lies outside give no loss, but count as misses in the score: that is what
-    serving sees.
+    The teacher is the target's distribution renormalised over the draft vocabulary. Rows whose
+    full-vocabulary argmax is outside it are excluded from the loss, but count as misses in the
+    score, as in serving.
     """
     device = batch.tokens.device
     total = torch.zeros((), dtype=torch.float32, device=device)
@@ -227,14 +231,14 @@ def step_loss(
     score.
 
     read      [R,H] the output head's input
-    rows      int64[n] those of it that predict a wanted token
+    rows      int64[n] the rows of `read` that predict an answer token
     teachers  int64[n] flat positions of the target's distributions for these tokens
     weight    [Vd,H] the output head
     """
     count = len(rows)
     choice = vocabulary.draft_ids[batch.choice.flatten()[teachers]]
     reachable = choice >= 0
-    if read.device.type == "cpu":  # Elsewhere to leave rows out would wait for the device.
+    if read.device.type == "cpu":  # Else selecting rows would wait for the device.
         rows, teachers, choice = (x[reachable] for x in (rows, teachers, choice))
         reachable = reachable[reachable]
     loss, right = summed_loss(
@@ -250,11 +254,9 @@ def step_loss(
 
 
 def simulated_length(accuracies: list[float]) -> float:
-    """Return the mean tokens per step of a chain of draft tokens, the target's own included: 1 +
-    the sum over j of the product of the first j accuracies.
-
-    accuracies[i] is the probability that draft token i agrees with the target, given that those
-    before it did, on text that the target wrote itself. 1.0 for none.
+    """Return the mean tokens per step of a draft chain including the target's own: 1 + the sum over
+    j of the product of the first j accuracies. accuracies[i]: probability that draft token i agrees
+    with the target, given that those before it did, on text that the target generated. 1.0 for [].
     """
     length = product = 1.0
     for accuracy in accuracies:
@@ -265,10 +267,10 @@ def simulated_length(accuracies: list[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Anchors:
-    """Which blocks a batch is trained on.
+    """The blocks that a batch is trained on.
 
-    places  int64[B,N]  position of each block's root; 0 if there are fewer
-    kept    bool[B,N]   which are real
+    places  int64[B,N]  position of each block's root; 0 for missing blocks
+    kept    bool[B,N]   whether the block exists
     """
 
     places: Tensor
@@ -276,13 +278,13 @@ class Anchors:
 
     @staticmethod
     def drawn(wanted: Tensor, most: int, seed: int) -> "Anchors":
-        """Draw at most `most` blocks per text, by `seed`, among positions whose successor belongs
-        to an answer.
+        """Draw at most `most` blocks per text, by `seed`, among the positions whose successor
+        belongs to an answer.
 
-        wanted  bool[B,T], on the CPU
+        wanted  bool[B,T], tokens of answers, on the CPU
         """
         begins = torch.zeros_like(wanted)
-        begins[:, 1:-1] = wanted[:, 2:]  # A root has something before it.
+        begins[:, 1:-1] = wanted[:, 2:]  # A root is never the first token.
         noise = torch.rand(wanted.shape, generator=torch.Generator().manual_seed(seed))
         value, place = noise.masked_fill(~begins, torch.inf).sort(1)
         count = min(most, wanted.shape[1])
@@ -292,10 +294,10 @@ class Anchors:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """How blocks are trained on.
+    """How blocks are trained.
 
-    anchors  blocks of a text in one step
-    decay    weight of each further draft token
+    anchors  blocks of each text in one step
+    decay    factor of the loss weight from one draft token to the next
     """
 
     anchors: int
@@ -317,11 +319,11 @@ def block_loss(
     plan   blocks per text, and decay
     seed   draws the blocks
 
-    A score's hits of its rows are blocks that are right up to here, of those that were right
-    before: so `simulated_length` of their quotients is the mean length of a chain. Where the
-    target's choice lies outside of the draft vocabulary, a draft token is wrong and in no loss.
-    A drafter with tables (PairedDrafter) reads the text's own token above; the loss of its
-    confidence is added likewise.
+    In a score, `rows` are the blocks whose earlier draft tokens are all right, `hits` those that
+    are right at this one too, so that `simulated_length` of the quotients is the mean length of a
+    chain. If the target's choice is outside the draft vocabulary, the draft token counts as wrong
+    and is excluded from the loss. A drafter with tables (PairedDrafter) reads the previous token of
+    the text itself; the loss of its confidence is added.
     """
     device = batch.tokens.device
     chosen = Anchors.drawn(batch.wanted, plan.anchors, seed)
@@ -362,7 +364,7 @@ def block_loss(
 
 
 def _read(drafter: BlockDrafter, batch: TrainingBatch, embed: Tensor, anchors: Anchors) -> Tensor:
-    """Return the output head's input, [B,N,places,H]."""
+    """Return the output head's input [B,N,places,H]."""
     head, (texts, count) = drafter.head, anchors.places.shape
     length, device = batch.tokens.shape[1], batch.tokens.device
     before = _rotary(drafter, torch.arange(length, device=device))
@@ -390,8 +392,8 @@ def _read(drafter: BlockDrafter, batch: TrainingBatch, embed: Tensor, anchors: A
 
 
 def _seen(causal: bool, places: int, anchors: Anchors, length: int) -> Tensor:
-    """Return bool[B,N*places,T+N*places]: the features before a block's own anchor, and its own
-    block.
+    """Return the attention mask bool[B,N*places,T+N*places]: a place sees the features before its
+    block's anchor, and its own block.
     """
     device, count = anchors.places.device, anchors.places.shape[1]
     root = anchors.places.repeat_interleave(places, 1)[:, :, None]

@@ -1,4 +1,4 @@
-"""A target's answers -> its n-gram table (forerun.drafts.ngram_table): counted, not trained."""
+"""Counts a target's answers into an n-gram table (forerun.drafts.ngram_table)."""
 
 from pathlib import Path
 
@@ -8,15 +8,13 @@ from forerun.drafts.ngram_counts import SEEN, count_ngrams, write_ngrams
 from forerun.train.corpus import Corpus
 
 JUDGED = 4000
-"""Held-out tokens that a table is judged by."""
+"""Held-out tokens that a table is evaluated on."""
 
 
 def make_table(corpus: Corpus, vocab: int, folder: Path) -> float:
-    """Count the training chats' answers, write the table into `folder`, and judge it on held-out
-    answers.
-
-    Returns the share of held-out answer tokens, in [0, 1], that its best prediction hits. Where
-    nothing could be counted that is 0, and no file is written. Raises OSError.
+    """Count the training chats' answers, write the table to `folder`, and evaluate it on held-out
+    answers. Returns the share, 0 to 1, of held-out answer tokens that its best prediction hits. If
+    nothing could be counted, returns 0 and writes no file. Raises OSError.
     """
     end = int(corpus.starts[corpus.chats - corpus.held_out])
     tokens, wanted = np.asarray(corpus.tokens), np.asarray(corpus.wanted)

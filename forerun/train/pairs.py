@@ -1,5 +1,5 @@
-"""DSpark's tables beside a block drafter that is trained: a bias by the token above, by the vanilla
-rule, and a confidence (executors/pair_scores.py has what they mean).
+"""DSpark's tables next to a block drafter in training: a bias by the previous token, with the
+vanilla rule, and a confidence (explained in executors/pair_scores.py).
 """
 
 from torch import Tensor, nn
@@ -8,7 +8,9 @@ from forerun.drafts.block_config import BlockHead
 from forerun.executors.torch.drafts.block import BlockDrafter
 
 _SPREAD = 0.1
-"""Of the first rows of W1; W2 begins at 0, so that the drafter does as one without tables."""
+"""Standard deviation of the initial rows of W1; W2 begins at 0, so that the drafter starts like one
+without tables.
+"""
 
 
 class _Tables(nn.Module):
@@ -29,22 +31,23 @@ class _Confidence(nn.Module):
 
 
 class PairedDrafter(BlockDrafter):
-    """A block drafter with tables and a confidence head, under the names that files have."""
+    """A block drafter with tables and a confidence head, with the tensor names of draft files."""
 
     def __init__(self, head: BlockHead) -> None:
         super().__init__(head)
         self.markov_head, self.confidence_head = _Tables(head), _Confidence(head)
 
     def above(self, tokens: Tensor) -> Tensor:
-        """Return v [n,r] of the target ids int64[n] that stand above."""
+        """Return v [n,r] of the previous tokens, target ids int64[n]."""
         found: Tensor = self.markov_head.markov_w1(tokens)
         return found
 
     def unsure(self, states: Tensor, right: Tensor) -> Tensor:
-        """Return the cross-entropy, summed over rows, of saying which draft tokens are right, a
-        scalar; its gradient ends at the confidence head.
+        """Return the cross-entropy, summed over rows, of the predicted confidence that each draft
+        token is right, a scalar. Its gradient reaches only the confidence head.
 
-        states  [n,H+r] the output head's input, and `above` behind it; right  bool[n]
+        states  [n,H+r] the output head's input followed by `above`
+        right   bool[n] whether the draft token is right
         """
         logits = self.confidence_head.proj(states.detach()).flatten()
         wanted = right.to(logits.dtype)

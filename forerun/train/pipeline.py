@@ -2,8 +2,8 @@
 
     prompts or none -> chats (answers/, corpus/) -> features -> start -> loop -> draft/
 
-Every stage leaves its result in the output folder and is skipped when it is already there, so an
-interrupted run goes on where it stopped.
+Every stage writes its result to the output folder and is skipped if it is already there, so an
+interrupted run continues where it stopped.
 """
 
 import json
@@ -48,7 +48,7 @@ def _dense(source: TrainingTarget, name: str) -> DenseTarget:
 
 
 def checked_device(name: str) -> torch.device:
-    """Return the torch device of this name. Raises ConfigError if there is none."""
+    """Return the torch device of this name. Raises ConfigError if it does not exist."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -67,13 +67,13 @@ def make_draft(
     report: Report,
     start: DraftFile | None = None,
 ) -> Progress:
-    """Run stages 2 to 5: vocabulary, features, start, training, export to `out`/draft.
+    """Run stages 2 to 5: vocabulary, features, initial weights, training, export to `out`/draft.
 
-    start   a head to go on from; None = a new one
+    start   a head to continue training; None = a new one
     report  called with (what, done, total)
 
-    Goes on where an earlier run stopped. Returns the final progress. Raises TrainingError if
-    training breaks off, ConfigError and ModelError if target or draft cannot be trained.
+    Continues an interrupted run. Returns the final progress. Raises TrainingError if training ends
+    early, ConfigError and ModelError if target or draft cannot be trained.
     """
     torch.manual_seed(config.seed)
     device = torch.device(config.train_device)
@@ -158,7 +158,7 @@ def _vocabulary(
 def _teacher(
     source: TrainingTarget, features: tuple[int, ...], corpus: Corpus
 ) -> AbstractContextManager[Teacher]:
-    """Return the compiled core if it runs this target and serving would use it, else torch."""
+    """Return the compiled core if it supports this target and serving would use it, else torch."""
     if source.core:
         longest = corpus.longest
         return core_teacher(source.checkpoint, features, longest, source.threads)
@@ -169,7 +169,7 @@ def finish(
     trial: TrainingRun, student: Student, progress: Progress, config: TrainConfig, name: str
 ) -> None:
     """Load the best checkpoint into the student, export it to folder/draft, and write metrics.json
-    beside that. Raises ModelError if there is no checkpoint, OSError.
+    next to that. Raises ModelError if there is no checkpoint, OSError.
     """
     if not load_snapshot(trial.folder / "best", trial.head, None, Progress()):
         raise ModelError(f"{trial.folder} holds no checkpoint to export")
@@ -186,8 +186,8 @@ def finish(
 
 
 def _line(progress: Progress) -> str:
-    """Return the live line: loss, per-position agreement, simulated length, and answer tokens a
-    second, of all runs.
+    """Return the progress line: loss, agreement per position, simulated length, and answer tokens
+    per second over all runs.
     """
     if not progress.history:
         return f"training: loss {progress.loss:.3f}"

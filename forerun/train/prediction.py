@@ -1,8 +1,9 @@
-"""Training a prediction layer (MTP; SGLang's NEXTN) for a target that has none.
+"""Training an MTP layer (SGLang's NEXTN) for a target that has none.
 
-What it computes is said in forerun.drafts.prediction_layers; it is unrolled over its own outputs as
-an EAGLE head is (unroll.py), since that is how a single layer serves at all depths. What it reads
-of the target is the hidden state after the final norm, made here of the last layer's stream.
+Its computation is described in forerun.drafts.prediction_layers. It is unrolled over its own
+outputs as an EAGLE head is (unroll.py), since a single layer serves all depths in this way. It
+reads the target's hidden state after the final norm, computed here from the last layer's residual
+stream.
 """
 
 import json
@@ -28,7 +29,7 @@ from forerun.types import Ints
 
 @dataclass(frozen=True, slots=True)
 class PredictionSpec:
-    """One prediction layer beside `target`: a decoder layer as its last one.
+    """One MTP layer for `target`: a decoder layer like the target's last one.
 
     vocab  Vd
     """
@@ -37,7 +38,7 @@ class PredictionSpec:
     vocab: int
 
     def __post_init__(self) -> None:
-        """Raise ModelError for a target beside which no layer is trained here."""
+        """Raise ModelError for a target for which no such layer can be trained."""
         beyond, feed_forward = self.target.beyond_llama(), self.target.layer_specs[-1].feed_forward
         if isinstance(feed_forward, Dense) and feed_forward.bias:
             beyond.append("biases in the feed-forward")
@@ -54,7 +55,7 @@ class PredictionSpec:
 
     @property
     def target_hidden(self) -> int:
-        """H as well: the layer is as wide as the target."""
+        """H as well, since the layer is as wide as the target."""
         return self.target.hidden
 
     @property
@@ -64,12 +65,12 @@ class PredictionSpec:
 
     @property
     def rope(self) -> Rope:
-        """The rope of the target's last layer, which the layer takes over."""
+        """The rope of the target's last layer, which this layer uses too."""
         return self.target.layer_specs[-1].rope
 
     @property
     def layer(self) -> LayerShape:
-        """The shape of the layer: that of the target's last one."""
+        """The shape of the layer, that of the target's last one."""
         arch, spec = self.target, self.target.layer_specs[-1]
         sizes = arch.hidden, arch.heads, arch.kv_heads, arch.head_size, spec.active_width
         biases = spec.qkv_bias, spec.o_bias
@@ -82,8 +83,8 @@ class PredictionSpec:
 
 
 class PredictionLayer(DraftLayer):
-    """The layer. Parameters are called as DeepSeek-V3 calls them, behind its layer's prefix; but
-    `lm_head`, which is the target's rows and stays frozen.
+    """The MTP layer. Its parameters have DeepSeek-V3's names without the layer's prefix, except
+    `lm_head`, which is a frozen copy of the target's rows.
     """
 
     def __init__(self, about: PredictionSpec) -> None:
@@ -100,14 +101,14 @@ class PredictionLayer(DraftLayer):
 
     @property
     def final_norm(self) -> Norm:
-        """The norm whose result the output head reads and the next draft step receives."""
+        """The norm whose result is the input of the output head and of the next draft step."""
         norm = self.shared_head["norm"]
         assert isinstance(norm, Norm)
         return norm
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the target's hidden state [...,H] after its final norm, from features [...,H], its
-        last stream.
+        """Return the target's hidden states [...,H] after its final norm, from features [...,H],
+        its last residual stream.
         """
         made: Tensor = self.target_norm(features)
         return made
@@ -121,15 +122,15 @@ class PredictionLayer(DraftLayer):
         attend: Attend,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run one draft step over N rows. Returns the output head's input and the next step's, the
-        same tensor [R,H] twice; with `only` of those rows, else R = N.
+        """Run one draft step over N rows. Returns the inputs of the output head and of the next
+        step, which are the same tensor [R,H]; R = N, or the number of rows in `only`.
 
-        tokens     int64[N] the tokens that are read
+        tokens     int64[N] the tokens to read
         embedding  [V,H] the target's
-        hidden     [N,H] beside each token: `fuse`'s result, or an earlier step's output
+        hidden     [N,H] of each token: `fuse`'s result, or an earlier step's output
         rotary     cos and sin of the rows' positions
-        attend     attention of the layer; all N rows give keys and values
-        only       int64[R] the rows that run to the end; None = all
+        attend     the layer's attention; all N rows provide keys and values
+        only       int64[R] the rows that are computed to the end; None = all
         """
         parts, eps, norms = self.parts, self.shape.norm_eps, (self.enorm.weight, self.hnorm.weight)
         x = self.eh_proj(parts.draft_inputs(tokens, embedding, hidden, norms, eps))
@@ -143,9 +144,9 @@ class PredictionLayer(DraftLayer):
 def start_layer(
     layer: PredictionLayer, checkpoint: Checkpoint, vocabulary: DraftVocabulary, seed: int
 ) -> None:
-    """Fill `layer` in place: the target's last layer, reading the hidden state almost alone; norms
-    and output rows are the target's. `seed` draws the small rest. Raises ModelError for a missing
-    tensor.
+    """Initialise `layer` in place: the target's last layer, which reads almost only the hidden
+    state, and the target's norms and output rows. `seed` draws the small random weights. Raises
+    ModelError for a missing tensor.
     """
     generator = torch.Generator().manual_seed(seed)
     about = layer.head
@@ -166,10 +167,10 @@ def start_layer(
 
 
 def export_prediction(layer: PredictionLayer, target_ids: Ints, folder: Path) -> None:
-    """Write config.json and model.safetensors (bfloat16) into `folder`, as
+    """Write config.json and model.safetensors (bfloat16) to `folder`, as
     forerun.drafts.prediction_folder reads them.
 
-    target_ids  int32[Vd] ascending; stored as offsets d2t where they are not all
+    target_ids  int32[Vd] ascending; stored as offsets d2t unless they are all ids
 
     Raises OSError if the folder cannot be written.
     """

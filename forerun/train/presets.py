@@ -1,4 +1,6 @@
-"""The options of `forerun train`, and the presets. No torch here: `--help` reads this file."""
+"""The options of `forerun train`, and the presets. Imports no torch, because `--help` imports this
+module.
+"""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,7 +12,7 @@ from forerun.options.flags import own_option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How a draft head is made. `presets` lists the sets of values that go together."""
+    """How a draft is trained. `presets` has sets of values that belong together."""
 
     answers: int = option(2000, "answers the target writes", low=2)
     answer_tokens: int = option(384, "longest answer, in tokens", low=8)
@@ -89,7 +91,7 @@ class TrainConfig:
     seed: int = option(0, "seed of prompts, noise and shuffling", low=0)
 
     def __post_init__(self) -> None:
-        """Refuse what is out of bounds. Raises ConfigError."""
+        """Raise ConfigError for a value out of bounds."""
         settle(self)
         if self.greedy + self.hot > 1:
             raise ConfigError(
@@ -112,7 +114,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         ("block",),
     ),
 }
-"""The methods that an option is for; all, where it is not named here."""
+"""The methods that an option applies to; an option that is not listed applies to all."""
 
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "smoke": (
@@ -180,10 +182,8 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 
 
 def resolve(preset: str, changes: dict[str, Any]) -> TrainConfig:
-    """Return the preset's values, with the changes that are not None in their place.
-
-    Raises KeyError for an unknown preset, ConfigError for a value out of bounds or an option that
-    belongs to other methods.
+    """Return the preset's values, replaced by the `changes` that are not None. Raises KeyError for
+    an unknown preset, ConfigError for a value out of bounds or an option of other methods.
     """
     given = {name: value for name, value in changes.items() if value is not None}
     config = replace(PRESETS[preset][1], **given)

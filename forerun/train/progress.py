@@ -1,17 +1,17 @@
-"""Where a training run stands: what its checkpoints keep and metrics.json shows."""
+"""The progress of a training run, as stored in checkpoints and metrics.json."""
 
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 
 class Check(TypedDict):
-    """One look at held-out answers.
+    """One evaluation on held-out answers.
 
     step      updates before it
     loss      of the first draft token, nats
     accuracy  agreement with the target by position
     length    simulated tokens per step of a chain
-    averaged  the same of the averaged weights, where an average is kept
+    averaged  the simulated length with the averaged weights, if there are any
     """
 
     step: float
@@ -23,13 +23,13 @@ class Check(TypedDict):
 
 @dataclass(slots=True)
 class Progress:
-    """Where training stands. Plain values only: checkpoints keep it as JSON.
+    """The progress of a training run. Plain values only: checkpoints store it as JSON.
 
     step     updates so far
-    seconds  spent training so far, in all runs together
+    seconds  training time so far, of all runs together
     total    updates of the whole schedule
-    tokens   answer tokens learnt from
-    loss     of the first draft token when last looked at, nats
+    tokens   answer tokens trained on
+    loss     of the first draft token when last read, nats
     best     simulated length of the best checkpoint
     history  every check, oldest first
     """
@@ -44,7 +44,7 @@ class Progress:
 
 
 class TrainingMetrics(TypedDict):
-    """What metrics.json holds.
+    """The contents of metrics.json.
 
     target   the model that the draft is for
     config   the fields of forerun.train.presets.TrainConfig

@@ -1,4 +1,4 @@
-"""Chats to be answered, from a file whose bad lines are noted and left out."""
+"""Reads the chats to answer from a file; invalid lines are recorded and skipped."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,9 @@ Messages = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class Problems:
-    """Lines and answers that were left out, and why."""
+    """The lines and answers that were skipped, and why: invalid lines, and the number of answers
+    with loops and of empty ones.
+    """
 
     bad_lines: list[str] = field(default_factory=list)
     loops: int = 0
@@ -22,8 +24,8 @@ def read_prompts(path: Path, problems: Problems) -> Iterator[Messages]:
     """Yield the chats of a jsonl file, each ending with a user's turn: {"messages": [...]},
     {"turns": [...]} (the first turn) or {"prompt": "..."}.
 
-    A bad line is noted in problems.bad_lines and skipped. Raises OSError if the file cannot be
-    read, when iteration begins.
+    An invalid line is recorded in problems.bad_lines and skipped. Raises OSError if the file cannot
+    be read, when iteration begins.
     """
     with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""The author that will serve: the engine, with whatever executor and drafter it was given."""
+"""The serving engine as an author of training data, with its configured executor and drafter."""
 
 from queue import Queue
 
@@ -11,11 +11,11 @@ from forerun.train.answers import Ask
 from forerun.types import Ints, RequestId
 
 LOOK = 16
-"""Tokens between two looks at whether an output is of use."""
+"""Tokens between two checks whether an output is still usable."""
 
 
 class ServedAuthor:
-    """Continues prompts through a running engine. See forerun.train.answers.Author."""
+    """Continues prompts with a running engine. See forerun.train.answers.Author."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
@@ -23,8 +23,9 @@ class ServedAuthor:
         self._serial = 0
 
     def ask(self, key: int, ask: Ask) -> None:
-        """Submit one request to the engine; an answer is cut where the context ends, and soon after
-        it is of no use. Raises RequestError if the prompt does not fit or the queue is full.
+        """Submit one request to the engine. The answer ends where the context ends, or within about
+        LOOK tokens after it becomes unusable. Raises RequestError if the prompt does not fit or the
+        queue is full.
         """
         self._serial += 1
         room = self._loaded.context - len(ask.prompt)
@@ -57,8 +58,8 @@ class ServedAuthor:
         )
 
     def finished(self) -> list[tuple[int, Ints]]:
-        """Block until at least one continuation has finished, then return all that have: (key,
-        output int32[.]). No ids: it failed.
+        """Block until at least one continuation has finished. Returns all that have as (key, output
+        int32[.]); an output without ids has failed.
         """
         found = [self._done.get()]
         while not self._done.empty():

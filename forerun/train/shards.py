@@ -1,7 +1,8 @@
-"""One batch on several CPU threads: each takes some of its sequences from start to end.
+"""Data parallelism over CPU threads: each thread runs some sequences of a batch through the whole
+network.
 
-Torch's own way is to cut every operation among threads and wait for the slowest some thousand
-times a step, which costs most where a machine has other work too. Here threads meet once a step.
+Torch itself splits every operation among threads and waits for the slowest some thousand times per
+step, which costs most on a busy machine. Here threads synchronise once per step.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Shards:
-    """`count` threads of one core each; a count of 1 is the calling thread as it is."""
+    """`count` threads of one core each; with a count of 1 only the calling thread."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -31,8 +32,8 @@ class Shards:
         return Shards(torch.get_num_threads() if device.type == "cpu" else 1)
 
     def split(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Deal items in turn into at most `count` lists, so that neighbours in length go to
-        different threads.
+        """Distribute items round-robin over at most `count` lists, so that items of similar length
+        go to different threads.
         """
         return [list(items[first :: self.count]) for first in range(min(self.count, len(items)))]
 
@@ -44,6 +45,6 @@ class Shards:
         return list(run(work, items))
 
     def close(self) -> None:
-        """End the threads, and wait for what they still read."""
+        """End the threads; waits for running work."""
         if self._pool:
             self._pool.shutdown()

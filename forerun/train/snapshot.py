@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: written beside, then renamed. safetensors only."""
+"""Atomic checkpoints: written to another folder, then renamed. safetensors only."""
 
 import json
 import shutil
@@ -19,10 +19,9 @@ def save_snapshot(
     progress: Progress,
     ema: WeightEma | None = None,
 ) -> None:
-    """Write a head, optimiser moments and averages (where given) and progress as a folder, in the
-    place of what is there; at every instant one whole checkpoint exists.
-
-    Raises OSError if it cannot be written; the one before is then intact.
+    """Write a head, optimiser moments and averages (if given) and progress as a folder, replacing
+    the previous one; at every instant one complete checkpoint exists. Raises OSError if it cannot
+    be written; the previous one is then intact.
     """
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -46,7 +45,7 @@ def save_snapshot(
 
 
 def _replace(fresh: Path, folder: Path) -> None:
-    """Put `fresh` in the place of `folder`; at every instant one whole checkpoint exists."""
+    """Replace `folder` by `fresh`; at every instant one complete checkpoint exists."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -62,10 +61,9 @@ def load_snapshot(
     progress: Progress,
     ema: WeightEma | None = None,
 ) -> bool:
-    """Restore in place what `save_snapshot` wrote; False, and nothing changes, where there is
-    nothing. An average that was not kept before begins with the weights as they are.
-
-    Raises ModelError if the checkpoint is of another head.
+    """Restore in place what `save_snapshot` wrote. Returns False, and changes nothing, if there is
+    no checkpoint. Averages that it does not contain begin with the loaded weights. Raises
+    ModelError if the checkpoint is of another head.
     """
     if not folder.exists():
         folder = folder.with_name(folder.name + ".old")

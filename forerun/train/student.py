@@ -1,4 +1,6 @@
-"""What `forerun train` trains, by method: a head of EAGLE, a block drafter, a prediction layer."""
+"""The networks that `forerun train` trains, by method: EAGLE heads, a block drafter, an MTP
+layer.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,13 +35,13 @@ from forerun.types import Ints
 
 @dataclass(frozen=True)
 class Student:
-    """A network to be trained.
+    """A network to train.
 
     about    its description
     head     its weights, float32
-    begin    (trial, a first batch): fills it; a resumed run overwrites that
-    export   writes it into a folder that servers load
-    loss_of  what it is trained by
+    begin    (trial, a first batch): initialises the weights; a resumed run overwrites them
+    export   writes it as a folder that servers load
+    loss_of  the loss to minimise
     """
 
     about: ReadsFeatures
@@ -50,8 +52,8 @@ class Student:
 
 
 def check_target(target: Architecture, config: TrainConfig, start: DraftFile | None) -> None:
-    """Raise ModelError if no draft of config.method can be trained for `target`, before hours of
-    answers are written for it.
+    """Raise ModelError if no draft of config.method can be trained for `target`. Called before
+    answers are generated, which takes hours.
     """
     if config.method == "mtp":
         PredictionSpec(target, config.draft_vocab)
@@ -66,8 +68,8 @@ def check_target(target: Architecture, config: TrainConfig, start: DraftFile | N
 def eagle_student(
     checkpoint: Checkpoint, ids: Ints, config: TrainConfig, start: DraftFile | None
 ) -> Student:
-    """Return a new EAGLE-3 head for the draft vocabulary ids int32[Vd], or one that begins as
-    `start` is. Raises ModelError if the target cannot have one.
+    """Return an EAGLE-3 head for the draft vocabulary ids int32[Vd], new or with the weights of
+    `start`. Raises ModelError if the target cannot have one.
     """
     about = head_for(checkpoint.architecture, len(ids)) if start is None else start.head
     head = EagleHead(about)
@@ -86,8 +88,8 @@ def eagle_student(
 def eagle1_student(
     checkpoint: Checkpoint, ids: Ints, config: TrainConfig, start: DraftFile | None
 ) -> Student:
-    """Return a new EAGLE-1 head, which chooses among all tokens ids int32[V], or one that begins as
-    `start` is.
+    """Return an EAGLE-1 head, whose vocabulary is all ids int32[V], new or with the weights of
+    `start`.
     """
     about = head_for(checkpoint.architecture, len(ids), "eagle1") if start is None else start.head
     head = Eagle1Head(about, checkpoint)
@@ -108,8 +110,8 @@ def eagle1_student(
 
 
 def prediction_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Student:
-    """Return a new prediction layer for the draft vocabulary ids int32[Vd]. Raises ModelError for a
-    target beside which none is trained.
+    """Return a new MTP layer for the draft vocabulary ids int32[Vd]. Raises ModelError for a target
+    for which none can be trained.
     """
     about = PredictionSpec(checkpoint.architecture, len(ids))
     layer = PredictionLayer(about)
@@ -124,9 +126,9 @@ def prediction_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -
 
 
 def block_for(target: Architecture, vocab: int, config: TrainConfig) -> BlockHead:
-    """Return the block drafter that the trainer makes for `target`, for `vocab` draft ids: of its
-    layers' width, a mask of its own, and as many key heads as query heads, since features reach the
-    block through values alone.
+    """Return the description of a block drafter for `target` with `vocab` draft ids: as wide as the
+    target's layers, with a mask embedding of its own, and with as many key heads as query heads,
+    since features reach the block through values alone.
     """
     return BlockHead(
         layers=config.block_layers,
@@ -156,7 +158,7 @@ def block_for(target: Architecture, vocab: int, config: TrainConfig) -> BlockHea
 
 def block_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Student:
     """Return a new block drafter of config.steps draft tokens for the draft vocabulary ids
-    int32[Vd]. Seeds torch. Raises ModelError if the target does not fit it.
+    int32[Vd]. Seeds torch. Raises ModelError if it does not suit the target.
     """
     target = checkpoint.architecture
     about = block_for(target, len(ids), config)

@@ -1,8 +1,8 @@
-"""The target as training sees it: whole sequences at once, with features.
+"""The target in training: whole sequences at once, with features.
 
 The decoder is serving's (executors/torch/decoder/decoder.py), with matrix products over whole
-sequences and another `attend`: serving steps over pages, here every token of a chat is known. Bits
-may differ, which training does not mind.
+sequences and another `attend`, since every token of a chat is known here and there is no paged
+cache. Results may differ from serving's in rounding, which training tolerates.
 """
 
 import torch
@@ -20,8 +20,8 @@ from forerun.networks.layer_spec import AttentionSpec
 
 
 def embeddings(checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the target's embedding and output rows, each float32[V,H] on the CPU; one tensor if
-    tied. Raises ModelError if a tensor is missing.
+    """Return the target's embedding and output rows, each float32[V,H] on the CPU; the same tensor
+    twice if they are tied. Raises ModelError if a tensor is missing.
     """
     embed = torch.from_numpy(checkpoint.tensor("model.embed_tokens.weight").copy())
     if checkpoint.architecture.tied_head:
@@ -30,9 +30,9 @@ def embeddings(checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class DenseTarget:
-    """A target's weights on `device` in `dtype`, and one causal pass over them.
+    """A target's weights on `device` in `dtype`, for one causal pass over whole sequences.
 
-    embed, head  its embedding and output rows, each [V,H]; one tensor where tied
+    embed, head  its embedding and output rows, each [V,H]; the same tensor if tied
 
     Raises ModelError for a target with recurrent states, or whose layers differ in the shape of
     their keys and values or share them.
@@ -62,8 +62,8 @@ class DenseTarget:
 
     @torch.no_grad()
     def run(self, tokens: Tensor, features: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Run one causal pass over tokens int64[B,T], padded at the end. Returns features [B,T,F*H]
-        side by side, and last [B,T,H] after the final norm. Without gradients.
+        """Run one causal pass over tokens int64[B,T], padded at the end. Returns the features,
+        concatenated to [B,T,F*H], and last [B,T,H] after the final norm, without gradients.
 
         features  feature i is the residual stream entering layer i (transformers' hidden_states[i])
         """
@@ -84,13 +84,13 @@ class DenseTarget:
 
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
-        """Return float32[n,V] logits of normed hidden states [n,H], without gradients."""
+        """Return logits float32[n,V] of normalised hidden states [n,H], without gradients."""
         return self._decoder.read(last).float()
 
     @torch.no_grad()
     def choices(self, last: Tensor) -> Tensor:
-        """Return int64[...], the argmax over the full vocabulary at each normed hidden state
-        [...,H], a chunk of rows at a time, without gradients.
+        """Return int64[...], the argmax over the full vocabulary for normalised hidden states
+        [...,H], computed in chunks of rows, without gradients.
         """
         flat = last.reshape(-1, last.shape[-1])
         chunk = max(1, (1 << 26) // len(self.head))
@@ -101,10 +101,11 @@ class DenseTarget:
 def _causal(
     spec: AttentionSpec, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Return the context [B,A,T,E] of whole sequences: queries [B,A,T,E] over keys and values
-    [B,G,T,E], in the values' dtype. As attention.AttendApart, values may be narrower than keys.
+    """Return the attention output [B,A,T,E] of whole sequences: queries [B,A,T,E] over keys and
+    values [B,G,T,E], in the values' dtype. As in attention.AttendApart, values may be narrower than
+    keys.
 
-    sinks  float32[A]: a score of each query that carries no value
+    sinks  float32[A]: a score of each query that has no value
     """
     length, shared = queries.shape[-2], queries.shape[1] // keys.shape[1]
     window, bias = min(spec.window or length, length), None

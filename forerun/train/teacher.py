@@ -1,7 +1,7 @@
-"""What the target thinks at every token of a chat, for the trainer: features and likely tokens.
+"""Computes the target's hidden states and logits at every token of a chat, for the trainer.
 
-Two twins: the compiled core, which is what serving sees and some four times as fast, and dense
-float32 on torch, for targets or machines that the core does not run.
+There are two implementations: the compiled core, which serving uses too and which is about four
+times as fast, and dense float32 on torch, for targets or machines that the core does not support.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +16,9 @@ from forerun.train.target import DenseTarget
 from forerun.types import Floats, Ints
 
 Teacher = Callable[[Ints, Ints], tuple[Floats, Floats]]
-"""int32[T] of one chat and ascending positions int32[n] -> features [T,F*H] and the logits
-[n,V] of the token after each of those positions."""
+"""Token ids int32[T] of one chat and ascending positions int32[n] -> features [T,F*H] and logits
+[n,V] of the token after each of these positions.
+"""
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def core_teacher(
     checkpoint: Checkpoint, features: tuple[int, ...], longest: int, threads: int | None = None
 ) -> Iterator[Teacher]:
     """Yield the Teacher on the compiled core, for chats of at most `longest` tokens, as a context
-    manager. Leaving it frees the core.
+    manager that frees the core at its end.
 
     features  hidden states to return, as transformers numbers them
     threads   None = the core's own choice
@@ -41,8 +42,8 @@ def core_teacher(
 
 @contextmanager
 def dense_teacher(target: DenseTarget, features: tuple[int, ...]) -> Iterator[Teacher]:
-    """Yield the Teacher by one causal pass of `target` on the CPU, as a context manager: the slow
-    twin of `core_teacher`.
+    """Yield the Teacher that runs `target` on the CPU in one causal pass, as a context manager.
+    Slower than `core_teacher`.
     """
 
     @torch.no_grad()

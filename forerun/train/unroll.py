@@ -1,15 +1,16 @@
-"""Training-time test: unroll the head over its own outputs, as serving will (EAGLE-3, 3.2).
+"""Training-time test: unrolls the head over its own outputs, as serving does (EAGLE-3, section
+3.2).
 
-Row q of a sequence holds feature f_q and stands, at step s, for position q + s: it reads the
-token after that position and predicts the one after that. Step 0 starts from true features;
-step s >= 1 from the row's own output of step s - 1. Attention at step s: the true history, i.e.
-the step-0 keys of rows 0..q, then the row's own keys of steps 1..s. No row sees another row's
-later keys. This is what serving computes: true history, own draft tokens after it.
+Row q of a sequence has feature f_q and represents, at step s, position q + s: it reads the next
+token and predicts the one after that. Step 0 starts from the target's features; step s >= 1 from
+the row's own output of step s - 1. The attention at step s covers the true history, i.e. the step-0
+keys of rows 0..q, then the row's own keys of steps 1..s, and no other row's later keys. This is
+what serving computes: true history followed by the sequence's own draft tokens.
 
-Only rows that the loss asks about ("asking" rows) run the whole layer; the others, most of a
-prompt, give keys and values at step 0 and nothing else. `thin` lets only a share of the asking
-rows go on to each further step: the first draft token decides most, and a step costs what its rows
-cost.
+Only rows whose prediction is in the loss run the whole layer; the others, most of a prompt, only
+provide keys and values at step 0. With `thin` below 1 only that share of the rows continues to each
+further step, because the first draft token matters most and the cost of a step is proportional to
+its rows.
 """
 
 from collections.abc import Callable
@@ -25,33 +26,32 @@ from forerun.networks.rope import Rope
 
 
 class Turned(Protocol):
-    """The part of a head's description that unrolling needs: E, and how positions turn."""
+    """The part of a head's description that unrolling needs."""
 
     @property
     def head_size(self) -> int:
-        """E of its attention heads."""
+        """E, the size of its attention heads."""
         ...
 
     @property
     def rope(self) -> Rope:
-        """The rope that turns its queries and keys."""
+        """The rope of its queries and keys."""
         ...
 
 
 class Unrollable(Protocol):
-    """A network that is fed its own outputs: an EAGLE head, a prediction layer.
-
-    lm_head  draft logits of what it reads, [Vd,H]
-    """
+    """A network that reads its own outputs: an EAGLE head, an MTP layer."""
 
     @property
     def head(self) -> Turned:
-        """Its description."""
+        """The network's description."""
         ...
 
     @property
     def lm_head(self) -> nn.Linear:
-        """The linear layer [Vd,H] that makes draft logits of what `__call__` says it reads."""
+        """The linear layer [Vd,H] that computes draft logits from the first result of
+        `__call__`.
+        """
         ...
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -61,16 +61,16 @@ class Unrollable(Protocol):
         ...
 
     def __call__(self, *rows: Any) -> Any:
-        """Run one draft step as EagleHead.forward."""
+        """Run one draft step as EagleHead.forward does."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Unrolling:
-    """How far to unroll, and what counts how much.
+    """How many steps to unroll, and their weights.
 
-    decay  weight of each further step's loss
-    thin   share of rows, drawn at random, that goes on to each further step
+    decay  factor of the loss weight from one step to the next
+    thin   share of rows, drawn at random, that continues to each further step
     """
 
     steps: int = 3
@@ -80,13 +80,13 @@ class Unrolling:
 
 @dataclass(frozen=True)
 class Turn:
-    """The rows that run at one step, and how they lie in a grid for attention.
+    """The rows that run at one step, and their layout in a grid for attention.
 
     rows    int64[R]    flat indices b*T + q, ascending
-    before  int64[R]    where they stand among the rows of the step before (step 0: among all)
-    grid    int64[B,M]  which of them; where a sequence has fewer than M, any
-    places  int64[R]    flat indices b*M + i of the rows in the grid
-    scored  int64[n]    which of them predict a wanted token
+    before  int64[R]    their indices among the rows of the previous step (step 0: among all)
+    grid    int64[B,M]  their indices in `rows`; arbitrary where a sequence has fewer than M
+    places  int64[R]    their flat indices b*M + i in the grid
+    scored  int64[n]    indices of those that predict an answer token
     """
 
     rows: Tensor
@@ -102,10 +102,10 @@ def turns(
     """Return the rows that run at each step, one Turn per step, on `device`.
 
     wanted  bool[B,T] on the CPU: tokens of answers
-    seed    draws the rows that go on, where plan.thin < 1
+    seed    draws the rows that continue, if plan.thin < 1
 
-    Row q predicts at step s where token q + s + 2 is wanted, and goes on as long as it will predict
-    later.
+    Row q predicts at step s if token q + s + 2 is wanted, and continues as long as it will predict
+    at a later step.
     """
     drawn = torch.rand(wanted.shape, generator=torch.Generator().manual_seed(seed))
     asks = [_ahead(wanted, s + 2) & (drawn < plan.thin**s) for s in range(plan.steps)]
@@ -140,10 +140,10 @@ def unrolled(
     gradients.
 
     tokens  int64[B,T]
-    hidden  [B*T,H] what step 0 reads: `head.fuse` of the target's features
+    hidden  [B*T,H] the hidden states that step 0 reads: `head.fuse` of the target's features
     embed   [V,H] the target's embedding
 
-    Rows whose token lies beyond the sequence read the last token again; they are never wanted.
+    Rows whose token is beyond the sequence read the last token again; their results are never used.
     """
     batch, length = tokens.shape
     frequencies = torch.from_numpy(head.head.rope.frequencies(head.head.head_size))
@@ -167,10 +167,10 @@ def unrolled(
 
 
 class _History:
-    """Keys and values of earlier steps, and the attention of the turn's rows over them.
+    """Keys and values of earlier steps, and the attention of the current rows over them.
 
-    batch  B texts, by which rows [B*T,...] are divided
-    turn   the step in progress; set before every `attend`, which adds that step's keys and values
+    batch  B, the number of texts in rows [B*T,...]
+    turn   the current step; set before every `attend`, which appends that step's keys and values
     """
 
     turn: Turn
@@ -181,8 +181,8 @@ class _History:
         self._own: list[Tensor] = []
 
     def attend(self, _layer: int, heads: TrainedHeads) -> Tensor:
-        """Return the context of queries [R,A,E] over step 0's causal keys [B*T,G,E] and the same
-        row's later keys.
+        """Return the attention output of queries [R,A,E] over step 0's causal keys [B*T,G,E] and
+        the same row's later keys.
         """
         queries, keys, values = heads.turned()
         group = queries.shape[1] // keys.shape[1]
@@ -205,24 +205,26 @@ class _History:
         return found.index_select(0, self.turn.places)
 
     def _gridded(self, rows: Tensor) -> Tensor:
-        """Reshape [R, ...] to [B,M, ...]."""
+        """Return rows [R, ...] arranged in the grid [B,M, ...]."""
         grid = self.turn.grid
         gridded: Tensor = rows.index_select(0, grid.flatten()).unflatten(0, grid.shape)
         return gridded
 
     def _beyond(self, length: int) -> Tensor:
-        """Return bool[B,1,1,M,T]: true history that a row of the grid must not see."""
+        """Return bool[B,1,1,M,T]: the part of the history that a row of the grid must not attend
+        to.
+        """
         position = (self.turn.rows % length)[self.turn.grid]
         column = torch.arange(length, device=position.device)
         return (column > position[..., None])[:, None, None]
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of a grid of rows over true history and their own later keys, in one softmax.
+    """Attention of a grid of rows over the true history and their own later keys, in one softmax.
 
-    By hand because the scores are the largest arrays of a step: they are worked on in place.
-    q [B,G,g,M,E] scaled, g = A/G; keys, values [B,G,T,E]; own keys and values [B,G,S,M,E] or
-    None; future bool[B,1,1,M,T]. Returns [B,G,g,M,E].
+    With a hand-written gradient, because the scores are the largest tensors of a step and are
+    updated in place. q [B,G,g,M,E] scaled, g = A/G; keys, values [B,G,T,E]; own keys and values
+    [B,G,S,M,E] or None; future bool[B,1,1,M,T]. Returns [B,G,g,M,E].
     """
 
     @staticmethod
