@@ -1,1 +1,3 @@
-"""Executors own arrays: toy (computable by hand), cpu (native kernels), torch, jax."""
+"""Executors, which own the arrays of a model: toy (for tests, computable by hand), cpu (native
+kernels), torch, jax.
+"""

@@ -1,4 +1,6 @@
-"""The rows that a device decides by itself."""
+"""Which nodes of a step a device may decide without the host: their tokens are chosen from the
+logits by temperature, seed and cut-offs alone.
+"""
 
 from dataclasses import dataclass
 
@@ -9,19 +11,19 @@ from forerun.speculative.tree import TreeBatch
 from forerun.types import AnyArray, Bools, Floats, Ints
 
 CUT_OFFS = np.dtype([("top_p", np.float64), ("log_min_p", np.float32), ("top_k", np.int32)])
-"""Cut-offs of a request, as Sampling has them (`CutOffs` of csrc/model.h)."""
+"""Cut-offs of a request as in Sampling (`CutOffs` of csrc/model.h)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choosing:
-    """Sampling state by slot, for devices that decide rows.
+    """Sampling state by slot, for devices that choose tokens.
 
     on_device    bool[S] whether a device may decide the slot's rows: its sequence has no parameter
-                 that the device does not know; False for a closed slot
+                 that the device does not support; False for a closed slot
     temperature  float32[S]; 0 = greedy
-    seed         uint64[S] of their requests
+    seed         uint64[S] of the slots' requests
     prompt_len   int32[S] tokens before output position 0
-    cut_offs     CUT_OFFS[S]; of no effect at temperature 0
+    cut_offs     CUT_OFFS[S]; without effect at temperature 0
     """
 
     on_device: Bools
@@ -33,11 +35,11 @@ class Choosing:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNodes:
-    """The nodes, from the roots down, of rows that a device decides.
+    """The nodes that a device decides: the root and the draft tokens of their rows.
 
     nodes         int32[n] flat, ascending
     seeds         uint64[n] of their requests
-    positions     int32[n] output position that each decides
+    positions     int32[n] the output position that each decides
     temperatures  float32[n]; 0 = greedy
     """
 

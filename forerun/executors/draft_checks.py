@@ -1,4 +1,6 @@
-"""Checks the bounds of a draft model's inputs: a device would not report which number is wrong."""
+"""Checks the inputs of draft models against their bounds, since a device would not report which
+number is wrong.
+"""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,7 +16,7 @@ from forerun.types import AnyArray, Ints
 F = TypeVar("F", bound=Features)
 
 Bounds = dict[str, tuple[AnyArray, int, int]]
-"""Per name: values, the lower bound, and the upper bound plus one."""
+"""By name: the values, the lower bound, and the upper bound plus one."""
 
 
 def check_extension(extension: DraftExtension, limits: ExecutorLimits) -> None:
@@ -51,9 +53,9 @@ def check_level(level: DraftLevel, limits: ExecutorLimits) -> None:
 
 
 def own_features(features: Features | None, rows: int, reader: str, kind: type[F]) -> F:
-    """Return the features of an extension of `rows` tokens for the draft model named `reader`,
-    which reads this kind. Raises EngineError if they are missing, have another number of rows, or
-    come from another executor.
+    """Return the features of an extension of `rows` tokens for the draft model `reader`, which
+    reads features of class `kind`. Raises EngineError if they are missing, have another number of
+    rows, or come from another executor.
     """
     if features is None:
         raise EngineError(f"{reader} was extended without the target's features")
@@ -65,8 +67,8 @@ def own_features(features: Features | None, rows: int, reader: str, kind: type[F
 
 
 def check_block(block: DraftBlock, size: int, limits: ExecutorLimits) -> None:
-    """Raise EngineError if a slot, root or position of a block is out of range, or it is deeper
-    than `size` draft tokens.
+    """Raise EngineError if a slot, root or position of a block is out of range, or its depth
+    exceeds `size` draft tokens.
     """
     depth = np.array([block.depth])
     _check({
@@ -77,7 +79,7 @@ def check_block(block: DraftBlock, size: int, limits: ExecutorLimits) -> None:
 
 
 def check_borrows(kv_len: Ints) -> None:
-    """Raise EngineError if a row of an assistant's pass has no token in the cache, int32[R]."""
+    """Raise EngineError if a row of an assistant's pass has no cached token. kv_len: int32[R]."""
     if not (kv_len > 0).all():
         raise EngineError("a draft step was refused: an assistant needs a token in the cache")
 
@@ -95,12 +97,12 @@ def _check(bounds: Bounds) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """The rows of an extension for a model that runs nothing but their roots.
+    """The rows of an extension for a model that runs only their roots.
 
-    last    int[R] each row's last token, beside whose features its root is run
-    start   int32[R+1] row r owns node r
+    last    int[R] index of each row's last token, whose features its root reads
+    start   int32[R+1] row r has node r
     kv_len  int32[R] positions before the root
-    scored  int32[s] rows that candidates are wanted for
+    scored  int32[s] rows to return candidates for
     """
 
     last: AnyArray
@@ -110,7 +112,7 @@ class Roots:
 
 
 def roots_of(extension: DraftExtension) -> Roots:
-    """Return the roots of an extension. Raises EngineError if candidates are wanted for other
+    """Return the roots of an extension. Raises EngineError if it requests candidates after other
     tokens.
     """
     last = extension.start[1:] - 1

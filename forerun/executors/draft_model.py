@@ -1,5 +1,5 @@
-"""The half of a draft model that does not depend on where its arrays lie: what it declares of its
-checkpoint, the verbs that it lacks, and which of its nodes stand where.
+"""The device-independent half of draft models: the traits that follow from a checkpoint, the
+methods that a kind of model does not support, and the positions of draft nodes in their trees.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ Declared = tuple[DraftModelTraits, dict[str, Any]]
 
 
 def declared_head(draft: DraftFile, max_nodes: int) -> Declared:
-    """Return what an EAGLE head declares: EAGLE-1 reads the target's last stream, EAGLE-3 those
-    that its file names.
+    """Return the traits and facts of an EAGLE head: EAGLE-1 reads the target's last residual
+    stream, EAGLE-3 those that its file lists.
     """
     head = draft.head
     last = head.algorithm == "eagle1"
@@ -45,7 +45,9 @@ def declared_head(draft: DraftFile, max_nodes: int) -> Declared:
 
 
 def declared_whole(draft: WholeDraft, max_nodes: int, runs_roots: bool = False) -> Declared:
-    """Return what a whole model declares: it reads tokens alone. runs_roots: as of the traits."""
+    """Return the traits and facts of a whole model, which reads tokens alone. runs_roots: as of
+    DraftModelTraits.
+    """
     vocabulary = draft.vocabulary
     traits = DraftModelTraits(
         draft.algorithm, draft.cache, vocabulary.target_ids, max_nodes, runs_roots=runs_roots
@@ -60,7 +62,9 @@ def declared_whole(draft: WholeDraft, max_nodes: int, runs_roots: bool = False) 
 
 
 def declared_layers(draft: PredictionLayers | Assistant, max_nodes: int) -> Declared:
-    """Return what prediction layers or an assistant declare: they read the target's last stream."""
+    """Return the traits and facts of MTP layers or an assistant, which read the target's last
+    residual stream.
+    """
     name, layers = "frozen_kv_mtp", draft.architecture.layers
     if isinstance(draft, PredictionLayers):
         name, layers = "nextn", draft.count
@@ -70,7 +74,7 @@ def declared_layers(draft: PredictionLayers | Assistant, max_nodes: int) -> Decl
 
 
 class DraftModelBase:
-    """What draft models that propose level by level have in common.
+    """Base class of draft models that propose level by level.
 
     facts  for `describe`
     """
@@ -79,19 +83,20 @@ class DraftModelBase:
     facts: dict[str, Any]
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """Raise EngineError: the model proposes level by level."""
+        """Raise EngineError, since the model proposes level by level."""
         raise EngineError(f"{self.traits.name} proposes level by level, not a block")
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info, bytes by purpose among them."""
+        """Return facts for /server_info, including bytes by purpose."""
         return self.facts
 
 
 class BlockModelBase(DraftModelBase):
-    """A block drafter around `propose`. Raises EngineError if a block is larger than a step.
+    """Base class of block drafters; a subclass implements `propose`. Raises EngineError if a block
+    is larger than a step.
 
     about  its description
-    pairs  how tokens depend on those above; None: they do not
+    pairs  scores that depend on the previous token; None: none
     """
 
     def __init__(self, draft: BlockFile, limits: ExecutorLimits) -> None:
@@ -121,22 +126,22 @@ class BlockModelBase(DraftModelBase):
 
     @property
     def rows_at_once(self) -> int:
-        """Most rows of a pass: as many as there are nodes in a step."""
+        """The most rows of a pass: as many as a step has nodes."""
         return self._limits.max_nodes // self.about.places
 
     def propose(self, block: DraftBlock) -> Sequence[AnyArray]:
         """Return draft ids and log-probabilities, each [R,depth,k], and the output head's input
-        float32[R,depth,H], of no numbers unless pairs read it; of at most `rows_at_once` rows.
+        float32[R,depth,H], which is empty unless `pairs` reads it; for at most `rows_at_once` rows.
         """
         raise NotImplementedError
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Raise EngineError: the model proposes blocks."""
+        """Raise EngineError, since the model proposes blocks."""
         raise EngineError(f"{self.traits.name} proposes a block, not level by level")
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """Propose a block below each of R roots. Raises EngineError if `block` is invalid or a
-        log-probability is not finite.
+        """Return a block of draft candidates below each of R roots. Raises EngineError if `block`
+        is invalid or a log-probability is not finite.
         """
         check_block(block, self.about.depth, self._limits)
         if self.pairs is not None:
@@ -156,12 +161,12 @@ class BlockModelBase(DraftModelBase):
 
 
 class Chains(NamedTuple):
-    """The nodes of an extension for a model that runs roots: its tokens, and behind each row's
-    tokens the row's root.
+    """The nodes of an extension for a model that runs roots: each row's tokens followed by its
+    root.
 
     tokens  int32[n+R] target ids
-    start   int32[R+1] row r owns nodes start[r]:start[r+1]; the last is its root
-    scored  int32[s] nodes that candidates are wanted for
+    start   int32[R+1] row r has nodes start[r]:start[r+1]; the last is its root
+    scored  int32[s] nodes to return candidates for
     own     int64[n] nodes of the extension's tokens
     """
 
@@ -172,26 +177,28 @@ class Chains(NamedTuple):
 
 
 def with_roots(extension: DraftExtension) -> Chains:
-    """Return the nodes of an extension with each row's root."""
+    """Return the nodes of an extension with each row's root appended."""
     rows = np.arange(len(extension.start))
     row = np.repeat(rows[:-1], np.diff(extension.start))
     start, own = (extension.start + rows).astype(np.int32), np.arange(len(row)) + row
     tokens = np.zeros(int(start[-1]), np.int32)
     tokens[own] = extension.tokens
     tokens[start[1:] - 1] = extension.next_tokens[extension.start[1:] - 1]
-    # Candidates behind a token are those of the node after it.
+    # Candidates to follow a token are computed by the next node.
     return Chains(tokens, start, (own[extension.scored] + 1).astype(np.int32), own)
 
 
 class DraftNodes:
-    """Where draft nodes stand, by their numbers in DraftLevel: below which node, and how deep."""
+    """The position of each draft node in its tree, by its number in DraftLevel: its parent and
+    depth.
+    """
 
     def __init__(self, count: int) -> None:
         self._above = np.full(count, -1, np.int32)
         self._depth = np.zeros(count, np.int32)
 
     def add(self, level: DraftLevel) -> Ints:
-        """Store a level's nodes. Returns int32[n], how many draft nodes are above each."""
+        """Store a level's nodes. Returns int32[n], the number of draft nodes above each."""
         numbers = slice(level.first, level.first + len(level.tokens))
         self._above[numbers] = level.parents
         depth = np.where(level.parents < 0, 0, self._depth[level.parents] + 1).astype(np.int32)
@@ -199,7 +206,7 @@ class DraftNodes:
         return depth
 
     def path(self, number: int) -> Ints:
-        """Return the draft nodes from the first level down to `number`; none for -1, the root."""
+        """Return the draft nodes from the first level down to `number`; empty for -1, the root."""
         path = []
         while number >= 0:
             path.append(number)

@@ -1,5 +1,5 @@
-"""The ring where an executor stores features of accepted tokens until a draft model reads them:
-RING_TOKENS rows for every slot, in the order of positions.
+"""A ring buffer of features of accepted tokens, kept until a draft model reads them: RING_TOKENS
+rows for every slot, in the order of positions.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from forerun.types import AnyArray, Ints
 
 
 def ring_size(slots: int) -> int:
-    """Return the rows of a ring for so many slots: RING_TOKENS for each."""
+    """Return the rows of a ring for `slots` slots: RING_TOKENS for each."""
     return slots * RING_TOKENS
 
 
@@ -26,8 +26,8 @@ def ring_place(slots: Any, position: Any) -> Any:
 
 
 def ring_places(plan: Plan, trees: TreeBatch, nodes: AnyArray) -> AnyArray:
-    """Return int64[n], the ring rows of a step's nodes: flat nodes int[n] of `trees`, placed by
-    their slots and positions.
+    """Return int64[n], the ring rows of the flat nodes int[n] of `trees`, by their slots and
+    positions.
     """
     row = np.searchsorted(trees.start, nodes, side="right") - 1
     position = positions(trees, plan.kv_len)[nodes].astype(np.int64)
@@ -38,14 +38,14 @@ def ring_places(plan: Plan, trees: TreeBatch, nodes: AnyArray) -> AnyArray:
 class HostFeatureRing:
     """A feature ring in host memory.
 
-    values  float32[S*RING_TOKENS,F*H]; the system allots memory for slots that were written
+    values  float32[S*RING_TOKENS,F*H]; the system allocates memory only for slots that were written
     """
 
     def __init__(self, slots: int, width: int) -> None:
         self.values = np.zeros((ring_size(slots), width), np.float32)
 
     def at(self, slots: Ints, positions: Ints) -> HostFeatures:
-        """Return copies float32[n,F*H] of the rows of slots int32[n] at positions int32[n]. A
-        position that was never stored, or is overwritten, gives arbitrary values.
+        """Return copies float32[n,F*H] of the rows of slots int32[n] at positions int32[n].
+        Positions that were never stored, or are overwritten, give arbitrary values.
         """
         return HostFeatures(self.values[ring_place(slots.astype(np.int64), positions)])

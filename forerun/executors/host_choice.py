@@ -1,5 +1,5 @@
-"""Decides the rows that the executor has not decided itself, by the specification
-(forerun/speculative), and computes the log-probabilities that a request wants.
+"""Decides the rows that the executor has not decided itself, with the reference implementation
+(forerun/speculative), and computes log-probabilities for requests.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,14 +24,16 @@ from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 
 Logits = Callable[[int], Floats]
-"""Flat node -> float32[V]; called for nodes in `HostSampler.scored` only."""
+"""Flat node -> logits float32[V]; called only for nodes in `HostSampler.scored`."""
 
 ReportsOf = Callable[[int, list[tuple[int, int]]], Reports]
-"""(alternatives of each, pairs of a flat node and the token that follows it) -> reports."""
+"""(number of alternatives, pairs of a flat node and the token that follows it) -> their
+log-probabilities.
+"""
 
 
 def history_of(slot_init: SlotInit) -> History:
-    """Return what penalties count: the sequence's decided tokens, as a view."""
+    """Return the sequence's decided tokens, as a view; penalties count these."""
     return History(slot_init.text.tokens, slot_init.prompt_len)
 
 
@@ -56,7 +58,7 @@ def path_of(
             allowed = masks.bits[masks.row[node]]
         raw = logits(node)
         if (allowed is not None or not sampling.temperature_only) and not np.isfinite(raw.max()):
-            return NOTHING  # `choose` sees that too, unless a mask or a cut-off hides it.
+            return NOTHING  # `choose` would miss it under a mask or cut-off.
         if allowed is not None and sampling.temperature_only:
             tokens = np.flatnonzero(unpack(allowed, len(raw))).astype(np.int32)
             if sampling.temperature == 0 or len(tokens) <= FEW:
@@ -80,12 +82,13 @@ def complete(
     masks: NodeMasks | None,
     reports: ReportsOf | None,
 ) -> list[tuple[Reports, ...]]:
-    """Decide the given rows of a round that have no choice at their root, and make their reports.
+    """Decide the given rows of a round that have no choice at their root, and compute the
+    log-probabilities of all given rows.
 
     rows     numbers of rows, with their slots' sequences
     choice, finite  as of HostSampler.finish and Outcome; completed in place
     logits   of flat nodes
-    reports  makes the reports; None: the logits do
+    reports  computes log-probabilities; None: from the logits
 
     Returns Outcome.logprobs and Outcome.prompt_logprobs.
     """
@@ -114,7 +117,7 @@ def complete(
 
 
 def put_path(choice: Ints, root: int, path: Path) -> None:
-    """Write the path of a row whose root is flat node `root` into choice int32[M], as of
+    """Write the path of a row with root `root`, a flat node, to choice int32[M], as of
     HostSampler.finish.
     """
     for node, token in zip((root, *path.nodes), path.tokens, strict=False):
@@ -122,8 +125,8 @@ def put_path(choice: Ints, root: int, path: Path) -> None:
 
 
 def echoed(plan: Plan, row: int, trees: TreeBatch, slot: SlotInit) -> list[tuple[int, int]]:
-    """Return (known node, the decided token that follows it) pairs of a row, of which
-    `prompt_logprobs` reports; none if the request does not want them.
+    """Return the pairs (known node, the decided token that follows it) of a row whose
+    log-probabilities `prompt_logprobs` requests; none if the request does not.
     """
     if slot.sampling.prompt_logprobs is None:
         return []
@@ -138,8 +141,8 @@ def reports_of(
     pairs: Iterable[tuple[int, int]],
     made: Callable[[int, int], TokenLogprobs | None] = lambda node, top: None,
 ) -> Reports:
-    """Return reports of (flat node, token that follows it) pairs, with `top` alternatives each:
-    those that the executor has `made` of (node, top), others from raw logits.
+    """Return the log-probabilities for pairs (flat node, token that follows it), with `top`
+    alternatives each: from `made`(node, top) if it returns any, else from the raw logits.
     """
     return tuple(
         made(node, top) or report(logits(int(node)), int(token), top) for node, token in pairs
@@ -147,8 +150,8 @@ def reports_of(
 
 
 def report(logits: Floats, token: int, top: int) -> TokenLogprobs:
-    """Return raw log-probabilities, in nats, of `token` and of the `top` most probable tokens by
-    logits float32[V], ties by lowest id, without excluded tokens.
+    """Return raw log-probabilities, in nats, of `token` and of the `top` most probable tokens, from
+    logits float32[V]; ties by lowest id; excluded tokens (-inf) are omitted.
     """
     normaliser = log_normaliser(logits)
     best = largest(logits, top) if top else ()
@@ -160,11 +163,11 @@ def report(logits: Floats, token: int, top: int) -> TokenLogprobs:
 
 
 def report_in(line: Ints, token: int, top: int) -> TokenLogprobs:
-    """Return the report that a device made for `token`, with the `top` most probable tokens,
-    without excluded ones (-inf).
+    """Return the log-probabilities that a device computed for `token` and the `top` most probable
+    tokens, without excluded ones (-inf).
 
-    line  int32[1 + 2*k]: bits of the token's log-probability in float32, the ids of the k most
-          probable tokens, best first, and bits of theirs
+    line  int32[1 + 2*k]: the token's log-probability as float32 bits, the ids of the k most
+          probable tokens, best first, and their log-probabilities likewise
     """
     kept = (len(line) - 1) // 2
     values = line.view(np.float32).tolist()

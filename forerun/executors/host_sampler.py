@@ -1,5 +1,4 @@
-"""Acceptance on the host, for executors whose logits the host can read: slots, rows, outcomes.
-
+"""Acceptance on the host, for executors with logits in host memory: slots, rows, outcomes.
 host_choice.py decides the rows that the executor has not decided itself.
 """
 
@@ -22,9 +21,9 @@ _NONE: Ints = np.zeros(0, np.int32)
 
 
 class HostSampler:
-    """The sampler's state per slot, and acceptance by forerun.speculative.
+    """The sampling state of each slot, and acceptance by forerun.speculative.
 
-    cut_offs  the executor decides rows that have cut-offs itself, too
+    cut_offs  whether the executor also decides rows with cut-offs
     """
 
     def __init__(self, slots: int, vocab: int, cut_offs: bool = False) -> None:
@@ -37,7 +36,7 @@ class HostSampler:
             prompt_len=np.zeros(slots, np.int32),
             cut_offs=np.zeros(slots, CUT_OFFS),
         )
-        # Slots that report log-probabilities, and those that report their prompts'.
+        # Slots with log-probabilities, and those with their prompts' too.
         self._reports: set[int] = set()
         self._echoes: set[int] = set()
 
@@ -75,7 +74,7 @@ class HostSampler:
         self._echoes.discard(slot)
 
     def reports(self, slots: Ints) -> bool:
-        """Return whether one of the slots int32[n] wants log-probabilities."""
+        """Return whether one of the slots int32[n] requests log-probabilities."""
         return bool(self._reports) and not self._reports.isdisjoint(slots.tolist())
 
     def scored(self, plan: Plan, trees: TreeBatch) -> Ints:
@@ -85,7 +84,7 @@ class HostSampler:
         for row, slot in enumerate(slots):
             if slot in self._echoes:
                 nodes.extend(range(starts[row], starts[row + 1]))
-            elif samples[row]:  # Others carry no draft token.
+            elif samples[row]:  # Others have no draft token.
                 nodes.extend(range(roots[row], starts[row + 1]))
         return np.array(nodes, np.int32)
 
@@ -104,7 +103,7 @@ class HostSampler:
         choice   int32[M] the target's choice at every node of an accepted path, from the root to
                  the last accepted draft token, for rows that the executor decided as the
                  specification would; NOTHING elsewhere. Completed in place
-        reports  the executor's own way to log-probabilities, which needs no logits here
+        reports  computes log-probabilities without `logits`, if the executor has such a function
         features, drafts   as in Outcome
 
         A row whose root has NaN or +inf among its logits, or a grammar mask that allows nothing,

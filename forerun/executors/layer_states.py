@@ -1,14 +1,14 @@
-"""The places where prediction layers, one per depth, store and read hidden states
+"""The table rows where MTP layers, one per depth, store and read hidden states
 (drafts/prediction_layers.py).
 
-Layer k + 1 reads, at the token after, the output o_k of layer k. An entry lies at the position of
-the token before its own, as in every draft cache: entry q of layer k stands for t_{q+1} and reads
+Layer k + 1 reads, at the next token, the output o_k of layer k. The position of an entry is that of
+the token before its own, as in every draft cache: entry q of layer k is for t_{q+1} and reads
 o_{k-1} of entry q - 1. Each layer has one table of states [rows, H]:
 
     node 0 .. max_nodes - 1   draft nodes; tokens of an extension, which overwrites them
     slot 0 .. slots - 1       a sequence's last entry: its root
     page 0 .. pages - 1       a page's last entry, for a sequence that continues shared pages
-    last                      the input of the first entry of all, which no query attends to
+    last                      the input of a sequence's first entry, which no query attends to
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,9 @@ from forerun.types import AnyArray, Ints
 
 @dataclass(frozen=True, slots=True)
 class StoredStates:
-    """The states that an extension stores: of its `nodes` int[n] in the rows `targets`."""
+    """The states that an extension stores: those of its nodes `nodes` int[n], to rows `targets`
+    int[n] of the tables.
+    """
 
     nodes: AnyArray
     targets: AnyArray
@@ -33,8 +35,8 @@ class StoredStates:
 class LayerStates:
     """Row numbers of the tables, and the depth of draft nodes; the executor owns the tables.
 
-    rows          of a table
-    slots, pages  rows of slot 0, and of page 0
+    rows          number of rows of a table
+    slots, pages  first row of the slots, and of the pages
     """
 
     def __init__(self, limits: ExecutorLimits) -> None:
@@ -44,8 +46,8 @@ class LayerStates:
         self._nodes = DraftNodes(limits.max_nodes)
 
     def before(self, extension: DraftExtension) -> Ints:
-        """Return int32[n]: the table row of the entry before each token of an extension; behind a
-        cached position, a row of `stored`.
+        """Return int32[n]: the table row of the entry before each token of an extension; for the
+        first token after a cached position, one written by `stored`.
         """
         rows = np.arange(-1, len(extension.tokens) - 1, dtype=np.int32)
         for row, first in enumerate(extension.start[:-1]):
@@ -72,8 +74,8 @@ class LayerStates:
         )
 
     def above(self, level: DraftLevel) -> Ints:
-        """Return int32[n]: the table row of the entry above each draft token of a level, a draft
-        node's or the root's.
+        """Return int32[n]: the table row of the entry above each draft token of a level, which is a
+        draft node's or the root's.
         """
         slots = np.repeat(self.slots + level.slots, np.diff(level.start))
         rows: Ints = np.where(level.parents < 0, slots, level.parents).astype(np.int32)
@@ -81,7 +83,7 @@ class LayerStates:
 
     def depth(self, level: DraftLevel) -> int:
         """Return the depth of a level's tokens, 1 for children of roots, and store it for the
-        levels below. Raises EngineError if they are not all equally deep.
+        levels below. Raises EngineError unless all have the same depth.
         """
         above = self._nodes.add(level)
         if np.any(above != above[0]):
@@ -90,8 +92,8 @@ class LayerStates:
 
 
 def layers_at(depth: int, count: int) -> range:
-    """Return which of `count` layers (from 0) run the tokens at a depth: the first of them predicts
-    the next token, the others serve deeper tokens.
+    """Return which of `count` layers (from 0) run for tokens at a depth: the first of them predicts
+    the next token, the others only prepare the states that deeper tokens read.
     """
     return range(min(depth, count - 1), count)
 

@@ -1,4 +1,4 @@
-"""Vectors of named parts, one behind another: what crosses to a device in one copy."""
+"""Vectors of concatenated named parts, which are copied to a device in one transfer."""
 
 from math import prod
 from typing import Any
@@ -12,13 +12,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def total(shapes: Shapes) -> int:
-    """Return the length of a vector that holds parts of these shapes one behind the other."""
+    """Return the length of a vector that concatenates parts of these shapes."""
     return sum(map(prod, shapes.values()))
 
 
 def views_of(whole: Any, shapes: Shapes) -> dict[str, Any]:
-    """Return the parts of a vector of any array library, by the names of `shapes`: views, where the
-    library has any.
+    """Return the parts of a vector of any array library, by the names of `shapes`; as views if the
+    library has views.
     """
     views, begin = {}, 0
     for name, shape in shapes.items():

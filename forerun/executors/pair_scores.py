@@ -1,7 +1,8 @@
-"""How the token above changes the scores of a block drafter's tokens, and how sure it is of them.
+"""Pair scores of block drafters: how the previous token x changes the logits of the next one, and
+the confidence of each draft token.
 
-DSpark (arXiv 2607.05147): to the logits of a place k, whose hidden state after the final norm is h,
-a bias of low rank is added by the token x above it, W2 v, where v is
+DSpark (arXiv 2607.05147) adds a low-rank bias W2 v to the logits of a place k of the block, whose
+hidden state after the final norm is h, where v is
 
     vanilla  W1[x]
     gated    sigmoid(G [h; W1[x]] + g) * W1[x]
@@ -9,9 +10,9 @@ a bias of low rank is added by the token x above it, W2 v, where v is
              sigmoid(f) * s + (1 - sigmoid(f)) * tanh(c); 0 at the first place
 
 The confidence of a place is sigmoid(P [h; W1[x]] + p), or of h alone. Every branch of a tree has
-candidates of its own at no further pass: the tables stay in their file, and each node reads one row
-of W1 and a row of W2 for each candidate. Tokens that are no candidates of a place keep their share
-of its probability: their bias counts as 0.
+candidates of its own without another pass: the tables are memory-mapped, and each node reads one
+row of W1, and one row of W2 per candidate. Tokens that are not candidates of a place keep their
+share of its probability: their bias counts as 0.
 
 DFlash2's selector adds S[b] v to the logit of each of the `top_k` most probable tokens b of a
 place, where v = A[x] * (P h), and no other token is a candidate.
@@ -38,7 +39,7 @@ class _Linear(NamedTuple):
 
 
 class PairScores:
-    """The tables and matrices of one drafter that has any (BlockHead.pair or .confidence)."""
+    """The tables and matrices of a drafter that has any (BlockHead.pair or .confidence)."""
 
     def __init__(self, draft: BlockFile) -> None:
         head = self.head = draft.head
@@ -66,8 +67,8 @@ class PairScores:
 
     @staticmethod
     def count(block: DraftBlock) -> int:
-        """Return how many candidates of a place are scored: a token above may bring up others than
-        the most probable ones.
+        """Return how many candidates of a place are scored, at least CANDIDATES, since the previous
+        token may promote others than the most probable ones.
         """
         return max(block.candidates, CANDIDATES)
 
@@ -88,17 +89,17 @@ class PairScores:
         return self._draft.some_rows(self._after, ids)
 
     def of(self, roots: Ints, ids: Ints, log_probs: Floats, hidden: Floats) -> "BlockPairs":
-        """Return what is known of R blocks.
+        """Return the scores of R blocks.
 
         roots           int32[R]
-        ids, log_probs  [R,depth,K] candidates without what stands above, best first
+        ids, log_probs  [R,depth,K] candidates before the bias of the previous token, best first
         hidden          float32[R,depth,H] after the final norm
         """
         return BlockPairs(self, roots, ids, log_probs, hidden)
 
 
 class BlockPairs:
-    """Pairs of blocks of one pass. Arguments as of PairScores.of."""
+    """Pair scores of the blocks of one pass. Arguments as of PairScores.of."""
 
     def __init__(
         self, scores: PairScores, roots: Ints, ids: Ints, log_probs: Floats, hidden: Floats
@@ -170,7 +171,9 @@ class BlockPairs:
         return wanted
 
     def _recurrent(self, row: int, path: tuple[int, ...], above: Floats) -> Floats:
-        """Also keep the state below `path`, which places below it read."""
+        """Return v of the rnn rule; also keeps the state below `path`, which the places below
+        read.
+        """
         assert self._joint is not None and self._scores.joint is not None
         rank, weight = self._scores.head.rank, self._scores.joint.weight
         state = self._states[row, path[:-1]] if path else np.zeros(rank, np.float32)
@@ -186,11 +189,11 @@ class BlockPairs:
 
 
 def pair_scores(draft: BlockFile) -> PairScores | None:
-    """Return the PairScores of a drafter; None if its tokens do not depend on those above."""
+    """Return the PairScores of a drafter; None if its tokens do not depend on the previous ones."""
     return PairScores(draft) if draft.head.algorithm != "dflash" else None
 
 
 def _sigmoid(x: Floats) -> Floats:
-    """Return 1 / (1 + e^-x), which overflows nowhere."""
+    """Return 1 / (1 + e^-x), without overflow."""
     found: Floats = 0.5 * (1.0 + np.tanh(0.5 * x))
     return found

@@ -1,4 +1,4 @@
-"""Which adapters the sequences in an executor's slots have."""
+"""The LoRA adapter of each slot's sequence."""
 
 import numpy as np
 

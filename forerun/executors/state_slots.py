@@ -1,19 +1,19 @@
-"""Bookkeeping of recurrent states: which row of an executor's pool has the state of which text. No
-arrays.
+"""Bookkeeping of recurrent states: which row of an executor's pool has the state after which text.
+The executor owns the arrays.
 
-A layer with a recurrent state (layer_spec.GatedDelta) cannot continue behind any cached page: it
-needs the state after the last token before it. So beside the state of each slot's sequence an
-executor has checkpoints, copies of states at ends of pages, keyed by their text and its salt
-(`SlotInit.salt`), compared exactly. Rows of states:
+A layer with a recurrent state (layer_spec.GatedDelta) cannot continue after an arbitrary cached
+page: it needs the state after the page's last token. So besides the state of each slot's sequence
+an executor has checkpoints, copies of states at ends of pages, keyed by their text and its salt
+(`SlotInit.salt`), compared exactly. Rows of the pool:
 
     0 .. slots - 1               of the sequence in each slot
     slots .. + checkpoints - 1   checkpoints; the least recently used is evicted first
 
-Each sequence has a checkpoint at the two ends of pages where another is likely to continue: in its
-prompt, at least one token before its end, for a repeated prompt; and in its answer so far, for the
-next turn of a conversation, and for itself after a preemption. If a prompt begins with cached pages
-beyond the last checkpoint, their end gets one too: two texts share it, so a third may (the system
-prompt of many requests).
+Each sequence has checkpoints at the two page ends where another is likely to continue: the last in
+its prompt that is at least one token before the prompt's end, for a repeated prompt; and the last
+in its answer so far, for the next turn of a conversation, and for itself after a preemption. If a
+prompt begins with cached pages beyond the last checkpoint, their end gets one too: two texts share
+it, so a third may (such as the system prompt of many requests).
 """
 
 from collections import Counter, OrderedDict
@@ -28,15 +28,15 @@ from forerun.interface.slot_init import SequenceText, SlotInit
 from forerun.types import Ints
 
 Key = tuple[bytes, bytes]
-"""Salt of a text, and its tokens as int32 bytes."""
+"""The salt of a text, and its tokens as the bytes of int32."""
 
 
 @dataclass(slots=True, eq=False)
 class StateCheckpoint:
-    """A checkpoint.
+    """A copy of the recurrent state after a text.
 
     row   its row of the pool
-    key   salt, and int32 bytes of the tokens it stands for
+    key   the text: salt, and tokens as the bytes of int32
     used  whether a sequence has continued from it
     """
 
@@ -46,7 +46,7 @@ class StateCheckpoint:
 
     @property
     def length(self) -> int:
-        """Tokens of its text; the state is the one after the last."""
+        """Tokens of its text; the state is that after the last one."""
         return len(self.key[1]) // 4
 
 
@@ -54,10 +54,11 @@ class StateCheckpoint:
 class Claim:
     """A state checkpoint that the coming step will write.
 
-    row     of the table of states
+    row     of the pool
     length  tokens that it covers
     key     its salt and text
-    kind    its newest one of the "prompt" or the "answer"; None: the end of a shared prefix
+    kind    "prompt" or "answer": it becomes the sequence's newest checkpoint of this kind; None:
+            the end of a shared prefix
     """
 
     row: int
@@ -70,9 +71,9 @@ class Claim:
 class _Open:
     """A slot's sequence.
 
-    length   tokens that its state stands for; -1 while a step changes it
+    length   tokens that its state covers; -1 while a step changes it
     prompt   tokens of its prompt
-    shared   tokens whose pages were cached before it
+    shared   tokens whose pages were cached when it started
     own      the newest checkpoint of its prompt and of its answer
     salt     of its text
     """
@@ -86,7 +87,7 @@ class _Open:
 
 
 class StateSlots:
-    """The bookkeeping of one pool of states. For one thread."""
+    """The bookkeeping of one pool of states. Not thread-safe."""
 
     def __init__(self, limits: ExecutorLimits) -> None:
         self._size, self._slots = limits.page_size, limits.slots
@@ -118,8 +119,8 @@ class StateSlots:
         return None if checkpoint is None else checkpoint.row
 
     def insert(self, tokens: Ints, salt: bytes = b"") -> int | None:
-        """Make a checkpoint of `tokens` int32[T] of this salt, which has none. Returns its row, for
-        the caller to write the state to; None if there is no room for any. Between steps only.
+        """Create a checkpoint of `tokens` int32[T] of this salt, which has none. Returns its row,
+        to which the caller has to write the state; None if there is no room. Between steps only.
         """
         row = self._take()
         if row is not None:
@@ -131,7 +132,7 @@ class StateSlots:
         self._evict(self._checkpoints[_key(tokens, salt)])
 
     def open(self, slot_init: SlotInit) -> int | None:
-        """Bind a sequence to a slot. Returns the row to copy its state from; None: it begins with
+        """Bind a sequence to a slot. Returns the row to copy its state from; None: its state is
         zeros. Raises EngineError if its cached tokens have no checkpoint.
         """
         checkpoint, slot, salt = None, slot_init.slot, slot_init.salt
@@ -155,7 +156,7 @@ class StateSlots:
         return None if checkpoint is None else checkpoint.row
 
     def close(self, slot: int) -> None:
-        """Discard the slot's sequence; its checkpoints stay. A closed slot is no error."""
+        """Discard the slot's sequence; its checkpoints stay. A closed slot is ignored."""
         self._open.pop(slot, None)
 
     def begin(self, slot: int, length: int) -> None:
@@ -164,7 +165,7 @@ class StateSlots:
         self._open[slot].length = -1
 
     def check_length(self, slot: int, length: int) -> None:
-        """Raise EngineError if the slot's state does not stand for `length` tokens."""
+        """Raise EngineError unless the slot's state covers exactly `length` tokens."""
         state = self._open[slot]
         if state.length != length:
             raise EngineError(
@@ -173,14 +174,14 @@ class StateSlots:
             )
 
     def end(self, slot: int, length: int) -> None:
-        """End a step of the slot: its state stands for the first `length` tokens. Raises KeyError
-        for a slot that is not open.
+        """End a step of the slot: its state covers the first `length` tokens. Raises KeyError for a
+        slot that is not open.
         """
         self._open[slot].length = length
 
     def claims(self, slot: int, begin: int, end: int, emitted: Sequence[int] = ()) -> list[Claim]:
-        """Return the checkpoints to make of a slot's sequence between its tokens `begin` and `end`.
-        Their rows are reserved, and hold nothing, until `register` or `drop`.
+        """Return the checkpoints to create of a slot's sequence between its tokens `begin` and
+        `end`. Their rows are reserved, without contents, until `register` or `drop`.
 
         emitted  tokens that the running step decided, which follow those of the text
         """
@@ -198,11 +199,11 @@ class StateSlots:
         return made
 
     def register(self, slot: int, claims: list[Claim]) -> None:
-        """Make checkpoints of `claims` of this slot: their rows have their states now. The row of a
-        text that has got a checkpoint meanwhile becomes free again.
+        """Turn `claims` of this slot into checkpoints, since their rows now have their states. If a
+        text has got a checkpoint meanwhile, the row is freed.
         """
         for claim in claims:
-            if claim.key in self._checkpoints:  # Another row of the same step made it too.
+            if claim.key in self._checkpoints:  # Another row of the step has created it.
                 self._free.append(claim.row)
                 continue
             checkpoint = self._add(StateCheckpoint(claim.row, claim.key))
@@ -210,25 +211,25 @@ class StateSlots:
                 self._open[slot].own[claim.kind] = checkpoint
 
     def drop(self, rows: Iterable[int]) -> None:
-        """Free reserved rows, whose step failed."""
+        """Free reserved rows after their step failed."""
         self._free += rows
 
     def reserve(self, slot: int, end: int) -> int | None:
-        """Reserve a row for a copy of the state that a round may reach, up to token `end` of the
-        slot's sequence, at an end of a page that gets a checkpoint. None if there is no such end or
-        no room. It holds nothing until `settle` or `drop`.
+        """Reserve a row for the state at the last page end, up to token `end` of the slot's
+        sequence, that gets a checkpoint and that a round may reach. Returns None if there is no
+        such page end or no room. The row has no contents until `settle` or `drop`.
         """
         state = self._open[slot]
         if not self._places(state, state.length, end):
             return None
-        if not self._free:  # Its own old checkpoint goes before another's.
+        if not self._free:  # Evict its own old checkpoint first.
             self._replace(state, "answer")
         return self._take()
 
     def settle(self, slot: int, row: int | None, end: int, emitted: Sequence[int]) -> None:
-        """End a round of the slot, whose state stands for the first `end` tokens. Make a checkpoint
-        of `row`, from `reserve`, if the round has passed an end of a page that gets one: it holds
-        the state at the last.
+        """End a round of the slot, whose state now covers the first `end` tokens. Turns `row`, from
+        `reserve`, into a checkpoint if the round has passed a page end that gets one: it has the
+        state at the last of these.
 
         emitted  tokens that the round decided, which follow those of the text
         """
@@ -246,7 +247,7 @@ class StateSlots:
         self.register(slot, [Claim(row, length, key, kind)])
 
     def check(self) -> None:
-        """Prove that no row leaked. Raises AssertionError. Between steps only."""
+        """Check that no row leaked. Raises AssertionError. Between steps only."""
         rows = [each.row for each in self._checkpoints.values()] + self._free
         assert len(set(rows)) == len(rows), "a row has two states"
         assert +self._lengths == Counter(each.length for each in self._checkpoints.values())
@@ -274,7 +275,9 @@ class StateSlots:
         return None
 
     def _take(self) -> int | None:
-        """Take a free row, or that of the least recently used checkpoint; None without any."""
+        """Return a free row, or that of the least recently used checkpoint, which is evicted; None
+        without any.
+        """
         if not self._free and self._checkpoints:
             self._evict(next(iter(self._checkpoints.values())))
         return self._free.pop() if self._free else None
@@ -303,5 +306,5 @@ def _key(tokens: Ints, salt: bytes) -> Key:
 
 
 def rows_of(limits: ExecutorLimits) -> int:
-    """Return the rows of the pool: one per slot, and the checkpoints."""
+    """Return the number of rows of the pool: one per slot, and the checkpoints."""
     return limits.slots + limits.checkpoints

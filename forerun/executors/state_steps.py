@@ -1,5 +1,5 @@
-"""Advances an executor's recurrent states step by step: assigns known nodes' states to rows of the
-pool, and moves slots along accepted paths. The arrays are the executor's.
+"""Advances an executor's recurrent states step by step: assigns the states of known nodes to rows
+of the pool, and advances slots along accepted paths. The executor owns the arrays.
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +19,10 @@ from forerun.types import Ints
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """A step that has begun.
+    """A step in progress.
 
-    claims  by slot, the checkpoints that it makes of known tokens
-    ends    row of the pool -> the known node whose state it gets
+    claims  by slot, the checkpoints of known tokens that it creates
+    ends    row of the pool -> the known node whose state is copied to it
     """
 
     plan: Plan
@@ -32,8 +32,8 @@ class StateStep:
 
     @property
     def targets(self) -> NDArray[np.int64]:
-        """int64[M] row of the pool, of no slot of the step, that gets a copy of the state after a
-        node; -1 = none.
+        """int64[M]: the row of the pool, not a slot's of this step, to which the state after each
+        node is copied; -1 = none.
         """
         targets, slots = np.full(len(self.trees.tokens), -1, np.int64), {*self.plan.slots.tolist()}
         for row, node in self.ends.items():
@@ -43,8 +43,8 @@ class StateStep:
 
 
 class StateSteps(ABC):
-    """The bookkeeping of one pool (`book`), step by step; StateContents of its executor. A subclass
-    owns the states.
+    """The bookkeeping of one pool (`book`) over the steps, and the StateContents of its executor. A
+    subclass owns the states.
     """
 
     def __init__(self, limits: ExecutorLimits) -> None:
@@ -52,26 +52,26 @@ class StateSteps(ABC):
 
     @abstractmethod
     def copy(self, row: int | None, to: int) -> None:
-        """Make the state of row `to` that of `row`; None: zeros."""
+        """Copy the state of row `row` to row `to`; None: zeros."""
 
     @abstractmethod
     def follow(self, step: StateStep, slots: Ints, nodes: Ints) -> None:
-        """Advance the states of slots int32[n], which differ, by a draft token each: flat nodes
-        int32[n] of the step.
+        """Advance the states of slots int32[n], which are distinct, by one draft token each: flat
+        nodes int32[n] of the step.
         """
 
     @property
     @abstractmethod
     def state_bytes(self) -> int:
-        """Bytes of a state, in all layers."""
+        """Bytes of a state, over all layers."""
 
     @abstractmethod
     def content(self, row: int) -> bytes:
-        """Return the state of a row, in all layers."""
+        """Return the state of a row as bytes, over all layers."""
 
     @abstractmethod
     def put(self, row: int, content: bytes | memoryview) -> None:
-        """Make the state of a row what `content` returned, of state_bytes."""
+        """Write a row's state from the bytes that `content` returned, state_bytes in number."""
 
     def state_lengths(self, tokens: Ints, salt: bytes = b"") -> list[int]:
         """Implement StateContents.state_lengths."""
@@ -94,7 +94,7 @@ class StateSteps(ABC):
         try:
             self.put(row, content)
         except BaseException:
-            self.book.remove(tokens, salt)  # The row still holds what another text left there.
+            self.book.remove(tokens, salt)  # The row still has another text's state.
             raise
         return True
 
@@ -105,8 +105,8 @@ class StateSteps(ABC):
         self.copy(self.book.open(slot_init), slot_init.slot)
 
     def prepare(self, plan: Plan, trees: TreeBatch) -> StateStep:
-        """Begin a step: reserve rows for its checkpoints. Returns the assignment of states to
-        rows. Raises EngineError if a slot's state does not stand for the plan's kv_len tokens.
+        """Begin a step: reserve rows for its checkpoints. Returns the assignment of states to rows.
+        Raises EngineError if a slot's state does not cover exactly the plan's kv_len tokens.
         """
         claims: dict[int, list[Claim]] = {}
         ends: dict[int, int] = {}
@@ -122,8 +122,8 @@ class StateSteps(ABC):
         return StateStep(plan, trees, claims, ends)
 
     def known(self, step: StateStep) -> None:
-        """Register the step's checkpoints, and advance each slot's state behind its known tokens.
-        Call it once, after the last layer.
+        """Register the step's checkpoints, and set each slot's state to that after its known
+        tokens. Call once per step, after the last layer.
         """
         known = step.trees.known.tolist()
         for row, slot in enumerate(step.plan.slots.tolist()):
@@ -131,9 +131,7 @@ class StateSteps(ABC):
             self.book.end(slot, int(step.plan.kv_len[row]) + known[row])
 
     def failed(self, step: StateStep) -> None:
-        """Free the checkpoints of a step that could not be run; its slots have no state any
-        more.
-        """
+        """Free the checkpoints of a failed step; its slots have no valid state afterwards."""
         for claims in step.claims.values():
             self.book.drop(claim.row for claim in claims)
         step.claims.clear()
@@ -151,8 +149,8 @@ class StateSteps(ABC):
                 self._passed(step, row, slot, depth, outcome.output_tokens[row])
 
     def _passed(self, step: StateStep, row: int, slot: int, depth: int, emitted: list[int]) -> None:
-        """Advance the slot's state by one accepted token, and copy it to a checkpoint where the
-        text gets one.
+        """Advance the slot's state by one accepted token, and copy it to a checkpoint if the text
+        gets one there.
         """
         length = int(step.plan.kv_len[row]) + int(step.trees.known[row]) + depth
         self.book.begin(slot, length)

@@ -59,11 +59,11 @@ class ToyPages:
         return bytes(self.keys[page].tobytes() + self.values[page].tobytes())
 
     def write_page(self, page: int, content: bytes | memoryview) -> None:
-        """Make a page hold what `read_page` returned."""
+        """Write a page's contents, as `read_page` returned them."""
         self.keys[page], self.values[page] = np.frombuffer(content, np.int32).reshape(2, -1)
 
     def copy_page(self, source: int, target: int) -> bool:
-        """Make page `target` hold what `source` does."""
+        """Copy the contents of page `source` to page `target`."""
         for part in (self.keys, self.values):
             part[target] = part[source]
         return True
@@ -71,9 +71,9 @@ class ToyPages:
 
 @dataclass(eq=False)
 class ToyRound(Round):
-    """A step that has run.
+    """A step that has been computed.
 
-    best   int32[M] each node's most probable next token; its logits follow from it
+    best   int32[M] each node's most probable next token, which determines its logits
     state  int64[M,4] each node's hidden state, times 256
     """
 
@@ -114,9 +114,9 @@ class ToyExecutor(Executor):
         self._sampler.close(slot)
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> ToyRound:
-        """Compute the best next token of every node, at once. Writes no page; drafts nothing.
-        Raises EngineError if there are more nodes than a step may have, or a page does not hold the
-        positions it should.
+        """Compute the best next token of every node. Writes no page and drafts nothing. Raises
+        EngineError if there are more nodes than a step may have, or a page does not have the
+        expected positions.
         """
         if len(trees.tokens) > self.limits.max_nodes:
             raise EngineError(f"{len(trees.tokens)} nodes, room for {self.limits.max_nodes}")
@@ -129,8 +129,8 @@ class ToyExecutor(Executor):
         return ToyRound(plan, trees, best=best, state=state)
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
-        """Accept on the host, by the specification; write the accepted paths, and nothing else,
-        into pages. Raises EngineError if a committed position has no page.
+        """Accept on the host with the reference implementation; write only the accepted paths to
+        pages. Raises EngineError if a committed position has no page.
         """
         assert isinstance(round, ToyRound)
         best = round.best.tolist()
@@ -158,14 +158,13 @@ class ToyExecutor(Executor):
         return {"executor": "toy", "device": "cpu", "kv_bytes": cache, "weights_bytes": 0}
 
     def _logits(self, best: int) -> Floats:
-        """Return float32[V], the logits around `best`; a view."""
+        """Return logits float32[V] with their maximum at `best`; a view."""
         start = self.limits.vocab - best
         return self._ramps[start : start + self.limits.vocab]
 
     def _read(self, plan: Plan, row: int) -> Ints:
-        """Return int32[kv_len], the row's prefix, read through its page table.
-
-        Raises EngineError if a page holds other positions than it should.
+        """Return int32[kv_len], the row's prefix, read through its page table. Raises EngineError
+        if a page has other positions than expected.
         """
         length, size = int(plan.kv_len[row]), self.limits.page_size
         pages = plan.page_table[row, : -(-length // size)]
@@ -177,7 +176,7 @@ class ToyExecutor(Executor):
     def _verify_row(
         self, prefix: Ints, trees: TreeBatch, row: int, best: Ints, state: NDArray[np.int64]
     ) -> None:
-        """Fill in best[node] and state[node] for the nodes of `row`."""
+        """Write best[node] and state[node] for the nodes of `row`."""
         nodes, first_draft_token = trees.nodes(row), trees.root(row) + 1
         chain = np.concatenate([prefix[-1:], trees.tokens[nodes.start : first_draft_token]])
         if not len(prefix):

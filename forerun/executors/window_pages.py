@@ -1,10 +1,10 @@
-"""Pages of the layers that see a window: fewer than other layers have, because what lies behind
-every window is given back.
+"""Pages of sliding-window layers, of which there are fewer than of other pages, because those
+behind every window are freed.
 
 A layer with a window of w tokens reads the last w positions of a sequence and never those before
 them. So its keys and values are in window pages: a page of the engine has at most one, which
 executors find in one table. Other layers keep every page. A text that begins with cached pages can
-continue behind any of them whose window still has its pages.
+continue after any of them whose window still has its pages.
 """
 
 from collections import OrderedDict, defaultdict
@@ -22,18 +22,19 @@ from forerun.types import Ints
 class WindowPages:
     """Which window page each page has. A window page is in one of three states:
 
-        free  of no page
-        held  by the sequences of one or several slots: they may still read it
-        idle  by none, but a text may continue behind it
+        free  assigned to no page
+        held  by the sequences of one or several slots, which may still read it
+        idle  by none, but a text may continue after it
 
-    Texts continue where a prompt or a text ended and where texts part: the idle windows before such
-    places are taken last, the longest idle one first. What else lies in a long prompt is taken
-    before, or one prompt would take every window.
+    Texts continue where a prompt or a text ended and where texts diverge: the idle windows before
+    such places are reclaimed last, the longest idle one first. The other windows of a long prompt
+    are reclaimed before these, because otherwise one prompt would take all of them.
 
-    A sequence holds those that its next step may read, and those that its last step wrote. An
-    executor calls `begin` before every step, so that all that it reads and writes is there.
+    A sequence holds the window pages that its next step may read and those that its last step
+    wrote. An executor calls `begin` before every step, so that all pages that it reads and writes
+    exist.
 
-    of  int32[P] the window page of every page, -1 = none. Executors read it while it changes
+    of  int32[P] the window page of every page, -1 = none. Changes in place while executors use it
     """
 
     def __init__(self, limits: ExecutorLimits) -> None:
@@ -41,24 +42,24 @@ class WindowPages:
         self._size, self._window = limits.page_size, limits.window
         self._free = list(range(limits.window_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._page = [-1] * limits.window_pages  # Of which page each is.
+        self._page = [-1] * limits.window_pages  # The page of each window page.
         self._holders = [0] * limits.window_pages
         # By slot: window pages by their number in the sequence, ascending.
         self._held: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        # By slot: numbers of the pages before the prompt's end, and before the place where its text
+        # By slot: numbers of the pages before the prompt's end, and before the point where its text
         # parts from others.
         self._ends: dict[int, range] = {}
         self._parts: dict[int, range] = {}
-        # Those of such a place.
+        # Window pages before such a point.
         self._parting: set[int] = set()
-        # By slot: number and pages of what was read last.
+        # By slot: number and ids of the pages that were read last.
         self._seen: dict[int, tuple[int, bytes]] = {}
-        # By slot: the least positions that are permanent, or will be behind the last step.
+        # By slot: the least number of positions that are permanent now or after the last step.
         self._lengths: dict[int, int] = {}
 
     def reusable_prefix_len(self, pages: Ints) -> int:
-        """Return how many tokens of a text whose first pages int32[n] are cached a sequence may
-        continue behind: the most whose window still has its pages.
+        """Return the number of tokens after which a text whose first pages int32[n] are cached can
+        continue: the greatest whose window still has its pages.
         """
         gone = np.concatenate([[0], np.cumsum(self.of[pages] < 0)])
         ends = np.arange(len(pages) + 1)
@@ -66,12 +67,14 @@ class WindowPages:
         return int(np.flatnonzero(gone[first] == gone)[-1]) * self._size
 
     def needed(self, pages: int) -> range:
-        """Return the numbers of the pages whose windows a text reads behind its first `pages`."""
+        """Return the numbers of the pages whose windows a text reads after its first `pages`
+        pages.
+        """
         return range(self._first(pages * self._size), pages)
 
     def restore(self, page: int) -> int | None:
-        """Return an idle window page, to be filled, for a page that has none; None if none is free
-        or idle.
+        """Return an idle window page, to be filled by the caller, for a page that has none; None if
+        none is free or idle.
         """
         if not self._free and not self._idle:
             return None
@@ -81,7 +84,7 @@ class WindowPages:
         return own
 
     def forget(self, page: int) -> None:
-        """Give back the window page of a page that gets another content."""
+        """Free the window page of a page whose contents are replaced."""
         if (before := int(self.of[page])) < 0:
             return
         self._unlink(before)
@@ -90,8 +93,8 @@ class WindowPages:
             self._free.append(before)
 
     def open(self, slot_init: SlotInit) -> None:
-        """Hold what a sequence that takes a slot reads of its cached pages. Raises EngineError if a
-        page was given back.
+        """Hold the window pages of its cached prefix that a slot's new sequence reads. Raises
+        EngineError if one was freed.
         """
         self.close(slot_init.slot)
         prompt, parts = slot_init.prompt_len, slot_init.shared
@@ -103,15 +106,16 @@ class WindowPages:
             self.read(slot_init.slot, slot_init.pages, slot_init.cached)
 
     def close(self, slot: int) -> None:
-        """Give back what a slot's sequence holds."""
+        """Release the window pages of a slot's sequence."""
         for by_slot in (self._lengths, self._seen, self._ends, self._parts):
             by_slot.pop(slot, None)
         for page in self._held.pop(slot, {}).values():
             self._drop(page, kept=True)
 
     def begin(self, plan: Plan, trees: TreeBatch) -> None:
-        """Hold what the rows of a step read, and take pages for what they write. Raises EngineError
-        if a page that is read was given back, or more sequences run than ExecutorLimits allows for.
+        """Hold the window pages that the rows of a step read, and assign pages for what they write.
+        Raises EngineError if a page that is read was freed, or more sequences run than
+        ExecutorLimits allows.
         """
         lengths = plan.kv_len.tolist()
         ends = plan.kv_len + np.maximum.reduceat(trees.depth, trees.start[:-1]) + 1
@@ -120,10 +124,10 @@ class WindowPages:
         self._lengths = {slot: length + count for slot, length, count in known}
 
     def begin_after(self, plan: Plan, ends: Ints) -> bool:
-        """Do what `begin` does for a round that begins from a running one, of whose lengths only
-        bounds are known: it may read from the least on and write up to the greatest. ends: as of
-        Executor.begin_after. Returns False, and holds nothing, where these are so far apart that
-        the pages of other sequences would be too few.
+        """Do what `begin` does for a round that starts from a running one, so that only bounds of
+        its lengths are known: it may read from the lower bound on and write up to the upper one.
+        ends: as of Executor.begin_after. Returns False, and holds nothing, if the bounds are so far
+        apart that other sequences would have too few pages.
         """
         least = [self._lengths[slot] for slot in plan.slots.tolist()]
         # A row whose text has ended runs its last token.
@@ -134,14 +138,14 @@ class WindowPages:
         return True
 
     def finish(self, plan: Plan, outcome: Outcome) -> None:
-        """Take note of how many positions of its rows a finished step made permanent."""
+        """Record how many positions of its rows a finished step made permanent."""
         done = zip(plan.slots.tolist(), plan.kv_len.tolist(), outcome.committed(plan), strict=True)
         for slot, length, count in done:
             if slot in self._lengths:
                 self._lengths[slot] = max(self._lengths[slot], length + count)
 
     def _hold(self, plan: Plan, lengths: list[int], ends: list[int]) -> None:
-        """Hold the pages that rows read behind their `lengths` positions, and take pages for the
+        """Hold the pages that rows read after their `lengths` positions, and assign pages for the
         positions from there up to `ends`.
         """
         slots = plan.slots.tolist()
@@ -157,8 +161,8 @@ class WindowPages:
             self.read(slot, own, length)
 
     def read(self, slot: int, pages: Ints, length: int) -> None:
-        """Hold what a slot's sequence reads behind its first `length` positions, in pages int32[.],
-        and give back what lies before. Raises EngineError if a page was given back.
+        """Hold the window pages that a slot's sequence reads after its first `length` positions, in
+        pages int32[.], and release those before. Raises EngineError if a page was freed.
         """
         held, first = self._held[slot], self._first(length)
         first = min(first, next(iter(held), first))
@@ -173,13 +177,15 @@ class WindowPages:
         self._leave(slot, length)
 
     def _first(self, length: int) -> int:
-        """Return the number of the first page that is read behind `length` positions, or by another
-        text that continues behind the whole pages that they fill.
+        """Return the number of the first page that is read after `length` positions, or by another
+        text that continues after the full pages among them.
         """
         return max(length // self._size * self._size - self._window, 0) // self._size
 
     def _leave(self, slot: int, length: int) -> None:
-        """Give back what a slot's sequence no longer reads behind `length` positions."""
+        """Release the window pages that a slot's sequence no longer reads after `length`
+        positions.
+        """
         held, first = self._held[slot], self._first(length)
         while held and (number := next(iter(held))) < first:
             page = held.pop(number)
@@ -188,8 +194,8 @@ class WindowPages:
             self._drop(page, page in self._parting or number in self._ends.get(slot, ()))
 
     def _known(self, page: int, own: int | None) -> int:
-        """Return the held window page of a page whose content is read. own: the sequence's, if the
-        engine replaced another page of the same tokens by this one.
+        """Return the held window page of a page whose contents are read. own: the sequence's, if
+        the engine replaced another page of the same tokens by this one.
         """
         found = int(self.of[page])
         if found < 0:
@@ -205,10 +211,10 @@ class WindowPages:
         return found
 
     def _write(self, slot: int, pages: Ints, length: int, end: int) -> None:
-        """Have window pages for positions of whole pages behind `length`, up to `end`."""
+        """Assign window pages for the positions of whole pages after `length`, up to `end`."""
         held, first, last = self._held[slot], -(-length // self._size), -(-end // self._size)
         for number, page in enumerate(pages[first:last].tolist(), first):
-            if page < 0:  # Draft tokens behind the sequence's last page are never accepted.
+            if page < 0:  # Draft tokens after the last page are never accepted.
                 break
             if number not in held:
                 held[number] = self._take()
@@ -226,7 +232,7 @@ class WindowPages:
         return taken
 
     def _drop(self, held: int, kept: bool) -> None:
-        """Hold a window page once less; kept: another text may continue behind it."""
+        """Release a window page once; kept: another text may continue after it."""
         self._holders[held] -= 1
         if self._holders[held]:
             return
@@ -237,12 +243,12 @@ class WindowPages:
             self._idle.move_to_end(held, last=kept)
 
     def _link(self, page: int, held: int) -> None:
-        """Make `held` the window page of a page, and of no other."""
+        """Assign window page `held` to a page and to no other."""
         before = int(self.of[page])
         if before == held:
             return
         self._unlink(held)
-        self.forget(page)  # In an earlier life it had another.
+        self.forget(page)  # It may have had another.
         self.of[page], self._page[held] = held, page
 
     def _unlink(self, found: int) -> None:
@@ -251,7 +257,7 @@ class WindowPages:
             self.of[page] = self._page[found] = -1
 
     def check(self) -> None:
-        """Prove that every window page is free, held or idle, and that the table agrees. Raises
+        """Check that every window page is free, held or idle, and that the table agrees. Raises
         AssertionError.
         """
         held = [page for one in self._held.values() for page in one.values()]

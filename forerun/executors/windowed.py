@@ -1,4 +1,6 @@
-"""Windowed: what an executor with window pages does before it does what others do."""
+"""Windowed: a mixin for executors with window pages, which assigns window pages before each
+step.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,24 +14,22 @@ from forerun.types import Ints
 
 
 class Windowed(Executor):
-    """Gives back what lies behind windows. Stands before the executor's own class among the bases
-    of one whose limits have window pages.
+    """Frees window pages behind windows. A mixin: it precedes the executor's own class among the
+    bases of one whose limits have window pages.
     """
 
     windows: WindowPages
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot. Raises EngineError if a page that it reads was given
-        back.
-        """
+        """Bind a sequence to its slot. Raises EngineError if a page that it reads was freed."""
         self.windows.open(slot_init)
         super().open(slot_init)  # type: ignore[safe-super]
 
     def reusable_prefix_len(
         self, tokens: Ints, salt: bytes = b"", pages: Ints | None = None
     ) -> int:
-        """Return how many of the cached tokens int32[n] a sequence may continue behind: the most
-        whose window still has its pages.
+        """Return the number of the cached tokens int32[n] after which a sequence can continue: the
+        greatest whose window still has its pages.
         """
         return 0 if pages is None else self.windows.reusable_prefix_len(pages)
 
@@ -39,27 +39,27 @@ class Windowed(Executor):
         super().close(slot)  # type: ignore[safe-super]
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> Any:
-        """Begin a step once all that it reads and writes has its place."""
+        """Begin a step once all that it reads and writes has a window page."""
         self.windows.begin(plan, trees)
         return super().begin(plan, trees, masks)  # type: ignore[safe-super]
 
     def begin_after(self, running: Round, plan: Plan, ends: Ints) -> Any:
-        """Begin a round on what the running one leaves; None also where the host knows too little
-        of the sequences' lengths.
+        """Begin a round on the results of the running one; returns None also if the bounds of the
+        sequences' lengths are too far apart.
         """
         if not self.windows.begin_after(plan, ends):
             return None
         return super().begin_after(running, plan, ends)
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
-        """Wait for a round, and learn its sequences' lengths."""
+        """Wait for a round, and record its sequences' lengths."""
         outcome = super().finish(round, masks)  # type: ignore[safe-super]
         self.windows.finish(round.plan, outcome)
         return outcome
 
 
 class WindowPageContents(PageContents, Protocol):
-    """Copies pages, and window pages by their own numbers."""
+    """Copies the contents of pages, and of window pages by their own numbers."""
 
     @property
     def window_page_bytes(self) -> int:
@@ -67,12 +67,14 @@ class WindowPageContents(PageContents, Protocol):
         ...
 
     def read_window_page(self, page: int) -> bytes:
-        """Return what a window page holds. Raises EngineError if it does not exist."""
+        """Return the contents of a window page as bytes. Raises EngineError if it does not
+        exist.
+        """
         ...
 
     def write_window_page(self, page: int, content: bytes | memoryview) -> None:
-        """Make a window page hold what `read_window_page` returned. Raises EngineError if it
-        cannot.
+        """Write the contents of a window page, as `read_window_page` returned them. Raises
+        EngineError if it cannot.
         """
         ...
 
@@ -94,12 +96,12 @@ class WindowedPages:
         return self.contents.read_page(page)
 
     def write_page(self, page: int, content: bytes | memoryview) -> None:
-        """Implement PageContents.write_page: nothing is known of its window."""
+        """Implement PageContents.write_page; the page has no window page afterwards."""
         self.windows.forget(page)
         self.contents.write_page(page, content)
 
     def copy_page(self, source: int, target: int) -> bool:
-        """Return False: windows are there for ends of pages alone."""
+        """Return False, because only page ends have window pages."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""WindowedJaxExecutor: a JAX executor with window pages for layers that see a window."""
+"""WindowedJaxExecutor: a JAX executor with window pages for sliding-window layers."""
 
 from typing import Any
 
@@ -15,7 +15,9 @@ from forerun.types import Ints
 
 
 class WindowedJaxExecutor(Windowed, JaxExecutor):
-    """A JaxExecutor whose limits have window pages: it gives back what lies behind windows."""
+    """A JaxExecutor whose limits have window pages: it frees the window pages behind each
+    window.
+    """
 
     windows: WindowPages
 
@@ -24,8 +26,8 @@ class WindowedJaxExecutor(Windowed, JaxExecutor):
         self.windows = WindowPages(self.limits)
 
     def page_tables(self, pages: Ints) -> Ints:
-        """Return int32[R,2,W]: the engine's pages, and the window page of each; any one where there
-        is none, which no window shows.
+        """Return int32[R,2,W]: the engine's pages, and the window page of each; for a page without
+        one an arbitrary number, which no window reads.
         """
         whole = super().page_tables(pages)
         return np.concatenate([whole, self.windows.of[whole].clip(0)], 1)

@@ -1,4 +1,4 @@
-"""WindowedTorchExecutor: a torch executor with window pages for layers that see a window."""
+"""WindowedTorchExecutor: a torch executor with window pages for sliding-window layers."""
 
 from typing import Any
 
@@ -10,7 +10,9 @@ from forerun.interface.executor import ExecutorLimits
 
 
 class WindowedTorchExecutor(Windowed, TorchExecutor):
-    """A TorchExecutor whose limits have window pages: it gives back what lies behind windows."""
+    """A TorchExecutor whose limits have window pages: it frees the window pages behind each
+    window.
+    """
 
     windows: WindowPages
 
