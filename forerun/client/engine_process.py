@@ -37,6 +37,11 @@ killed.
 SILENT_SECONDS = 10 * BEAT_SECONDS
 """Seconds without a heartbeat after which a process counts as stuck since its last one."""
 
+CAUSES = {
+    "SIGKILL": ", perhaps for lack of memory",
+    "SIGBUS": ", as where a file is cut or its disk fails while it is read",
+}
+"""What may have sent a signal that ends the process."""
 ASK_SECONDS = 5.0
 """Seconds to wait for counters and facts; after them the last ones are used. The answer is queued
 after deltas that the server may not have read yet.
@@ -287,8 +292,10 @@ class EngineProcess:
 
     def _lose(self, code: int, stopped: int) -> None:
         """Fail everything that waits, because the process has ended. code: its exit code."""
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        how += ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
+        how = f"ended with {code}"
+        if code < 0:
+            name = signal.Signals(-code).name
+            how = f"was killed by {name}{CAUSES.get(name, '')}"
         if stopped:
             how = f"was stopped by {signal.Signals(stopped).name}, while others share its model"
         loss = EngineLostError(f"The engine's process {how}; see the server's log.")

@@ -288,15 +288,16 @@ class DividedCall(Body):
 
 
 class MarkedCalls(Body):
-    """Parses calls between marks of their own; each has a name with a number, a mark, and its
-    arguments.
+    """Parses calls between marks of their own; each has a name, a mark, and its arguments.
 
-    marks  that begin a call, precede its arguments, and end it
+    marks     that begin a call, precede its arguments, and end it
+    numbered  a name has a kind before it and a number after it
     """
 
-    def __init__(self, marks: tuple[str, str, str], closer: str) -> None:
+    def __init__(self, marks: tuple[str, str, str], closer: str, numbered: bool) -> None:
         super().__init__(closer)
         self._opener, self._divider, self._end = marks
+        self._numbered = numbered
         self._inside = False
 
     def _read(self, text: str) -> tuple[str, bool]:
@@ -321,8 +322,11 @@ class MarkedCalls(Body):
                 return text, any(one.startswith(begun) for one in (self._opener, self._closer))
             if not mark:
                 return text, len(header) < _LONGEST_HEADER
-            name = header.removeprefix(self._opener).strip().removeprefix("functions.")
-            self._begin(name.rpartition(":")[0] or name)
+            name = header.removeprefix(self._opener).strip()
+            if self._numbered:
+                name = name.removeprefix("functions.")
+                name = name.rpartition(":")[0] or name
+            self._begin(name)
             self._inside, text = True, rest
 
 

@@ -12,6 +12,9 @@ Coder does: an answer, or a fence in it, that begins with an offered function's 
     phi4     <|tool_call|>{"name": "f", "arguments": {...}}<|/tool_call|>       Phi-4 mini
     kimi     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0
              <|tool_call_argument_begin|>{...}<|tool_call_end|>...             Kimi K2
+    deepseek-v3.1  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}
+             <｜tool▁call▁end｜>...<｜tool▁calls▁end｜>                       DeepSeek V3.1
+    deepseek-v3  the same, function<｜tool▁sep｜>f\n```json\n{...}\n``` in a call  DeepSeek V3, R1
     harmony  ... to=functions.f<|message|>{...}, in messages (harmony.py)      gpt-oss
     glm      <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>
     qwen3-coder  <tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n
@@ -55,6 +58,8 @@ from forerun.text.tool_bodies import (
     Tools,
 )
 
+OPEN_FENCE, CLOSE_FENCE = f"\n{FENCE}json\n", f"\n{FENCE}"
+
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
@@ -64,6 +69,7 @@ class ToolFormat:
     closer     ends what the opener began; "" = the end of the arguments or of the answer does
     arguments  the key of the arguments, if calls are JSON
     alone      such a call may have no opener (BareHeads)
+    fenced     a call's kind precedes the divider; its name and arguments, in a fence, follow it
     divider    between name and arguments, if they are separate
     listed     calls are a JSON list, which is opened once
     each       begins and ends one call among several
@@ -85,6 +91,17 @@ class ToolFormat:
     tags: FunctionTags | None = None
     together: bool = False
     alone: bool = False
+    fenced: bool = False
+
+    @property
+    def around(self) -> tuple[str, str, str]:
+        """Texts before the name of one call among several, before its arguments, and behind
+        these.
+        """
+        begin, end = self.each
+        if self.fenced:
+            return f"{begin}function{self.divider}", OPEN_FENCE, f"{CLOSE_FENCE}{end}"
+        return begin, self.divider, end
 
     @property
     def begin(self) -> str:
@@ -127,6 +144,15 @@ KIMI = ToolFormat(
     each=("<|tool_call_begin|>", "<|tool_call_end|>"),
     together=True,
 )
+DEEPSEEK31 = replace(
+    KIMI,
+    name="deepseek-v3.1",
+    opener="<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    closer="<\uff5ctool\u2581calls\u2581end\uff5c>",
+    divider="<\uff5ctool\u2581sep\uff5c>",
+    each=("<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"),
+)
+DEEPSEEK3 = replace(DEEPSEEK31, name="deepseek-v3", fenced=True)
 HARMONY = ToolFormat("harmony", CHANNEL, "", "")
 MISTRAL_ARGS = ToolFormat("mistral-args", "[TOOL_CALLS]", "", "", "[ARGS]")
 GLM = ToolFormat("glm", "<tool_call>", "</tool_call>", "")
@@ -159,6 +185,7 @@ FORMATS = {
     for format in (
         *(HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, QWEN, SEED),
         *(GRANITE, PHI4, KIMI, HARMONY, LFM2, GEMMA, MINIMAX, DSML, MINICPM),
+        *(DEEPSEEK3, DEEPSEEK31),
     )
 }
 
@@ -196,6 +223,8 @@ def format_of(template: str) -> ToolFormat:
     for sign, format in _SIGNS:
         if sign in template:
             return format
+    if DEEPSEEK31.opener in template and takes_tools(template):  # Else calls are those of a prompt.
+        return DEEPSEEK3 if f"{FENCE}json" in template else DEEPSEEK31
     llama = takes_tools(template) and "parameters" in template and "ipython" in template
     return LLAMA3 if llama else HERMES
 
@@ -232,9 +261,8 @@ class ToolReader:
             self._body = PythonCalls(tools, format.closer)
         elif format is MISTRAL_ARGS:
             self._body = DividedCall()
-        elif format is KIMI:
-            begin, end = format.each
-            self._body = MarkedCalls((begin, format.divider, end), format.closer)
+        elif format.each[0]:
+            self._body = MarkedCalls(format.around, format.closer, format is KIMI)
         self._inside = False
         self._spoke = False
         self._held = ""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -53,6 +54,10 @@ WRITTEN = {
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ROME}}}]',
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
     f"<|tool_call_argument_begin|>{ROME}<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek-v3.1": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ROME}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+    f"```json\n{ROME}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {ROME}}}]',
     "phi4": f'<|tool_call|>{{"name": "weather", "arguments": {ROME}}}<|/tool_call|>',
     "mistral-args": f"[TOOL_CALLS]weather[ARGS]{ROME}",
@@ -105,6 +110,13 @@ MORE = {
         "<|tool_calls_section_end|>",
         WRITTEN["kimi"].removeprefix("<|tool_calls_section_begin|>").replace(":0", ":1"),
     ),
+    **{
+        name: WRITTEN[name].replace(
+            "<｜tool▁calls▁end｜>",
+            between + WRITTEN[name].removeprefix("<｜tool▁calls▁begin｜>"),
+        )
+        for name, between in (("deepseek-v3.1", ""), ("deepseek-v3", "\n"))
+    },
     "granite": WRITTEN["granite"][:-1] + ", " + WRITTEN["granite"][len("<|tool_call|>[") :],
     **{name: WRITTEN[name] + "\n" + WRITTEN[name] for name in (*TAGGED, "minicpm5")},
 }
@@ -400,6 +412,25 @@ def test_an_opener_that_is_a_control_token(name, required):
     assert taken([*b"Sure. ", special, *call]) is not required
     assert taken(list(WRITTEN[name].encode())) is not required
     assert not taken([special, *b" x"])
+
+
+@pytest.mark.parametrize("name", ["kimi", "deepseek-v3", "deepseek-v3.1"])
+def test_marks_that_are_control_tokens(name):
+    """All of several calls, from the first mark to the last; a mark in letters is none."""
+    format = FORMATS[name]
+    ids = {mark: 7000 + place for place, mark in enumerate(format.marks)}
+    tokenizer = with_control_tokens(*(f"[{place}]" for place in ids.values()))
+    written = MORE[name]
+    marks = re.compile("|".join(map(re.escape, ids)))
+    call, at = list[int](), 0
+    for mark in marks.finditer(written):
+        call += [*written[at : mark.start()].encode(), ids[mark[0]]]
+        at = mark.end()
+    grammar = tool_rules(format, TOOLS, Calling(True, True, ids)).grammar
+    taken = takes(tokenizer, grammar)
+    assert taken(call) and len(call) > 60
+    assert not taken(list(written.encode())) and not taken(call[:-1])
+    assert not taken([*call[:-1], *format.closer.encode()])
 
 
 def test_strings_between_control_tokens():

@@ -9,6 +9,8 @@ from forerun.text.python_calls import json_of_literal
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from forerun.text.tool_prompt import WRITTEN, call_in_text, result_in_text, with_tools_in_text
 from forerun.text.tools import (
+    DEEPSEEK3,
+    DEEPSEEK31,
     DSML,
     FORMATS,
     GEMMA,
@@ -283,6 +285,28 @@ VECTORS = [
         [["weather", OSLO], ["now", "{}"]],
     ),
     (
+        DEEPSEEK31,
+        f"Sure. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{OSLO}"
+        "<｜tool▁call▁end｜><｜tool▁call▁begin｜>a:1<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+        "Sure.",
+        [["weather", OSLO], ["a:1", "{}"]],
+    ),
+    (
+        DEEPSEEK3,
+        "Sure.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+        f"```json\n{OSLO}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n"
+        '```json\n{"a": "```"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "Sure.",
+        [["weather", OSLO], ["now", '{"a": "```"}']],
+    ),
+    (
+        DEEPSEEK3,
+        "<｜tool▁calls▁begin｜>but no <｜tool▁call▁begin｜>function",
+        "<｜tool▁calls▁begin｜>but no <｜tool▁call▁begin｜>function",
+        [],
+    ),
+    (
         KIMI,
         "<|tool_calls_section_begin|>but no <|tool_call_begin|>",
         "<|tool_calls_section_begin|>but no <|tool_call_begin|>",
@@ -407,6 +431,10 @@ def test_the_template_shows_the_format(name):
         "seed-oss": "<seed:tool_call>\n<function={{ name }}>\n<parameter=a>",
         "minimax-m2": "{%- set toolcall_begin_token   = '<minimax:tool_call>' -%}",
         "deepseek-v3.2": "{%- set dsml_token = '\uff5cDSML\uff5c' -%}",
+        "deepseek-v3": "{% for tool in tools %}{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + "
+        "c.type + '<｜tool▁sep｜>' + c.function.name + '\\n' + '```json' + '\\n' }}{% endfor %}",
+        "deepseek-v3.1": "{% for tool in tools %}{{ '<｜tool▁calls▁begin｜>' }}"
+        "{{ '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' }}{% endfor %}",
         "minicpm5": """{{- '<function name="' ~ tool_call.name ~ '">' }}""",
         "mistral": "{{ '[TOOL_CALLS]' }}",
         "mistral-args": "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}",
@@ -420,6 +448,8 @@ def test_the_template_shows_the_format(name):
     }
     assert format_of(shown[name]).name == name
     assert format_of("{% if tools %}<tool_call>") == HERMES == format_of("plain")
+    # As DeepSeek publishes it, without tools: they are offered as text, and so called.
+    assert format_of("{% for tool in m.tool_calls %}<｜tool▁calls▁begin｜>```json") == HERMES
 
 
 @pytest.mark.parametrize(
@@ -644,7 +674,8 @@ def test_a_call_ends_a_thought_that_is_not_closed():
         found.add(tuple(map("".join, zip(*parts, strict=True))))
     assert found == {("Hm.", "<tool_call>\nx")}
     assert QWEN.ends_thoughts == ("<tool_call>",) and HERMES.ends_thoughts == ()
-    assert all(each.ends_thoughts == (each.opener,) for each in (KIMI, MINIMAX, DSML))
+    whole = (KIMI, DEEPSEEK3, DEEPSEEK31, MINIMAX, DSML)
+    assert all(each.ends_thoughts == (each.opener,) for each in whole)
 
 
 def test_the_declared_types_say_what_is_text():

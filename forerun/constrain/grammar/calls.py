@@ -16,6 +16,7 @@ from forerun.constrain.grammar.tagged import arguments, tags_of
 from forerun.errors import BusyError, RequestError
 from forerun.text.harmony import END, START
 from forerun.text.tools import (
+    CLOSE_FENCE,
     FORMATS,
     GEMMA,
     GLM,
@@ -25,6 +26,7 @@ from forerun.text.tools import (
     LFM2,
     LLAMA3,
     MISTRAL_ARGS,
+    OPEN_FENCE,
     PHI4,
     ToolFormat,
 )
@@ -167,13 +169,13 @@ def _around(
     opener = calling.mark(format.begin)
     between = {LLAMA3: '"; "', **dict.fromkeys((MISTRAL_ARGS, PHI4, GEMMA), opener)}
     again = '", "' if format.listed else between.get(format, f'"\\n" {opener}')
-    again = "" if format.together else again
+    again = '"\\n"' if format.fenced else "" if format.together else again
     calls = f"call ({again} call)*" if calling.several else "call"
     if format.listed:
         calls = f'{opener} " "? "[" {calls} "]"'
         calls += f" {calling.mark(format.closer)}" if format is LFM2 else ""
     elif format.together:
-        line = "" if format is KIMI else '"\\n"'
+        line = "" if format.each[0] else '"\\n"'
         calls = f"{opener} {line} {calls} {calling.mark(format.closer)}"
     elif format is not LLAMA3:
         calls = f"{opener} {calls}"
@@ -335,10 +337,15 @@ def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> 
     if format is MISTRAL_ARGS:
         divided = f"{literal(tool.name)} {calling.mark(format.divider)}"
         return [f"call_{index}: {divided} json_{index}", written]
-    if format is KIMI:
-        begin, end = map(calling.mark, format.each)
-        head = f"{begin} {literal(f'functions.{tool.name}:')} NUMBER {calling.mark(format.divider)}"
-        number = ["NUMBER: /[0-9]{1,6}/"] if index == 0 else []
+    if format.each[0]:
+        begin, divider, end = map(calling.mark, (format.each[0], format.divider, format.each[1]))
+        head = f"{begin} {literal(tool.name)} {divider}"
+        number = ["NUMBER: /[0-9]{1,6}/"] if format is KIMI and index == 0 else []
+        if format is KIMI:
+            head = f"{begin} {literal(f'functions.{tool.name}:')} NUMBER {divider}"
+        elif format.fenced:
+            head = f'{begin} "function" {divider} {literal(tool.name + OPEN_FENCE)}'
+            end = f"{literal(CLOSE_FENCE)} {end}"
         return [f"call_{index}: {head} json_{index} {end}", written, *number]
     begin = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": '
     end = literal("}")
