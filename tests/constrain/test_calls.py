@@ -451,3 +451,52 @@ def test_strings_between_control_tokens():
     assert taken(words, sad) and taken([quote, quote], b'"sad"') and taken(b'"\\n"', sad)
     assert not taken(words, [quote, *b"odd", quote]) and not taken(b"a", sad)
     assert not taken(list(b'<|"|>a<|"|>'), sad)
+
+
+CHOICES = NOTE | {"required": ["text"]}
+OPTIONAL = {
+    "hermes": (', "mood": "sad"', ', "at": [1, 2]'),
+    "glm": (
+        "<arg_key>mood</arg_key>\n<arg_value>sad</arg_value>\n",
+        "<arg_key>at</arg_key>\n<arg_value>[1, 2]</arg_value>\n",
+    ),
+    "qwen3-coder": (
+        "<parameter=mood>\nsad\n</parameter>\n",
+        "<parameter=at>\n[1, 2]\n</parameter>\n",
+    ),
+    "lfm2": (', mood="sad"', ", at=[1, 2]"),
+    "minimax-m2": (
+        '<parameter name="mood">sad</parameter>\n',
+        '<parameter name="at">[1, 2]</parameter>\n',
+    ),
+    "gemma4": (',mood:<|"|>sad<|"|>', ",at:[1, 2]"),
+    "minicpm5": ('<param name="mood">sad</param>', '<param name="at">[1, 2]</param>'),
+}
+"""What two optional arguments are, one behind the other."""
+
+
+@pytest.mark.parametrize("further", [{}, {"additionalProperties": False}], ids=["open", "closed"])
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_optional_arguments_come_in_any_order_unless_the_tool_is_strict(name, further):
+    """None is lost, and none becomes another key (xgrammar #831)."""
+    mood, at = OPTIONAL[name]
+    written = WRITTEN[name]
+    if name == "hermes":
+        written = (
+            f'<tool_call>\n{{"name": "note", "arguments": {{"text": "a"{mood}{at}}}}}\n</tool_call>'
+        )
+    assert mood + at in written
+    turned = written.replace(mood + at, at + mood)
+    for lenient in (True, False):
+        tool = Signature("note", Grammar.json_schema(CHOICES | further, lenient))
+        grammar = tool_rules(FORMATS[name], [tool], Calling(True, False)).grammar
+        for given in (written, written.replace(mood, ""), written.replace(at, "")):
+            assert fits(grammar, given), given
+        free = lenient or (name == "hermes" and not further)
+        assert fits(grammar, turned) == free
+        for wrong in (turned.replace("sad", "bad"), turned.replace("[1, 2]", '["x"]')):
+            assert not fits(grammar, wrong), wrong
+    reader = ToolReader(FORMATS[name], SCHEMAS)
+    pieces = [*reader.push(turned).calls, *reader.finish().calls]
+    read = json.loads("".join(piece.arguments for piece in pieces))
+    assert (read["at"], read["mood"]) == ([1, 2], "sad")

@@ -329,7 +329,10 @@ def test_every_spelling_of_a_number_is_written(text):
 
 
 OUT_OF_REACH = [
-    ({"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}, '{"b": 1, "a": 1}'),
+    (
+        {"properties": {"a": INTEGER, "b": INTEGER}, "additionalProperties": False},
+        '{"b": 1, "a": 1}',
+    ),
     ({"type": "object", "properties": {"a": INTEGER}}, '{"\\u0061": 1}'),
     ({"type": "object", "properties": {"a": INTEGER}}, '{"\\u2019": 1}'),
     (TEXT, '"\x7f"'),
@@ -339,10 +342,11 @@ OUT_OF_REACH = [
     ({"type": "array"}, "[   1]"),
     ({"type": "array"}, " [1]"),
 ]
-"""Keys in another order than the schema's; escapes in keys beside listed ones, in constants and
-under patterns; what llguidance's strings do not have (docs/inside/llguidance-strings.md); control
-characters for `.`; more white space than is good for anybody. Each of these values has another
-spelling that can be written, but for the control character."""
+"""Keys in another order than that of a schema without further ones; escapes in keys beside listed
+ones, in constants and under patterns; what llguidance's strings do not have
+(docs/inside/llguidance-strings.md); control characters for `.`; more white space than is good for
+anybody. Each of these values has another spelling that can be written, but for the control
+character."""
 
 
 @pytest.mark.parametrize(("schema", "text"), OUT_OF_REACH)

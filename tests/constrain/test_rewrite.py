@@ -265,6 +265,50 @@ def test_a_listed_key_has_one_spelling():
             assert not fits(grammar, text), text
 
 
+LATE = {
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "c.d é": {"enum": ["x"]}},
+    "required": ["a"],
+}
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_an_optional_key_that_comes_late_follows_its_schema(lenient):
+    """A key that was begun as a listed one is never driven on to another (xgrammar #831)."""
+    grammar = Grammar.json_schema(LATE, lenient)
+    for text in (
+        '{"a": 1, "c.d é": "x", "b": 2}',
+        '{"a": 1, "other": [], "b": 2}',
+        '{"a": 1, "b": 2, "c.d é": "x", "bb": "y", "cxd é": 1}',
+    ):
+        assert fits(grammar, text), text
+    for text in (
+        '{"a": 1, "c.d é": "x", "b": "2"}',
+        '{"a": 1, "other": [], "c.d é": 1}',
+        '{"b": 2, "a": 1}',
+    ):
+        assert not fits(grammar, text), text
+    inner = Grammar.json_schema({"items": LATE, "type": "array"}, lenient)
+    assert fits(inner, '[{"a": 1, "c.d é": "x", "b": 2}]')
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"required": ["a", "b"]}, '{"a": 1, "b": 2, "c.d é": "x"}'),
+        ({"required": ["a", "z"]}, '{"a": 1, "z": 2, "c.d é": "x", "b": 2}'),
+        ({"patternProperties": {"^x": {"type": "integer"}}}, '{"a": 1, "b": 2, "xy": 3}'),
+        ({"properties": LATE["properties"] | {"no": False}}, '{"a": 1, "c.d é": "x", "b": 2}'),
+        ({"properties": LATE["properties"] | {'"\\\n': {}}}, '{"a": 1, "b": 2, "c.d é": "x"}'),
+        ({"properties": LATE["properties"] | {f"k{n}": {} for n in range(99)}}, '{"a": 1, "b": 2}'),
+    ],
+)
+def test_keys_that_may_come_late_leave_the_others_as_they_are(changes, text):
+    grammar = Grammar.json_schema(LATE | changes)
+    assert fits(grammar, text)
+    assert not fits(grammar, '{"a": 1, "no": 1, "b": "x"}')
+    assert not fits(grammar, text.replace('"a": 1, ', ""))
+
+
 @pytest.mark.parametrize("further", [{}, {"additionalProperties": False}])
 def test_a_key_that_comes_twice_counts_once(further):
     """A reader of JSON keeps one of two: `{"x": 1, "x": 1}` has one property."""

@@ -114,7 +114,7 @@ class _Writer:
         self._grammar, self._literal, self._content = grammar, literal, content
         self._quote = quote
         self._tags = tags
-        schema = rewritten(raw, plain=not grammar.lenient)
+        schema = rewritten(raw, plain=not grammar.lenient, free="never")
         whole = schema.schema if isinstance(schema.schema, dict) else {}
         self._defined: dict[str, Any] = whole.get("$defs", {})
         self._root = self._resolved(whole)
@@ -149,23 +149,31 @@ class _Writer:
             string = "true" if self._is_raw(key) else "false"
             begin = self._literal(self._tags.begin.format(key, string=string))
             pairs.append((f"{begin} {name}", key in required))
+        ordered = len(pairs)
+        while self._grammar.lenient and ordered and not pairs[ordered - 1][1]:
+            ordered -= 1
+        late = " | ".join(pair for pair, _ in pairs[ordered:])
         if self._tags.between:
-            self._out.pairs = self._listed(index, pairs)
+            self._out.pairs = self._listed(index, pairs[:ordered], late)
             return self._out
         end = self._literal(self._tags.behind)
-        self._out.pairs = " ".join(f"({pair} {end}){'' if must else '?'}" for pair, must in pairs)
+        parts = [f"({pair} {end}){'' if must else '?'}" for pair, must in pairs[:ordered]]
+        self._out.pairs = " ".join([*parts, *([f"(({late}) {end})*"] if late else [])])
         return self._out
 
-    def _listed(self, index: int, pairs: list[tuple[str, bool]]) -> str:
+    def _listed(self, index: int, pairs: list[tuple[str, bool]], late: str) -> str:
         """Write the rules of arguments with a separator between each two; return the first rule's
         name.
 
+        late        an expression of the optional arguments behind `pairs`, which come in any order
         first_0_3   the arguments from the fourth on, if none comes before them
         behind_0_3  the same if one does
         """
         count, between = len(pairs), self._literal(self._tags.between)
-        for name in ("first", "behind"):
-            self._out.rules.append(f'{name}_{index}_{count}: ""')
+        more = f"({between} ({late}))*" if late else '""'
+        self._out.rules.append(f"behind_{index}_{count}: {more}")
+        first = f"(({late}) {more})?" if late else '""'
+        self._out.rules.append(f"first_{index}_{count}: {first}")
         for place, (pair, must) in enumerate(pairs):
             rest, mark = f"behind_{index}_{place + 1}", "" if must else "?"
             skipped = "" if must else f" | first_{index}_{place + 1}"

@@ -27,6 +27,7 @@ from forerun.constrain.matcher.limits import (
     json_options,
 )
 from forerun.constrain.matcher.llguidance_backend import GuidanceAutomaton
+from forerun.constrain.schema.keys import Free
 from forerun.constrain.schema.paths import forbid_references, without
 from forerun.constrain.schema.rewrite import rewritten
 from forerun.errors import RequestError
@@ -73,11 +74,13 @@ def _fitted(
     one.
 
     alone  it is the whole constraint: if no text satisfies it, nothing is left out, and llguidance
-           reports why. Among tools, one that cannot be called does not affect the others.
+           reports why. Among tools, one that cannot be called does not affect the others; and
+           optional arguments of one that is not strict come in any order.
 
     Raises ValueError, naming the path, if a strict schema requires more.
     """
-    result = rewritten(schema, plain=not lenient)
+    free: Free = "always" if lenient and not alone else "open"
+    result = rewritten(schema, plain=not lenient, free=free)
     if result.unenforced and not lenient:
         raise ValueError(str(result.unenforced[0]))
     if result.schema is False:

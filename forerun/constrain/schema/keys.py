@@ -1,23 +1,38 @@
-r"""Prevents a second spelling of keys of objects.
+r"""Rewrites which keys an object may have, and in which order.
 
-Where an object may have further keys, llguidance accepts the escape of a listed key (`"\u0061"` for
-`a`) as a further one, so its value need not follow the schema. A pattern without escapes for
-further keys prevents that. Merged schemas must have no such pattern, because llguidance cannot
-merge patterns.
+llguidance takes listed keys in the schema's order and further keys behind them. A model that writes
+a listed key late has begun what can only be a further one, and must go on until the key is none of
+the listed; where there are no further keys, what it has left to say is lost. So optional keys
+behind the last required one become patterns, which come in any order, and may repeat.
+
+It accepts the escape of a listed key (`"\u0061"` for `a`) as a further one as well, so its value
+need not follow the schema. A pattern without escapes for further keys prevents that.
+
+Merged schemas must have no such patterns, because llguidance cannot merge them.
 """
 
-from typing import Any
+import json
+import re
+from typing import Any, Literal
 
 from forerun.constrain.schema.paths import children
 from forerun.constrain.schema.strings import other_than
 
 Schema = dict[str, Any]
+Free = Literal["never", "open", "always"]
+"""Whether optional keys come in any order: never, where further keys are allowed, or always."""
+
+MOST_FREE = 32
+"""Most keys of an object that come in any order: llguidance compares their patterns in pairs."""
+
 _MERGING = ("anyOf", "allOf", "$ref")
 
 
-def with_plain_keys(root: Schema) -> None:
-    """Forbid, in place, keys with escapes in every object schema that is not merged with another:
-    its further keys then match a pattern of unescaped characters.
+def with_free_keys(root: Schema, plain: bool, free: Free) -> None:
+    """Allow, in place, the optional keys behind the last required one in any order, in object
+    schemas that are not merged with others.
+
+    plain  forbid keys with escapes: further keys match a pattern of unescaped characters
     """
     definitions = root.get("$defs", {})
     merged: set[int] = set()
@@ -27,7 +42,7 @@ def with_plain_keys(root: Schema) -> None:
             _mark(schema, definitions, merged)
     for schema in every:
         if id(schema) not in merged:
-            _plain(schema)
+            _free(schema, plain, free)
 
 
 def _merges(schema: Schema) -> bool:
@@ -63,14 +78,27 @@ def _all(root: Schema) -> list[Schema]:
     return nodes
 
 
-def _plain(schema: Schema) -> None:
+def _free(schema: Schema, plain: bool, free: Free) -> None:
     properties = schema.get("properties")
     further = schema.get("additionalProperties", True)
-    if not properties or further is False or schema.get("patternProperties"):
+    closed = further is False
+    if not properties or schema.get("patternProperties") or (closed and free != "always"):
         return
     required = schema.get("required", [])
-    schema["properties"] = properties | dict.fromkeys(
-        (name for name in required if name not in properties), further
-    )
-    schema["patternProperties"] = {other_than(schema["properties"]): further}
-    schema["additionalProperties"] = False
+    *_, last = [-1, *(at for at, name in enumerate(properties) if name in required)]
+    late = {name: properties[name] for name in [*properties][last + 1 :] if _movable(name)}
+    late = {name: value for name, value in late.items() if value is not False}
+    late = late if free != "never" and len(late) <= MOST_FREE else {}
+    patterns = {f"^{re.escape(name)}$": value for name, value in late.items()}
+    kept = {name: value for name, value in properties.items() if name not in late}
+    if plain and not closed:
+        kept |= {name: further for name in required if name not in properties}
+        patterns[other_than([*properties, *required])] = further
+        schema["additionalProperties"] = False
+    if patterns:
+        schema |= {"properties": kept, "patternProperties": patterns}
+
+
+def _movable(name: str) -> bool:
+    """Return whether a pattern can match a key: it is written without escapes."""
+    return json.dumps(name, ensure_ascii=False) == f'"{name}"' and "\x7f" not in name

@@ -12,7 +12,7 @@ from typing import Any
 
 from forerun.constrain.schema.arrays import arrays
 from forerun.constrain.schema.choices import conditional, exclusive_choice, negated
-from forerun.constrain.schema.keys import with_plain_keys
+from forerun.constrain.schema.keys import Free, with_free_keys
 from forerun.constrain.schema.logic import NOTES, type_of
 from forerun.constrain.schema.numbers import (
     LARGE_BOUND,
@@ -53,13 +53,16 @@ _MERGED = re.compile(r"(?:^|\.)(?:(?:all|any|one)Of\[\d+\]|then|else|(?:depend|\
 """Matches the end of the path of a schema that may have to hold together with others."""
 
 
-def rewritten(schema: Any, plain: bool = True, brief: bool = False) -> Rewritten:
+def rewritten(
+    schema: Any, plain: bool = True, brief: bool = False, free: Free = "open"
+) -> Rewritten:
     """Rewrite a schema in keywords that llguidance enforces, so that all its values are valid under
     `schema` except for what `unenforced` names.
 
     plain  forbid keys with escapes, which could hide a listed one (keys.py)
     brief  leave out conditions, negations and `contains`, whose rewriting may grow fast or leave
            no value
+    free   whether optional keys come in any order (keys.py)
 
     Raises ValueError for an unknown `type`, which is an error and is not left out.
     """
@@ -71,8 +74,8 @@ def rewritten(schema: Any, plain: bool = True, brief: bool = False) -> Rewritten
     if rewriter.defined and isinstance(result, dict):
         result = {**result, "$defs": rewriter.defined}
         rewriter.origins.note(result, "", rewriter.root)
-    if plain and isinstance(result, dict):
-        with_plain_keys(result)
+    if isinstance(result, dict):
+        with_free_keys(result, plain, "never" if brief else free)
     return Rewritten(result, tuple(rewriter.faults), rewriter.origins)
 
 
