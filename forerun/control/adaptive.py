@@ -156,7 +156,7 @@ class AdaptivePolicy:
         self.reasons[report.reason or reasons.PROMPTS] += report.rows
         if allowed and not self._drafts_in_step:
             self.reasons[reasons.VERIFIED if verified else reasons.NOTHING_VERIFIED] += report.rows
-        ratio = self.account.observe(report, self.shapes.baseline_speed if self.shapes else 1.0)
+        ratio = self.account.observe(report, self.shapes.baseline.value if self.shapes else 1.0)
         self.in_a_row = self.in_a_row + 1 if verified else 0
         if report.reason == reasons.PROBING and verified:
             self.pause = min(2 * self.pause, PLAIN_EVERY)

@@ -50,7 +50,7 @@ class _Balance:
 class _Shapes:
     """State of Shapes."""
 
-    baseline_speed: float
+    baseline: Mean
     buckets: dict[int, ShapeStats]
     tries: list[float]
     right: list[float]
@@ -108,7 +108,7 @@ class PolicyLearner:
         calibration = policy.drafts.calibration
         calibration.expected, calibration.right = state.calibration
         if policy.shapes is not None and state.shapes is not None:
-            policy.shapes.baseline_speed = state.shapes.baseline_speed
+            policy.shapes.baseline = state.shapes.baseline
             policy.shapes.buckets = state.shapes.buckets
             policy.shapes.tries = np.array(state.shapes.tries)
             policy.shapes.right = np.array(state.shapes.right)
@@ -193,4 +193,4 @@ def _restore_balance(balance: Balance, state: _Balance) -> None:
 
 def _shapes_of(shapes: Shapes) -> _Shapes:
     tries, right = shapes.tries.tolist(), shapes.right.tolist()
-    return _Shapes(shapes.baseline_speed, shapes.buckets, tries, right)
+    return _Shapes(shapes.baseline, shapes.buckets, tries, right)

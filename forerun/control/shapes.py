@@ -55,7 +55,8 @@ class Shapes:
     drafts  selects among proposals made on the host, and learns from them
     depth   longest path; each level has `width` draft tokens
     merged  drafters without a draft model propose into the same trees
-    baseline_speed  speed without this drafter, relative to plain decoding
+    baseline  speed without this drafter, relative to plain decoding: a draft model has to exceed
+              what the others would have reached alone, also in steps that it takes part in
     buckets       measurements of steps, by powers of two of rows
     tries, right  float64[1 + depth], how often each level was tried below one that was right, and
                   right; decayed. Index 0 is a draft token alone
@@ -65,7 +66,7 @@ class Shapes:
         self, account: Account, drafts: HostDrafts, depth: int, width: int, merged: bool
     ) -> None:
         self._account, self._drafts, self._merged = account, drafts, merged
-        self.baseline_speed, self._width, self._wide = 1.0, width, width > 1
+        self.baseline, self._width, self._wide = Mean(1.0, PRIOR), width, width > 1
         shape = DraftShape(width * depth, width, depth)
         self._grown_on_host = not account.costs.measured.drafts_in_step
         self.shapes = [shape] if self._grown_on_host else shape.declared()
@@ -138,16 +139,16 @@ class Shapes:
         """Return the least probability of a path below which one more pass of the draft model
         brings more tokens than other steps bring in its time.
         """
-        speed = max(self.baseline_speed, *self.speeds(rows))
+        speed = max(self.baseline.value, *self.speeds(rows))
         return speed * self._pass_cost(rows) / self.rates()[1]
 
     def _off_reason(self, rows: int) -> str:
         """Return why no shape was chosen, as text for users."""
         ratios = [self.relative_cost(rows, shape) for shape in self.shapes]
         pairs = zip(ratios, self.shapes, strict=True)
-        if all(ratio * self.baseline_speed >= 1.0 + shape.depth for ratio, shape in pairs):
+        if all(ratio * self.baseline.value >= 1.0 + shape.depth for ratio, shape in pairs):
             return reasons.TOO_SLOW
-        if not self._account.model.covers((min(ratios) - 1.0) * self.baseline_speed):
+        if not self._account.model.covers((min(ratios) - 1.0) * self.baseline.value):
             return reasons.TOO_RISKY
         return reasons.WRONG
 
@@ -162,11 +163,11 @@ class Shapes:
         order = sorted(range(len(speeds)), key=speeds.__getitem__, reverse=True)
         for shape in [self.shapes[place] for place in order]:
             ratio, balance = self.relative_cost(rows, shape), self._account.model
-            loss = (ratio - 1.0) * self.baseline_speed
-            if not balance.covers(loss) or ratio * self.baseline_speed >= 1.0 + shape.depth:
+            loss = (ratio - 1.0) * self.baseline.value
+            if not balance.covers(loss) or ratio * self.baseline.value >= 1.0 + shape.depth:
                 continue
             new = self.tries[:2].max() < MIN_REPEATS
-            on = bucket.enabled and (new or max(speeds) > self.baseline_speed * (1.0 - LOSS_SHARE))
+            on = bucket.enabled and (new or max(speeds) > self.baseline.value * (1.0 - LOSS_SHARE))
             trial = min(loss * TRIAL / rows, balance.limit)  # No larger credit can be saved up.
             due = bucket.steps_since >= bucket.cooldown and balance.covers(trial)
             return shape if on or due else None
@@ -177,7 +178,8 @@ class Shapes:
         allowed = max(report.allowed)
         counts = self._level_counts(report) if allowed else []
         if self._merged and report.proposed:
-            self.learn_baseline_speed(self._drafts.gain_without_model(report) / report.rows)
+            gain = self._drafts.gain_without_model(report) / report.rows
+            self.baseline.learn(1.0 + gain - self.baseline.value)
         if report.prompt_tokens:
             return
         if not allowed or (self._merged and not report.used_draft_model):
@@ -200,14 +202,6 @@ class Shapes:
             for tried, right in learnt
         ]
 
-    def learn_baseline_speed(self, gain: float) -> None:
-        """Update the baseline speed: the speed that drafters without a draft model reach alone,
-        which a draft model has to exceed.
-
-        gain  tokens per row that they would have gained alone in a step with a draft model
-        """
-        self.baseline_speed += (1.0 - DECAY) / 3.0 * (1.0 + gain - self.baseline_speed)
-
     def observe(self, rows: int, most: int, counts: list[LevelCounts], ratio: float) -> None:
         """Update rates and times with a step without prompts that took `ratio` plain steps. counts:
         of each row that drafted, at most `most` tokens.
@@ -227,7 +221,7 @@ class Shapes:
         self._learn(self._alone(shape), counts)
         if self.tries[:2].max() < TRIAL:
             return
-        over = max(self.speeds(rows)) / self.baseline_speed
+        over = max(self.speeds(rows)) / self.baseline.value
         if over < 1.0 - LOSS_SHARE:
             bucket.enabled, bucket.steps_since = False, 0
             bucket.cooldown = min(2 * bucket.cooldown, 2 * PLAIN_EVERY)

@@ -316,3 +316,19 @@ def test_what_a_draft_model_proposes_is_verified_on_a_busy_machine(seed):
     world.head.random = np.random.default_rng(1000 + seed)
     world.slowness = slowness
     assert world.run(240)[0] > 1.5
+
+
+@pytest.mark.parametrize("head", [(1.0, 0.05), (1.0, 0.55)])
+def test_a_new_engine_soon_knows_that_ngrams_alone_are_faster(head):
+    """A head that does not pay was asked in half of an engine's first hundred steps, since it was
+    long believed to have plain steps to beat.
+    """
+    ran = []
+    for seed in range(8):
+        worlds = [World(CORE, 1, MANY, each) for each in (None, head)]
+        for world in worlds:
+            world.random = np.random.default_rng(seed)
+        (alone, _, _), (merged, asked, _) = (world.run(100) for world in worlds)
+        ran.append((merged / alone, asked))
+    speed, asked = np.mean(ran, axis=0)
+    assert speed > 0.97 and asked < 0.1
