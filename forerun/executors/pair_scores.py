@@ -10,7 +10,7 @@ hidden state after the final norm is h, where v is
              sigmoid(f) * s + (1 - sigmoid(f)) * tanh(c); 0 at the first place
 
 The confidence of a place is sigmoid(P [h; W1[x]] + p), or of h alone. Every branch of a tree has
-candidates of its own without another pass: the tables are memory-mapped, and each node reads one
+candidates of its own without another pass: the tables stay in their file, and each node reads one
 row of W1, and one row of W2 per candidate. Tokens that are not candidates of a place keep their
 share of its probability: their bias counts as 0.
 

@@ -1,9 +1,7 @@
-"""The target's choices, made on the device that has the logits: forerun.speculative.noise and
-forerun.speculative.accept.
-
-Only for nodes with temperature as only parameter; the host decides everything else. The noise
-equals the host's to the bit as far as the device's float64 logarithm does; a token
-differs only if two scores lie within a rounding error of float32.
+"""Chooses the target's tokens on the device that has the logits, by forerun.speculative.noise and
+forerun.speculative.accept. Only for nodes without sampling parameters other than temperature; the
+host decides all others. The noise equals the host's bit for bit if the device's float64 logarithm
+does; a token differs only if two scores lie within a rounding error of float32.
 """
 
 from dataclasses import dataclass
@@ -16,7 +14,9 @@ from forerun.executors.device_choice import DeviceNodes
 from forerun.speculative.noise import ROUNDS
 
 CHUNK = 64
-"""Nodes whose noise is computed at once: some 50 bytes per node and token of the vocabulary."""
+"""Nodes whose noise is computed at once, which takes about 50 bytes per node and token of the
+vocabulary.
+"""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -35,16 +35,15 @@ class NodeNoise:
 
     @staticmethod
     def of(nodes: DeviceNodes, device: torch.device) -> "NodeNoise":
-        """Return those of nodes that the host names."""
+        """Return the parameters of nodes given on the host, copied to the device."""
         arrays = nodes.seeds.view(np.int64), nodes.positions, nodes.temperatures
         return NodeNoise(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
-    """Return four words of Philox-4x32-10 for four words and two key words, int64 that hold 32-bit
-    words.
-
-    Products of two words overflow int64, which wraps: their low and high halves stay right.
+    """Return four words of Philox-4x32-10 for four counter words and two key words, each an int64
+    tensor of 32-bit values. Products of two words overflow int64 and wrap; their low and high
+    halves are still correct.
     """
     words = counter
     for index in range(ROUNDS):
@@ -80,7 +79,8 @@ def of_words(words: Tensor) -> Tensor:
 
 def best(logits: Tensor, noise: NodeNoise, first: int) -> tuple[Tensor, Tensor]:
     """Return the greatest score float32[M] of M nodes, and the lowest token int32[M], counted from
-    `first`, that has it, from logits [M,V] of V tokens: kernels.Best in plain torch. Launches only.
+    `first`, with that score, from logits [M,V] of V tokens: kernels.Best in plain torch. Does not
+    synchronise with the device.
     """
     scores, tokens = [], []
     for begin in range(0, len(logits), CHUNK):
@@ -95,6 +95,6 @@ def best(logits: Tensor, noise: NodeNoise, first: int) -> tuple[Tensor, Tensor]:
 
 
 def greatest(logits: Tensor, noise: NodeNoise, first: int) -> tuple[Tensor, Tensor]:
-    """Return what `best` does where no node has a temperature: without noise."""
+    """Return the result of `best` if no node has a temperature: without noise."""
     found = logits.float().max(-1)
     return found.values, (first + found.indices).int()

@@ -1,6 +1,6 @@
-"""A TorchExecutor without its rounds: preparation, and eager steps, which are launched
-operation by operation and decided on the host as far as the device has not: the reference for
-captured rounds (executor.py).
+"""A TorchExecutor without its captured rounds: preparation, and eager steps, which are launched
+operation by operation and decided on the host as far as the device has not decided them. The
+reference for captured rounds (executor.py).
 """
 
 import logging
@@ -40,11 +40,12 @@ log = logging.getLogger("forerun.executors.torch")
 
 
 class EagerSteps(ModelRunner, Executor):
-    """What a TorchExecutor is beside its slots and rounds: preparation, and eager steps.
+    """The part of TorchExecutor other than slots and rounds: preparation, and eager steps.
 
     sampler  which sequences are in which slots, and acceptance on the host
-    rounds   the steps that are replayed instead (executor.py), of this program: runner; None: none
-    drafts   models that have entries under its page ids
+    rounds   steps that are replayed as captured programs (executor.py); None: none
+    runner   the captured programs of `rounds`
+    drafts   draft models that have entries in the same pages
     """
 
     name = "torch"
@@ -68,15 +69,17 @@ class EagerSteps(ModelRunner, Executor):
         self.drafts: list[LevelModel | TorchBlockModel] = []
 
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
-        """Run these adapters beside the weights: a step in which a row has one is not captured."""
+        """Run these adapters on top of the weights: a step in which a row has one is not
+        captured.
+        """
         self.decoder.adapt(adapters)
         self.slot_adapters = SlotAdapters(self.limits.slots)
 
     def reusable_prefix_len(
         self, tokens: Ints, salt: bytes = b"", pages: Ints | None = None
     ) -> int:
-        """Return how many of the cached tokens int32[n] a sequence may continue behind: all, or if
-        layers are recurrent, those up to the last checkpoint of a text of this salt.
+        """Return the number of the cached tokens int32[n] after which a sequence can continue: all,
+        or with recurrent layers those up to the last checkpoint of a text of this salt.
         """
         return (
             len(tokens)
@@ -85,17 +88,17 @@ class EagerSteps(ModelRunner, Executor):
         )
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """Keep these layers' streams in every step (ModelRunner); discards all captured
-        programs.
+        """Keep the residual streams entering these layers in every step (ModelRunner); discards all
+        captured programs.
         """
         super().request_aux_hidden_states(layers)
         if self.runner is not None:
             self.runner.request_aux_hidden_states(layers, self.ring)
 
     def draft_with(self, model: LevelModel | TorchBlockModel) -> None:
-        """Count a draft model's entries among what pages hold, and let rounds that are to draft do
-        its work at their end. Other steps draft nothing, nor do rounds of several ranks: there the
-        host runs every pass of the model.
+        """Attach a draft model: its entries become part of the pages' contents, and captured rounds
+        that draft run it at their end. Other steps do not draft, nor do rounds of several ranks:
+        for these the host runs every pass of the model.
         """
         self.drafts.append(model)
         if self.runner is not None and self.group is None:
@@ -104,7 +107,7 @@ class EagerSteps(ModelRunner, Executor):
 
     @torch.inference_mode()
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
-        """Compile every kernel and capture what is declared for such drafts."""
+        """Compile every kernel and capture the declared sizes of rounds for such drafts."""
         if self.runner is not None:
             rows = prepare(self.runner, self, draft, self.rehearse_prompts, progress)
             self.limits = replace(self.limits, row_nodes=rows)
@@ -126,7 +129,9 @@ class EagerSteps(ModelRunner, Executor):
         return round
 
     def nodes_of(self, plan: Plan, trees: TreeBatch) -> StepNodes:
-        """Return which nodes of a step need what. Raises EngineError if there are too many."""
+        """Return which nodes of a step need which results. Raises EngineError if there are too
+        many.
+        """
         count, choosing = len(trees.tokens), choosing_nodes(plan, trees)
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
@@ -145,8 +150,8 @@ class EagerSteps(ModelRunner, Executor):
     @torch.inference_mode()
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Finish an eager step: keep one path per tree, and copy the keys and values of accepted
-        draft tokens from scratch into pages. The target's choices are made on the device where they
-        can be; only where they cannot, and for reports, do logits cross to the host.
+        draft tokens from scratch to pages. The target's tokens are chosen on the device if
+        possible; logits are copied to the host only for the other nodes and for log-probabilities.
         """
         assert isinstance(round, TorchRound)
         if round.final is not None:
@@ -163,8 +168,8 @@ class EagerSteps(ModelRunner, Executor):
         return outcome
 
     def rehearse_prompts(self) -> None:
-        """Launch every kernel that prompts of any length need: of 1, 2, 4, ... tokens up to a tile,
-        as far as pages and scratch reach. Writes the first pages; slot 0 must be closed.
+        """Launch every kernel that prompts of any length need: prompts of 1, 2, 4, ... tokens up to
+        a tile, limited by pages and scratch. Writes the first pages; slot 0 must be closed.
         """
         limits, nodes = self.limits, 1
         while nodes <= min(LINES, limits.max_nodes, limits.page_size * limits.pages):
@@ -173,14 +178,14 @@ class EagerSteps(ModelRunner, Executor):
 
     @torch.inference_mode()
     def rehearse(self, nodes: int) -> None:
-        """Launch what a prompt of `nodes` tokens does, in the first pages: before the first
-        request, and not as a round. By kernels alone: a library's attention needs no rehearsal.
+        """Run a prompt of `nodes` tokens in the first pages, before the first request and not as a
+        round. Only with our kernels: a library's attention needs no rehearsal.
         """
         tokens, one = np.zeros(nodes, np.int32), np.zeros(1, np.int32)
         pages = np.arange(-(-nodes // self.limits.page_size), dtype=np.int32)[None]
         no, yes = np.zeros(1, np.bool_), np.ones(1, np.bool_)
         plan = Plan(one, one, (tokens,), yes, one, one, pages, no)
-        salt = b"\xff"  # That of no text: nothing continues behind this.
+        salt = b"\xff"  # Of no text, so that nothing continues it.
         greedy = Sampling(temperature=0.0)
         natively, rounds = self.prompts_natively, self.rounds
         self.prompts_natively, self.rounds = False, None
@@ -198,7 +203,7 @@ class EagerSteps(ModelRunner, Executor):
         return self
 
     def shutdown(self) -> None:
-        """Let go of programs, weights, pages and states. Idempotent; nothing may be begun
+        """Release programs, weights, pages and states. Idempotent; no step may be begun
         afterwards.
         """
         self.rounds = self.runner = None

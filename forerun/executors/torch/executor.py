@@ -1,15 +1,15 @@
-"""TorchExecutor: the executor contract in torch, and its captured rounds: the steps that are
-replayed as one program where the device captures.
+"""TorchExecutor: the Executor interface in torch, and its captured rounds, steps that are replayed
+as one CUDA graph if the device supports capture.
 
-A step of which every row begins with exactly one known token and samples runs as one round
+A step in which every row samples and begins with exactly one known token runs as one round
 (captured/runner.py), padded to one of the sizes that were declared and captured before the first
-request (declared.py); nothing waits until its record is wanted (round.py). Every other step, a
-prompt's above all, is eager (eager.py). Sampling parameters, masks, and log-probabilities are a
-round's own work (shaped_rows.py). Rows that the device cannot decide are decided and committed from
-its logits, as in any other step.
+request (declared.py); the host waits only when its record is read (round.py). Every other step,
+such as a prompt's, is eager (eager.py). Sampling parameters, masks and log-probabilities are
+handled within a round (shaped_rows.py). Rows that the device cannot decide are decided and
+committed from its logits, as in any other step.
 
-Another round may begin before the record of this one is read (`begin_after`): it takes up on the
-device what this one leaves there (FutureState).
+Another round may begin before the record of this one is read (`begin_after`): on the device it
+continues from the state that this one leaves there (FutureState).
 """
 
 from collections.abc import Callable
@@ -50,13 +50,13 @@ from forerun.speculative.tree import NodeMasks, TreeBatch, full_size
 from forerun.types import Bools, Floats, Ints
 
 MOST_NODES = 64
-"""Nodes of a row, at most, in a round."""
+"""The most nodes of a row in a round."""
 
 
 class CapturedRounds:
-    """The rounds of one executor.
+    """The captured rounds of one executor.
 
-    target  has the weights, cache and states; where ranks share it, rounds support temperature only
+    target  has the weights, cache and states; if ranks share it, rounds support temperature only
     runner  the program and its tensors
     last    the last round begun
     """
@@ -68,22 +68,22 @@ class CapturedRounds:
         self._shaped = ShapedRows(limits.slots, limits.vocab, target.device, sampler.choosing)
         runner.shaped = self._shaped
         self.last: CapturedRound | None = None
-        # Rounds so far, and the seconds from their launches to their results: what a step takes
-        # longer than that is the host's.
+        # Rounds so far, and the seconds from their launches to their results: the rest of a step's
+        # time is the host's.
         self._rounds, self._seconds, self._read = 0, 0.0, 0.0
 
     def open(self, slot_init: SlotInit) -> None:
-        """Take over a slot's sampling parameters."""
+        """Store the sampling parameters of a slot's new sequence."""
         self._shaped.open(slot_init)
 
     def size_of(self, plan: Plan, trees: TreeBatch, masked: bool = False) -> Size | None:
         """Return the declared size that the step runs as, with the requested drafting if it fits;
-        None if it cannot be run as a round.
+        None if it cannot run as a round.
         """
         if not (trees.known == 1).all() or not plan.samples.all():
             return None
         if self._target.group is not None and plan.constrained.any():
-            return None  # The choice is made from whole rows of logits.
+            return None  # The host needs whole rows of logits.
         return self._size(plan.slots, int(np.diff(trees.start).max()), plan.on_device_draft, masked)
 
     def _size(
@@ -109,7 +109,7 @@ class CapturedRounds:
             size = self._shaped.size(size, slots, masked)
         if not (on_device_draft and drafting and np.isin(slots, on_device_draft.slots).any()):
             return runner.runs_as(size)
-        # The largest number of levels whose draft tokens fit into scratch beside these rows.
+        # The most levels whose draft tokens fit into scratch with these rows.
         for levels in range(on_device_draft.levels, 0, -1):
             larger = size._replace(levels=levels, width=on_device_draft.width)
             if drafting.fits(larger) and (larger_runs := runner.runs_as(larger)):
@@ -120,9 +120,9 @@ class CapturedRounds:
     def begin(
         self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None
     ) -> CapturedRound | None:
-        """Begin a round, which also accepts and writes what it can decide, and drafts what is
-        requested; None if the step cannot be one. Waits for nothing: `finish` does. Raises
-        EngineError if a slot's recurrent state does not stand for the plan's kv_len tokens.
+        """Begin a round, which also accepts and writes everything that it can decide, and drafts if
+        requested; None if the step cannot run as one. Does not wait for the device. Raises
+        EngineError if a slot's recurrent state does not cover exactly the plan's kv_len tokens.
         """
         size = self.size_of(plan, trees, masks is not None)
         if size is None:
@@ -148,15 +148,15 @@ class CapturedRounds:
 
     @torch.inference_mode()
     def begin_after(self, running: Round, plan: Plan, ends: Ints) -> CapturedRound | None:
-        """Begin a round on what the running one leaves; None if no round can."""
+        """Begin a round on the results of the running one; None if no round can."""
         before, runner, choosing = self.last, self.runner, self._shaped.choosing
         if runner.future is None or before is None or before is not running:
-            return None  # No round runs that keeps what the next one needs.
+            return None  # The running step is not a round of this program.
         levels = np.minimum(plan.max_depth, before.size.levels)
         grown = [full_size(before.size.width, level) for level in range(before.size.levels + 1)]
         most = np.minimum(plan.max_nodes, np.array(grown)[levels])
         size = self._size(plan.slots, 1 + int(most.max()), plan.on_device_draft)
-        # Room for deeper trees would be another's room.
+        # No captured size has room for the requested trees.
         if (
             size is None
             or (plan.on_device_draft is not None and not size.levels)
@@ -183,7 +183,9 @@ class CapturedRounds:
         decided: Bools,
         first: Callable[[], None] | None = None,
     ) -> CapturedRound:
-        """Launch what `staging` is filled with, after `first`; decided: see CapturedRound."""
+        """Launch a round with the inputs in `staging`, after calling `first`; decided: see
+        CapturedRound.
+        """
         runner, slots, count = self.runner, plan.slots, plan.rows
         staging.buffers["slot"][:count] = slots
         extends, calibration = np.zeros(count, np.bool_), None
@@ -216,7 +218,7 @@ class CapturedRounds:
         return self.last
 
     def _send(self, staging: StagingBuffer, plan: Plan) -> list[TableEntries]:
-        """Write the changes of the plan's page tables into `staging`, as PageTables.send."""
+        """Write the changes of the plan's page tables to `staging`, as PageTables.send does."""
         (tables, *others), near = self.runner.tables, self.runner.near
         changes = [*tables.send(staging.buffers, plan.slots, plan.page_table)]
         if near is not None:
@@ -225,14 +227,14 @@ class CapturedRounds:
         return changes
 
     def _drop(self, reserved: Reserved) -> None:
-        """Free the rows of states that a round which failed would have written."""
+        """Free the rows of states that a failed round would have written."""
         if self.runner.states is not None:
             self.runner.states.drop(reserved)
 
     @torch.inference_mode()
     def finish(self, round: CapturedRound, masks: NodeMasks | None = None) -> Outcome:
-        """Wait for what the round decided, decide the rows that it left, and copy into pages what
-        it has not.
+        """Wait for the round's decisions, decide the remaining rows, and copy their keys and values
+        to pages.
         """
         states = self.runner.states
         try:
@@ -252,7 +254,7 @@ class CapturedRounds:
         return outcome
 
     def _decide(self, round: CapturedRound, masks: NodeMasks | None) -> Outcome:
-        """Wait for the record and decide the rows that it leaves, from the round's logits."""
+        """Wait for the record and decide the remaining rows from the round's logits."""
         round.read()
         now = perf_counter()
         self._rounds += 1
@@ -262,7 +264,7 @@ class CapturedRounds:
 
         def of_node(node: int) -> Floats:
             if self.last is not round or target.group:
-                # Another has its place, or they are parts. Only a row without finite logits asks.
+                # Overwritten, or parts of ranks. Only a row without finite logits needs them.
                 return np.full(target.limits.vocab, np.nan, np.float32)
             if not logits:
                 logits.append(runner.logits[: size.total].float().cpu().numpy())
@@ -299,17 +301,17 @@ class CapturedRounds:
 
 
 class TorchExecutor(EagerSteps):
-    """A target in torch, on any device it knows (ModelRunner, TorchOptions).
+    """A target in torch, on any device that torch supports (ModelRunner, TorchOptions).
 
     rounds  the steps that are replayed; None: all are eager
     """
 
     rounds: CapturedRounds | None = None
-    Runner = CudaGraphRunner  # Of their program.
+    Runner = CudaGraphRunner  # Of the captured programs.
 
     def capture(self, overlap: bool = False) -> Self:
-        """Replay steps from now on, if the device captures; returns the executor itself. overlap:
-        rounds may begin from each other.
+        """Replay steps from now on, if the device supports capture; returns the executor itself.
+        overlap: rounds may begin before the previous one has finished.
         """
         records = recorder(self.device)
         if records is not None and self.kernels is not None:
@@ -321,8 +323,8 @@ class TorchExecutor(EagerSteps):
         return self
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot, with its sampling; where layers are recurrent with the state
-        of its cached tokens. Raises EngineError if that was not kept.
+        """Bind a sequence to its slot, with its sampling parameters, and with recurrent layers the
+        state of its cached tokens. Raises EngineError if there is no such state.
         """
         if self.states is not None:
             self.states.open(slot_init)
@@ -333,23 +335,23 @@ class TorchExecutor(EagerSteps):
             self.slot_adapters.open(slot_init)
 
     def close(self, slot: int) -> None:
-        """Forget a slot's sequence. Its pages are the caller's."""
+        """Discard a slot's sequence. Its pages belong to the caller."""
         self.sampler.close(slot)
         if self.states is not None:
             self.states.book.close(slot)
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> Round:
-        """Begin a step: as a round that drafts, accepts and writes by itself, if it can be one."""
+        """Begin a step: if possible as a round that drafts, accepts and writes by itself."""
         round = None if self.rounds is None else self.rounds.begin(plan, trees, masks)
         return super().begin(plan, trees, masks) if round is None else round
 
     def begin_after(self, running: Round, plan: Plan, ends: Ints) -> CapturedRound | None:
-        """Begin a round on what the running one leaves; None if no round can."""
+        """Begin a round on the results of the running one; None if no round can."""
         return None if self.rounds is None else self.rounds.begin_after(running, plan, ends)
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
-        """Wait for a step, decide what its device has not, and make what was accepted
-        permanent.
+        """Wait for a step, decide the rows that its device has not, and write the accepted tokens
+        to pages.
         """
         if isinstance(round, CapturedRound) and self.rounds is not None:
             return self.rounds.finish(round, masks)

@@ -1,4 +1,4 @@
-"""The target's hidden states on the device: what a torch draft model reads."""
+"""The target's hidden states on the device, as torch draft models read them."""
 
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ from forerun.types import AnyArray, Ints
 
 
 class TorchFeatureRing:
-    """Features of the last tokens of every slot, until the draft model reads them.
+    """Features of the last tokens of every slot, kept until the draft model reads them.
 
     values  [(S+1)*RING_TOKENS,F*H]: rows as in feature_ring.py; the last slot is padding
     """
@@ -23,31 +23,33 @@ class TorchFeatureRing:
         self.values = torch.zeros(ring_size(slots + 1), width, dtype=dtype, device=device)
 
     def at(self, slots: Ints, positions: Ints) -> "TorchFeatures":
-        """Return features [n,F*H] of slots int32[n] at positions int32[n], on the device, not
-        copied: they are overwritten when a slot has moved on by RING_TOKENS tokens.
+        """Return features [n,F*H] of slots int32[n] at positions int32[n], on the device, as views
+        of the ring: they are overwritten when a slot has advanced by RING_TOKENS tokens.
         """
         place = ring_place(slots.astype(np.int64), positions)
         return TorchFeatures(self.values, place)
 
     @staticmethod
     def bytes(slots: int, width: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a ring for so many slots whose rows have `width` numbers, on its
+        """Return the bytes of a ring for `slots` slots whose rows have `width` elements, on its
         device.
         """
         return ring_size(slots + 1) * width * dtype.itemsize
 
     def put(self, slots: Tensor, position: Tensor, features: Tensor) -> None:
-        """Write [n,F*H] of slots int32[n] at position int32[n]: launches only."""
+        """Write features [n,F*H] of slots int32[n] at positions int32[n]. Does not synchronise with
+        the device.
+        """
         rows = torch.add(position % ring_size(1), slots, alpha=ring_size(1))
         self.values.index_copy_(0, rows.long(), features)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFeatures:
-    """Rows of features on the device, not copied.
+    """Rows of features on the device, by reference.
 
-    values  [N,F*H]: residual streams of the requested layers, side by side
-    place   int[n] the row of `values` that each has
+    values  [N,F*H]: residual streams of the requested layers, concatenated
+    place   int[n] the row of `values` of each
     """
 
     values: Tensor
@@ -65,11 +67,11 @@ class TorchFeatures:
 
 @dataclass(frozen=True, slots=True)
 class TorchStepFeatures(TorchFeatures):
-    """Features of nodes where the step left them; the next captured step overwrites its own.
+    """Features of nodes in the step's own buffer, which the next captured step overwrites.
 
     nodes    int[n] their flat numbers in the step's `trees`
     ring     where `store` writes them, by slot and position
-    written  the round has written them into the ring
+    written  whether the round has written them to the ring
     """
 
     nodes: AnyArray
@@ -79,8 +81,8 @@ class TorchStepFeatures(TorchFeatures):
     written: bool = False
 
     def select(self, nodes: AnyArray) -> "TorchStepFeatures":
-        """Return features of the nodes int[n], by their flat numbers here, in this order; copies
-        nothing. Raises EngineError for a missing one.
+        """Return the features of the flat nodes int[n], in this order, without a copy. Raises
+        EngineError for a missing one.
         """
         if len(nodes) and not 0 <= nodes.min() <= nodes.max() < len(self.place):
             raise EngineError(
@@ -89,8 +91,8 @@ class TorchStepFeatures(TorchFeatures):
         return replace(self, place=self.place[nodes], nodes=self.nodes[nodes])
 
     def store(self) -> TorchFeatureRing:
-        """Write them into the executor's ring, unless the round has; returns the ring. Nothing
-        leaves the device.
+        """Write the features to the executor's ring, unless the round has done so. Returns the
+        ring. Copies nothing to the host.
         """
         if not self.written:
             rows = torch.from_numpy(ring_places(self.plan, self.trees, self.nodes))

@@ -1,4 +1,4 @@
-"""The ranks that share a model, and what they say to each other within a pass."""
+"""The ranks that share a model, and their communication within a pass."""
 
 import mmap
 import threading
@@ -13,20 +13,20 @@ from torch import distributed as dist
 from forerun.checkpoints.tensor_parallel import TensorParallel
 
 PATIENCE = timedelta(minutes=10)
-"""Seconds a rank waits for another within a pass. An ended rank is noticed at once
-(parallel/processes.py); this is for one that hangs.
+"""Time that a rank waits for another within a pass. An ended rank is noticed at once
+(parallel/processes.py); this limit is for one that hangs.
 """
 
 END_SECONDS = 1.0
-"""For gloo to end."""
+"""Seconds for gloo to end."""
 
 LOOK = timedelta(seconds=0.25)
-"""Between two looks at the others, while a collective on the CPU is waited for."""
+"""Interval between two checks of the other ranks while waiting for a collective on the CPU."""
 
 
 class Waits:
-    """Which ranks are within a collective, in memory that all of them share: of each, how many it
-    has entered, how many it has left, and how often it looked for what it waits for.
+    """Which ranks are within a collective, in shared memory: for each rank how many collectives it
+    has entered, how many it has left, and how often it has polled.
 
     file  a descriptor of a file of `size_of` bytes, zeros
     """
@@ -43,25 +43,25 @@ class Waits:
         return 24 * tp.size
 
     def enter(self) -> None:
-        """Count that this rank waits for the others from now on."""
+        """Count that this rank has entered a collective."""
         self._counts[self._place] += 1
 
     def leave(self) -> None:
-        """Count that this rank has what it waited for."""
+        """Count that this rank has left a collective."""
         self._counts[self._place + 1] += 1
 
     def look(self) -> None:
-        """Count that this rank has looked, and what it waits for is not there."""
+        """Count that this rank has polled without a result."""
         self._counts[self._place + 2] += 1
 
     def entered(self) -> list[int]:
-        """Return how many collectives each rank has entered."""
+        """Return the number of collectives that each rank has entered."""
         return self._counts.tolist()[::3]
 
     def silent(self) -> int:
-        """Return how often every rank has looked since all of them wait and none got its message; 0
-        while one of them is busy. Counts looks instead of seconds: a rank without a processor makes
-        none, and while the machine stands still, no rank does.
+        """Return how often every rank has polled since all of them wait and none got its message; 0
+        while one of them is computing. Counts polls and not seconds, because a rank without a
+        processor makes none, nor does any rank while the machine is suspended.
         """
         counts = self._counts.tolist()
         entered, left, looks = counts[::3], counts[1::3], counts[2::3]
@@ -73,14 +73,15 @@ class Waits:
 
 
 class Group:
-    """The ranks that share a model, as one of them sees them: processes on one machine, over gloo
-    on the CPU, over NCCL on CUDA devices. Every rank calls each verb, in the same order and with
-    the same shapes; a verb raises RuntimeError if a rank is gone.
+    """The ranks that share a model, from the point of view of one of them: processes on one
+    machine, connected by gloo on the CPU and by NCCL on CUDA devices. Every rank calls the same
+    methods in the same order with the same shapes; a method raises RuntimeError if a rank has
+    ended.
 
-    store  of torch.distributed, where they meet; every rank constructs its group at about the same
-           time
+    store  of torch.distributed, for the rendezvous; every rank constructs its group at about the
+           same time
     waits  of these ranks; used on the CPU
-    check  called now and then on rank 0 while it waits on the CPU: raises if waiting is in vain
+    check  called periodically on rank 0 while it waits on the CPU: raises if a rank has failed
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Group:
         self._group: Any
         self._on_cpu = device.type == "cpu"
         if self._on_cpu:
-            gloo: Any = dist.ProcessGroupGloo  # Its stubs lack the options.
+            gloo: Any = dist.ProcessGroupGloo  # The type stubs lack the options.
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname="127.0.0.1")]
             options._timeout = PATIENCE
@@ -107,9 +108,9 @@ class Group:
             self._group = dist.ProcessGroupNCCL(store, tp.rank, tp.size, nccl)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' `x`, the same bits on every rank. In float32 on the CPU a
-        row's bits depend on no other row: the ranks are added in their order, where gloo's own sum
-        adds in one that depends on a number's place in the tensor.
+        """Return the sum of all ranks' `x`, with the same bits on every rank. In float32 on the CPU
+        a row's bits are independent of other rows: the ranks are added in order of rank, whereas
+        the order of gloo's own sum depends on an element's index in the tensor.
         """
         if not self._on_cpu:
             x = x.contiguous()
@@ -129,13 +130,15 @@ class Group:
         return parts
 
     def everywhere(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's `x` [...], by rank, on every rank. Waits for all ranks."""
+        """Return every rank's `x` [...], by rank, on every rank (all-gather). Waits for all
+        ranks.
+        """
         parts = [torch.empty_like(x) for _ in range(self.tp.size)]
         self._wait(self._group.allgather([parts], [x.contiguous()]))
         return parts
 
     def _wait(self, work: Any) -> None:
-        """Wait for `work`. On the CPU in pieces."""
+        """Wait for `work`; on the CPU in intervals of LOOK."""
         if not self._on_cpu or self._waits is None:
             work.wait()
             return
@@ -146,9 +149,9 @@ class Group:
         self._waits.leave()
 
     def close(self) -> None:
-        """Leave the group; no verb may be called afterwards. Idempotent. On CUDA running
-        collectives are aborted. Gloo may continue after this: now and then it does not learn that
-        the rank it sends to is gone, and waits for it, PATIENCE at most.
+        """Leave the group; no other method may be called afterwards. Idempotent. On CUDA running
+        collectives are aborted. Gloo threads may continue for PATIENCE at most: sometimes gloo does
+        not notice that the rank it sends to has ended.
         """
         held = [self._group]
         self._group = None
@@ -169,6 +172,6 @@ def _done(work: Any) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        # It failed, or was done just behind LOOK: now its own result decides.
+        # It failed, or finished just after LOOK: its own result decides.
         work.wait()
     return True

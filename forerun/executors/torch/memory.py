@@ -18,14 +18,14 @@ DTYPES = {
     "float16": torch.float16,
     "float8": torch.bfloat16,
 }
-"""Names and what activations are kept in; float8 concerns the blocks' weights alone."""
+"""The dtype of activations by name; float8 applies to the weights of the blocks alone."""
 
 FILE = "file"
-"""The name of weights that stay what the file has, where products read them so."""
+"""The dtype name with which weights stay as stored, if kernels can read them."""
 
 
 def activations(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations for a name of DTYPES or FILE. Raises ConfigError."""
+    """Return the dtype of activations for a name in DTYPES or FILE. Raises ConfigError."""
     if dtype == FILE:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:
@@ -34,14 +34,16 @@ def activations(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def kv_shape(arch: Architecture) -> KvShape:
-    """Return the shape of the key/value cache of `arch`, a draft model: all layers keep every
+    """Return the shape of the key/value cache of a draft model `arch`, whose layers all keep every
     page.
     """
     return KvShape(arch.caches, arch.cache_places)
 
 
 def target_kv_shape(arch: Architecture, limits: ExecutorLimits) -> KvShape:
-    """Return the shape of a target's: layers with a window have window pages, if there are any."""
+    """Return the shape of a target's key/value cache: sliding-window layers have window pages, if
+    there are any.
+    """
     if not limits.window_pages:
         return kv_shape(arch)
     owners = [spec for spec in arch.layer_specs if spec.recurrent is None and spec.reads is None]
@@ -56,9 +58,10 @@ def planned_bytes(
     dtype: str,
     kept: Sequence[Grouped] = (),
 ) -> dict[str, int]:
-    """Return bytes by purpose. On the CPU a tied head is a second, packed copy of the embedding.
+    """Return bytes by purpose. On the CPU a tied head is stored again as a packed copy of the
+    embedding.
 
-    kept  matrices that stay in few bits
+    kept  matrices that stay quantised
     """
     item = activations(dtype, device).itemsize
     narrowed = arch.parameters - arch.vocab * arch.hidden * (1 if arch.tied_head else 2)
@@ -76,7 +79,7 @@ def planned_bytes(
 
 
 def check_fits(parts: dict[str, int], device: torch.device) -> None:
-    """Raise MemoryPlanError if the parts exceed what is free now."""
+    """Raise MemoryPlanError if the parts exceed the free memory."""
     on_cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available()
     if sum(parts.values()) > free:

@@ -1,5 +1,5 @@
-"""ModelRunner: a target's weights and pages on a device, and the forward pass of a step: all that a
-rank does in a group that shares a model. executor.py accepts.
+"""ModelRunner: a target's weights and pages on a device, and the forward pass of a step, which is
+all that the ranks of a group run. Acceptance is in executor.py.
 """
 
 from dataclasses import dataclass, field, replace
@@ -50,25 +50,25 @@ from forerun.speculative.verify import positions
 from forerun.types import AnyArray, Floats, Ints
 
 KV_DTYPES = {"same": None, "float8": FLOAT8}
-"""Names and what pages are kept in; None: as activations."""
+"""The dtype of pages by name; None: that of activations."""
 
 
 @dataclass(eq=False)
 class TorchRound(Round):
     """The result of one forward pass.
 
-    logits    float32[n,V] of the n nodes that choose a token, on the device; of several ranks on
-              rank 0, and those that it decides from whole rows
-    row_of    int32[M] a flat node's row in `logits`; -1 = it has none
+    logits    float32[n,V] of the n nodes that choose a token, on the device; with several ranks on
+              rank 0, and only of nodes that need whole rows
+    row_of    int32[M] a flat node's row in `logits`; -1 = none
     on_device  the nodes that the device decides
-    choices   int32[n] of those, on the device; NOTHING where a node's logits are not finite
+    choices   int32[n] of those, on the device; NOTHING if a node's logits are not finite
     places    int64[M] slots of the flat nodes' keys and values (kv.py)
     reported  [m,H] residual streams of the m nodes that only report log-probabilities, and
-    reported_of  int32[M] a flat node's row there; -1 = it has none
+    reported_of  int32[M] a flat node's row there; -1 = none
     features  of the nodes, if a draft model reads any
     states    the step's recurrent states, if the model has any
     final     `hidden` on the device
-    reports   by flat node, where ranks made them of their parts
+    reports   log-probabilities by flat node, if the ranks computed them from their parts
     """
 
     logits: Tensor = field(kw_only=True)
@@ -84,7 +84,9 @@ class TorchRound(Round):
     reports: dict[int, TokenLogprobs] = field(default_factory=dict)
 
     def report(self, node: int, top: int) -> TokenLogprobs | None:
-        """Return the report of a flat node that ranks made of their parts; None: they made none."""
+        """Return the log-probabilities of a flat node that the ranks computed from their parts,
+        else None.
+        """
         made = self.reports.get(node)
         return None if made is None else replace(made, top=made.top[:top])
 
@@ -93,8 +95,8 @@ class TorchRound(Round):
 class TorchOptions:
     """How a model runs.
 
-    dtype    a name of memory.DTYPES, which weights are widened to, or FILE: they stay as stored
-    compile  let torch.compile write the kernels between the products
+    dtype    a name in memory.DTYPES, to which weights are converted, or FILE: they stay as stored
+    compile  have torch.compile generate the kernels between the matrix products
     kv_dtype dtype of pages: "same" as activations, or "float8"
     prompts  attention of prompt chunks on CUDA: "triton", our kernels, or "torch_native"
              (prompt_attention.py)
@@ -110,14 +112,14 @@ class TorchOptions:
 class ModelRunner:
     """A target in torch, or a rank's part of it.
 
-    In float32 on the CPU a row's bits are the same alone, in any batch, under any tree, in any
-    chunks and pages, for a fixed number of torch threads. Elsewhere products run at any number
-    of rows and their last bits may depend on the batch; `describe()` says which it is.
+    In float32 on the CPU a row's bits are the same alone, in any batch, in any tree, and in any
+    chunks and pages, for a fixed number of torch threads. Elsewhere products run at any number of
+    rows and their last bits may depend on the batch; `describe()` reports which applies.
 
     kernels  ours, if the device supports them
     states   of the layers with a recurrent state; None: there are none
-    group    the ranks that have the other parts of the model, if `checkpoint` is a part of one
-    windows  the pages that layers with a window hold; None: they keep every page
+    group    the ranks with the other parts of the model, if `checkpoint` is a part of one
+    windows  the window pages of sliding-window layers; None: they keep every page
 
     Raises ConfigError for an unknown dtype or device or limits that are not the model's,
     MemoryPlanError if weights, cache and scratch do not fit.
@@ -150,7 +152,7 @@ class ModelRunner:
         self.ring = TorchFeatureRing(0, 0, self.dtype, self.device)
         kernels = self.kernels = kernels_for(self.device)
         self.prompts_natively = options.prompts == "torch_native"
-        if options.prompts == "auto":  # FlashAttention knows 16 bits.
+        if options.prompts == "auto":  # FlashAttention needs 16 bits.
             self.prompts_natively = kernels is not None and self.dtype != torch.float32
         if self.prompts_natively and kernels is None:
             raise ConfigError(
@@ -194,8 +196,7 @@ class ModelRunner:
         """Keep, from the next step on, the residual streams entering these layers, for a draft
         model (transformers' hidden_states indices; L = after the last layer, before its norm).
 
-        Raises ConfigError if the model has no such layer, MemoryPlanError if there is no room
-        to keep them.
+        Raises ConfigError if the model has no such layer, MemoryPlanError if they do not fit.
         """
         last = self.decoder.arch.layers
         if not all(0 <= layer <= last for layer in layers):
@@ -217,10 +218,10 @@ class ModelRunner:
     ) -> TorchRound:
         """Run one forward pass. Of the plan it reads only kv_len, samples, page_table and hidden.
 
-        step  its way through `states`, where there are any
+        step  the inputs of `states`, if there are any
         """
         decoder, count, places = self.decoder, len(trees.tokens), nodes.places
-        # Our kernels know no padding; the bits are the batch's affair where they run.
+        # Our kernels need no padding; with them the bits may depend on the batch.
         rows = padded_rows(count, () if self.kernels else decoder.row_sizes)
         tokens = self._padded(trees.tokens, rows)
         rotary = decoder.rotary(self._padded(positions(trees, plan.kv_len), rows))
@@ -258,8 +259,8 @@ class ModelRunner:
         )
 
     def _choices(self, logits: Tensor, row_of: Ints, nodes: DeviceNodes) -> Tensor:
-        """Return TorchRound.choices of the nodes that the device decides. Where ranks share the
-        model, they make them together.
+        """Return TorchRound.choices of the nodes that the device decides. Ranks that share the
+        model compute them together.
         """
         if not len(nodes.nodes):
             return torch.zeros(0, dtype=torch.int32, device=self.device)
@@ -271,8 +272,8 @@ class ModelRunner:
         return torch.where(score.isfinite(), tokens, NOTHING)
 
     def _attention(self, plan: Plan, trees: TreeBatch, places: Slots) -> Attend:
-        """Return the attention of one step: it writes a layer's keys and values into `places`, then
-        attends. Raises EngineError if one is in a page that was given back.
+        """Return the attention of one step: it writes a layer's keys and values to `places`, then
+        attends. Raises EngineError if a slot is in a page that was freed.
         """
         kernels, cache, arch = self.kernels, self.cache, self.decoder.arch
         specs = arch.attention_specs
@@ -305,8 +306,9 @@ class ModelRunner:
 
     def logits_of(self, round: TorchRound) -> Logits:
         """Return a function: flat node of `round` -> float32[V] on the host. Logits that only
-        log-probabilities need are computed on demand, `limits.scored_nodes` rows at a time. NaN
-        where another rank has a part: then only a row without finite logits needs them.
+        log-probabilities need are computed on demand, `limits.scored_nodes` rows at a time. The
+        result is NaN if other ranks have parts of the row: then only a row without finite logits is
+        requested.
         """
         size = self.limits.scored_nodes
 
@@ -337,7 +339,7 @@ class ModelRunner:
 
     def move(self, source: Slots, target: Slots) -> None:
         """Copy keys and values of all layers between slots int64[n] of the cache (kv.py). Raises
-        EngineError if one is in a page that was given back.
+        EngineError if a slot is in a page that was freed.
         """
         move = self.kernels.move if self.kernels else PagedCache.move
         for kind in self.cache.kinds:
@@ -346,8 +348,8 @@ class ModelRunner:
             move(kind, begin, end, None)
 
     def keep(self, round: Round, outcome: Outcome, rows: AnyArray, places: Slots) -> None:
-        """Copy the keys and values of what these rows int[n], at least one, make permanent into
-        their pages. places: int64[M], where those of the step's nodes are.
+        """Copy the keys and values that the rows int[n], at least one, make permanent to their
+        pages. places: int64[M], the slots of the step's nodes.
         """
         plan, trees = round.plan, round.trees
         paths = [outcome.permanent(trees, row) for row in rows.tolist()]
@@ -359,7 +361,9 @@ class ModelRunner:
             self.move(source[moved], target[moved])
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info. row_sizes: row counts that products are run at."""
+        """Return facts for /server_info. row_sizes: numbers of rows that matrix products are run
+        at.
+        """
         sizes = self._decoder.row_sizes if self._decoder else ()
         return {
             "device": str(self.device),
@@ -372,13 +376,13 @@ class ModelRunner:
         }
 
     def shutdown(self) -> None:
-        """Let go of weights, pages and states. Idempotent; `decoder` and `cache` raise EngineError
+        """Release weights, pages and states. Idempotent; `decoder` and `cache` raise EngineError
         afterwards.
         """
         self._decoder = self._cache = self.states = None
 
     def _padded(self, values: Ints, rows: int) -> Tensor:
-        """Return int64[rows] on the device: values, then zeros."""
+        """Return int64[rows] on the device: `values` followed by zeros."""
         out = np.zeros(rows, np.int64)
         out[: len(values)] = values
         return torch.from_numpy(out).to(self.device)
@@ -387,34 +391,34 @@ class ModelRunner:
 def chosen_together(
     logits: Tensor, noise: NodeNoise, group: Group, best: Best, vocab: int
 ) -> Tensor:
-    """Return int32[M] on every rank: the result of kernels.Choose for all ranks' logits [M,V/N]
-    side by side, of which these are one's. Launches only.
+    """Return int32[M] on every rank: the result of kernels.Choose for the concatenated logits of
+    all ranks, of which `logits` [M,V/N] is this rank's part. Does not synchronise with the device.
     """
     own, ids = best(logits, noise, group.tp.span(vocab).start)
     parts = torch.stack(group.everywhere(torch.stack([own.view(torch.int32), ids])))
     scores, tokens = parts[:, 0].view(torch.float32), parts[:, 1]
-    # NaN and infinity go on to the greatest; of equals the lowest token is the first rank's.
+    # NaN and infinity propagate to the maximum; of equal scores the lowest token wins.
     top = scores.amax(0)
     token = torch.where(scores == top, tokens, torch.iinfo(torch.int32).max).amin(0)
     return torch.where(top.isfinite(), token, NOTHING)
 
 
 def _best_of(kernels: Kernels | None, nodes: DeviceNodes) -> Best:
-    """Return what finds the best token of these nodes."""
+    """Return the function that finds the best token of these nodes."""
     if kernels is not None:
         return kernels.best
     return best if nodes.temperatures.any() else greatest
 
 
 def _numbered(nodes: Ints, count: int) -> Ints:
-    """Return int32[count], the place in `nodes` that each of so many nodes has; -1 = none."""
+    """Return int32[count], the index in `nodes` of each flat node; -1 = none."""
     numbers = np.full(count, -1, np.int32)
     numbers[nodes] = np.arange(len(nodes), dtype=np.int32)
     return numbers
 
 
 def _parts(options: TorchOptions, kernels: Kernels | None) -> Elementwise:
-    """Return the operations between the products, and the product of quantised weights."""
+    """Return the elementwise operations, and the matrix product of quantised weights."""
     parts = parts_of(kernels)
     return replace(compiled(PLAIN), few_bits=parts.few_bits) if options.compile else parts
 

@@ -1,17 +1,17 @@
-"""Attention over pages and trees in an order that depends on positions alone.
+"""Attention over pages and trees whose order of operations depends on positions alone.
 
 Along its own path every node of a tree is an ordinary causal token: the key at position p is
-the cached one, or its ancestor's there. So a tree is read as a few *chains*, root to leaf, and
-what a node may see needs no tree mask: positions up to its own.
+the cached one, or that of its ancestor there. So a tree is read as a few *chains*, root to leaf,
+and a node needs no tree mask: it attends to positions up to its own.
 
-Keys come in blocks of BLOCK consecutive positions, from position 0, and each node merges its
-blocks in that order by online softmax (Milakov and Gimelshein, arXiv 1805.02867). Which blocks
-exist, what stands in them and the shape of every product depend on the node's position only;
-a block of which a node sees nothing changes none of its bits (factor exp(0), addends 0). Hence
-the same bits alone and in a batch, under any tree, from pages of any size, in any chunks.
+Keys are read in blocks of BLOCK consecutive positions, from position 0, and each node merges its
+blocks in that order by online softmax (Milakov and Gimelshein, arXiv 1805.02867). The blocks, their
+keys and the shape of every product depend only on the node's position; a block in which a node
+attends to no key changes none of its bits (factor exp(0), addends 0). Hence a node's result has the
+same bits alone and in a batch, in any tree, with pages of any size, in any chunks.
 
-With a sliding window of w tokens a node at position p sees the keys at positions above p - w, along
-its own path as in the prefix; blocks that a tile's nodes all see nothing of are left out.
+With a sliding window of w tokens a node at position p attends to keys at positions above p - w,
+along its own path as in the prefix; blocks in which no node of a tile attends to a key are skipped.
 
     row     |<-------- cached: kv_len -------->| known | draft tokens
     blocks  |  0  |  1  |  2  |  3  |  4  |  5   ...
@@ -58,8 +58,7 @@ class KeyBlock:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The keys that each node attends to: those at positions first[m] to last[m], both included.
-
+    """The range of key positions that each node attends to: first[m] to last[m], both included,
     int[M+1]; the last entry is padding. first None: all from position 0.
     """
 
@@ -70,9 +69,9 @@ class Seen:
     def of(
         position: Ints, window: int | None, begin: int = 0, last: AnyArray | None = None
     ) -> "Seen":
-        """Return the range of the nodes at `position` int32[M]: nothing before `begin` but
-        themselves, nothing behind `last` int[M] (None: themselves). The padding entry attends to
-        everything, which avoids a softmax over nothing.
+        """Return the ranges of the nodes at `position` int32[M]: no key before `begin` except the
+        node's own, none after `last` int[M] (None: the node's own position). The padding entry
+        attends to everything, which avoids a softmax over nothing.
         """
         last = np.append(position if last is None else last, np.iinfo(np.int32).max)
         if window is None and begin == 0:
@@ -83,17 +82,19 @@ class Seen:
         return Seen(np.append(first, 0), last)
 
     def first_block(self, nodes: Ints) -> int:
-        """Return the number of the first block of which any of the nodes int32[n] sees a key."""
+        """Return the number of the first block in which any of the nodes int32[n] attends to a
+        key.
+        """
         return 0 if self.first is None else int(self.first[nodes].min()) // BLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class RowKeys:
-    """One row of a pass and what its nodes can see, each as far as its own position.
+    """One row of a pass and the keys that its nodes attend to, each up to its own position.
 
     nodes   int32[n]       flat nodes
-    cached  int64[kv_len]  where the keys of positions 0, 1, ... are; all nodes read these
-    chains  (int64[.] where the keys at positions kv_len, ... are, int32[.] nodes that read them):
+    cached  int64[kv_len]  slots of the keys at positions 0, 1, ...; all nodes read these
+    chains  (int64[.] slots of the keys at positions kv_len, ..., int32[.] nodes that read them):
             every node reads along exactly one chain
     """
 
@@ -103,7 +104,8 @@ class RowKeys:
 
 
 class KeyBlocks:
-    """The keys that the nodes of a pass can see, for `attend`: what a Geometry is for kernels.
+    """The keys that the nodes of a pass attend to, for `attend`; the counterpart of a kernel's
+    Geometry.
 
     slots  int64[M] where the nodes' own keys and values are written
     """
@@ -119,7 +121,8 @@ class KeyBlocks:
         last: AnyArray | None = None,
     ) -> None:
         """position: int32[M] of every flat node; begin: the first position, within the first block,
-        that others may see; last: int[M] the last position that each node sees, None: its own.
+        that other nodes may attend to; last: int[M] the last position that each node attends to,
+        None: its own.
         """
         self.slots = indices(slots, cache.device)
         self._rows, self._position, self._begin, self._last = rows, position, begin, last
@@ -128,8 +131,8 @@ class KeyBlocks:
 
     @staticmethod
     def of(plan: Plan, trees: TreeBatch, places: Slots, cache: PagedCache) -> "KeyBlocks":
-        """Return those of a target's step; places: int64[M] where the nodes' keys and values are
-        (kv.py).
+        """Return the key blocks of a target's step. places: int64[M], the slots of the nodes' keys
+        and values (kv.py).
         """
         rows = [
             RowKeys(
@@ -142,8 +145,8 @@ class KeyBlocks:
         return KeyBlocks(rows, places, positions(trees, plan.kv_len), cache)
 
     def within(self, window: int | None) -> list[KeyBlock]:
-        """Return all blocks by ascending position, the same for every layer of one window, in
-        tokens; None: every node sees all before it.
+        """Return all blocks by ascending position for layers with this window, in tokens; None:
+        every node attends to all positions before it.
         """
         if window not in self._made:
             seen = Seen.of(self._position, window, self._begin, self._last)
@@ -174,8 +177,8 @@ def _stacked(
 
 
 def _row_tiles(row: RowKeys, seen: Seen, null: int) -> Iterator[tuple[int, Ints, Slots]]:
-    """Yield (block, at most TILE nodes, BLOCK slots) for everything that the nodes of one row can
-    see.
+    """Yield (block, at most TILE nodes, BLOCK slots) for all keys that the nodes of one row attend
+    to.
     """
     full = len(row.cached) // BLOCK
     for nodes in _tiles(row.nodes):
@@ -228,13 +231,14 @@ def attend(
     *,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the context [M,A,E] of queries [M,A,E] over one layer's keys and values; of latent
-    attention [M,A,rank].
+    """Return the attention output [M,A,E] of queries [M,A,E] over one layer's keys and values; for
+    latent attention [M,A,rank].
 
-    The step's own keys and values must be where the blocks say. Queries that no block names, which
-    pad a product, get zeros.
-    spec   how scores are made; None: scaled by 1/sqrt(E), no window
-    sinks  float32[A]: a score of each head that carries no value
+    The step's own keys and values must already be in their slots. Queries that are in no block,
+    which are padding, get zeros.
+
+    spec   how scores are computed; None: scaled by 1/sqrt(E), no window
+    sinks  float32[A]: a score of each head that has no value
     """
     count, heads, size = queries.shape
     groups, value_size = len(keys), values.shape[-1]
@@ -244,7 +248,7 @@ def attend(
     query[:, :count] = (queries * spec.scale).unflatten(1, (groups, -1)).transpose(0, 1)
     for block in seen.within(spec.window):
         tiles = len(block.nodes) // TILE
-        # Batches of products of one fixed shape: a tile's queries of a group by a block's keys.
+        # Batched products of one fixed shape: a tile's queries of a group by a block's keys.
         tile = query.index_select(1, block.nodes).view(groups * tiles, -1, size)
         key, value = (
             read(cached, block.slots).to(queries.dtype).reshape(-1, BLOCK, width)
@@ -259,9 +263,9 @@ def attend(
 
 
 class _Running:
-    """Online softmax of all nodes: greatest score, sum of weights and weighted values so far.
-
-    [G, M+1, A/G] and [G, M+1, A/G, E], float32; the last node is padding. Sinks come first.
+    """State of the online softmax of all nodes: greatest score, sum of weights and weighted values
+    so far. [G, M+1, A/G] and [G, M+1, A/G, E], float32; the last node is padding. Sinks are merged
+    first.
     """
 
     def __init__(
@@ -278,13 +282,13 @@ class _Running:
         self._sum = torch.zeros((*shape, size), device=queries.device)
 
     def merge(self, nodes: Tensor, scores: Tensor, values: Tensor, windowed: bool) -> None:
-        """Add a block: scores [G,n,A/G,BLOCK] of nodes [n] and values [G*t,BLOCK,E].
+        """Merge a block: scores [G,n,A/G,BLOCK] of nodes [n] and values [G*t,BLOCK,E].
 
-        windowed  a node may see nothing of this block and have seen nothing before it
+        windowed  a node may attend to no key of this block nor of any before it
         """
         before = self._most.index_select(1, nodes)
         most = torch.maximum(before, scores.amax(-1))
-        # Nothing to subtract where nothing was seen: minus infinity less itself is no number.
+        # Avoids -inf - -inf, which is NaN, if nothing was seen yet.
         level = torch.where(most == -torch.inf, 0.0, most) if windowed else most
         weights = torch.exp(scores - level.unsqueeze(-1))
         fade = torch.exp(before - level)
@@ -298,13 +302,17 @@ class _Running:
         self._sum.index_copy_(1, nodes, summed)
 
     def context(self, dtype: torch.dtype) -> Tensor:
-        """Return [M,A,E]. A node's total is at least 1, its greatest score's own weight."""
+        """Return the attention output [M,A,E]. A node's total is at least 1, the weight of its
+        greatest score.
+        """
         out = self._sum / self._total.clamp_min(1).unsqueeze(-1)
         return out[:, :-1].transpose(0, 1).flatten(1, 2).to(dtype)
 
 
 AttendApart = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(layer, queries [M,A,E], keys [M,G,E], values [M,G,E], sinks), rotated -> context [M,A,E]."""
+"""(layer, queries [M,A,E], keys [M,G,E], values [M,G,E], sinks), all rotated -> attention output
+[M,A,E].
+"""
 
 
 def apart(attend: AttendApart) -> Attend:

@@ -10,12 +10,12 @@ from forerun.executors.torch.sizes import KEYS
 from forerun.networks.cache_layer import CacheLayer
 
 WIDE = 256
-"""Numbers of a head beyond which a tile holds half as many queries, of few heads."""
+"""Head size above which a tile has half as many queries, of few heads."""
 
 
 def lines_for(queries: int) -> int:
-    """Return the lines of a program for so many queries of a tile: a power of two that tensor cores
-    take.
+    """Return the rows of a program's tile for `queries` queries: a power of two that tensor cores
+    support.
     """
     return max(16, 1 << (queries - 1).bit_length())
 
@@ -29,16 +29,15 @@ class Shape(NamedTuple):
 
 
 def shape_for(lines: int, itemsize: int, size: int, major: int) -> Shape:
-    """Return the configuration in which no register spills and eight warps fit on a multiprocessor,
-    on compute capabilities 8.0, 9.0 and 10.0 (bench/compile_kernels.py).
-
-    itemsize: bytes of a query's number, of which a head has `size`; major: the first number of the
-    compute capability. With 10, the tensor cores accumulate in memory of their own, whose contents
-    pass through registers in every iteration.
+    """Return the configuration without register spills and with eight warps per multiprocessor, on
+    compute capabilities 8.0, 9.0 and 10.0 (bench/compile_kernels.py). itemsize: bytes of a query's
+    element; size: head size; major: major version of the compute capability. With 10, the tensor
+    cores accumulate in a memory of their own, whose contents pass through registers in every
+    iteration.
     """
     full, tensor_memory = lines == 64, major == 10
     if size > 256:
-        return Shape(16, 2, 8)  # Latent attention; compiled for, but not measured.
+        return Shape(16, 2, 8)  # Latent attention; compiled, but not measured.
     if size > 128:
         keys = KEYS // 4 if itemsize == 4 or full else KEYS // 2
         return Shape(keys, 3 if full and not tensor_memory else 2)
@@ -51,29 +50,29 @@ def shape_for(lines: int, itemsize: int, size: int, major: int) -> Shape:
 
 @cache
 def major_of(device: torch.device) -> int:
-    """Return the first number of the compute capability; 9 if kernels are interpreted, not
+    """Return the major version of the compute capability; 9 if kernels are interpreted, not
     compiled.
     """
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def program_heads(gqa_group: int, size: int) -> int:
-    """Return how many of the heads, of `size` numbers, that share a key/value head one program
-    takes: all, but at most 16 wide heads (latent attention, where all heads share one).
+    """Return how many of the query heads, of size `size`, that share a key/value head one program
+    processes: all, but at most 16 wide heads (latent attention, where all heads share one).
     """
     most = gqa_group if size <= WIDE else min(gqa_group, 16)
     return next(heads for heads in range(most, 0, -1) if gqa_group % heads == 0)
 
 
 def tile_heads(gqa_group: int, size: int) -> int:
-    """Return how many heads, of `size` numbers, count as sharing a key/value head when
-    sizes.tile_nodes sizes a tile: those of one program, twice as many if heads are WIDE.
+    """Return the number of query heads, of size `size`, per key/value head that sizes.tile_nodes
+    assumes: those of one program, or twice as many if heads are WIDE.
     """
     return program_heads(gqa_group, size) * (2 if size > WIDE else 1)
 
 
 def widest_tile(heads: int, caches: Iterable[CacheLayer]) -> int:
-    """Return `tile_heads` of a model of so many query heads, the most that one of its layers has:
-    tiles are cut once for all layers.
+    """Return the greatest `tile_heads` of a model's layers, with `heads` query heads: all layers
+    use the same tiles.
     """
     return max(tile_heads(heads // cached.kv_heads, cached.head_size) for cached in caches)

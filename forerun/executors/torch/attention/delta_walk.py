@@ -1,7 +1,7 @@
-"""A step's way through recurrent states: node by node in plain torch, where there is no compiled
-core, or by the core (csrc/delta.inl), to the bit the same, in one call a layer. The plain walk
-fixes the order of sums. In the core sixteen columns of a state stay in the processor's first cache
-while all tokens of a prompt pass.
+"""Advances recurrent states over the nodes of a step: node by node in plain torch if there is no
+compiled core, else by the core (csrc/delta.inl), one call per layer, with bit-identical results.
+The torch version defines the order of sums. In the core sixteen columns of a state stay in the L1
+cache while all tokens of a prompt are processed.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from forerun.types import AnyArray, Ints
 
 @dataclass(frozen=True, slots=True)
 class DeltaWay:
-    """What all layers of a step share; arrays that the compiled core reads.
+    """The layer-independent inputs of a step; arrays that the compiled core reads.
 
-    start    int32[R+1]  row r owns nodes start[r]:start[r+1]
-    known    int32[R] how many first nodes of a row, a chain, are permanent, at least one
+    start    int32[R+1]  row r has nodes start[r]:start[r+1]
+    known    int32[R] how many leading nodes of a row, a chain, are permanent, at least one
     parents  int32[M] flat; -1: none
-    slots    int64[R] rows of states at which the trees begin, and that get the states after known
-             nodes
-    targets  int64[M] row of states that gets a copy of the state after a node; -1: none
+    slots    int64[R] rows of the state table at which the trees begin, and to which the states
+             after the known nodes are written
+    targets  int64[M] row to which the state after a node is copied; -1: none
     """
 
     start: AnyArray
@@ -39,7 +39,7 @@ class DeltaWay:
 
     @staticmethod
     def of(step: StateStep) -> "DeltaWay":
-        """Return that of a step."""
+        """Return the inputs for a step."""
         trees = step.trees
         start, known, parents = (
             np.ascontiguousarray(each, np.int32)
@@ -49,10 +49,12 @@ class DeltaWay:
 
 
 class PlainDelta:
-    """Advances states in torch: a node's is made of its parent's, one after the other."""
+    """Advances states in torch: computes each node's state from its parent's, one node after the
+    other.
+    """
 
     def advance(self, states: Tensor, way: DeltaWay, tokens: Tokens) -> Tensor:
-        """Return float32[M,Hv,Dv], the nodes' results along a step's trees. Writes the states
+        """Return float32[M,Hv,Dv], the nodes' outputs along a step's trees. Writes the states
         float32[rows,Hv,Dk,Dv] after known tokens.
         """
         found = torch.zeros_like(tokens.values)
@@ -77,7 +79,7 @@ class PlainDelta:
         return found
 
     def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
-        """Advance the states of rows int32[n], which all differ, by one token each; tokens: of n
+        """Advance the states of rows int32[n], which are distinct, by one token each; tokens: of n
         nodes. Writes `states`.
         """
         where = indices(rows, states.device)
@@ -102,13 +104,13 @@ class NativeDelta:
         finalize(self, self._library.forerun_delta_close, self._handle)
 
     def advance(self, states: Tensor, way: DeltaWay, tokens: Tokens) -> Tensor:
-        """Compute PlainDelta.advance, float32[M,Hv,Dv], in the nodes' own order."""
+        """Compute PlainDelta.advance, float32[M,Hv,Dv], in the same order of nodes."""
         found = torch.empty(tokens.values.shape)
         self._run(states, way, tokens, found)
         return found
 
     def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
-        """Compute PlainDelta.follow: write the rows int32[n] of `states`."""
+        """Compute PlainDelta.follow: update the rows int32[n] of `states`."""
         count = len(rows)
         ones, none = np.ones(count, np.int32), np.full(count, -1, np.int64)
         start = np.arange(count + 1, dtype=np.int32)
@@ -118,7 +120,7 @@ class NativeDelta:
         self._run(states, way, tokens, None)
 
     def _run(self, states: Tensor, way: DeltaWay, tokens: Tokens, out: Tensor | None) -> None:
-        """Run one layer. Makes all tensors contiguous, since the core reads them by pointer."""
+        """Run one layer. Makes all tensors contiguous, since the core receives pointers."""
         assert states.is_contiguous() and states.dtype == torch.float32
         kept = [
             part.contiguous()
@@ -139,7 +141,7 @@ class NativeDelta:
 
 
 DeltaWalk = PlainDelta | NativeDelta
-"""What advances the states of a layer."""
+"""The implementations that advance a layer's states."""
 
 
 def chosen_walk(device: torch.device) -> DeltaWalk:

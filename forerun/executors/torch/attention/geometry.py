@@ -1,8 +1,6 @@
-"""Which keys each node attends to in a step, as tensors for kernels: rows, pages and trees; and the
-nodes of an eager step.
-
-Two numbers per node, `enter` and `leave`, describe its ancestors instead of an N x N mask:
-see forerun.speculative.verify.intervals.
+"""Which keys each node of a step attends to, as tensors for kernels: rows, pages and trees; and
+which nodes of an eager step need which results. Two numbers per node, `enter` and `leave`, describe
+its ancestors instead of an N x N mask: see forerun.speculative.verify.intervals.
 """
 
 from dataclasses import dataclass
@@ -35,10 +33,10 @@ from forerun.types import AnyArray, Ints
 class Geometry:
     """A step's rows, pages and trees on the device; all int32.
 
-    start   [B+1]  row b owns nodes start[b]:start[b+1]
+    start   [B+1]  row b has nodes start[b]:start[b+1]
     slots   [M]    slots of every node's keys and values (see kv.py): in scratch, or, for chains,
                    already in their pages
-    kv_len  [B]    cached tokens, all visible
+    kv_len  [B]    cached tokens, all attended to
     table   [B,W]  page of position p is table[b, p // page_size]; only entries below kv_len are
                    read
     tree_intervals  [2,M]  enter and leave of every node (speculative/verify.py)
@@ -48,7 +46,7 @@ class Geometry:
                    a row
     asking  [Q]    node of every query; None if every node has one
     begin   the first position that other nodes may attend to; a node always attends to itself
-    split   [P,3]  see sizes.split_of; None: as many parts for every tile
+    split   [P,3]  see sizes.split_of; None: every tile is split into the same number of parts
     both_ways  nodes may attend to later ones of their row; else no node attends beyond its tile
     """
 
@@ -77,7 +75,7 @@ def positions_of(geometry: Geometry) -> Tensor:
 
 
 class Attend(Protocol):
-    """Attention over pages and trees, launched."""
+    """Attention over pages and trees, without synchronising with the device."""
 
     def __call__(
         self,
@@ -89,21 +87,21 @@ class Attend(Protocol):
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return the context [Q,A,E] of queries [Q,A,E] over keys and values of a layer, scored by
-        `spec`; None: scaled by 1/sqrt(E), no window. sinks: float32[A], if the spec has them. For
-        latent attention [Q,A,rank].
+        """Return the attention output [Q,A,E] of queries [Q,A,E] over keys and values of a layer,
+        scored by `spec`; None: scaled by 1/sqrt(E), no window. sinks: float32[A], if the spec has
+        them. For latent attention [Q,A,rank].
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepNodes:
-    """Which flat nodes of a step need what.
+    """The flat nodes of a step by the results that they need.
 
     choosing  int32[n] nodes that choose a token
     reported  int32[m] nodes that only report log-probabilities
     on_device  the nodes that the device decides
-    places    int64[M] slots of the keys and values of all (kv.py)
+    places    int64[M] slots of all nodes' keys and values (kv.py)
     """
 
     choosing: Ints
@@ -125,9 +123,9 @@ def choosing_nodes(plan: Plan, trees: TreeBatch) -> Ints:
 
 
 def places_of(plan: Plan, trees: TreeBatch, cache: PagedCache) -> Slots:
-    """Return int64[M], the slots for keys and values of a step's flat nodes: known tokens go to
-    their pages at once, because they become permanent in any case; draft tokens to scratch, one
-    after the other. Raises EngineError if a known token's position has no page.
+    """Return int64[M], the slots for keys and values of a step's flat nodes: known tokens are
+    written directly to their pages, because they become permanent in any case; draft tokens to
+    scratch. Raises EngineError if a known token's position has no page.
     """
     row = np.repeat(np.arange(plan.rows), np.diff(trees.start))
     drafted = np.arange(len(row)) - trees.start[row] >= trees.known[row]
@@ -157,7 +155,7 @@ def geometry_of(
     gqa_group: int,
     device: torch.device,
 ) -> Geometry:
-    """Return the geometry of one step, copied to the device. places: int64[M] of the nodes
+    """Return the geometry of one step, copied to the device. places: int64[M], the nodes' slots
     (kv.py).
     """
     place, intervals = positions(trees, plan.kv_len), tree_intervals(trees)
@@ -167,8 +165,8 @@ def geometry_of(
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """The rows of a pass: what of `Geometry` does not depend on how it is cut. All int32.
-    tree_intervals None: the nodes of each row follow each other.
+    """The rows of a pass: the part of `Geometry` that is independent of tiles. All int32.
+    tree_intervals None: each row is a chain.
     """
 
     start: Ints
@@ -180,8 +178,8 @@ class PassRows:
     def geometry(
         self, places: AnyArray, cache: PagedCache, gqa_group: int, device: torch.device
     ) -> Geometry:
-        """Return the Geometry of the rows, cut into tiles and parts, on the device. places int64[M]
-        slots of the nodes; gqa_group as of sizes.tile_nodes.
+        """Return the Geometry of the rows, divided into tiles and parts, on the device. places
+        int64[M]: slots of the nodes; gqa_group as of sizes.tile_nodes.
         """
         counts, intervals = np.diff(self.start), self.tree_intervals
         if intervals is None:

@@ -2,21 +2,21 @@
 
 A target has one such cache, its draft head another with one layer and the same pages.
 
-One tensor [L, 2, G, slots, E] (2: keys, values) for the L layers of each shape; for latent
-attention [L, 1, 1, slots, E], whose values are the keys' first numbers. Along `slots`:
+There is one tensor [L, 2, G, slots, E] (2: keys, values) for the L layers of each shape; for latent
+attention [L, 1, 1, slots, E], whose values are the first elements of the keys. Along `slots`:
 
     0 .. P*page_size          pages: offset o of page p is slot p*page_size + o
     .. + scored_nodes         scratch: of draft tokens, and of whole rounds (captured/)
     last                      null: zeros, read where there is no key, so that no other
                               sequence's data is read
 
-In float8 (E4M3) every number takes one byte, and each head of each slot has a scale of its own,
+In float8 (E4M3) every element takes one byte, and each head of each slot has a scale of its own,
 its greatest absolute value over float8's: float32 [L, 2, G, slots]. It needs no calibration, and
-attention multiplies it into scores and weights instead of into keys and values.
+attention multiplies scores and weights by it instead of keys and values.
 
-A draft token's keys and values stay in scratch until they are committed; a rejected one's are
-overwritten by the next step. Known tokens' are written to pages at once. These slots are not the
-sequences' slots of a plan.
+A draft token's keys and values stay in scratch until they are committed; those of a rejected one
+are overwritten by the next step. Those of known tokens are written to pages at once. These slots
+are unrelated to the slots of sequences in a plan.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,7 +42,7 @@ class KvShape:
     """What layers cache per position.
 
     caches    of each layer with keys and values of its own (Architecture.caches)
-    places    which of these each layer reads; None: there are no others
+    places    index in `caches` that each layer reads; None: every layer has its own
     windowed  which of `caches` have window pages; (): none
     """
 
@@ -70,12 +70,12 @@ SCALE_BYTES = 4
 
 
 def indices(values: AnyArray, device: torch.device) -> Tensor:
-    """Return a copy of integers as int64 on the device, by which tensors are indexed."""
+    """Return a copy of integers as int64 on the device, for indexing."""
     return torch.from_numpy(np.array(values, np.int64)).to(device)
 
 
 def int32s(values: ArrayLike, device: torch.device) -> Tensor:
-    """Return a copy of integers as int32 on the device, as kernels read them."""
+    """Return a copy of integers as int32 on the device, for kernels."""
     return torch.from_numpy(np.array(values, np.int32, order="C")).to(device)
 
 
@@ -91,7 +91,7 @@ class Narrow:
 
     @property
     def shape(self) -> torch.Size:
-        """[G,slots,E], as of a cache tensor that is not narrow."""
+        """[G,slots,E], as of a cache tensor in another dtype."""
         return self.numbers.shape
 
 
@@ -100,17 +100,17 @@ CacheTensor = Tensor | Narrow
 
 
 def bytes_of(parts: Iterable[Tensor]) -> bytes:
-    """Return the bytes of tensors, one behind another, on the host."""
+    """Return the concatenated bytes of tensors, on the host."""
     flat = [part.contiguous().view(torch.uint8).flatten() for part in parts]
     return bytes(torch.cat(flat).cpu().numpy().tobytes())
 
 
 def put_bytes(parts: Iterable[Tensor], content: bytes | memoryview) -> None:
-    """Fill tensors with what `bytes_of` returned."""
+    """Fill tensors from the bytes that `bytes_of` returned."""
     left = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
     for part in parts:
         own, left = left.tensor_split([part.numel() * part.element_size()])
-        # Parts begin where those before them end, which is no multiple of every number's size.
+        # The offset of a part may not be a multiple of its element size.
         part.copy_(own.clone().view(part.dtype).view(part.shape))
 
 
@@ -139,8 +139,8 @@ def put(cached: CacheTensor, place: Tensor, rows: Tensor) -> None:
 
 
 def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
-    """Return the queries [M,A,E] of `heads`, normed and rotated; write their keys and values to the
-    slots int[M] of `layer`; rows beyond them pad a product. The slow twin of
+    """Return the queries [M,A,E] of `heads`, normalised and rotated; write their keys and values to
+    the slots int[M] of `layer`; further rows are padding. The reference for
     forerun.executors.torch.triton.triton_layers.enter.
     """
     (queries, keys, values), count = heads.turned(), len(slots)
@@ -151,10 +151,10 @@ def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor
 def write(
     layer: tuple[CacheTensor, CacheTensor], place: Tensor, keys: Tensor, values: Tensor
 ) -> None:
-    """Put keys [M,G,E] and values [M,G,E] into the slots `place`, M of them, of `layer`; where
-    values are fewer numbers, they are the keys' first and the keys alone are put.
+    """Write keys [M,G,E] and values [M,G,E] to the slots `place`, int64[M], of `layer`; if values
+    are smaller than keys, they are the keys' first elements and only the keys are written.
     """
-    if not keys.shape[1]:  # Of a layer that reads another one's.
+    if not keys.shape[1]:  # The layer reads another one's.
         return
     rank = values.shape[-1]
     if rank < keys.shape[-1]:
@@ -165,22 +165,22 @@ def write(
 
 
 def _finite_latent(keys: Tensor, rank: int) -> Tensor:
-    """Make values finite as `_finite_values`, if they are the keys' first `rank` numbers: a number
-    that is not finite is moved to the rest.
+    """Make values finite as `_finite_values` does, if they are the keys' first `rank` elements: a
+    non-finite element is moved to the remaining ones.
     """
     rest = keys[..., rank:] + (keys * 0).sum(-1, keepdim=True)
     return torch.cat([keys[..., :rank].nan_to_num(0, 0, 0), rest], -1)
 
 
 def _finite_values(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Move what is not finite from values into keys: a mask hides a NaN there from the nodes that
-    must not attend to it, while in values zero times NaN would spoil their sums.
+    """Move non-finite elements from values to keys. There the attention mask hides a NaN from the
+    nodes that must not attend to it, while zero times NaN in the values would spoil their sums.
     """
     return keys + (keys * 0 + values * 0).sum(-1, keepdim=True), values.nan_to_num(0, 0, 0)
 
 
 Move = Callable[["PagedCache", Tensor, Tensor, Tensor | None], None]
-"""PagedCache.move, or what does the same."""
+"""PagedCache.move, or a function that does the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class CachePart:
     """Keys and values of the L layers of one shape.
 
     numbers  [L,planes,G,slots,E]; planes: 2, keys and values, or 1 where values are the keys' first
-    scales   float32[L,planes,G,slots], what multiplies numbers of float8; None: another dtype
+    scales   float32[L,planes,G,slots], the factors of float8 numbers; None: another dtype
     """
 
     numbers: Tensor
@@ -211,10 +211,10 @@ class PagedCache:
 
     layers  keys and values of each layer; a layer without any of its own has another one's
     parts   those of all layers, by shape
-    groups  the most heads that keys and values of a layer have
+    groups  the most key/value heads of a layer
     near    the cache of the layers with window pages (window_cache.py), which are in `layers` too,
             but in none of `parts`; None: there are none
-    kind_of of each of `layers` its place in `kinds`
+    kind_of index in `kinds` of each of `layers`
     """
 
     near: "PagedCache | None" = None
@@ -249,24 +249,20 @@ class PagedCache:
         return (self,) if self.near is None else (self, self.near)
 
     def own(self, slots: Slots) -> Slots:
-        """Return int64[n], where keys and values of `slots` int64[n], of the first of `kinds`, are
-        in this one.
-        """
+        """Return int64[n], the slots of this cache for `slots` int64[n] of the first of `kinds`."""
         return slots
 
     def written(self, slots: Slots) -> Slots:
-        """Return `own` for slots that are written."""
+        """Return `own` for slots that will be written."""
         return slots
 
     def table(self, table: Ints) -> Ints:
-        """Return int32[B,W], the pages in this cache of a page table's int32[B,W]."""
+        """Return int32[B,W], the pages of this cache for a page table int32[B,W] of the engine."""
         return table
 
     def slots_of(self, table: Ints, row: AnyArray | int, positions: AnyArray) -> Slots:
-        """Return int64[n], the slots of positions [n] in rows [n], or all in one, of a page table
-        int32[B,W].
-
-        Raises EngineError if a position has no page.
+        """Return int64[n], the slots of positions [n] in rows [n], or all in one row, of a page
+        table int32[B,W]. Raises EngineError if a position has no page.
         """
         number = positions // self.page_size
         inside = number < table.shape[1]
@@ -277,7 +273,7 @@ class PagedCache:
         return found
 
     def scratch(self, nodes: AnyArray) -> Slots:
-        """Return int64[n], the slots of scratch for keys and values of the step's nodes int[n]."""
+        """Return int64[n], the scratch slots for keys and values of the step's nodes int[n]."""
         return self.scratch_begin + nodes.astype(np.int64)
 
     def move(self, source: Tensor, target: Tensor, kept: Tensor | None = None) -> None:

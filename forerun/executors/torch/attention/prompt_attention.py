@@ -1,16 +1,15 @@
-"""Attention of prompt chunks by a library: `--prefill-attention-backend torch_native`, and by
+"""Attention of prompt chunks with FlashAttention: `--prefill-attention-backend torch_native`, the
 default in 16 bits.
 
 Our kernel (triton_attention.py) reads a prefix once for every tile of a few nodes, which suits
-trees. A chunk of many prompt tokens has many tiles; a library made for long queries reads the
-prefix less often. It knows neither pages nor trees: the keys of all such rows are gathered first,
-and only rows that are plain sequences of known tokens go there. All of them are one call a layer,
-whatever their number, whole prompts and chunks behind a cached prefix alike, packed one behind
-another: FlashAttention's variable-length call (Dao, arXiv 2307.08691). Layers with a softcap, sinks
-or a latent stay with our kernel.
+trees. A chunk of many prompt tokens has many tiles; a library for long queries reads the prefix
+less often. It supports neither pages nor trees: so the keys of these rows are gathered first, and
+only rows that are plain sequences of known tokens use it. All of them, whole prompts and chunks
+after a cached prefix alike, are concatenated in one call per layer: FlashAttention's
+variable-length call (Dao, arXiv 2307.08691).
 
-Does not use scaled_dot_product_attention, which may choose cuDNN: that builds a plan for every new
-length while the whole step waits.
+Layers with a softcap, sinks or a latent use our kernel. scaled_dot_product_attention is not used
+because it may choose cuDNN, which builds a plan for every new length while the whole step waits.
 """
 
 from collections.abc import Callable
@@ -36,15 +35,15 @@ NEVER_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBa
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompts:
-    """Rows of known tokens alone, N of them, n nodes over S keys, one row behind another.
+    """N rows of known tokens only, concatenated: n nodes over S keys.
 
-    nodes        of the step's flat nodes those n, in order: a slice where they stand together,
+    nodes        these nodes among the step's flat nodes, in order: a slice if they are contiguous,
                  else int64[n] on the device
-    slots        int64[S] on the device: where the keys of all positions that a row sees are
+    slots        int64[S] on the device: slots of the keys at all positions of each row
     queries      int32[N]: nodes of each row
-    keys         int32[N]: keys of each row; its nodes stand at the last of them
-    query_start  int32[N+1] on the device: sums of `queries`
-    key_start    int32[N+1] on the device: sums of `keys`
+    keys         int32[N]: keys of each row; its nodes are the last of them
+    query_start  int32[N+1] on the device: cumulative sums of `queries`
+    key_start    int32[N+1] on the device: cumulative sums of `keys`
     """
 
     nodes: slice | Tensor
@@ -56,8 +55,8 @@ class PackedPrompts:
 
     @staticmethod
     def of(plan: Plan, trees: TreeBatch, cache: PagedCache, rows: list[int]) -> "PackedPrompts":
-        """Return the prompts of these rows of a step, at least one, as one varlen call reads them:
-        where their nodes and keys begin, and the slots of their keys.
+        """Return the prompts of at least one row of a step as one variable-length call reads them:
+        the offsets of their nodes and keys, and the slots of their keys.
         """
         count = np.diff(trees.start)[rows].astype(np.int32)
         keys = (plan.kv_len[rows] + count).astype(np.int32)
@@ -82,17 +81,18 @@ class PackedPrompts:
 
 
 VariableLength = Callable[[Tensor, Tensor, Tensor, PackedPrompts, AttentionSpec], Tensor]
-"""(queries [n,A,E], keys and values [S,G,E] of one dtype, rows, how scores are made) -> the context
-[n,A,E]: each row's nodes stand at the last of its own keys and see those up to their own position,
-within the window.
+"""(queries [n,A,E], keys and values [S,G,E] of one dtype, rows, spec of the scores) -> attention
+output [n,A,E]: each row's nodes are the last of its keys and attend to those up to their own
+position, within the window.
 """
 
 
 def flash(
     queries: Tensor, keys: Tensor, values: Tensor, packed: PackedPrompts, spec: AttentionSpec
 ) -> Tensor:
-    """Compute VariableLength by FlashAttention on CUDA: one launch. Row by row if it does not
-    support the dtype or the head size. torch.nn.attention.varlen would take cuDNN in some versions.
+    """Compute VariableLength with FlashAttention on CUDA: one launch. Row by row if it does not
+    support the dtype or the head size. torch.nn.attention.varlen would choose cuDNN in some
+    versions.
     """
     if queries.dtype not in SIXTEEN_BITS or queries.shape[-1] > 256 or queries.shape[-1] % 8:
         return row_by_row(queries, keys, values, packed, spec)
@@ -117,7 +117,7 @@ def flash(
 def row_by_row(
     queries: Tensor, keys: Tensor, values: Tensor, packed: PackedPrompts, spec: AttentionSpec
 ) -> Tensor:
-    """Compute VariableLength's context [Q,A,E] on any device and in any dtype: the slow twin of
+    """Compute VariableLength's result [Q,A,E] on any device and in any dtype: the reference for
     `flash`.
     """
     context = torch.empty_like(queries)
@@ -144,8 +144,8 @@ def row_by_row(
 class PromptAttention:
     """Attention of one step that has prompt chunks.
 
-    attend    for the rows that are none
-    varlen    for those that are
+    attend    for rows that are not prompt chunks
+    varlen    for rows that are
     geometry  of all rows; keys and values of prompt chunks must be in their pages at each call
     """
 
@@ -166,8 +166,8 @@ class PromptAttention:
     def __call__(
         self, queries: Tensor, keys: CacheTensor, values: CacheTensor, spec: AttentionSpec
     ) -> Tensor:
-        """Return the context [M,A,E] of queries [M,A,E], rotated, over one layer's keys and values,
-        of a layer that `takes`.
+        """Return the attention output [M,A,E] of rotated queries [M,A,E] over one layer's keys and
+        values, for a layer that `takes` accepts.
         """
         packed = self._packed
         key, value = (
@@ -185,14 +185,12 @@ class PromptAttention:
 
 
 def takes(spec: AttentionSpec) -> bool:
-    """Return whether PromptAttention can compute the scores of `spec`: without a cap, sinks and
-    latent heads.
-    """
+    """Return whether PromptAttention supports `spec`: no softcap, no sinks and no latent heads."""
     return spec.softcap is None and not spec.sinks and spec.latent is None
 
 
 def prompt_rows(trees: TreeBatch, tile: int) -> list[int]:
-    """Return the rows without draft tokens that tiles of so many nodes would cut."""
+    """Return the rows without draft tokens that have more nodes than a tile of `tile` nodes."""
     lengths = np.diff(trees.start)
     found: list[int] = np.flatnonzero((trees.known == lengths) & (lengths > tile)).tolist()
     return found
@@ -201,8 +199,8 @@ def prompt_rows(trees: TreeBatch, tile: int) -> list[int]:
 def without(
     geometry: Geometry, plan: Plan, trees: TreeBatch, groups: int, rows: list[int]
 ) -> Geometry | None:
-    """Return the geometry of a step without some rows; None if no other is left. The attention of
-    those rows' nodes is then undefined.
+    """Return the geometry of a step without some rows; None if no others are left. The attention
+    output of those rows' nodes is then undefined.
     """
     tiles = tiles_of(trees.start, geometry.tile)
     tiles = np.ascontiguousarray(tiles[~np.isin(tiles[:, 0], rows)])

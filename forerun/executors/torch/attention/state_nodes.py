@@ -1,9 +1,9 @@
-"""What kernels need to know of a step's nodes to advance recurrent states: trees, paths, and the
-numbers that nodes bring. The kernels: triton/triton_states.py; their slow twins in torch:
+"""The inputs of kernels that advance recurrent states over the nodes of a step: trees, paths, and
+the nodes' own numbers. The kernels: triton/triton_states.py; their reference in torch:
 tests/twins/states.py.
 
-A node's window is its own input and those of the window - 1 tokens before it: of ancestors, and of
-the row of states at which its tree begins. A row's trees never see each other.
+A node's window is its own input and those of the window - 1 tokens before it: of its ancestors, and
+of the row of states at which its tree begins. The trees of different rows are independent.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from forerun.networks.layer_spec import GatedDelta
 
 @dataclass(frozen=True, slots=True)
 class StateNodes:
-    """A step's R rows of M nodes; all int32.
+    """A step's R rows with M nodes; all int32.
 
-    slots    [R] row of states at which a row's tree begins; not read where there is no node
-    start    [R+1] row r owns nodes start[r]:start[r+1], of which
-    count    [R] are real; others read nothing, and what is found for them is 0
+    slots    [R] row of states at which a row's tree begins; not read for rows without nodes
+    start    [R+1] row r has nodes start[r]:start[r+1], of which
+    count    [R] are real; the others are padding, with results 0
     parents  [M] within the row; -1: none
     tree_intervals  [2,M]  enter and leave of every node (speculative/verify.py)
     """
@@ -36,12 +36,12 @@ class StateNodes:
 
 @dataclass(frozen=True, slots=True)
 class KeptNodes:
-    """Nodes that become permanent: in each row none, or a path from its root.
+    """The nodes that become permanent: in each row none, or a path from its root.
 
     kept    bool[R,N]
     depth   int32[M]
     kv_len  int32[R] tokens before the root
-    copies  int32[R] row of states that gets a copy of the state at the path's last end of a page;
+    copies  int32[R] row of states to which the state at the last page end of the path is copied;
             -1: none
     """
 
@@ -54,10 +54,10 @@ class KeptNodes:
 
 @dataclass(frozen=True, slots=True)
 class StateTables:
-    """Tables of recurrent states, float32, of one layer; or of several, with a first axis more.
+    """Tables of recurrent states, float32, of one layer; or of several, with a leading axis.
 
     windows   [rows,W-1,C] the convolution's inputs of the last tokens
-    matrices  [rows,Hv,Dk,Dv]; None: a short convolution has none
+    matrices  [rows,Hv,Dk,Dv]; None for a short convolution
     """
 
     windows: Tensor
@@ -67,10 +67,10 @@ class StateTables:
 @dataclass(frozen=True, slots=True)
 class KnownNodes:
     """Nodes of a step that are permanent whatever is accepted: the state after a row's last one is
-    written to where its tree began.
+    written to the row of states at which its tree began.
 
-    leading  int32[R] how many first nodes of a row those are, at least one
-    targets  int32[M] row of states that gets a copy of the state after a node; -1: none
+    leading  int32[R] how many leading nodes of a row these are, at least one
+    targets  int32[M] row of states to which the state after a node is copied; -1: none
     """
 
     leading: Tensor
@@ -78,8 +78,8 @@ class KnownNodes:
 
 
 Ancestors = Callable[[StateNodes, int], Tensor]
-"""(nodes, width) -> int32[M,width]: each node's last tokens, its own last: a node's number, or
--1 - j for place j of the window of its row of states. Rows have equally many nodes.
+"""(nodes, width) -> int32[M,width]: the last tokens up to each node, itself last: a node's number,
+or -1 - j for place j of the window of its row of states. All rows have the same number of nodes.
 """
 
 
@@ -95,10 +95,10 @@ class Score(Protocol):
         past: Tensor | None,
         known: KnownNodes | None = None,
     ) -> Tensor:
-        """Return float32[M,Hv,Dv], what each node reads of its state.
+        """Return float32[M,Hv,Dv], each node's output.
 
         past   from Ancestors; None: `mixed` has passed the convolution and SiLU
-        known  write the states after known tokens, in place; None: no state changes
+        known  write the states after known tokens, in place; None: change no state
         """
         ...
 
@@ -108,19 +108,19 @@ Convolve = Callable[[Tensor, Tensor, Tensor | None, StateTables, StateNodes, Ten
 of the windows.
 """
 Advance = Callable[[GatedDelta, DeltaNumbers, StateTables, StateNodes, Tensor, KeptNodes], None]
-"""(what the net is, nodes' numbers, states, nodes, their windows by Ancestors, paths): advance the
-matrices of each row's state along its path, in several layers at once, in place, by the same
-numbers as Score; copy them at an end of a page. Windows are read, and stay.
+"""(description of the net, nodes' numbers, states, nodes, their windows by Ancestors, paths):
+advances the matrices of each row's state along its path, in several layers at once, in place, with
+the same numbers as Score; copies them at a page end. Reads the windows and does not change them.
 """
 Shift = Callable[[Tensor, StateTables, StateNodes, Tensor, KeptNodes], None]
-"""(inputs [L,M,C], states, nodes, their windows by Ancestors, paths): make each row's windows those
-of its path's last node, in several layers at once, in place; copy those at an end of a page.
+"""(inputs [L,M,C], states, nodes, their windows by Ancestors, paths): replaces each row's window by
+that of its path's last node, in several layers at once, in place; copies those at a page end.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class StateKernels:
-    """Launches only."""
+    """Kernels for recurrent states. None synchronises with the device."""
 
     ancestors: Ancestors
     score: Score

@@ -6,14 +6,15 @@ state_slots.py:
     windows   float32[rows, W-1, C]       the convolution's inputs of the last W - 1 tokens
     matrices  float32[rows, Hv, Dk, Dv]   of a gated delta net
 
-A convolution reads the rows of a node's ancestors, of all nodes of a step at once. A node's matrix
+A convolution reads the rows of a node's ancestors, for all nodes of a step at once. A node's matrix
 is computed from its parent's, by the compiled core or by torch (delta_walk.py), or on CUDA by a
 kernel (state_nodes.Score).
-Known tokens are permanent whatever is accepted, so the state after a row's root
-is written to its slot at once. For draft tokens not the states are stored until the outcome is
-known but their inputs, a hundredth of the numbers: an accepted path advances the slot's state by
-the same numbers, multiplied and added in the same order, and so to the same bits as the state that
-its last node was scored with.
+
+Known tokens are permanent whatever is accepted, so the state after a row's root is written to its
+slot at once. For draft tokens only the inputs are stored until the outcome is known, a hundredth of
+the size of the states: an accepted path then advances the slot's state with the same numbers and
+operations in the same order, and so to the same bits as the state that its last node was scored
+with.
 """
 
 from dataclasses import dataclass, field, replace
@@ -46,12 +47,12 @@ from forerun.types import Ints
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The rows and places of a step's nodes; the same for all layers.
+    """The rows and indices of a step's nodes; the same for all layers.
 
     past    int64[M,W] rows that the convolution reads: of B windows, then of the nodes
     rows    int64[B] the rows of states at which the trees begin
-    way     through the matrices: DeltaWay, or StateNodes and KnownNodes for kernels; None
-            where there are none
+    way     inputs for the matrices: DeltaWay, or StateNodes and KnownNodes for kernels; None
+            without matrices
     ends    int64[m] nodes whose windows are stored, and the rows to store them in
     drafts  int64[D] the draft tokens
     """
@@ -65,10 +66,10 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class TorchStateStep(StateStep):
-    """The same with tensors.
+    """A StateStep with tensors.
 
-    kept  of each layer, what is kept of the draft tokens: convolution rows float32[D,C], and what
-          advances matrices
+    kept  for each layer, the inputs of the draft tokens: convolution rows float32[D,C], and those
+          of the matrices
     """
 
     paths: Paths
@@ -79,33 +80,33 @@ COPY, FOLLOW = 0, 1
 
 
 class StateChanges:
-    """What the host does to states between steps."""
+    """Changes that the host makes to states between steps."""
 
     def __init__(self) -> None:
         self._made: list[Ints] = []
 
     def add(self, kind: int, first: Ints, second: Ints) -> None:
-        """Append a call, of equally long int32[n]: COPY, one row (-1: zeros) and where it is copied
-        to; or FOLLOW, slots and flat nodes of the last step.
+        """Append a call, with int32[n] arguments of equal length: COPY, one row (-1: zeros) and the
+        row to copy it to; or FOLLOW, slots and flat nodes of the last step.
         """
         numbers = np.full((2, len(first)), [[len(self._made)], [kind]])
         self._made.append(np.stack([*numbers, first, second], 1).astype(np.int32))
 
     def taken(self) -> Ints:
-        """Return int32[n,4], all that was added since the last call: number of the call, its kind,
-        and its two numbers.
+        """Return int32[n,4], all entries added since the last call: number of the call, its kind,
+        and its two arguments.
         """
         made, self._made = self._made, []
         return np.concatenate([np.zeros((0, 4), np.int32), *made])
 
 
 class States(StateSteps):
-    """The tables, and the bookkeeping of their rows.
+    """The state tables, and the bookkeeping of their rows.
 
     walk      advances matrices; None: `chosen_walk`
-    kernels   what runs a step's nodes in its place, if the device has any
-    matrices  None where layers have none
-    changes   calls of `copy` and `follow`, if other ranks must do the same: `change`
+    kernels   run a step's nodes instead, if the device has any
+    matrices  None if layers have none
+    changes   records the calls of `copy` and `follow` if other ranks must repeat them with `change`
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class States(StateSteps):
         return [table[:, row] for table in (self.windows, self.matrices) if table is not None]
 
     def begin(self, plan: Plan, trees: TreeBatch) -> TorchStateStep:
-        """Begin a step; return it with the paths of its nodes. Raises EngineError as `prepare`."""
+        """Begin a step. Returns it with the paths of its nodes. Raises EngineError as `prepare`."""
         return self.way_of(self.prepare(plan, trees))
 
     def way_of(self, step: StateStep) -> TorchStateStep:
@@ -213,7 +214,9 @@ class States(StateSteps):
 
     @torch.inference_mode()
     def change(self, step: TorchStateStep | None, changes: Ints) -> None:
-        """Do what another rank has done to its states: StateChanges.taken. step: the last one."""
+        """Repeat the changes that another rank has made to its states: StateChanges.taken. step:
+        the last one.
+        """
         for number in np.unique(changes[:, 0]).tolist():
             _, kind, first, second = changes[changes[:, 0] == number].T
             if kind[0] == FOLLOW:
@@ -231,7 +234,7 @@ class States(StateSteps):
         past[:, -1] = span + np.arange(count)
         first = row * (self._width - 1)
         for place in range(self._width - 2, -1, -1):
-            # One step up from the entry after it: to a parent, or back within the row's window.
+            # The entry before: the parent, or the previous one in the row's window.
             after = past[:, place + 1]
             parent = trees.parents[np.maximum(after - span, 0)]
             above = np.where(parent >= 0, span + parent, first + self._width - 2)
@@ -247,7 +250,7 @@ class States(StateSteps):
         )
 
     def _way(self, step: StateStep) -> Any:
-        """Return what all layers share of a step's way through matrices."""
+        """Return the layer-independent inputs of a step for the matrices."""
         if self._kernels is None:
             return DeltaWay.of(step)
         trees = step.trees

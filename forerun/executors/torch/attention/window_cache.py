@@ -1,11 +1,11 @@
-"""Keys and values of layers with window pages (executors/window_pages.py), beside those of layers
-that keep every page.
+"""The cache of keys and values of layers with window pages (executors/window_pages.py), separate
+from that of layers that keep every page.
 
-Both have the same scratch and page size. Plans, page tables and slots are those of the engine's
-pages; a second table says which window page each of them has.
+Both have the same scratch and page size. Plans, page tables and slots refer to the engine's pages;
+a second table maps each of them to its window page. Slots:
 
     the engine's   0 .. P*page_size          | scratch | null
-    window pages   0 .. W*page_size          | scratch | null: also for what was given back
+    window pages   0 .. W*page_size          | scratch | null: also for pages that were freed
 """
 
 from dataclasses import replace
@@ -20,27 +20,27 @@ from forerun.types import AnyArray, Ints
 
 
 class WindowCache(PagedCache):
-    """A PagedCache of limits.window_pages.
+    """A PagedCache with limits.window_pages pages.
 
-    of      int32[P] the window page of every page, -1 = none: WindowPages.of, which changes
-    behind  how much greater the engine's slots of scratch and null are than these
+    of      int32[P] the window page of every page, -1 = none: WindowPages.of, changed in place
+    behind  difference between the engine's numbers of scratch and null slots and those here
     """
 
     def __init__(
         self, shape: KvShape, limits: ExecutorLimits, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(shape, replace(limits, pages=limits.window_pages), device, dtype)
-        self._pages = limits.pages  # Those of page tables.
+        self._pages = limits.pages  # In page tables.
         self.behind = limits.pages * limits.page_size - self.scratch_begin
         self.of: Ints = np.full(limits.pages, -1, np.int32)
 
     def slots_of(self, table: Ints, row: AnyArray | int, positions: AnyArray) -> Slots:
-        """Return slots as PagedCache.slots_of does; null where a page was given back."""
+        """Return slots as PagedCache.slots_of does; the null slot if a page was freed."""
         return self.own(super().slots_of(table, row, positions))
 
     def own(self, slots: Slots) -> Slots:
-        """Return int64[n], where keys and values of `slots` int64[n] of the engine's pages and
-        scratch are here; null where a page was given back.
+        """Return int64[n], the slots here for `slots` int64[n] of the engine's pages and scratch;
+        the null slot if a page was freed.
         """
         page, offset = np.divmod(slots, self.page_size)
         paged = page < self._pages
@@ -50,19 +50,19 @@ class WindowCache(PagedCache):
         return found
 
     def written(self, slots: Slots) -> Slots:
-        """Return `own`. Raises EngineError if one of the pages was given back."""
+        """Return `own`. Raises EngineError if one of the pages was freed."""
         found = self.own(slots)
         if (found == self.null).any():
             raise EngineError("a page of a window that was given back would be written")
         return found
 
     def link(self, changes: Ints) -> None:
-        """Set the window pages of some pages, int32[n,2] of both."""
+        """Set the window pages of some pages: int32[n,2], page and window page."""
         self.of[changes[:, 0]] = changes[:, 1]
 
     def table(self, table: Ints) -> Ints:
-        """Return int32[B,W], the window pages of a page table int32[B,W]; any page where there is
-        none, which no window shows.
+        """Return int32[B,W], the window pages for a page table int32[B,W]; arbitrary for pages
+        without one, which no window reads.
         """
         found: Ints = np.where(table < 0, 0, self.of[table]).clip(0)
         return found
@@ -71,7 +71,7 @@ class WindowCache(PagedCache):
 def target_cache(
     shape: KvShape, limits: ExecutorLimits, device: torch.device, dtype: torch.dtype
 ) -> PagedCache:
-    """Return the cache of a target: in two kinds if it has window pages."""
+    """Return the cache of a target: two caches if it has window pages."""
     if not shape.windowed:
         return PagedCache(shape, limits, device, dtype)
 

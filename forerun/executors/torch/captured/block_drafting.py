@@ -1,16 +1,16 @@
-"""What a block drafter does at the end of a captured round: store the accepted nodes' features,
-propose one block below every row's new end, and grow the best paths of its marginals.
+"""The work of a block drafter at the end of a captured round: it stores the accepted nodes'
+features, proposes one block below every row's new end, and builds trees of the most probable paths.
 
     round      ... -> walk -> move pages -> keys and values -> one pass -> level by level -> record
 
-The trees are those of forerun.speculative.draft_tree.block_draft as far as a full tree holds them:
-no child is worth more than its path, so the best `width` squared nodes of each
-level are enough unless more draft tokens than that are verified.
+The trees are those of forerun.speculative.draft_tree.block_draft as far as a full tree has room for
+them: no child's value exceeds its path's, so the best `width` squared nodes of each level are
+enough unless more draft tokens than that are verified.
 
-Where tokens depend on those above, or the drafter says how sure it is of them (DSpark, DFlash2),
-the block's places are scored in one pass, and level by level each node's candidates are chosen by
-what stands above it: what executors/pair_scores.py computes on the host, for all nodes of a level
-at once.
+If tokens depend on the previous ones, or the drafter has a confidence (DSpark, DFlash2), all places
+of the block are scored in one pass, and level by level each node's candidates are chosen depending
+on the tokens above it: the computation of executors/pair_scores.py, for all nodes of a level at
+once.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from forerun.types import Floats
 
 
 class BlockDrafting(Drafting):
-    """The block drafter's part of a round."""
+    """The work of a block drafter in a round."""
 
     _model: TorchBlockModel
 
@@ -49,12 +49,12 @@ class BlockDrafting(Drafting):
     ) -> None:
         super().__init__(kernels, max_nodes)
         self._model = model
-        # Nothing but keys and values goes from one step to the next.
+        # Only keys and values are passed from one step to the next.
         self._nothing = torch.zeros(max_nodes + slots + 1, 0, device=model.ids.device)
         self._blocks: dict[Size, _Blocks] = {}
 
     def fits(self, size: Size) -> bool:
-        """Return whether there is scratch for the blocks, and a child for every place."""
+        """Return whether the blocks fit into scratch, and every place has enough candidates."""
         run = size.rows * self._model.about.run(size.levels)
         return run <= self._max_nodes and size.width <= len(self._model.ids)
 
@@ -75,8 +75,8 @@ class BlockDrafting(Drafting):
         return self._grow(size, starts, roots, read, record)
 
     def _extend(self, size: Size, committed: CommittedRound, features: Tensor) -> TreeStarts:
-        """Make keys and values of every node's features, and the accepted ones permanent; also in
-        rows that are not followed (Drafting).
+        """Compute keys and values of every node's features, and make those of accepted nodes
+        permanent; also in rows that the draft model does not follow (Drafting).
         """
         kernels, prepared, accepted = self._kernels, committed.prepared, committed.accepted
         rotary = self._rotary(prepared.position)[0]
@@ -92,7 +92,7 @@ class BlockDrafting(Drafting):
     def _propose(
         self, blocks: "_Blocks", committed: CommittedRound, starts: TreeStarts, roots: Tensor
     ) -> Tensor:
-        """Return [R,levels,H], the output head's input, of blocks below roots int32[R,1]."""
+        """Return [R,levels,H], the output head's input, for blocks below the roots int32[R,1]."""
         model, size = self._model, blocks.size
         position = (starts.kv_len[:, None] + blocks.places).flatten()
         attend = self._attend(blocks.slots, blocks.geometry(committed, starts, position))
@@ -103,10 +103,10 @@ class BlockDrafting(Drafting):
     def _grow(
         self, size: Size, starts: TreeStarts, roots: Tensor, read: Tensor, record: Record
     ) -> Tensor | None:
-        """Write full trees into the record's `grown`. Returns what Drafting.work does."""
+        """Write full trees to the record's `grown`. Returns the result of Drafting.work."""
         grown = record.grown.view(3, size.rows, -1)
         rows, levels, width = size.rows, size.levels, size.width
-        # The best of each depth, whatever stands above them.
+        # The best of each depth, whatever is above them.
         candidates = grown.new_empty(3, rows * levels, width)
         logits = self._model.logits(read.flatten(0, 1))
         noise, places = starts.noise[0], torch.arange(levels, device=grown.device)
@@ -126,11 +126,11 @@ class BlockDrafting(Drafting):
 
 
 class Growing:
-    """Trees that grow into grown int32[3,R,K], between two levels.
+    """Trees in grown int32[3,R,K], while they are built level by level.
 
-    tokens, values  int[R,n] and float32[R,n] of the newest level's nodes, values of the paths down
-                    to them; at first the roots, whose values are nothing
-    state           [R,n,r] of what is above them, if anything is
+    tokens, values  int[R,n] and float32[R,n]: tokens of the newest level's nodes, and values of the
+                    paths to them; at first the roots, whose values are 0
+    state           [R,n,r] of the nodes above, if the pair scores have any
     """
 
     def __init__(self, grown: Tensor, width: int, roots: Tensor) -> None:
@@ -141,7 +141,7 @@ class Growing:
 
     def add(self, level: int, tokens: Tensor, values: Tensor, state: Tensor | None = None) -> None:
         """Write the best `width` squared of the children [R,n,width] of the newest level, best
-        first of each node, or [R,1,width] of every node; state: [R,n,r].
+        first for each node, or [R,1,width] for every node; state: [R,n,r].
         """
         width, begin = self.width, full_size(self.width, level)
         if self.values is None:
@@ -164,7 +164,7 @@ class Growing:
 
 
 class _Blocks:
-    """The fixed tensors of one size: of R blocks of P places.
+    """The fixed tensors of one size: R blocks of P places.
 
     places  int32[P]
     masks   int32[R,P-1]
@@ -192,7 +192,7 @@ class _Blocks:
         self.slots = there(model.cache.scratch_begin + np.arange(len(place)))
 
     def geometry(self, committed: CommittedRound, starts: TreeStarts, position: Tensor) -> Geometry:
-        """Return the geometry of blocks at position int32[R*P], behind the rows' new ends."""
+        """Return the geometry of blocks at positions int32[R*P], after the rows' new ends."""
         return Geometry(
             start=self._start,
             slots=self.slots,
@@ -209,11 +209,11 @@ class _Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """What may follow n nodes of a level in each of R rows.
+    """Scores of the tokens that can follow n nodes of a level in each of R rows.
 
     scores      float32[R,n,K] of the level's candidates
     others      float32[R] of all other tokens together; -inf: none may follow
-    confidence  float32[R,n] in the best of them; None: it is not said
+    confidence  float32[R,n] in the best candidate; None: the drafter has none
     state       float32[R,n,r] for the nodes below; None: there is none
     """
 
@@ -226,9 +226,9 @@ class Below:
 class TorchPairs:
     """A drafter's tables, in `dtype`, and its matrices.
 
-    before, after  rows [V,r] of tokens that stand above, and [Vd,r] of candidates
+    before, after  rows [V,r] of previous tokens, and [Vd,r] of candidates
     rank   r
-    top_k  candidates of each place, the best; 0 = the whole map
+    top_k  candidates of each place, the best; 0 = the whole draft vocabulary
     """
 
     def __init__(self, scores: PairScores, device: torch.device, dtype: torch.dtype) -> None:
@@ -246,7 +246,9 @@ class TorchPairs:
         )
 
     def joint(self, hidden: Tensor) -> Tensor | None:
-        """Return what hidden float32[.,H] adds to the joint product; None without one."""
+        """Return the part of the joint product that depends on hidden float32[.,H]; None without
+        one.
+        """
         if self._joint is None:
             return None
         weight, bias = self._joint
@@ -254,8 +256,8 @@ class TorchPairs:
         return F.linear(hidden, weight[:, begin : begin + self.head.hidden], bias)
 
     def sure(self, hidden: Tensor, above: Tensor) -> Tensor | None:
-        """Return float32[R,n], the confidence at places hidden float32[R,1,H] below tokens whose
-        rows are above float32[R,n,r].
+        """Return float32[R,n], the confidence at places with hidden state float32[R,1,H], below
+        tokens with rows `above` float32[R,n,r].
         """
         if self._sure is None:
             return None
@@ -268,7 +270,7 @@ class TorchPairs:
     def bias_rows(
         self, joint: Tensor | None, above: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return v float32[R,n,r] (pair_scores.py), and the state below.
+        """Return v float32[R,n,r] (pair_scores.py), and the state for the nodes below.
 
         joint  float32[R,1,.] of the place; above, state  float32[R,n,r]
         """
@@ -289,10 +291,10 @@ class TorchPairs:
 
 
 class LevelPairs:
-    """Pairs of the blocks of one pass.
+    """Pair scores of the blocks of one pass.
 
     which      int64[R,levels,K] candidates, draft ids, best first
-    log_probs  float32[R,levels,K] without what stands above
+    log_probs  float32[R,levels,K] before the bias of the previous token
     hidden     float32[R,levels,H] after the final norm
     """
 
@@ -303,7 +305,7 @@ class LevelPairs:
         self._others = outside.log().T.contiguous()
 
     def below(self, level: int, tokens: Tensor, state: Tensor | None) -> Below:
-        """Return what may follow tokens int[R,n] above places of that level.
+        """Return the scores of the tokens that can follow tokens int[R,n], at places of that level.
 
         state  of the nodes above the tokens, [R,n,r]; None at level 0
         """
@@ -321,9 +323,9 @@ TENTHS = 10
 
 
 class PairDrafting(BlockDrafting):
-    """The part of such a drafter in a round.
+    """The work in a round of a block drafter with pair scores.
 
-    scores  its tables and matrices, which are loaded here
+    scores  its tables and matrices, loaded by the constructor
     """
 
     def __init__(
@@ -339,11 +341,11 @@ class PairDrafting(BlockDrafting):
         self._pairs = TorchPairs(scores, device, dtype)
         self.confident = self._pairs.confident
         start = torch.zeros(2, 2, model.about.depth, TENTHS, device=device)
-        start[1] = 1.0  # A confidence is a chance until outcomes are counted.
+        start[1] = 1.0  # Identity until outcomes are counted.
         self._chances = start
 
     def fits(self, size: Size) -> bool:
-        """Return whether there is scratch for the blocks, and a child for every place."""
+        """Return whether the blocks fit into scratch, and every place has enough candidates."""
         return super().fits(size) and size.width <= (self._pairs.top_k or size.width)
 
     def calibrate(self, chances: Floats) -> None:
@@ -383,8 +385,8 @@ class PairDrafting(BlockDrafting):
         level: int,
         record: Record,
     ) -> None:
-        """Write one level of the trees, the best `width` squared of all children; ids int32[R,K]
-        of its candidates.
+        """Write one level of the trees, the best `width` squared of all children; ids int32[R,K]:
+        its candidates.
         """
         width, count = growing.width, growing.tokens.shape[1]
         below = pairs.below(level, growing.tokens, growing.state)
@@ -403,8 +405,8 @@ class PairDrafting(BlockDrafting):
     def _calibrated(
         self, confidence: Tensor, values: Tensor, level: int, sampled: Tensor
     ) -> Tensor:
-        """Return values float32[R,n,width] of which the best is worth the chance that its
-        confidence float32[R,n] stands for, and the others keep their ratios to it; sampled bool[R].
+        """Return values float32[R,n,width], of which the best is the acceptance probability for its
+        confidence float32[R,n], and the others keep their ratios to it; sampled: bool[R].
         """
         tenth = (confidence * TENTHS).long().clamp_max(TENTHS - 1)
         start, slope = self._chances[:, :, level][:, sampled.long()[:, None], tenth]
@@ -417,8 +419,8 @@ class PairDrafting(BlockDrafting):
 def drafting_of(
     model: LevelModel | TorchBlockModel, kernels: Kernels, limits: ExecutorLimits
 ) -> Drafting:
-    """Return what drafts with this model at the end of rounds. limits: the target's, whose scratch
-    bounds the nodes that run at once.
+    """Return the Drafting for this model. limits: the target's, whose scratch bounds the nodes that
+    run at once.
     """
     if not isinstance(model, TorchBlockModel):
         return LevelDrafting(model, kernels, limits.max_nodes)

@@ -1,8 +1,9 @@
-"""Which sizes of rounds there are: captured before the first request, and what steps run as.
+"""The sizes of captured rounds, and the size that a step runs as.
 
-A captured round has fixed shapes. So few sizes are declared, and a step is padded to the cheapest
-that holds it; nothing is captured later. Of few nodes padding costs little, because the weights are
-read once either way; beyond eight rows, rows and nodes are padded to 1.5 times at most.
+A captured round has fixed shapes. So a few sizes are declared and captured before the first
+request, and a step is padded to the cheapest that is large enough; no size is captured later. With
+few nodes padding costs little, because the weights are read once in any case; above eight rows,
+rows and nodes are padded to 1.5 times at most.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,39 +14,40 @@ from forerun.executors.torch.sizes import Size
 from forerun.interface.executor import ExecutorLimits
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-"""Rows of rounds; beyond, multiples of FURTHER_ROWS."""
+"""Numbers of rows of rounds; above, multiples of FURTHER_ROWS."""
 
 FURTHER_ROWS = 32
 
 NODES = (1, 2, 4, 6, 9, 12, 16, 24, 32, 48, 64)
-"""Nodes of a row where drafts of any length are found on the host, up to the longest."""
+"""Numbers of nodes of a row if drafts of any length come from the host, up to the longest."""
 
 FORCED = 16
-"""Nodes of a row for what a grammar forces beyond the longest draft, in rounds of FREE nodes."""
+"""Nodes of a row for tokens that a grammar forces beyond the longest draft, in rounds of FREE
+nodes.
+"""
 
 FREE = 64
 
 
 def padded_rows(rows: int) -> int:
-    """Return the rows in the tables of a round for `rows` sequences: the least declared number of
-    at least that many.
+    """Return the rows in the tables of a round for `rows` sequences: the least declared number that
+    is not smaller.
     """
     return next((count for count in ROWS if count >= rows), -(-rows // FURTHER_ROWS) * FURTHER_ROWS)
 
 
 Fits = Callable[[Size], bool]
-"""Whether the draft model has scratch for what rounds of a size grow."""
+"""Whether the draft model has scratch for the trees of a size."""
 
 
 def declared(
     limits: ExecutorLimits, draft: DraftShape, fits: Fits = lambda _: True
 ) -> tuple[Size, ...]:
-    """Return the sizes to capture before the first step, each once, the most expensive first.
-
-    Rounds grow no deeper than `fits` allows beside so many rows, one level if that does. Three
-    kinds, by what rows need of the sampler: only a temperature; any of its parameters; grammars and
-    log-probabilities too. Of the last kind, in which the host has most of the work, only rounds of
-    one node and of the most nodes.
+    """Return the sizes to capture before the first step, without duplicates, the most expensive
+    first. The depth of trees is limited to what `fits` allows for the number of rows, to one level
+    if that fits. There are three kinds, by the sampling of their rows: only a temperature; any
+    parameter; grammars and log-probabilities too. Of the last kind, in which the host does most of
+    the work, only rounds of one node and of the most nodes.
     """
     most = limits.scored_nodes
     rows = [count for count in row_counts(limits.slots) if count <= most]
@@ -58,14 +60,14 @@ def declared(
 
 
 def row_counts(slots: int) -> list[int]:
-    """Return the rows of the declared rounds, ascending, to which 1 to `slots` rows are padded;
-    `slots` at most.
+    """Return the numbers of rows of the declared rounds, ascending, to which 1 to `slots` rows are
+    padded; `slots` at most.
     """
     return sorted({min(padded_rows(rows), slots) for rows in range(1, slots + 1)})
 
 
 def row_nodes(limits: ExecutorLimits, draft: DraftShape) -> tuple[int, ...]:
-    """Return the most nodes that a row may have in a step of 1, 2, ... rows for it to be a
+    """Return the most nodes that a row may have in a step of 1, 2, ... rows that can run as a
     round.
     """
     counts, most = row_counts(limits.slots), limits.scored_nodes
@@ -74,14 +76,13 @@ def row_nodes(limits: ExecutorLimits, draft: DraftShape) -> tuple[int, ...]:
 
 
 def covering(size: Size, captured: Iterable[Size]) -> Size | None:
-    """Return the cheapest of `captured` that can run a round of `size`; None if none can.
-
-    It may have more rows, nodes and levels, and serve more needs.
+    """Return the cheapest of `captured` that can run a round of `size`; None if none can. It may
+    have more rows, nodes and levels, and support more sampling parameters.
     """
 
     def fits(other: Size) -> bool:
         pairs = list(zip(size, other, strict=True))
-        pairs.pop(3)  # The width is the same, where anything is grown.
+        pairs.pop(3)  # The width is the same if there are trees.
         return (not size.levels or other.width == size.width) and all(a <= b for a, b in pairs)
 
     fitting = filter(fits, captured)
@@ -89,7 +90,7 @@ def covering(size: Size, captured: Iterable[Size]) -> Size | None:
 
 
 def _of_rows(rows: int, room: int, draft: DraftShape, fits: Fits) -> Iterator[Size]:
-    """Yield rounds of so many rows, each of at most `room` nodes."""
+    """Yield rounds of `rows` rows, each of at most `room` nodes."""
     longest = min(1 + draft.nodes, room)
     counts = [nodes for nodes in NODES if nodes < longest]
     if draft.depth:  # Drafts of a head are as long as it grows them; of others there are fewer.
@@ -106,9 +107,9 @@ def _of_masked(rows: int, room: int, draft: DraftShape, fits: Fits) -> Iterator[
 
 
 def _growing(rows: int, longest: int, draft: DraftShape, fits: Fits) -> list[Size]:
-    """Return rounds that verify drafts of the sizes that have room, and grow as many levels; the
-    last has `longest` nodes and the most levels. A path has no more levels than draft tokens:
-    deeper ones are no use.
+    """Return rounds that verify drafts of the sizes that fit, and build as many levels; the last
+    has `longest` nodes and the most levels. A path has at most as many levels as there are draft
+    tokens, so deeper trees are useless.
     """
     sizes, above = list[Size](), 0
     for nodes, width, levels in draft.declared() if draft.depth else ():
@@ -121,6 +122,8 @@ def _growing(rows: int, longest: int, draft: DraftShape, fits: Fits) -> list[Siz
 
 
 def _longest(rows: int, draft: DraftShape) -> int:
-    """Return the nodes of a row in the largest declared round of so many rows, if all had room."""
+    """Return the nodes of a row in the largest declared round of `rows` rows, without regard to
+    scratch.
+    """
     forced = FORCED if draft.nodes and rows * FORCED <= FREE else 1
     return max(1 + draft.nodes, forced)

@@ -1,23 +1,24 @@
-"""What a draft model does at the end of a captured round: follow the target, grow the next trees.
+"""The work of a draft model at the end of a captured round: it follows the target and builds the
+next trees.
 
     round      ... -> walk -> move pages -> extend -> level 1 -> level 2 -> ... -> record
-    per slot                                  '-> the last output, for passes that the host asks for
+    per slot                                  '-> the last output, for passes that the host requests
 
 The arithmetic is that of forerun.drafters.model_drafter and forerun.speculative.draft_tree, in
-fixed shapes and with nothing that waits: what the host decides by looking is sorted, gathered or
-masked here. The passes are those of the model's own contract (level_model.py).
+fixed shapes and without synchronisation: decisions of the host become sorts, gathers and masks
+here. The passes are those of the DraftModel interface (level_model.py).
 
 The extension runs the model over *all* nodes of the step, in the target's own geometry: node n
-stands for the target's choice there, beside its features if the model reads any, so along the
-accepted path stand exactly the tokens that follow. What is not on it is computed for nothing and
-left in scratch. A model that runs roots itself (draft_cache.py) has the root of the step waiting by
-slot: it goes to its page first, all nodes stand one position further on, and the last token that
-was accepted, the next root, waits by slot again.
+reads the target's choice there, with the target's features if the model reads any, so the nodes of
+the accepted path read exactly the tokens that follow. The results of the other nodes stay in
+scratch, unused. For a model that runs roots itself (draft_cache.py) the entry of the step's root is
+kept by slot: it is written to its page first, all nodes are one position later, and the entry of
+the last accepted token, the next root, is kept by slot again.
 
-A level's nodes are queries, and all levels so far are keys, behind the root where it is run: a
-row's run nodes lie side by side in scratch, `width` per level. Level by level they are in the order
-of their parents, so those below any node are neighbours; that makes `enter` and `leave`
-(geometry.py) two counts.
+The nodes of a level are queries, and all levels so far are keys, after the root if it is run: the
+nodes that run are contiguous in scratch for each row, `width` per level. In each level they are in
+the order of their parents, so those below any node are contiguous, and `enter` and `leave`
+(geometry.py) are two counts.
 """
 
 from dataclasses import replace
@@ -46,9 +47,9 @@ from forerun.types import Floats
 
 
 class Drafting:
-    """A draft model's part of a round. Between rounds it knows nothing of them.
+    """The work of a draft model in a round. Keeps no state between rounds.
 
-    confident  the model says how sure it is of its tokens
+    confident  whether the model has a confidence
     """
 
     _model: LevelModel | TorchBlockModel
@@ -58,7 +59,9 @@ class Drafting:
         self._kernels, self._max_nodes = kernels, max_nodes
 
     def fits(self, size: Size) -> bool:
-        """Return whether there is scratch for the nodes that run, and a child for every place."""
+        """Return whether the nodes that run fit into scratch, and every place has enough
+        candidates.
+        """
         raise NotImplementedError
 
     def calibrate(self, chances: Floats) -> None:
@@ -70,9 +73,9 @@ class Drafting:
     def work(
         self, size: Size, committed: CommittedRound, features: Tensor | None, record: Record
     ) -> Tensor | None:
-        """Fill the record's `grown` int32[3*R*K]: tokens, parents and values' bits of the trees;
-        and its `confident`, if the model is. Returns, where grammars hold rows,
-        int32[2*R*CANDIDATES]: ids and bits of log-probabilities of what may follow the roots.
+        """Fill the record's `grown` int32[3*R*K]: tokens, parents and value bits of the trees; and
+        its `confident`, if the model has a confidence. Returns, for rounds with grammars,
+        int32[2*R*CANDIDATES]: ids and log-probability bits of the candidates below the roots.
         """
         raise NotImplementedError
 
@@ -104,7 +107,7 @@ def padded(ids: Tensor, log_probs: Tensor) -> Tensor:
 
 
 class LevelDrafting(Drafting):
-    """The part of a model that proposes level by level."""
+    """The work in a round of a model that proposes level by level."""
 
     _model: LevelModel
 
@@ -114,7 +117,9 @@ class LevelDrafting(Drafting):
         self._forests: dict[Size, Forest] = {}
 
     def fits(self, size: Size) -> bool:
-        """Return whether there is scratch for the nodes that run, and a child for every place."""
+        """Return whether the nodes that run fit into scratch, and every place has enough
+        candidates.
+        """
         run = size.rows * max(size.levels - 1, 0) * size.width
         return run <= self._max_nodes and size.width <= len(self._model.ids)
 
@@ -138,10 +143,8 @@ class LevelDrafting(Drafting):
         self, forest: Forest, committed: CommittedRound, features: Tensor | None
     ) -> tuple[TreeStarts, Tensor | None]:
         """Run every node and make the accepted ones permanent. Also returns int32[R], the slots of
-        the next roots, if the model runs roots.
-
-        Includes rows that are not followed: what it writes for them lies behind everything valid,
-        and a later extension overwrites it.
+        the next roots, if the model runs roots. Includes rows that the model does not follow: their
+        entries are written after all valid ones, and a later extension overwrites them.
         """
         model, kernels, states = self._model, self._kernels, self._model.states
         prepared, accepted, inputs = committed.prepared, committed.accepted, committed.inputs
@@ -154,7 +157,7 @@ class LevelDrafting(Drafting):
             tile=forest.tile,
             slots=entries.slots,
             position=entries.position,
-            split=None,  # These are other tiles.
+            split=None,  # The tiles differ.
         )
         if waiting:
             geometry = replace(geometry, kv_len=geometry.kv_len + 1)
@@ -179,7 +182,7 @@ class LevelDrafting(Drafting):
     def _grow(
         self, forest: Forest, table: Tensor, starts: TreeStarts, roots: Tensor | None, grown: Tensor
     ) -> None:
-        """Grow full trees below the rows' new ends, into grown int32[3,R,K]."""
+        """Build full trees below the rows' new ends, in grown int32[3,R,K]."""
         model, kernels, size = self._model, self._kernels, forest.size
         width, rows = size.width, size.rows
 
@@ -195,7 +198,7 @@ class LevelDrafting(Drafting):
             [part.split(rows * width) for part in rotary]
             for rotary in self._rotary(position + 1 if model.cache.roots else position)
         ]
-        hidden = starts.hidden  # Of what is above the newest level.
+        hidden = starts.hidden  # Of the nodes above the newest level.
         every = self._geometry(forest, table, starts.kv_len, roots)
         frontier: Frontier | None = None
         for level in range(1, size.levels):
@@ -205,7 +208,7 @@ class LevelDrafting(Drafting):
                     grown, forest.levels, level, hidden, above, roots is not None
                 )
                 hidden = frontier.hidden
-            # As if all levels were there, but only this one's nodes are queries.
+            # As if all levels existed, but only this one's nodes are queries.
             chain = forest.chain[level - 1]
             geometry = replace(
                 every,
@@ -226,8 +229,8 @@ class LevelDrafting(Drafting):
     def _geometry(
         self, forest: Forest, table: Tensor, kv_len: Tensor, roots: Tensor | None
     ) -> Geometry:
-        """Return the geometry of all nodes that run, behind rows of kv_len int32[R] and their
-        roots; the first level's nodes are queries.
+        """Return the geometry of all nodes that run, after rows of kv_len int32[R] and their roots;
+        the first level's nodes are queries.
         """
         cache, slots = self._model.cache, forest.run_slots
         if roots is not None:

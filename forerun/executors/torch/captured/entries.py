@@ -1,6 +1,6 @@
-"""What a round has in caches: in pages of each kind, those of layers that see a window among them;
-in the caches of draft models the fixed tensors of the trees that grow below it (Forest), and, where
-they are not EAGLE heads', entries behind roots stored by slot or beside outputs of other layers.
+"""The cache entries of a round: its slots in each kind of pages, including window pages; and in the
+caches of draft models the fixed tensors of the trees below it (Forest) and, for models other than
+EAGLE heads, the entries after roots that are kept by slot, and the outputs of other layers.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,9 @@ from forerun.executors.torch.triton.round_types import (
 )
 
 Move = Callable[[Tensor, Tensor, Tensor], None]
-"""(slots [n], slots they are copied to [n], bool[n] which): in all of a draft's layers."""
+"""(slots [n], slots to copy them to [n], bool[n] which): copies entries in all of a draft model's
+layers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class CommittedRound:
 
 
 class KindOfPages(NamedTuple):
-    """What a round has in one of PagedCache.kinds: its geometry, whose `slots` are also here, and
+    """A round in one of PagedCache.kinds: its geometry, whose `slots` are in this cache, and
     `pages` int32[M] as of Prepared.
     """
 
@@ -58,8 +60,8 @@ class KindOfPages(NamedTuple):
 def behind_roots(
     cache: DraftCache, committed: CommittedRound, nodes: Tensor, move: Move
 ) -> tuple[Prepared, Tensor]:
-    """Return the entries of a step's nodes behind their roots, which move to their pages; and
-    int32[R], the slots of the next roots. nodes: int32[R,N] their scratch slots.
+    """Return the entries of a step's nodes, placed after their roots, whose own entries move to
+    their pages; and int32[R], the slots of the next roots. nodes: int32[R,N] their scratch slots.
     """
     prepared, inputs, last = committed.prepared, committed.inputs, committed.accepted.last[:, None]
     followed = inputs["draft_slot"] >= 0
@@ -69,7 +71,7 @@ def behind_roots(
     page = (position // cache.page_size).clamp_max(inputs["table"].shape[1] - 1)
     pages = inputs["table"].gather(1, page.view_as(nodes).long())
     pages = pages * cache.page_size + position.view_as(nodes) % cache.page_size
-    # The last one waits by slot; of a row that is not followed it stays where it is.
+    # The last one is kept by slot; that of a row that is not followed is not moved.
     ends = torch.where(followed[:, None], waiting[:, None], nodes)
     place = torch.arange(nodes.shape[1], device=nodes.device)
     pages = torch.where(place == last, ends, pages).int()
@@ -80,8 +82,8 @@ def behind_roots(
 def before_of(
     model: LevelModel, states: LayerStates, committed: CommittedRound
 ) -> Callable[[int, Tensor], Tensor]:
-    """Return Nodes.before of a round whose layers read each other: outputs [R*N,H] -> [R*N,H] of
-    the node above each; for a root, the stored output of the entry before it.
+    """Return Nodes.before of a round whose layers read each other's outputs: outputs [R*N,H] ->
+    [R*N,H] of the node above each; for a root, the stored output of the entry before it.
     """
     inputs, size = committed.inputs, model.cache.page_size
     length, rows = inputs["kv_len"], len(inputs["kv_len"])
@@ -106,8 +108,8 @@ def before_of(
 def keep_page_ends(
     model: LevelModel, states: LayerStates, committed: CommittedRound, outputs: Tensor
 ) -> None:
-    """Write outputs [R*N,W] of accepted entries that are the last of their pages into the model's
-    table, for sequences that continue behind these pages. Launches only.
+    """Write the outputs [R*N,W] of accepted entries that are the last of their pages to the model's
+    table, for sequences that continue after these pages. Does not synchronise with the device.
     """
     prepared, size = committed.prepared, model.cache.page_size
     full = committed.accepted.kept.flatten() & (prepared.position % size == size - 1)
@@ -118,8 +120,8 @@ def keep_page_ends(
 def near_of(
     kernels: Kernels, shape: RoundShape, cache: WindowCache, table: Tensor, whole: KindOfPages
 ) -> KindOfPages:
-    """Return what the window pages have of a round, given what all others have. table: int32[R,W]
-    of its rows. Launches only.
+    """Return the round in window pages, given the round in the other pages. table: int32[R,W] of
+    its rows. Does not synchronise with the device.
     """
     position = positions_of(whole.geometry)
     slots, pages = kernels.near(position, whole.slots, table, shape, cache.behind)
@@ -128,16 +130,16 @@ def near_of(
 
 
 class Forest:
-    """Of R rows of N nodes, whose trees' nodes that run are those of all levels but the last, [R,
-    levels - 1, width]; where roots are run, each row's stands before them. All int32.
+    """The trees of R rows of N nodes. The nodes that run are those of all levels but the last, [R,
+    levels - 1, width]; if roots are run, each row's root precedes them. All int32.
 
     nodes    [R,N] scratch slots of the step's nodes; tiles, tile: of these nodes
-    levels   the trees' size
+    levels   number of levels of the trees
     start    [R+1] where each row's run nodes begin; run_slots [R,run] their scratch slots
-    behind   [root + run] how far each is behind the row's end, in tokens
+    behind   [root + run] distance of each from the row's end, in tokens
     asking   of each level: its nodes; slots: theirs in scratch; level_tiles: tiles of them, of
              level_tile nodes at most
-    chain    of each level: tree_intervals [2,R*(root + levels - 1)] where trees are chains
+    chain    of each level: tree_intervals [2,R*(root + levels - 1)] if trees are chains
     """
 
     def __init__(self, size: Size, gqa_group: int, cache: DraftCache, device: torch.device) -> None:
@@ -151,7 +153,7 @@ class Forest:
         self.tiles = there(tiles_of(start, self.tile))
         each = np.arange(size.total).reshape(size.rows, size.nodes)
         self.nodes = there(cache.scratch_begin + each)
-        # Of each row the root, where there is one, and its run nodes.
+        # Of each row the root, if there is one, and its run nodes.
         root, run = int(cache.roots), count * width
         self.start = there(np.arange(size.rows + 1) * (root + run))
         self.level_tile = tile_nodes(width, gqa_group)

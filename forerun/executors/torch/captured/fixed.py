@@ -1,7 +1,6 @@
-"""The inputs and outputs of a captured round: tensors at fixed addresses.
-
-The inputs of all sizes share one buffer: one on the device, because rounds run one after the
-other; two on the host, used in turn (round.py): it fills one while a round reads the other.
+"""The inputs and outputs of a captured round: tensors at fixed addresses. The inputs of all sizes
+share one buffer on the device, because rounds run one after the other, and two on the host, used in
+turn (round.py): it fills one while a round reads the other.
 """
 
 from typing import NamedTuple
@@ -17,13 +16,13 @@ from forerun.speculative.accept import NOTHING
 from forerun.types import Ints
 
 SENT = ("sent", "near_sent")
-"""Names of what is sent of page tables, and of tables of window pages (PagedCache.kinds)."""
+"""Names of the updates of page tables, and of tables of window pages (PagedCache.kinds)."""
 
 
 class BufferDims(NamedTuple):
-    """The dimensions that all sizes share: width of a page table's row, slots of sequences, heads
-    that share a key/value head, tokens of the vocabulary, key/value heads, tokens of a page; and
-    those of SENT that there are.
+    """The dimensions that all sizes share: entries of a page table's row, slots of sequences, query
+    heads per key/value head, vocabulary size, key/value heads, tokens of a page; and the names in
+    SENT that are used.
     """
 
     width: int
@@ -36,8 +35,8 @@ class BufferDims(NamedTuple):
 
 
 def changes_of(size: Size, page_size: int) -> int:
-    """Return the most entries of page tables sent with a round: as many as its rows' new positions
-    may begin, and those of the round before, if its outcome was not read yet.
+    """Return the most page table entries sent with a round: the pages that its rows' new positions
+    may begin, and those of the previous round, if its outcome was not read yet.
     """
     return size.rows * (1 + -(-2 * size.nodes // page_size))
 
@@ -71,7 +70,7 @@ def _shapes(size: Size, dims: BufferDims) -> Shapes:
         asked |= {"mask_row": (size.total,), "masks": (size.total, -(-dims.vocab // 32))}
     changes = changes_of(size, dims.page_size)
     return {
-        # First, because 64 bits are read where 64 bits begin.
+        # First, because reads of 64 bits must be aligned.
         **{f"{name}_to": (changes, 2) for name in dims.sent},
         **dict.fromkeys(dims.sent, (changes,)),
         "where": (2, size.rows),
@@ -84,8 +83,8 @@ def _shapes(size: Size, dims: BufferDims) -> Shapes:
 
 
 def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
-    """Return the numbers that the inputs of a round take, of `rows` rows and `nodes` nodes in all
-    at most.
+    """Return the number of int32 elements of the inputs of a round with at most `rows` rows and
+    `nodes` nodes in all.
     """
     largest = Size(rows, -(-nodes // rows), shaping=1, masked=1)
     count = total(_shapes(largest, dims))
@@ -95,13 +94,13 @@ def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
 
 
 class RoundBuffers:
-    """The fixed tensors of one size, on the device of `room`, int32[room_of], at its beginning.
+    """The fixed tensors of one size, at the beginning of the device buffer `room`, int32[room_of].
 
-    whole, buffers  the inputs; buffers have `start` too, int32[R+1], where each row's nodes begin
+    whole, buffers  the inputs; buffers also have `start`, int32[R+1], where each row's nodes begin
     record  int32[3*R*N + R + 3*R*K + ..] the results, in one copy, see `Record`, of which
-            `confident` numbers are a draft model's confidences
-    blank   the inputs of a round in which no row has a node, up to the masks, which are not read
-            then
+            `confident` elements are a draft model's confidences
+    blank   the inputs of a round in which no row has a node, up to the masks, which are then not
+            read
     """
 
     def __init__(self, size: Size, dims: BufferDims, room: Tensor, confident: int = 0) -> None:
@@ -132,7 +131,7 @@ class RoundBuffers:
         blank["slot"][:] = dims.slots
         parts = split_of(np.zeros(len(self.tiles), np.int32), len(blank["split"]))
         blank["split"][:] = torch.from_numpy(parts)
-        # What stands in their places sees itself alone.
+        # Padding nodes attend only to themselves.
         alone = torch.arange(size.nodes, dtype=torch.int32).repeat(size.rows) + 2 * size.nodes
         blank["tree_intervals"][:] = torch.stack([alone, alone + 1])
         if size.masked:

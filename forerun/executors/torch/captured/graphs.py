@@ -1,9 +1,10 @@
-"""Replays a step of one shape as one program where the device can do that: CUDA graphs, their
-streams, memory pools, and what must not happen during a capture.
+"""Replays a step of one shape as one CUDA graph: graphs, their streams and memory pools, and the
+restrictions during a capture.
 
-A decode step is some hundred small kernels; on a GPU their launches cost more than their work.
-A CUDA graph replays them all in one launch. It freezes addresses and shapes, so everything that
-changes from step to step must live in tensors made beforehand, and nothing may wait for the host.
+A decode step is some hundred small kernels, whose launches cost a GPU more time than their work. A
+CUDA graph replays them all in one launch. Addresses and shapes in it are fixed, so everything that
+changes from step to step must be in tensors allocated beforehand, and nothing may wait for the
+host.
 """
 
 import gc
@@ -26,8 +27,8 @@ _CAPTURING = Lock()
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Allow one capture at a time, without garbage collection: CUDA invalidates a capture during
-    which a graph is destroyed whose owner is gone.
+    """Return a context manager that allows one capture at a time and disables garbage collection,
+    because CUDA invalidates a capture during which an unreferenced graph is destroyed.
     """
     with _CAPTURING:
         work_on = gc.enable if gc.isenabled() else gc.disable
@@ -42,12 +43,12 @@ class CudaRecorder:
     """CUDA graphs of one owner on one device. They share a memory pool: no two run at a time.
 
     Warm-ups and captures run on one stream of the recorder's own. A library initialises per stream
-    (cuBLAS takes its workspace when a stream first multiplies): the warm-up does that outside of
-    the pool, so that no workspace is freed with a graph or mixed up in another capture. A pool is
-    never captured into again once its graphs are gone: torch asserts that a graph still uses it
-    while tensors in it live.
+    (cuBLAS allocates its workspace at the first product on a stream): the warm-up does that outside
+    of the pool, so that no workspace is freed with a graph or shared with another capture. A pool
+    is never captured into again once its graphs are freed: torch asserts that a graph still uses it
+    while tensors in it exist.
 
-    cuda  the library; tests have one with its rules and without a device
+    cuda  the library; tests use a replacement with the same rules and without a device
     """
 
     cuda = torch.cuda
@@ -60,7 +61,7 @@ class CudaRecorder:
             self._pool = self.cuda.graph_pool_handle()
 
     def launch(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Launch `work` on the current stream; return a function that blocks until it has
+        """Launch `work` on the current stream; returns a function that blocks until it has
         finished.
         """
         with self.cuda.device(self._device):
@@ -70,7 +71,7 @@ class CudaRecorder:
         return event.synchronize
 
     def warm(self, work: Callable[[], None]) -> None:
-        """Run `work` for real, so that libraries set themselves up outside of a capture."""
+        """Run `work` without a capture, so that libraries initialise."""
         with self.cuda.device(self._device):
             current = self.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -79,8 +80,8 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record `work` as one graph, without running it; returns what replays it. Other threads
-        may go on using the device meanwhile.
+        """Record `work` as one graph, without running it; returns a function that replays it. Other
+        threads may use the device meanwhile.
         """
         with self.cuda.device(self._device), uncollected():
             graph = self.cuda.CUDAGraph()
@@ -92,8 +93,8 @@ class CudaRecorder:
         return replay
 
     def forget(self) -> None:
-        """Wait for what was begun: everything captured so far may be dropped afterwards, and the
-        next capture gets a fresh pool.
+        """Wait for all launched work; afterwards the captured graphs may be dropped, and the next
+        capture gets a new pool.
         """
         with self.cuda.device(self._device):
             self.cuda.synchronize()
@@ -101,19 +102,19 @@ class CudaRecorder:
 
 
 def recorder(device: torch.device) -> CudaRecorder | None:
-    """Return a recorder with its own pool and stream on a CUDA device; None elsewhere, where
+    """Return a recorder with its own pool and stream on a CUDA device; None on other devices, where
     nothing is captured.
     """
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 class CapturedPrograms(dict[Size, Callable[[], None]]):
-    """What runs `work(size)`, by size: its replay, once captured. A size that is not captured runs
-    directly the first time, which is also its warm-up, and is captured the second time, so that
-    every call does the work exactly once.
+    """Functions that run `work(size)`, by size: the replay, once captured. A size that is not
+    captured runs directly the first time, which is also its warm-up, and is captured the second
+    time, so that every call does the work exactly once.
 
-    sealed   a size that was not captured is an error from now on, until all is forgotten
-    seconds  spent on first calls and captures
+    sealed   from now on a size that was not captured is an error, until `forget`
+    seconds  time spent on first calls and captures
     """
 
     def __init__(self, work: Callable[[Size], None], records: CudaRecorder) -> None:
@@ -122,8 +123,8 @@ class CapturedPrograms(dict[Size, Callable[[], None]]):
         self._records, self._warm, self.seconds = records, set[Size](), 0.0
 
     def __missing__(self, size: Size) -> Callable[[], None]:
-        """Return what runs a size that is not captured. Raises EngineError if the programs are
-        sealed: plans must use captured sizes.
+        """Return a function that runs a size that is not captured. Raises EngineError if the
+        programs are sealed: plans must use captured sizes.
         """
         if self.sealed:
             raise EngineError(f"a round of {size} was planned, but no such size was captured")
@@ -131,7 +132,7 @@ class CapturedPrograms(dict[Size, Callable[[], None]]):
 
     @property
     def captured(self) -> tuple[Size, ...]:
-        """Sizes that are replayed, in ascending order."""
+        """Captured sizes, in ascending order."""
         return tuple(sorted(self))
 
     def _run_new(self, size: Size) -> None:
@@ -146,8 +147,8 @@ class CapturedPrograms(dict[Size, Callable[[], None]]):
             self[size]()
 
     def forget(self) -> None:
-        """Discard all programs after waiting for everything that was begun, and unseal: the work is
-        another from now on.
+        """Discard all programs after waiting for all launched work, and unseal, because `work`
+        changes.
         """
         self._records.forget()
         self._warm.clear()

@@ -1,5 +1,5 @@
-"""The host's half of a captured round: buffers of its inputs (fixed.py), what a plan writes into
-them, and what is read of its record when it is over.
+"""The host's half of a captured round: its input buffers (fixed.py), the translation of a plan to
+them, and the reading of its record.
 """
 
 from collections.abc import Callable
@@ -32,9 +32,9 @@ class CapturedRound(Round):
     result   receives the record; another round may reuse it once this record has been read
     wait     returns when the record has arrived
     begun    perf_counter of its launch
-    reserved rows of states; of a model without recurrent layers none
+    reserved rows of states; empty without recurrent layers
     place    int32[M] a flat node's number in scratch, logits and features; for a round that began
-             from another it is known once the round has finished
+             from another known only once the round has finished
     record   the results, once read
     """
 
@@ -48,7 +48,7 @@ class CapturedRound(Round):
     record: Record = field(init=False)
 
     def read(self) -> None:
-        """Wait for the record, and complete plan, trees and place. Once."""
+        """Wait for the record, and complete plan, trees and place. Call once."""
         self.wait()
         self.record = record = Record.of(self.size, self.result.numpy().copy())
         if self.previous is not None:
@@ -59,7 +59,7 @@ class CapturedRound(Round):
 
     def report(self, node: int, top: int) -> TokenLogprobs | None:
         """Return the log-probabilities of the choice at a flat node; None if the device did not
-        decide it, or reports fewer.
+        decide it, or computed fewer alternatives than `top`.
         """
         size, record = self.size, self.record
         place = int(self.place[node])
@@ -69,7 +69,7 @@ class CapturedRound(Round):
         return report_in(line, int(record.choices[place]), top)
 
     def drafts(self) -> NextDrafts | None:
-        """Return what was drafted for the next step; None without a request."""
+        """Return the drafts for the next step; None if none were requested."""
         size, rows = self.size, self.plan.rows
         if not size.levels:
             return None
@@ -94,14 +94,14 @@ class CapturedRound(Round):
 
 
 Buffers = dict[str, AnyArray]
-"""See fixed.py; blank before anything is written."""
+"""See fixed.py; reset to blank before they are filled."""
 
 
 def prepare_inputs(
     buffers: Buffers, size: Size, plan: Plan, trees: TreeBatch, nodes: DeviceNodes
 ) -> tuple[Ints, Bools]:
-    """Write a step of which the host knows everything. Returns the place of every flat node, and
-    bool[B] which rows the device decides.
+    """Write the inputs of a step that the host knows completely. Returns the place of every flat
+    node, and bool[B] which rows the device decides.
     """
     count = plan.rows
     row = np.repeat(np.arange(count), np.diff(trees.start))
@@ -124,10 +124,9 @@ def prepare_inputs(
 def prepare_inputs_carried(
     buffers: Buffers, size: Size, plan: Plan, ends: Ints, choosing: Choosing, most: AnyArray
 ) -> None:
-    """Write what `Executor.begin_after` is given: bounds, and what a sequence never changes.
-    most int[B] draft tokens.
-
-    Of nodes, what stands there in a chain of any length; of trees the device knows better.
+    """Write the inputs of a step given to `Executor.begin_after`: bounds, and the constants of each
+    sequence. most: int[B] draft tokens. Nodes get the values of a chain of any length; the device
+    replaces them for trees.
     """
     rows, places = np.arange(plan.rows), np.arange(size.nodes)
     buffers["carried"][rows] = buffers["decided"][rows] = buffers["count"][rows] = 1
@@ -157,7 +156,7 @@ def _put_choosing(
 
 
 class StagingBuffer:
-    """Host buffers to fill a round's inputs: two, used in turn.
+    """Host buffers for a round's inputs; there are two, used in turn.
 
     whole, buffers  host copies of RoundBuffers' tensors of these names, in the size of the last
                     reset
@@ -172,7 +171,7 @@ class StagingBuffer:
         self.wait: Callable[[], None] = lambda: None
 
     def reset(self, fixed: RoundBuffers) -> None:
-        """Wait for the round that used it last; then it is filled with a round of this size in
+        """Wait for the round that used this buffer last, then fill it with a round of this size in
         which no row has a node.
         """
         self.wait()
@@ -186,7 +185,7 @@ class StagingBuffer:
         self._tiles = len(fixed.tiles)
 
     def split(self, lengths: Ints) -> None:
-        """Cut the rows' prefixes, int32[n] tokens at most, into attention's parts."""
+        """Divide the rows' prefixes, of at most int32[n] tokens, into parts for attention."""
         each = np.zeros(self._tiles, np.int32).reshape(len(self.buffers["count"]), -1)
         each[: len(lengths)] = lengths[:, None]
         self.buffers["split"][:] = split_of(each.ravel(), len(self.buffers["split"]))
@@ -194,44 +193,42 @@ class StagingBuffer:
 
 @dataclass(frozen=True, slots=True)
 class TableEntries:
-    """Entries of a table on the device: pages int32[n] at places int64[n]."""
+    """Entries of a table on the device: pages int32[n] at indices int64[n]."""
 
     table: "PageTables"
     places: Tensor
     pages: Tensor
 
     def __call__(self) -> None:
-        """Write them."""
+        """Write the entries."""
         self.table.write(self.places, self.pages)
 
 
 class PageTables:
-    """Page tables on the device, by slot: a round gets what has changed since its slots' last
-    round.
-
-    A step changes a page or two of a few rows, while whole tables are 8 KB a row of 32k tokens.
-    Outdated entries stay: no row reads beyond its own pages. The slow
-    twin discards the device's tables before every round, so that each gets its whole tables.
+    """Page tables on the device, by slot: a round gets the changes since its slots' last round. A
+    step changes a page or two of a few rows, while whole tables are 8 KB per row of 32k tokens.
+    Outdated entries stay: no row reads beyond its own pages. A test variant discards the device's
+    tables before every round, so that each gets its whole tables.
     """
 
     def __init__(
         self, slots: int, width: int, rows: int, device: torch.device, sent: str = SENT[0]
     ) -> None:
         """Allocate tables for rounds of at most `rows` rows. The extra last slot is padding. sent:
-        the name of the input that changes come in.
+        name of the input that changes arrive in.
         """
         self._sent = sent
         self._table = torch.zeros(slots + 1, width, dtype=torch.int32, device=device)
         self._rows = torch.zeros(rows, width, dtype=torch.int32, device=device)
-        # What the device has when all that was begun is over; -1: unknown.
+        # The device's tables after all launched rounds; -1: unknown.
         self._mirror: Ints = np.zeros((slots + 1, width), np.int32)
 
     def send(
         self, buffers: dict[str, AnyArray], slots: Ints, table: Ints
     ) -> tuple[TableEntries, ...]:
-        """Write into `buffers` what the device does not have of the tables int32[B,W] of slots
-        int32[B]; returns what is more than there is room for, to be written before the round.
-        Rounds begin in the order of these calls; where one could not begin, `forget`.
+        """Write the changes of the tables int32[B,W] of slots int32[B] to `buffers`; returns those
+        for which there is no room, to be written before the round. Rounds must begin in the order
+        of these calls; if one could not begin, call `forget`.
         """
         width = table.shape[1]
         rows = np.flatnonzero((self._mirror[slots, :width] != table).any(1))
@@ -253,14 +250,14 @@ class PageTables:
         self._mirror.fill(-1)
 
     def of(self, size: Size, inputs: dict[str, Tensor]) -> Tensor:
-        """Return int32[R,W], the tables of a round's rows with the entries sent with it. Launches
-        only.
+        """Return int32[R,W], the tables of a round's rows updated with the entries sent with it.
+        Does not synchronise with the device.
         """
         self.write(inputs[f"{self._sent}_to"].view(torch.int64)[:, 0], inputs[self._sent])
         rows = self._rows[: size.rows]
         return torch.index_select(self._table, 0, inputs["slot"], out=rows)
 
     def write(self, places: Tensor, pages: Tensor) -> None:
-        """Put pages int32[n] into entries int64[n] of the tables, one behind another."""
+        """Write pages int32[n] to entries int64[n] of the flattened tables."""
         device = self._table.device
         self._table.view(-1).scatter_(0, places.to(device), pages.to(device))

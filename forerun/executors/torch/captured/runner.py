@@ -1,20 +1,20 @@
 """The device's half of a captured round: one program that verifies, accepts, commits and drafts.
 
-Launching a step kernel by kernel takes longer than a GPU needs to do it. So steps are run at a
-few sizes, R rows of N nodes, each captured once (graphs.py) and replayed: the plan goes in as one
-copy, the choices of all nodes come back as one copy, and in between the accepted path of every
-row has been found and its keys and values moved into pages.
+Launching a step kernel by kernel takes longer than the GPU's work. So steps are run at a few sizes,
+R rows of N nodes, each captured once (graphs.py) and replayed: the plan is sent in one copy, the
+choices of all nodes return in one copy, and in between the accepted path of every row is found and
+its keys and values are moved to pages.
 
     host    plan -> buffers                                               record -> Outcome
     device             '-> prepare -> forward -> accept -> move (-> draft) --'
 
-Where rounds keep state (FutureState), a round takes up on the device what the one before it leaves
-there. Where the step is to draft (drafting.py), the program extends the draft
-model by what was accepted and grows the next trees, which come back in the same copy.
+If rounds overlap (FutureState), a round continues on the device from the state that the previous
+one left there. If the step is to draft (drafting.py), the program extends the draft model by the
+accepted tokens and builds the next trees, which return in the same copy.
 
-Sampling parameters, grammars' masks and log-probabilities are parts of a round that rows ask for
-(shaped_rows.py). Rows that the device cannot decide all the same run along: it walks no path for
-them.
+Sampling parameters, grammars' masks and log-probabilities are optional parts of a round
+(shaped_rows.py). Rows that the device still cannot decide are computed too, but no path is accepted
+for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,25 +53,27 @@ from forerun.executors.torch.triton.round_types import (
 from forerun.interface.executor import ExecutorLimits
 
 LEVELS = 8
-"""Room for trees so deep is made at least: deeper ones later void what was captured."""
+"""The least depth of trees for which room is allocated; deeper ones later discard the captured
+programs.
+"""
 
 
 class CudaGraphRunner:
-    """The program of a round at every size, and the tensors that it works on.
+    """The program of a round at every size, and its tensors.
 
     programs    of all sizes
-    group       the ranks that share the model with `decoder`: all launch the same rounds on the
-                same inputs, in one order, without shaping, masks, reports and drafting
+    group       the ranks that share the model with `decoder`: all launch the same rounds with the
+                same inputs, in the same order, without shaping, masks, reports and drafting
     aux_layers  layers whose input residual streams a round stores in `features`
-    drafting    what a draft model does at the end of a round; None = nothing
-    future      what rounds leave for each other by slot, if they overlap; None = nothing
-    shaped      what rows need of the sampler beyond a temperature; None = nothing
+    drafting    the draft model's work at the end of a round; None = none
+    future      what rounds leave for the next one by slot, if they overlap; None = no overlap
+    shaped      sampling parameters other than temperature; None = not supported
     states      of recurrent layers; None = there are none
     tables      the slots' page tables, of each of PagedCache.kinds
     near        the cache of layers with window pages; None = there are none
     logits      [scored_nodes,V] of the last round, by place, in decoder.logits_dtype
     features    [scored_nodes,F*H] likewise; None without a draft model that reads any
-    ring        where plain rounds store features for a draft model that catches up
+    ring        where rounds without drafting store features, for a draft model that catches up
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class CudaGraphRunner:
             for name in self._dims.sent
         ]
         self.programs = CapturedPrograms(self.work, records)
-        self._runs: dict[Size, Size | None] = {}  # By size, what it is run as.
+        self._runs: dict[Size, Size | None] = {}  # The size that each size runs as.
         shape = most, decoder.head.shape[0]
         self.logits = torch.zeros(shape, dtype=decoder.logits_dtype, device=self._device)
         self.aux_layers: tuple[int, ...] = ()
@@ -131,17 +133,15 @@ class CudaGraphRunner:
         self.states: RoundStates | None = None
 
     def request_aux_hidden_states(self, layers: tuple[int, ...], ring: TorchFeatureRing) -> None:
-        """Leave these layers' streams from now on, of plain rounds in `ring` too; what was captured
-        is forgotten.
+        """Store these layers' residual streams from now on, those of rounds without drafting in
+        `ring` too; discards the captured programs.
         """
         self.aux_layers, self.ring = layers, ring
         self.features = ring.values.new_zeros(self._limits.scored_nodes, ring.values.shape[1])
         self._forget()
 
     def lacks(self, size: Size) -> bool:
-        """Return whether rounds begin from each other, but there is no room for the trees of this
-        size.
-        """
+        """Return whether rounds overlap, but FutureState has no room for the trees of this size."""
         kept = self.future
         return (
             kept is not None
@@ -150,8 +150,8 @@ class CudaGraphRunner:
         )
 
     def make_room(self, size: Size) -> None:
-        """Leave room for the trees of this size; where there was none, what slots held is gone, and
-        what was captured is forgotten.
+        """Allocate room for the trees of this size. If there was none, discards the slots' future
+        state and the captured programs.
         """
         if self.future is not None and self.lacks(size):
             self.future = with_room(self.future.state, size.width, max(size.levels, LEVELS))
@@ -162,7 +162,7 @@ class CudaGraphRunner:
         self._runs.clear()
 
     def runs_as(self, size: Size) -> Size | None:
-        """Return the captured size that a round of this size runs at, None if there is none; the
+        """Return the captured size that a round of this size runs as, None if there is none; the
         size itself while programs are not sealed.
         """
         if not self.programs.sealed:
@@ -172,8 +172,8 @@ class CudaGraphRunner:
         return self._runs[size]
 
     def staging(self, size: Size) -> StagingBuffer:
-        """Return the host buffer to fill before `launch`; allocates what such a round writes, and
-        waits for the round before the last.
+        """Return the host buffer to fill before `launch`; allocates the outputs of such a round,
+        and waits for the round before the last.
         """
         self.make_room(size)
         self._staging.reverse()
@@ -183,8 +183,8 @@ class CudaGraphRunner:
     def launch(
         self, size: Size, staging: StagingBuffer, first: Sequence[Callable[[], None]] = ()
     ) -> Callable[[], None]:
-        """Begin one round, after all that was begun before and `first`, one by one; returns what
-        waits for it.
+        """Launch one round, after all earlier launches and after the functions in `first`, in
+        order. Returns a function that waits for it.
         """
         fixed = self.of(size)
 
@@ -209,9 +209,9 @@ class CudaGraphRunner:
     # --- the program: launches only, no shape and no branch depends on a value --------------
 
     def work(self, size: Size) -> None:
-        """Launch one round of this size, on what lies on the device. It is captured once and
-        replayed: no shape and no branch may depend on a value, nothing may wait for the host, and
-        what changes between rounds must lie in fixed tensors (graphs.py).
+        """Launch one round of this size on the fixed tensors. It is captured once and replayed: so
+        no shape or branch may depend on a value, nothing may wait for the host, and everything that
+        changes between rounds must be in fixed tensors (graphs.py).
         """
         fixed, decoder, cache = self.of(size), self._decoder, self._cache
         kernels, total = self.kernels, size.total
@@ -247,7 +247,7 @@ class CudaGraphRunner:
         logits = decoder.logits(last, out=self.logits[:total])
         record = Record.of(size, fixed.record)
         accepted = self._accept(size, inputs, logits, prepared, record.choices)
-        # One node alone is in its page already, or left to the host.
+        # A single node is in its page already, or left to the host.
         for kind in kinds if size.nodes > 1 else ():
             kernels.move(kind.cache, kind.slots, kind.pages, accepted.kept.flatten())
         if self.states is not None:

@@ -26,17 +26,21 @@ from forerun.speculative.tree import NodeMasks
 from forerun.types import AnyArray, Ints
 
 PLAIN, EDITED, CUT = 0, 1, 2
-"""Of a row: the temperature alone; penalties, biases, early stop tokens or min_p; top_k or top_p,
-for which the vocabulary is searched (the slow twin sorts it)."""
+"""Kinds of sampling parameters of a row: PLAIN, the temperature alone; EDITED, penalties, biases,
+early stop tokens or min_p; CUT, top_k or top_p, for which the threshold is searched in the
+vocabulary (the reference sorts it).
+"""
 
 REPORTS = (1, 5, 20)
-"""Numbers of alternatives that a round can report with a token; the host reports more."""
+"""Numbers of alternatives for which a round can compute log-probabilities; the host computes
+more.
+"""
 
 
 class ShapedRows:
-    """The parameters and histories of slots.
+    """The sampling parameters and token histories of slots.
 
-    choosing  of the sampler; here a device may decide more slots
+    choosing  of the sampler; more slots may be decided by the device here
     """
 
     def __init__(self, slots: int, vocab: int, device: torch.device, choosing: Choosing) -> None:
@@ -53,12 +57,12 @@ class ShapedRows:
     # --- the host's half ---------------------------------------------------------------------
 
     def open(self, slot_init: SlotInit) -> None:
-        """Take over the parameters of a sequence, in place of the slot's last. What the device has
-        of the slot's text counts as unknown.
+        """Store the parameters of a sequence, replacing those of the slot's previous one. The
+        slot's history on the device becomes unknown.
         """
         slot, sampling = slot_init.slot, slot_init.sampling
         self._counted.pop(slot, None)
-        # What accept thresholds let pass is decided on the host.
+        # The host applies accept thresholds.
         self.choosing.on_device[slot] = not sampling.lossy
         self._kind[slot] = _kind(sampling)
         self._top[slot] = -1 if sampling.logprobs is None else sampling.logprobs
@@ -66,8 +70,9 @@ class ShapedRows:
             self._rules[name][slot] = bits
 
     def size(self, size: Size, slots: Ints, masked: bool) -> Size:
-        """Return the size with the needs of rows in these slots int32[B]: the most of PLAIN,
-        EDITED, CUT; REPORTS that are enough for all, 0 if a row needs more than the last; `masked`.
+        """Return the size extended by the needs of the rows in slots int32[B]: the greatest of
+        PLAIN, EDITED, CUT; the least of REPORTS that is enough for all, 0 if a row needs more than
+        the last; and `masked`.
         """
         kind, top = int(self._kind[slots].max()), int(self._top[slots].max())
         reports = 0
@@ -80,7 +85,7 @@ class ShapedRows:
         self, buffers: dict[str, AnyArray], size: Size, slots: Ints, masks: NodeMasks | None = None,
         place: Ints | None = None,
     ) -> None:  # fmt: skip
-        """Write into `buffers` what rows in these slots int32[B] need. place: int32[M] of every
+        """Write the parameters of the rows in slots int32[B] to `buffers`. place: int32[M] of every
         flat node, for masks.
         """
         if size.shaping:
@@ -93,14 +98,14 @@ class ShapedRows:
     def stale(
         self, slots: Ints, history: Callable[[int], tuple[Sampling, History]]
     ) -> Callable[[], None] | None:
-        """Return the updates that bring the histories of these slots up to date on the device,
-        before their round; None if there are none. history: by row, sampling parameters and text.
-        The round before a carried one has counted its tokens.
+        """Return a function that brings the histories of these slots up to date on the device, to
+        be called before their round; None if they are. history: by row, sampling parameters and
+        text. The tokens of the round before a carried one were already counted.
         """
         rows: list[tuple[int, AnyArray | None, AnyArray | None]] = []
         for row, slot in enumerate(slots.tolist()):
             if not self._kind[slot]:
-                # Its rules make its history mean nothing; biases are added as they are.
+                # Its rules ignore the history; biases are always added.
                 if slot in self._biased:
                     self._biased.remove(slot)
                     rows.append((slot, None, np.zeros(self._history.shape[1], np.float32)))
@@ -113,7 +118,7 @@ class ShapedRows:
         return (lambda: self._write(rows)) if rows else None
 
     def set_counted(self, slot: int, tokens: int) -> None:
-        """Record that a round has extended a slot's history to so many tokens."""
+        """Record that a round has extended a slot's history to `tokens` tokens."""
         if self._kind[slot]:
             self._counted[slot] = tokens
 
@@ -126,7 +131,7 @@ class ShapedRows:
         return entries
 
     def _biases(self, slot: int, sampling: Sampling) -> AnyArray | None:
-        """Return the slot's biases; None if nothing changes."""
+        """Return the slot's biases; None if they are unchanged."""
         if not sampling.logit_bias and slot not in self._biased:
             return None
         biases = np.zeros(self._history.shape[1], np.float32)
@@ -178,14 +183,16 @@ class ShapedRows:
         return chosen(logits.view(*shape, -1), shaping, masks, kernels.shape, of_rows)
 
     def add(self, buffers: dict[str, Tensor], choices: Tensor, kept: Tensor) -> None:
-        """Count what a round emits: choices [R*N] of nodes on accepted paths, kept bool[R,N]."""
+        """Count the tokens that a round emits: choices [R*N] of nodes on accepted paths, kept
+        bool[R,N].
+        """
         vocab = self._history.shape[1]
         where = buffers["slot"].long()[:, None] * vocab + choices.clamp_min(0).view_as(kept)
         self._history.view(-1).index_add_(0, where.flatten(), COUNT * kept.flatten().int())
 
 
 def _above(intervals: Tensor) -> Tensor:
-    """Return bool[R,N,N], whether node j > 0 is node i or above it; intervals [2,R,N]:
+    """Return bool[R,N,N]: whether node j > 0 is node i or one of its ancestors; intervals [2,R,N]:
     geometry.py.
     """
     enter, leave = intervals

@@ -1,17 +1,17 @@
-"""Recurrent states in captured rounds: scored over trees, and moved along accepted paths before the
-round ends.
+"""Recurrent states in captured rounds: scored over trees, and advanced along accepted paths before
+the round ends.
 
-    forward   what the nodes bring to each layer is kept; the states stay as they are
-    accept    every decided row's state advances along its path, in all layers at once; the other
-              branches leave nothing
-    finish    the host has the rows follow that it decided itself
+    forward   each layer's inputs of the nodes are kept; the states do not change
+    accept    every decided row's state advances along its path, in all layers at once; other
+              branches have no effect
+    finish    the host advances the rows that it decided itself
 
-A path is scored and made permanent by the same numbers in the same order, so it matters to no state
-by which trees it came to be. Kept inputs are a hundredth of the states that as many nodes would
-have.
+A path is scored and made permanent with the same numbers in the same order, so a state does not
+depend on the trees of earlier steps. The kept inputs are a hundredth of the size of as many nodes'
+states.
 
 A checkpoint's row of states is reserved before its round, which may begin before the outcome of the
-one before it is known; it is made when the round has passed an end of a page, and dropped if not.
+previous one is known; it becomes a checkpoint if the round has passed a page end, else it is freed.
 """
 
 import numpy as np
@@ -43,14 +43,14 @@ def _nodes(inputs: RoundInputs) -> StateNodes:
 
 
 class RoundStates:
-    """The states' part of a round's program, which between rounds knows only what nodes brought,
-    and the checkpoints that rounds write.
+    """The part of a round's program that handles recurrent states. Between rounds it keeps only the
+    nodes' inputs and the checkpoints that rounds write.
     """
 
     def __init__(
         self, states: States, kernels: StateKernels, arch: Architecture, limits: ExecutorLimits
     ) -> None:
-        """Allocate room for what the most nodes of a round bring."""
+        """Allocate room for the inputs of the most nodes of a round."""
         self._kernels, self._page_size, most = kernels, limits.page_size, limits.scored_nodes
         self._book = states.book
         self._tables, device = StateTables(states.windows, states.matrices), states.windows.device
@@ -65,12 +65,12 @@ class RoundStates:
             rate, step = torch.zeros(2, self._layers, about.value_heads, device=device)
             gates = torch.zeros(self._layers, most, 2 * about.value_heads, device=device)
             self._numbers = DeltaNumbers(self._mixed, gates, kernel, rate, step)
-        self._known = set[int]()  # Layers whose own numbers are in `_numbers`.
+        self._known = set[int]()  # Layers whose weights are in `_numbers`.
 
     # --- launches only: no shape and no branch depends on a value ---------------------------
 
     def enter(self, size: Size, inputs: RoundInputs) -> Recur:
-        """Return what runs the recurrent layers of one round."""
+        """Return the function that runs the recurrent layers of one round."""
         nodes = _nodes(inputs)
         past = self._past[: size.total]
         past.copy_(self._kernels.ancestors(nodes, self._width))
@@ -92,7 +92,7 @@ class RoundStates:
 
     def follow(self, size: Size, inputs: RoundInputs, kept: Tensor) -> None:
         """Advance the states of rows along paths, bool[R,N] nodes, of the round that ran last;
-        other rows' stay. Copy those at ends of pages to the rows of states that `inputs` names.
+        those of other rows do not change. Copies states at page ends to the rows named in `inputs`.
         """
         nodes, past = _nodes(inputs), self._past[: size.total]
         path = KeptNodes(kept, inputs["depth"], inputs["kv_len"], inputs["copies"], self._page_size)
@@ -105,8 +105,8 @@ class RoundStates:
         return StateTables(windows[layer], None if matrices is None else matrices[layer])
 
     def _kept(self, layer: int, own: DeltaNumbers) -> DeltaNumbers:
-        """Return the numbers of all layers; at a layer's first run, which is never a captured one,
-        its own are put there.
+        """Return the numbers of all layers; the first time a layer runs, which is never in a
+        captured round, its weights are copied there.
         """
         numbers = self._numbers
         assert numbers is not None
@@ -119,14 +119,12 @@ class RoundStates:
     # --- the host's half ---------------------------------------------------------------------
 
     def check(self, plan: Plan) -> None:
-        """Raise EngineError if a slot's state does not stand for the plan's kv_len tokens."""
+        """Raise EngineError if a slot's state does not cover exactly the plan's kv_len tokens."""
         for slot, length in zip(plan.slots.tolist(), plan.kv_len.tolist(), strict=True):
             self._book.check_length(slot, length)
 
     def reserve(self, size: Size, staging: StagingBuffer, plan: Plan) -> Reserved:
-        """Reserve a row for each slot that may pass an end of a page, and write it into
-        `staging`.
-        """
+        """Reserve a row for each slot that may pass a page end, and write it to `staging`."""
         reserved, copies = Reserved(), staging.buffers["copies"]
         for row, slot in enumerate(plan.slots.tolist()):
             to = self._book.reserve(slot, int(plan.kv_len[row]) + size.nodes)
@@ -135,21 +133,21 @@ class RoundStates:
         return reserved
 
     def drop(self, reserved: Reserved) -> None:
-        """Free the rows of a round that failed."""
+        """Free the rows reserved for a round that failed."""
         self._book.drop(reserved.values())
 
     def finish(
         self, round: CapturedRound, inputs: RoundInputs, outcome: Outcome, left: AnyArray
     ) -> None:
-        """Advance the states of the rows int[n] that the device has `left` to the host, and make
-        the checkpoints of all.
+        """Advance the states of the rows int[n] in `left`, which the device has left to the host,
+        and create the checkpoints of all rows.
         """
         if len(left):
             self._follow_host(round, inputs, outcome, left)
         for row, slot in enumerate(round.plan.slots.tolist()):
             end = int(round.plan.kv_len[row]) + 1 + len(outcome.paths[row])
             to = round.reserved.pop(slot, None)
-            if not outcome.finite[row]:  # The device has not gone so far, and no step follows.
+            if not outcome.finite[row]:  # The device has not advanced so far, and no step follows.
                 self._book.drop([to] if to is not None else ())
                 self._book.end(slot, -1)
                 continue

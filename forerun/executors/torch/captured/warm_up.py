@@ -1,4 +1,4 @@
-"""Preparation of captured rounds before the first request: kernels compiled, programs captured."""
+"""Preparation of captured rounds before the first request: compiles kernels, captures programs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,8 +18,8 @@ Runner = TypeVar("Runner", bound=CudaGraphRunner)
 def runner_of(
     kind: type[Runner], target: ModelRunner, records: CudaRecorder, overlap: bool
 ) -> Runner:
-    """Return the program of a target's rounds, with its recurrent states. overlap: rounds begin
-    from each other.
+    """Return the program of a target's rounds, with its recurrent states. overlap: rounds may begin
+    before the previous one has finished.
     """
     kernels, decoder = target.kernels, target.decoder
     assert kernels is not None, "a device that captures has kernels"
@@ -38,11 +38,11 @@ def prepare(
     prompts: Callable[[], None],
     progress: Callable[[str, int, int], None],
 ) -> tuple[int, ...]:
-    """Compile every kernel and capture what is declared for such drafts. Returns
+    """Compile every kernel and capture the declared sizes for such drafts. Returns
     ExecutorLimits.row_nodes. prompts, progress: as of `warm_up`.
 
-    Of ranks, sizes with temperature only, and no drafts. There kernels compile at their first
-    launch: compiling them ahead would launch exchanges that other ranks wait for.
+    With several ranks, only sizes with temperature alone and without drafts. There kernels compile
+    at their first launch: compiling them ahead would launch exchanges that other ranks wait for.
     """
     limits, drafting = target.limits, runner.drafting
     if target.group is None:
@@ -61,13 +61,13 @@ def warm_up(
     prompts: Callable[[], None],
     progress: Callable[[str, int, int], None],
 ) -> None:
-    """Compile every kernel that prompts and rounds of these sizes, one at least, need, then capture
-    the rounds; a size that is not among them is an error afterwards (Programs.sealed).
+    """Compile every kernel that prompts and rounds of these sizes, at least one, need, then capture
+    the rounds. Any other size is an error afterwards (CapturedPrograms.sealed).
 
     prompts   launches every kernel that prompts need
     progress  called with (what, done, total) in kernels, then in sizes
 
-    Slots must be closed. Raises what torch raises, out of memory above all.
+    Slots must be closed. Raises torch's exceptions, such as out of memory.
     """
     wanted = list(sizes)
     deepest = max(wanted, key=lambda size: size.levels)
@@ -93,7 +93,7 @@ def capture(
 
 
 def _launch_all(runner: CudaGraphRunner, sizes: list[Size], prompts: Callable[[], None]) -> None:
-    """Launch every kernel; how many rows a round has, or nodes a prompt, makes no other kernel."""
+    """Launch every kernel once; the kernels are the same for any number of rows or prompt nodes."""
     for size in {size._replace(rows=1): size for size in sizes}.values():
         runner.work(size)
     prompts()

@@ -1,1 +1,1 @@
-"""The target's network: layers, experts, weights; how rows see each other is not known here."""
+"""The target's network: layers, experts, weights. Independent of how attention is computed."""

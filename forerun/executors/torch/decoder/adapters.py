@@ -1,7 +1,7 @@
-"""LoRA adapters in torch: low-rank products beside a decoder's own, for the rows that have them.
-
-A step runs an adapter's products on all its rows, at the row counts that keep bits (layers.py), and
-takes the sum where the row has that adapter: so bits depend on no other row.
+"""LoRA adapters in torch: low-rank products in addition to a decoder's own, for the rows that use
+them. A step runs an adapter's products on all its rows, at the row counts that preserve bits
+(layers.py), and adds the result only in rows with that adapter: so the bits of a row are
+independent of others.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from forerun.types import Ints
 class RowAdapters:
     """The adapters of the current step.
 
-    active  (number of an adapter, bool[M,1] whether a row has it)
+    active  (number of an adapter, bool[M,1] whether a row uses it)
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class RowAdapters:
     def begin(
         self, adapters: Ints | None, trees: TreeBatch, rows: int, device: torch.device
     ) -> None:
-        """Begin a step of `rows` rows, padding included, whose trees have adapters int32[B]; None:
+        """Begin a step of `rows` rows, including padding, whose trees have adapters int32[B]; None:
         none has any.
         """
         self.active = self._step = []
@@ -42,18 +42,18 @@ class RowAdapters:
         self.select_all()
 
     def select(self, rows: Tensor, count: int) -> None:
-        """Let products read `count` rows: these of the step, int64[n], and padding."""
+        """Restrict products to `count` rows: these rows of the step, int64[n], and padding."""
         self.active = [
             (number, F.pad(mask[rows], (0, 0, 0, count - len(rows)))) for number, mask in self._step
         ]
 
     def select_all(self) -> None:
-        """Let products read the step's rows again."""
+        """Undo `select`: products read all rows of the step."""
         self.active = self._step
 
 
 class AdaptedProduct:
-    """A product with what adapters add to some of its columns.
+    """A matrix product with the contributions of adapters to some of its columns.
 
     linears  the products of adapters
     """
@@ -66,7 +66,7 @@ class AdaptedProduct:
         self._parts: dict[int, list[tuple[slice, Linear, Linear]]] = {}
 
     def add(self, number: int, columns: slice, one: LowRank) -> None:
-        """Have an adapter add to these columns."""
+        """Add adapter `number`'s contribution to these columns."""
         down, up = (
             Linear(torch.from_numpy(np.array(each)).to(self._device, self._dtype))
             for each in (one.down, one.up)
@@ -75,7 +75,7 @@ class AdaptedProduct:
         self.linears += [down, up]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M,K] -> [M,N]."""
+        """Return [M,N] for x [M,K]."""
         y = self._base(x)
         for number, mask in self._rows.active:
             for columns, down, up in self._parts.get(number, ()):
@@ -88,7 +88,7 @@ class Adapting:
     """Wraps products of a decoder whose matrices some adapter changes.
 
     rows     the adapters of the current step's rows
-    linears  the products of adapters that it made
+    linears  the products of adapters created so far
     """
 
     def __init__(
@@ -102,7 +102,9 @@ class Adapting:
         self.linears: list[Linear] = []
 
     def __call__(self, product: Product, parts: list[tuple[str, int]]) -> Product:
-        """Return the product of these matrices, (canonical name, rows), one above the other."""
+        """Return the product of these matrices, (canonical name, rows), stacked by rows, with the
+        contributions of adapters.
+        """
         found, begin = AdaptedProduct(product, self.rows, *self._how), 0
         for name, width in parts:
             for number, adapter in enumerate(self._adapters):
@@ -113,7 +115,9 @@ class Adapting:
         return found if found.linears else product
 
     def feed_forward(self, fed: FeedForward, prefix: str) -> FeedForward:
-        """Return a feed-forward whose matrices begin with `prefix`, with what adapters add."""
+        """Return a feed-forward whose tensor names begin with `prefix`, with the contributions of
+        adapters.
+        """
         gate_up, down = fed.linears
         width, hidden = down.shape[1], down.shape[0]
         both = [(f"{prefix}.{part}_proj", width) for part in ("gate", "up")]

@@ -1,5 +1,5 @@
-"""What some layers have besides attention and one feed-forward (layer_spec.LayerSpec): experts
-beside it, and a vector of each token's own.
+"""Parts that some layers have in addition to attention and one feed-forward (layer_spec.LayerSpec):
+experts in parallel with it, and a vector per token.
 """
 
 import torch
@@ -16,7 +16,7 @@ from forerun.networks.layer_spec import BESIDE_NORMS, LayerSpec
 
 
 class BesideExperts:
-    """Experts beside a feed-forward, each of the two with norms of its own."""
+    """Experts in parallel with a feed-forward, each of the two with norms of its own."""
 
     def __init__(
         self, weights: Weights, prefix: str, spec: LayerSpec, eps: float, parts: Elementwise
@@ -36,12 +36,12 @@ class BesideExperts:
         return self._mixture.linears
 
     def adapt(self, adapting: Adapting, prefix: str) -> None:
-        """Let adapters add to the experts' products, whose matrices begin with `prefix`."""
+        """Apply adapters to the experts' products, whose tensor names begin with `prefix`."""
         self._mixture.adapt(adapting, prefix)
 
     def __call__(self, x: Tensor, fed: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Return [M,H] of the residual stream [M,H] and what the feed-forward made of it [M,H].
-        `sizes` as of Mixture.
+        """Return [M,H] for the residual stream x [M,H] and the feed-forward's output [M,H]. `sizes`
+        as of Mixture.
         """
         behind_fed, before, behind = self._norms
         routed = None if self._scale is None else self._norm(x, self._scale, self._eps)
@@ -75,7 +75,7 @@ class TokenVectors:
 
 
 class TokenVector:
-    """What one layer makes of its vector: x + norm(projection(activation(gate x) vector))."""
+    """One layer's use of its token vector: x + norm(projection(activation(gate x) vector))."""
 
     def __init__(
         self, weights: Weights, prefix: str, spec: LayerSpec, eps: float, parts: Elementwise
@@ -91,13 +91,13 @@ class TokenVector:
         return self._gate_product, self._projection
 
     def adapt(self, adapting: Adapting, prefix: str) -> None:
-        """Let adapters add to the products, whose matrices begin with `prefix`."""
+        """Apply adapters to the products, whose tensor names begin with `prefix`."""
         gate, projection = self._gate_product, self._projection
         names = f"{prefix}.per_layer_input_gate", f"{prefix}.per_layer_projection"
         self._gate_product = adapting(gate, [(names[0], gate.shape[0])])
         self._projection = adapting(projection, [(names[1], projection.shape[0])])
 
     def __call__(self, x: Tensor, vector: Tensor) -> Tensor:
-        """Return [M,H] of the residual stream [M,H] and the vectors [M,D]."""
+        """Return [M,H] for the residual stream x [M,H] and the vectors [M,D]."""
         made = self._projection(self._gate(self._gate_product(x), vector))
         return x + self._norm(made, self._weight, self._eps)

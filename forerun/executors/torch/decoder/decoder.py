@@ -1,8 +1,6 @@
-"""The target model: embeddings, L layers as their specs say, final norm, head. All families, for
-serving and for training.
-
-How nodes see each other is not known here: `attend` gets a layer's queries, keys and values
-and returns the context.
+"""The target model: embeddings, L layers as their specs describe, final norm, head. Used for all
+families, in serving and in training. Independent of pages and trees: `attend` gets a layer's
+queries, keys and values and returns the attention output.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,8 +49,8 @@ from forerun.networks.layer_spec import NORM_NAMES, AttentionSpec, Dense, LayerS
 from forerun.networks.rope import frequency_table
 
 Attend = Callable[[int, AnyHeads], Tensor]
-"""(layer, its heads) -> context [M,A,E]; of latent heads [M,A,rank]. Layers are counted from 0
-among those that attend.
+"""(layer, its heads) -> attention output [M,A,E]; for latent heads [M,A,rank]. Layers are counted
+from 0 among those with attention.
 """
 
 
@@ -67,8 +65,8 @@ def attention_over(
     """Return the attention of one pass: `enter` writes the nodes' keys and values of a layer, then
     `attend` reads them.
 
-    layers, specs, seen  of each layer: keys and values, how scores are made, and what nodes see, as
-                         `attend` reads it
+    layers, specs, seen  of each layer: keys and values, how scores are computed, and what nodes
+                         attend to, in the form that `attend` reads
     slots  where nodes' keys and values are written; None: the slots of `seen`
     """
 
@@ -81,7 +79,7 @@ def attention_over(
 
 
 class HeadsProjections:
-    """q_proj, k_proj, v_proj and o_proj, and gate_proj where attention is gated."""
+    """The products q_proj, k_proj, v_proj and o_proj, and gate_proj if attention is gated."""
 
     def __init__(
         self, weights: Weights, prefix: str, spec: LayerSpec, arch: Architecture, parts: Elementwise
@@ -93,7 +91,7 @@ class HeadsProjections:
         self._prefix, self._own = prefix, own
         self._size, self._kv_heads = cached.head_size, cached.kv_heads if "k" in own else 0
         self._q_norm = weights.norm(f"{prefix}.q_norm.weight") if normed else None
-        self._k_norm = self._q_norm  # Of no key, where another layer's are read.
+        self._k_norm = self._q_norm  # Unused if another layer's keys are read.
         if normed and "k" in own:
             self._k_norm = weights.norm(f"{prefix}.k_norm.weight")
         self._qkv = weights.block_linear(*(f"{prefix}.{part}_proj" for part in own))
@@ -113,7 +111,7 @@ class HeadsProjections:
         return self._qkv, self._out, *([] if self._gate is None else [self._gate])
 
     def adapt(self, adapting: Adapting) -> None:
-        """Let adapters add to the products."""
+        """Apply adapters to the products."""
         heads = {"q": self._arch.heads, "k": self._kv_heads, "v": self._kv_heads}
         widths = {f"{self._prefix}.{part}_proj": self._size * heads[part] for part in self._own}
         self._qkv = adapting(self._qkv, list(widths.items()))
@@ -123,7 +121,9 @@ class HeadsProjections:
             self._gate = adapting(self._gate, [gate])
 
     def heads(self, x: Tensor, rotary: Rotary) -> Heads:
-        """Return heads, not yet normed or rotated, of rows [M,H] at the positions of `rotary`."""
+        """Return the heads, before norm and rotation, of rows [M,H] at the positions of
+        `rotary`.
+        """
         arch, qkv = self._arch, self._qkv(x)
         q_norm, k_norm = self._q_norm, self._k_norm
         if q_norm is not None and k_norm is not None and self._wide:
@@ -142,20 +142,20 @@ class HeadsProjections:
         )
 
     def _normed(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        """Return [M,(A+2G)*E], all query heads normed as one row, and all key heads."""
+        """Return [M,(A+2G)*E], with all query heads normalised as one row, and all key heads."""
         arch, norm = self._arch, self._parts.norm
         keys = self._kv_heads * self._size
         q, k, v = qkv.split([arch.heads * self._size, keys, keys], -1)
         return torch.cat([norm(q, q_norm, arch.norm_eps), norm(k, k_norm, arch.norm_eps), v], -1)
 
     def out(self, context: Tensor, gate: Tensor | None) -> Tensor:
-        """Return [M,H] of context [M,A,E]; gate [M,A*E] of the same heads, None: not gated."""
+        """Return [M,H] for the attention output [M,A,E]; gate [M,A*E], None: not gated."""
         rows = context.flatten(1)
         return self._out(rows if gate is None else opened(rows, gate))
 
 
 class Block:
-    """One decoder layer, as `spec` says, or a rank's part of it.
+    """One decoder layer, as `spec` describes, or a rank's part of it.
 
     group  the ranks that have the other parts, if there are any
     """
@@ -206,7 +206,7 @@ class Block:
         return *own, *(linear for part in more for linear in part.linears)
 
     def adapt(self, adapting: Adapting, layer: int) -> None:
-        """Let adapters add to the products of this layer."""
+        """Apply adapters to the products of this layer."""
         prefix = f"model.layers.{layer}"
         self._attention.adapt(adapting)
         if isinstance(self._feed_forward, Mixture):
@@ -235,11 +235,11 @@ class Block:
         vector: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return two parts [M,H] of the residual stream after this layer, from the results of
-        `enter`. They are added where the next one enters, together with its norm; None: the first
-        is all of it.
+        `enter`. The next layer adds them, together with its norm; None: the first is the whole
+        stream.
 
-        sizes   row counts that experts' products may be run at; empty = any
-        vector  [M,D] the tokens' own for this layer, if it has some
+        sizes   row counts at which experts' products may run; empty = any
+        vector  [M,D] the tokens' own vectors for this layer, if it has any
         """
         if isinstance(self._attention, RecurrentProjections):
             inputs = self._attention.inputs(normed)
@@ -263,7 +263,7 @@ class Block:
     def _joined(
         self, x: Tensor, more: Tensor | None, weight: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum, and the normed sum if there is a weight."""
+        """Return the sum, and the normalised sum if there is a weight, else the sum again."""
         parts, eps = self._parts, self._arch.norm_eps
         if weight is None:
             x = x if more is None else x + more
@@ -273,7 +273,7 @@ class Block:
         return parts.add_norm(x, more, weight, eps)
 
     def _added(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Return what to add to the residual stream: `x`, normed if there is a weight."""
+        """Return the term to add to the residual stream: `x`, normalised if there is a weight."""
         x = x if weight is None else self._parts.norm(x, weight, self._arch.norm_eps)
         return x if self._spec.residual == 1.0 else x * self._spec.residual
 
@@ -293,8 +293,8 @@ def _projections(
 
 
 class Ends:
-    """The embedding, final norm and head of a model. For a rank's part of a model, the embedding's
-    and the head's rows of some tokens.
+    """The embedding, final norm and head of a model. In a rank's part of a model, embedding and
+    head have the rows of some tokens.
 
     embedding  [V,H]
     head       [n,H] -> [n,V]
@@ -311,7 +311,7 @@ class Ends:
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """In which logits lose nothing: the head's own, or what caps them."""
+        """The dtype in which logits lose no precision: the head's own, or that of the softcap."""
         return self.dtype if self._as_they_are else torch.float32
 
     def final_norm(self, last: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ class Ends:
         return self._parts.norm(last, self._norm, self.arch.norm_eps)
 
     def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return float32[n,V] from residual streams [n,H] after the last layer; or write them into
+        """Return float32[n,V] from residual streams [n,H] after the last layer; or write them to
         `out` [n,V].
         """
         count = len(last)
@@ -343,14 +343,14 @@ class Ends:
 class Decoder(Ends):
     """A target's weights, or a rank's part of them, and its forward pass over M flat nodes.
 
-    products   what the blocks' products are made of: Linear, or WholeLinear for whole sequences
-    parts      what stands between the products
-    keep       weights that the file has in few bits stay what they are where products read them so
-    narrow     the blocks' weights are rounded to float8; embedding and head stay in `dtype`
+    products   class of the blocks' matrix products: Linear, or WholeLinear for whole sequences
+    parts      the operations between the products
+    keep       whether weights that are quantised in the file stay so if kernels can read them
+    narrow     whether the blocks' weights are rounded to float8; embedding and head stay in `dtype`
     group      the ranks that have the other parts, if there are any
     ropes, frequencies  as Architecture.ropes, and their rope.frequency_table
-    row_sizes  row counts its products may be run at (see layers.padded_rows); empty if bits
-               may depend on the batch: anywhere but in Linear's float32 on the CPU with PLAIN
+    row_sizes  row counts at which its products may run (see layers.padded_rows); empty if bits may
+               depend on the batch: in all cases except Linear's float32 on the CPU with PLAIN
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class Decoder(Ends):
             self.row_sizes = invariant_sizes([*linears, self.head])
 
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
-        """Run these adapters for the rows that `adapters` names in a step."""
+        """Apply these adapters to the rows of a step that `adapters` assigns them to."""
         adapting = Adapting(adapters, self.adapters, self.embedding.device, self.dtype)
         for layer, block in enumerate(self._blocks):
             block.adapt(adapting, layer)
@@ -404,8 +404,8 @@ class Decoder(Ends):
         )
 
     def by_layer_shape(self, rotary: tuple[Rotary, ...]) -> tuple[Rotary, ...]:
-        """Return cos and sin as `rotary` does, of such that all have as many numbers as the widest
-        heads.
+        """Return cos and sin in the size of each of `ropes`, from such that all have the size of
+        the widest heads.
         """
         halves = (size // 2 for _, size in self.ropes)
         return tuple(
@@ -426,7 +426,7 @@ class Decoder(Ends):
         """Return the residual stream [M,H] after the last layer, for tokens int[M] at the positions
         of `rotary`.
 
-        M must be `padded_rows` of something. Also returns the input stream [M,H] of each layer of
+        M must be a result of `padded_rows`. Also returns the input stream [M,H] of each layer of
         `features`, in that order (transformers' hidden_states; L = after the last layer).
         """
         x = self.embed(tokens)

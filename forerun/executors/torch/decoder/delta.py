@@ -1,9 +1,9 @@
-"""A gated delta net (layer_spec.GatedDelta) in torch: what it makes of a layer's input, and how a
-state becomes the next one.
+"""A gated delta net (layer_spec.GatedDelta) in torch: its inputs from a layer's input, and the
+update of a state by a token.
 
-No number's bits depend on its company: what is not a matrix product is done number by number, and
-sums are taken in an order that is written down (`summed`), so that a state advanced alone, in a
-batch, over a prompt or once more over accepted draft tokens has the same bits.
+The bits of every number are independent of the batch: everything but matrix products is done
+element by element, and sums are taken in a fixed order (`summed`), so that a state advanced alone,
+in a batch, over a prompt or again over accepted draft tokens has the same bits.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ from forerun.networks.arch import Architecture
 from forerun.networks.layer_spec import GatedDelta
 
 _LEAST = 1e-6
-"""Keeps the length of a query or a key from zero; the published model's."""
+"""Keeps the norm of a query or key above zero; the published model's value."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaNumbers:
-    """What nodes [M] bring to a gated delta net, in the dtype of its products, and its own float32
-    numbers; of several layers, with a first axis more.
+    """The inputs of a gated delta net for nodes [M], in the dtype of its products, and its float32
+    weights; for several layers, with a leading axis.
 
-    mixed  [M,C] queries, keys and values that the convolution reads
+    mixed  [M,C] queries, keys and values, the input of the convolution
     gates  [M,2Hv] b, then a
     kernel   [C,W] of the convolution
     rate   [Hv] -exp(A)
@@ -43,13 +43,13 @@ class DeltaNumbers:
 
     @property
     def decay(self) -> Tensor:
-        """Factors of nodes' states, float32[M,Hv]."""
+        """Decay factors of the nodes' states, float32[M,Hv]."""
         a = self.gates.float()[:, len(self.rate) :]
         return torch.exp(self.rate * softplus(a + self.step))
 
     @property
     def beta(self) -> Tensor:
-        """Shares of the values at nodes' keys that are replaced, float32[M,Hv]."""
+        """Share, 0 to 1, of the value at each node's key that is replaced, float32[M,Hv]."""
         return 1 / (1 + torch.exp(-self.gates.float()[:, : len(self.rate)]))
 
 
@@ -63,7 +63,7 @@ class DeltaInputs:
 
     @property
     def mixed(self) -> Tensor:
-        """What is convolved, float32[M,C]."""
+        """The convolution's input, float32[M,C]."""
         return self.numbers.mixed.float()
 
 
@@ -91,11 +91,11 @@ class DeltaProjections:
 
     @property
     def linears(self) -> tuple[Product, ...]:
-        """Its matrix products: into the layer, its gates, and out of it."""
+        """Its matrix products: input, gates and output."""
         return self._into, self._gates, self._out
 
     def adapt(self, adapting: Adapting) -> None:
-        """Let adapters add to the products."""
+        """Apply adapters to the products."""
         about, heads = self._about, self._about.value_heads
         widths = {"q": about.keys, "k": about.keys, "v": about.values, "z": about.values}
 
@@ -107,8 +107,8 @@ class DeltaProjections:
         self._out = adapting(self._out, named({"out": self._arch.hidden}))
 
     def inputs(self, x: Tensor) -> DeltaInputs:
-        """Return the recurrence's inputs of rows [M,H] before the convolution, and the gate
-        [M,Hv,Dv] of its output. Positions do not matter.
+        """Return the recurrence's inputs for rows [M,H], before the convolution, and the gate
+        [M,Hv,Dv] of its output. Independent of positions.
         """
         about, own = self._about, (self._kernel, self._rate, self._step)
         mixed, gate = self._into(x).split([about.channels, about.values], -1)
@@ -116,19 +116,19 @@ class DeltaProjections:
         return DeltaInputs(about, DeltaNumbers(mixed, self._gates(x), *own), gate)
 
     def out(self, found: Tensor, gate: Tensor) -> Tensor:
-        """Return [M,H] of the states' results, float32[M,Hv,Dv], and z [M,Hv,Dv]."""
+        """Return [M,H] for the recurrence's output float32[M,Hv,Dv] and z [M,Hv,Dv]."""
         opened = self._parts.gated_norm(found, self._norm, self._arch.norm_eps, gate)
         return self._out(opened.flatten(1))
 
 
 def softplus(x: Tensor) -> Tensor:
-    """Return log(1 + exp(x)) of each number, without overflow; shape and dtype of `x`."""
+    """Return log(1 + exp(x)) elementwise, without overflow; shape and dtype of `x`."""
     return x.clamp_min(0) + torch.log1p(torch.exp(-x.abs()))
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What some nodes advance states by and read them with: float32.
+    """The inputs of the recurrence for n nodes, float32.
 
     queries, keys  [n,Hk,Dk]
     values         [n,Hv,Dv]
@@ -148,7 +148,7 @@ class Tokens:
         return self._each(lambda part: part.index_select(0, order))
 
     def part(self, begin: int, end: int) -> "Tokens":
-        """Return the nodes from `begin` to before `end`; views."""
+        """Return the nodes from `begin` to before `end`, as views."""
         return self._each(lambda part: part[begin:end])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
@@ -163,7 +163,7 @@ class Tokens:
 
 
 def tokens_of(about: GatedDelta, numbers: DeltaNumbers, passed: Tensor) -> Tokens:
-    """Return the tokens of the first nodes, from what convolution and SiLU make of them,
+    """Return the inputs of the first n nodes, given the results of convolution and SiLU,
     float32[n,C] (`passed_on`).
     """
     count = len(passed)
@@ -197,22 +197,22 @@ def advance(states: Tensor, tokens: Tokens) -> None:
 
 
 def read(states: Tensor, tokens: Tokens) -> Tensor:
-    """Return float32[n,Hv,Dv], the results of the queries of n tokens in their states."""
+    """Return float32[n,Hv,Dv], the outputs of the queries of n tokens in their states."""
     queries = _each_value_head(tokens.queries, states, tokens.tiled)
     return summed(states * queries.unsqueeze(-1))
 
 
 def _each_value_head(x: Tensor, states: Tensor, tiled: bool) -> Tensor:
-    """Return [n,Hv,Dk] of key heads [n,Hk,Dk]: several value heads share one; they follow each
-    other, or alternate (`tiled`).
+    """Return [n,Hv,Dk] for key heads [n,Hk,Dk], repeated for the value heads that share one; these
+    are contiguous, or interleaved (`tiled`).
     """
     times = states.shape[1] // x.shape[1]
     return x.repeat(1, times, 1) if tiled else x.repeat_interleave(times, 1)
 
 
 def summed(x: Tensor) -> Tensor:
-    """Return [...,D] of [...,n,D]: halves are added to each other until one row is left. A
-    library's sum adds in an order that depends on the shape of the whole.
+    """Return [...,D] for [...,n,D]: adds the two halves repeatedly until one row is left. The order
+    of a library's sum depends on the shape of the whole tensor.
     """
     while (rows := x.shape[-2]) > 1:
         half = rows // 2

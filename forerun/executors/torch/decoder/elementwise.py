@@ -1,5 +1,5 @@
-"""The operations between a decoder's products, row by row, in torch: used on the CPU, and the slow
-twin of triton_layers.py.
+"""The operations between a decoder's matrix products, row by row, in torch: used on the CPU, and as
+the reference for triton_layers.py.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from forerun.executors.torch.decoder.grouped import GroupedProduct
 from forerun.networks.layer_spec import CLAMP, CLAMP_SLOPE
 
 Gate = Callable[[Tensor, Tensor], Tensor]
-"""(gate [M,I], up [M,I]) -> [M,I]: Elementwise.gate or its like."""
+"""(gate [M,I], up [M,I]) -> [M,I]: Elementwise.gate or another activation."""
 
 
 class DraftInputs(Protocol):
-    """`draft_inputs`, or what computes the same."""
+    """`draft_inputs`, or a function with the same result."""
 
     def __call__(
         self,
@@ -36,11 +36,13 @@ class DraftInputs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """The operations between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,
-    `geglu`, `clamped_swiglu`, before a draft model's first product `draft_inputs`, and before a
-    gated delta net's last one `gated_norm`.
-    `grouped`: the product of experts, which only launches; None: one product per expert, whose rows
-    the host selects. `few_bits`: products whose weight is quantised.
+    """The operations between a decoder's matrix products: `rms_norm`, `add_norm`, `swiglu`,
+    `turned`, `geglu`, `clamped_swiglu`; `draft_inputs` before a draft model's first product, and
+    `gated_norm` before a gated delta net's last one.
+
+    grouped   the grouped product of experts, which does not synchronise with the device; None: one
+              product per expert, whose rows the host selects
+    few_bits  matrix products with quantised weights
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -68,10 +70,10 @@ Rotary = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """The inputs of latent attention (layer_spec.Latent), absorbed, before rotation.
+    """The inputs of absorbed latent attention (layer_spec.Latent), before rotation.
 
-    queries  [M,A,rank] in the latent space, and their [M,A,rope] to be rotated
-    latent   [M,rank] normed, and [M,rope] to be rotated
+    queries  [M,A,rank] in the latent space, and the part [M,A,rope] to be rotated
+    latent   [M,rank] normalised, and [M,rope] to be rotated
     rotary   of the positions of the M nodes
     """
 
@@ -92,16 +94,16 @@ class LatentHeads:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Queries, keys and values of a layer as its product gave them, not yet normed and rotated.
+    """Queries, keys and values of a layer as its product returned them, before norm and rotation.
 
     qkv             [M,A+2G,E]: queries, then keys, then values
     kv_heads        G
-    q_norm, k_norm  float32[E] of every query or key head; None = not normed
+    q_norm, k_norm  float32[E] of every query or key head; None = not normalised
     eps             of those norms
     rotary          of the positions of the M nodes
-    sinks           float32[A] a score of each query head that carries no value; None = none
-    gate            [M,A*E] whose sigmoid the context is multiplied by; None = nothing
-    late            the norms stand behind the rotation
+    sinks           float32[A] a score of each query head that has no value; None = none
+    gate            [M,A*E] whose sigmoid multiplies the attention output; None = not gated
+    late            whether the norms follow the rotation
     """
 
     qkv: Tensor
@@ -116,8 +118,8 @@ class Heads:
     late: bool = False
 
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [M,A,E], keys and values [M,G,E], normed and rotated: the slow twin of
-        Kernels.enter, which also writes them.
+        """Return queries [M,A,E], keys and values [M,G,E], normalised and rotated: the reference
+        for Kernels.enter, which also writes them.
         """
         groups = self.kv_heads
         q, k, v = self.qkv.split([self.qkv.shape[1] - 2 * groups, groups, groups], 1)
@@ -158,10 +160,11 @@ def draft_inputs(
     eps: float,
     hidden_first: bool = False,
 ) -> Tensor:
-    """Return [n,2H]: `rms_norm` of the embeddings of tokens int[n] beside that of hidden states
-    [n,H].
+    """Return [n,2H]: `rms_norm` of the embeddings of tokens int[n], concatenated with that of
+    hidden states [n,H].
 
-    embedding  [V,H]; norms: of both, in this order, whichever stands first
+    embedding  [V,H]
+    norms      weights of both, embedding first, whichever comes first in the result
     """
     normed = (
         rms_norm(F.embedding(tokens, embedding).to(hidden.dtype), norms[0], eps),
@@ -171,9 +174,8 @@ def draft_inputs(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, in float32; dtype of `gate`.
-
-    Not F.silu: on the CPU its bits depend on where in the tensor an element stands.
+    """Return silu(gate) * up, in float32; dtype of `gate`. Does not use F.silu, whose bits on the
+    CPU depend on the index in the tensor.
     """
     wide = gate.float()
     return (wide / (1 + torch.exp(-wide)) * up).to(gate.dtype)
@@ -185,10 +187,8 @@ _GELU = 2 * (2 / torch.pi) ** 0.5
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return gelu(gate) * up with GELU's tanh approximation (arXiv 1606.08415), in float32; dtype
-    of `gate`.
-
-    0.5 g (1 + tanh(a)) = g / (1 + exp(-2a)). Not F.gelu: on the CPU its bits depend on where in
-    the tensor an element stands.
+    of `gate`. Uses 0.5 g (1 + tanh(a)) = g / (1 + exp(-2a)), not F.gelu, whose bits on the CPU
+    depend on the index in the tensor.
     """
     wide = gate.float()
     angle = _GELU * (wide + 0.044715 * wide * wide * wide)
@@ -196,8 +196,8 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def erf_geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return gelu(gate) * up by the error function, in float32; dtype of `gate`. On every device:
-    no kernel of ours computes it.
+    """Return gelu(gate) * up with the error function, in float32; dtype of `gate`. Used on every
+    device: there is no kernel of ours for it.
     """
     wide = gate.float()
     return (wide * (0.5 * torch.erfc(wide * -(0.5**0.5))) * up).to(gate.dtype)
@@ -213,8 +213,8 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
-    """Return each number of `x` as cap * tanh(x / cap), between -cap and cap (arXiv 2408.00118,
-    section 2); `x` without a cap.
+    """Return cap * tanh(x / cap) elementwise, between -cap and cap (arXiv 2408.00118, section 2);
+    `x` without a cap.
     """
     return x if cap is None else torch.tanh(x / cap) * cap
 
@@ -260,8 +260,8 @@ PLAIN = Elementwise(
 
 
 def compiled(parts: Elementwise) -> Elementwise:
-    """Compile the functions with torch.compile, for any number of rows: one kernel each, made when
-    it first runs.
+    """Return the operations compiled with torch.compile, for any number of rows: one kernel each,
+    generated at its first run.
     """
     made: dict[str, Any] = {
         field.name: torch.compile(getattr(parts, field.name), dynamic=True)

@@ -2,7 +2,7 @@
 each group of columns, or float8 with scales likewise (checkpoints/grouped.py has the formats).
 
 The arithmetic is that of the formats: differences of integers are exact in 16 bits, sums and scales
-are float32. The kernel is triton_few_bits.py; the slow twin here also serves on the CPU.
+are float32. The kernel is triton_few_bits.py; the reference here also serves on the CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from forerun.machine import cores
 from forerun.types import AnyArray
 
 READ, PIECE = 1 << 23, 1 << 24
-"""Numbers of a matrix that a thread reads at once, and that the slow twin widens at once."""
+"""Numbers of a matrix that a thread reads at once, and that the reference widens at once."""
 
 FEW, COLUMNS = 256, 64
 """Rows up to which the kernel runs, and outputs of one of its tiles. FEW by bytes: the kernel reads
@@ -30,7 +30,7 @@ docs/inside/gpu-runbook.md.
 """
 
 TILE = 32
-"""Rows that the slow twin multiplies at once, always: a row's bits do not depend on the others."""
+"""Rows that the reference multiplies at once, always: a row's bits do not depend on the others."""
 
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -114,7 +114,7 @@ class FewBitsProducts:
 
 
 def few_bits_product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
-    """Compute FewBitsProduct in PyTorch operations, the slow twin. It widens a few rows of the
+    """Compute FewBitsProduct in PyTorch operations, the reference. It widens a few rows of the
     weight at a time, for TILE rows of `x` at a time.
     """
     outputs, inputs = weight.shape

@@ -1,7 +1,7 @@
 """Matrices on their way from mapped files to a device: read by several threads into pinned memory,
 copied from there on several streams, so that the disk, the host and the device work side by side.
 
-The slow twin is `Tensor.copy_` piece by piece, which is what runs on the CPU.
+The reference is `Tensor.copy_` piece by piece, which is what runs on the CPU.
 """
 
 from collections.abc import Iterable

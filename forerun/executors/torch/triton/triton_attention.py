@@ -19,7 +19,7 @@ without a trace of them.
 Parts are by length: each row is cut into as many as it is worth (split_of in sizes.py), so that
 no program reads much longer than the others, and what was one part needs no merging.
 
-The slow twin is `attend_dense` in tests/twins/kernels.py.
+The reference is `attend_dense` in tests/twins/kernels.py.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The choice of a node, as a Triton kernel, for CUDA: one pass over the logits.
 
 The arithmetic of forerun.speculative.noise and forerun.speculative.accept; noise never touches
-memory. The slow twin is `choose` in tests/twins/rounds.py.
+memory. The reference is `choose` in tests/twins/rounds.py.
 """
 
 import torch

@@ -1,5 +1,5 @@
 """The steps of a draft head's levels in a captured round, beside the head itself, as Triton
-kernels, for CUDA. The slow twins are in tests/twins/rounds.py. Launches only.
+kernels, for CUDA. The references are in tests/twins/rounds.py. Launches only.
 """
 
 import torch

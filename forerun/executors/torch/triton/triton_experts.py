@@ -6,7 +6,7 @@ tiles there are is not known on the host, but how many there may be: programs be
 to do. So nothing waits for the device, shapes depend on shapes alone, and a round can be captured.
 Each matrix that some row wants is read once for every tile of its rows, the others not at all.
 
-The slow twin is `grouped_loop` in tests/twins/kernels.py.
+The reference is `grouped_loop` in tests/twins/kernels.py.
 """
 
 import torch

@@ -7,7 +7,7 @@ a batch, up to FEW rows. More rows than that, as in prompts, are multiplied by a
 the weight widened into a scratch, a part at a time. Bytes are widened to 16-bit floats four at a
 time by the device's instructions for pairs, where nothing interprets the kernel.
 
-The slow twin is few_bits.few_bits_product.
+The reference is few_bits.few_bits_product.
 """
 
 import torch

@@ -1,5 +1,5 @@
 """Reads and writes of FutureState, which a captured round takes over from the one before it, one
-Triton kernel each, for CUDA. The slow twins are in tests/twins/future.py. Launches only.
+Triton kernel each, for CUDA. The references are in tests/twins/future.py. Launches only.
 """
 
 import triton

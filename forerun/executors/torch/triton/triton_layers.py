@@ -1,6 +1,6 @@
 """The operations between a decoder's products, one Triton kernel each, for CUDA.
 
-The slow twins are `PLAIN` and `Heads.turned` in forerun.executors.torch.decoder.elementwise and
+The references are `PLAIN` and `Heads.turned` in forerun.executors.torch.decoder.elementwise and
 `write` in forerun.executors.torch.attention.kv. Inputs may be slices: only their last axis must be
 contiguous. Outputs are contiguous. Arithmetic in float32.
 """
@@ -281,7 +281,7 @@ def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 
 def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
     """Return the queries [M,A,E] of `heads`, normed and rotated (Heads.turned); write their keys
-    and values to the slots int[M] of `layer` (kv.write). Latent heads by the slow twin, which
+    and values to the slots int[M] of `layer` (kv.write). Latent heads by the reference, which
     launches only, too.
     """
     if isinstance(heads, LatentHeads):

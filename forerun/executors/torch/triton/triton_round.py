@@ -1,6 +1,6 @@
 """The steps before and after the forward pass of a captured round, as Triton kernels, for CUDA.
 
-The slow twins are in tests/twins/rounds.py and `PagedCache.move`. Launches only.
+The references are in tests/twins/rounds.py and `PagedCache.move`. Launches only.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 To cut, nothing is sorted: a program has one node, and searches the 32-bit keys that order as its
 heated logits do for the least one that stays, by counts and masses of what lies above four pivots
-at a time; once few tokens lie between two pivots, among these alone. The slow twins are `shaped`
+at a time; once few tokens lie between two pivots, among these alone. The references are `shaped`
 and `cut` in forerun.executors.torch.shaping. Launches only.
 """
 

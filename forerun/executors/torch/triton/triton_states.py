@@ -1,4 +1,4 @@
-"""Recurrent states of a step's nodes, as Triton kernels, for CUDA. The slow twins are in
+"""Recurrent states of a step's nodes, as Triton kernels, for CUDA. The references are in
 tests/twins/states.py. Launches only.
 
 A program has some columns of one head's state in its registers while a row's nodes pass, one after
