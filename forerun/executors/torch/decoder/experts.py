@@ -1,10 +1,10 @@
-"""A mixture of experts: each row runs through the few feed-forwards that a router chooses for it.
+"""A mixture of experts: each row runs through the few feed-forwards that a router chooses for it
+(Shazeer et al. 2017, arXiv 1701.06538); the kind of router is configuration (layer_spec.Router).
 
-Shazeer et al. 2017 (arXiv 1701.06538); the kind of router is data (layer_spec.Router). On a device
-with a grouped product (grouped.GroupedProduct), a mixture only launches, so rounds can be captured.
-On the CPU each expert is a product of its own, whose rows the host selects, and a row's bits do not
-depend on the others: the rows of one expert are multiplied at row counts at which that does not
-matter (layers.padded_rows), and a row's experts are added in the order of its own choice.
+On a device with a grouped product (grouped.GroupedProduct), a mixture does not synchronise with the
+device, so rounds can be captured. On the CPU each expert is a product of its own, whose rows the
+host selects, and a row's bits are independent of the others: an expert's rows are multiplied at the
+row counts of layers.padded_rows, and a row's experts are added in the order of its own choice.
 """
 
 import torch
@@ -23,10 +23,10 @@ from forerun.networks.layer_spec import Activation, Experts, Router
 
 
 class Mixture:
-    """A router, its experts and the expert that every row visits, if there is one.
+    """A router, its experts and the shared expert that every row visits, if there is one.
 
     group  the ranks that have the other experts, or the other columns of each. The router is on
-            every rank, and so is the shared expert where it is not cut (Experts.shared_whole)
+           every rank, and so is the shared expert unless it is divided (Experts.shared_whole)
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Mixture:
     ) -> None:
         self._about, self._sum = about, group.sum if group else alone
         self._rows = RowAdapters()
-        # DeepSeek's scores are so near each other that 16 bits would choose others.
+        # DeepSeek's scores are so close that 16 bits would choose other experts.
         wide = about.router.scores == "sigmoid"
         self._router = (weights.wide_linear if wide else weights.linear)(f"{prefix}.gate")
         self._correction = weights.vector(f"{prefix}.gate.e_score_correction_bias")
@@ -72,8 +72,8 @@ class Mixture:
         return self._router, *(linear for part in parts for linear in part.linears)
 
     def adapt(self, adapting: Adapting, prefix: str) -> None:
-        """Let adapters add to the experts' products, whose matrices begin with `prefix`. Raises
-        ConfigError where experts are one product for all.
+        """Apply adapters to the experts' products, whose tensor names begin with `prefix`. Raises
+        ConfigError if the experts are one grouped product.
         """
         if self._grouped is not None and adapting.adapts(f"{prefix}.experts."):
             raise ConfigError(
@@ -90,8 +90,8 @@ class Mixture:
             self._shared = adapting.feed_forward(self._shared, f"{prefix}.shared_expert")
 
     def __call__(self, x: Tensor, sizes: tuple[int, ...], routed: Tensor | None = None) -> Tensor:
-        """Return [M,H] for x [M,H], summed over the ranks. `sizes`: row counts that products may be
-        run at; empty = any. routed: the router's input [M,H]; None: x.
+        """Return [M,H] for x [M,H], summed over the ranks. `sizes`: row counts at which products
+        may run; empty = any. routed: the router's input [M,H]; None: x.
         """
         wide, routed = self._about.router.scores == "sigmoid", x if routed is None else routed
         logits = self._router(routed.float() if wide else routed).float()
@@ -104,7 +104,7 @@ class Mixture:
             found = self._outputs(x, chosen, sizes)
         else:
             found = self._launched(x, chosen, self._grouped)
-        # One after the other: a sum over an axis may add in an order that depends on its shape.
+        # One by one: the order of a sum over an axis may depend on its shape.
         mixed = found[:, 0].float() * weights[:, :1]
         for place in range(1, self._about.top_k):
             mixed = mixed + found[:, place].float() * weights[:, place : place + 1]
@@ -120,7 +120,7 @@ class Mixture:
         return self._sum((mixed + shared).to(x.dtype))
 
     def _launched(self, x: Tensor, chosen: Tensor, grouped: GroupedProduct) -> Tensor:
-        """Compute `_outputs` by launches: nothing here waits for the device."""
+        """Compute `_outputs` with the grouped product, without synchronising with the device."""
         count, k = chosen.shape
         pairs = Pairs.of(chosen, len(self._about.here))
         opened, up = grouped(x, self._gate_up, pairs, k).chunk(2, -1)
@@ -149,8 +149,8 @@ class Mixture:
 
 
 def _places(chosen: Tensor, here: range) -> Tensor:
-    """Return the experts' places among those of this rank, from their numbers; for one of another
-    rank, the number of this rank's.
+    """Return the experts' indices among those of this rank `here`; for an expert of another rank,
+    the number of this rank's experts.
     """
     place = chosen - here.start
     return torch.where((place >= 0) & (place < len(here)), place, len(here))
@@ -163,7 +163,7 @@ def routes(
 
     logits  float32[M,N] of all experts; correction: float32[N], if the router has one
     """
-    # Not torch.sigmoid: on the CPU its bits depend on where in the tensor a number stands.
+    # Not torch.sigmoid, whose bits on the CPU depend on the index in the tensor.
     sigmoid = router.scores == "sigmoid"
     scores = 1 / (1 + torch.exp(-logits)) if sigmoid else logits.softmax(-1)
     ranked = scores if correction is None else scores + correction
@@ -180,4 +180,4 @@ def routes(
 
 
 _LEAST = 1e-20
-"""Keeps a sum of sigmoids from zero."""
+"""Keeps a sum of sigmoids above zero."""

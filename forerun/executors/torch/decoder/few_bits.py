@@ -1,8 +1,8 @@
-"""Products whose weight stays quantised: integers with a scale, and perhaps a zero point, for
-each group of columns, or float8 with scales likewise (checkpoints/grouped.py has the formats).
+"""Matrix products whose weight stays quantised: integers with a scale, and possibly a zero point,
+for each group of columns, or float8 with such scales (formats: checkpoints/grouped.py).
 
 The arithmetic is that of the formats: differences of integers are exact in 16 bits, sums and scales
-are float32. The kernel is triton_few_bits.py; the reference here also serves on the CPU.
+are float32. The kernel is triton_few_bits.py; the reference here is also used on the CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,9 @@ from forerun.machine import cores
 from forerun.types import AnyArray
 
 READ, PIECE = 1 << 23, 1 << 24
-"""Numbers of a matrix that a thread reads at once, and that the reference widens at once."""
+"""READ: elements of a matrix that a thread reads at once. PIECE: elements that the reference
+dequantises at once.
+"""
 
 FEW, COLUMNS = 256, 64
 """Rows up to which the kernel runs, and outputs of one of its tiles. FEW by bytes: the kernel reads
@@ -30,25 +32,28 @@ docs/inside/gpu-runbook.md.
 """
 
 TILE = 32
-"""Rows that the reference multiplies at once, always: a row's bits do not depend on the others."""
+"""Rows that the reference always multiplies at once, so that a row's bits are independent of the
+others.
+"""
 
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FewBits:
-    """A weight w [N,K] in few bits. Columns are cut into blocks, each within one group.
+    """A quantised weight w [N,K]. Columns are divided into blocks, each within one group.
 
     kind, block  as of checkpoints.grouped.Grouped
     shape    (N, K)
     group    columns that share a scale
-    numbers  [blocks,N,bytes of a block] in the order of `order`: int8; uint8 of float8 and of 4
-             bits, where byte i has number i in its low bits and number i + block/2 in its high ones
+    numbers  [blocks,N,bytes of a block] in the order of `order`: int8; uint8 for float8 and for 4
+             bits, where byte i has element i in its low bits and element i + block/2 in its high
+             ones
     scales   [groups,N]
-    zeros    float32[groups,N]; None if there are none. In 4 bytes, which is what a device copies
-             ahead at least
-    order    int32[K] the column of every number; None: its own
-    through  int32[tiles] how many of a tile's programs are through: 0 between products
+    zeros    float32[groups,N]; None if there are none. float32 because 4 bytes is the least that a
+             device prefetches
+    order    int32[K] the column of every element; None: in order
+    through  int32[tiles] how many programs of a tile have finished: 0 between products
     """
 
     kind: GroupedKind
@@ -62,8 +67,8 @@ class FewBits:
     through: Tensor
 
     def integers(self, first: int, last: int) -> Tensor:
-        """Return float32[n,K], the numbers of rows from `first` to `last`, before zero points and
-        scales, in the columns' own order.
+        """Return float32[n,K], the stored values of rows `first` to before `last`, before zero
+        points and scales, in the columns' own order.
         """
         found = self.numbers[:, first:last].transpose(0, 1)
         if self.kind == "int4":
@@ -73,9 +78,7 @@ class FewBits:
         return found.float().flatten(1)[:, : self.shape[1]]
 
     def widened(self, first: int, last: int) -> Tensor:
-        """Return float32[last-first,K], the rows from `first` to before `last` as numbers, zeros
-        subtracted and scales multiplied.
-        """
+        """Return float32[last-first,K], the dequantised rows from `first` to before `last`."""
         numbers, columns = self.integers(first, last), self.shape[1]
 
         def spread(each: Tensor) -> Tensor:
@@ -95,18 +98,18 @@ FewBitsProduct = Callable[[Tensor, FewBits, Tensor | None], Tensor]
 """(x [M,K], weight, bias [N] or None) -> [M,N] in the dtype of `x`: x W^T + b."""
 
 GATED = ("silu", "gelu_tanh", "clamped_silu")
-"""Activations that a FewBitsGate knows."""
+"""Activations that a FewBitsGate supports."""
 
 FewBitsGate = Callable[[Tensor, FewBits, Tensor | None, str], Tensor]
-"""(x [M,K], weight of gate and up, one above the other, bias, one of GATED) -> [M,N/2]:
-what the gate lets through.
+"""(x [M,K], stacked weight of gate and up, bias, one of GATED) -> [M,N/2]: activation(gate) *
+up.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class FewBitsProducts:
-    """By what weights in few bits are read. gated: of a gate and what it opens at once; None: that
-    is a product, then the gate.
+    """The functions that multiply by quantised weights. gated: gate, up and activation in one;
+    None: a product followed by the activation.
     """
 
     product: FewBitsProduct
@@ -114,8 +117,8 @@ class FewBitsProducts:
 
 
 def few_bits_product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
-    """Compute FewBitsProduct in PyTorch operations, the reference. It widens a few rows of the
-    weight at a time, for TILE rows of `x` at a time.
+    """Compute FewBitsProduct with PyTorch operations, as the reference. Dequantises a few rows of
+    the weight at a time, for TILE rows of `x` at a time.
     """
     outputs, inputs = weight.shape
     step = max(1, PIECE // inputs)
@@ -135,12 +138,12 @@ IN_TORCH = FewBitsProducts(few_bits_product)
 
 
 def _tensor(array: AnyArray) -> Tensor:
-    """Return a copy as a tensor: files' views are read-only."""
+    """Return a copy as a tensor, since views of files are read-only."""
     return torch.from_numpy(np.array(array, order="C"))
 
 
 def alike(matrices: Sequence[Grouped]) -> bool:
-    """Return whether matrices one above the other are one weight in few bits."""
+    """Return whether these matrices can be stacked as one quantised weight."""
     first = matrices[0]
     facts = {(m.kind, m.shape[1], m.group, m.block, m.zeros, m.scale) for m in matrices}
     orders = {None if m.order is None else m.order.tobytes() for m in matrices}
@@ -148,10 +151,8 @@ def alike(matrices: Sequence[Grouped]) -> bool:
 
 
 def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
-    """Load matrices that are `alike`, one above the other, on a device; pieces are read side by
-    side.
-
-    Raises what reading them raises.
+    """Load matrices that are `alike`, stacked, to a device; pieces are read in parallel. Raises the
+    exceptions of reading them.
     """
     first = matrices[0]
     inputs, block, half = first.shape[1], first.block, first.kind == "int4"
@@ -198,7 +199,7 @@ def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
 
 
 def rounded(weight: Tensor) -> FewBits:
-    """Return a weight [N,K] of any floats in float8, with a scale for each row."""
+    """Return a floating-point weight [N,K] rounded to float8, with a scale for each row."""
     outputs, inputs = weight.shape
     block, found = whole_block(inputs), float8_rows(weight)
     numbers = F.pad(found.numbers.view(torch.uint8), (0, -inputs % block))
@@ -209,5 +210,5 @@ def rounded(weight: Tensor) -> FewBits:
 
 
 def _through(outputs: int, device: torch.device) -> Tensor:
-    """Return `FewBits.through` for a weight with so many outputs."""
+    """Return `FewBits.through` for a weight with `outputs` rows."""
     return torch.zeros(-(-FEW // 16) * -(-outputs // COLUMNS), dtype=torch.int32, device=device)

@@ -1,5 +1,5 @@
-"""The product of experts as data: which rows visit which experts, and each row by the matrices of
-its own. The kernel is triton_experts.py.
+"""The grouped product of experts: which rows visit which experts, and the product of each row with
+the matrices of its own. The kernel is triton_experts.py.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """M rows that visit k experts each: P = M*k pairs, a row's side by side.
+    """M rows that visit k experts each: P = M*k pairs, those of a row contiguous.
 
-    expert  int64[P] of each pair; N = one that is not here
-    order   int64[P] the pairs by expert
-    bounds  int64[N+1] expert e's are order[bounds[e]:bounds[e+1]]; behind the last are those of
-            experts that are not here
+    expert  int64[P] of each pair; N = an expert of another rank
+    order   int64[P] the pairs sorted by expert
+    bounds  int64[N+1] expert e's pairs are order[bounds[e]:bounds[e+1]]; those after the last bound
+            are of other ranks' experts
     """
 
     expert: Tensor
@@ -38,8 +38,8 @@ class Pairs:
 
     @staticmethod
     def of(chosen: Tensor, count: int) -> "Pairs":
-        """Return rows and experts, ordered by expert, of choices int64[M,k] among `count` experts.
-        Only launches.
+        """Return the pairs for choices int64[M,k] among `count` experts. Does not synchronise with
+        the device.
         """
         expert = chosen.flatten()
         ordered, order = expert.sort(stable=True)
@@ -48,6 +48,6 @@ class Pairs:
 
 
 GroupedProduct = Callable[[Tensor, Stacked, Pairs, int], Tensor]
-"""(x [M,in], matrices, pairs, k) -> [P,out]: of pair p its expert's matrix times x[p // k];
-anything where its expert is not here.
+"""(x [M,in], matrices, pairs, k) -> [P,out]: for pair p the product of its expert's matrix with x[p
+// k]; undefined for experts of other ranks.
 """

@@ -1,4 +1,4 @@
-"""Products of weights that stay in few bits, as a decoder runs them."""
+"""Matrix products with weights that stay quantised, in the form that a decoder uses."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from forerun.executors.torch.decoder.layers import FeedForward, Product
 
 
 class FewBitsLinear:
-    """y = x W^T + b for a weight in few bits. Takes 16-bit or 32-bit rows."""
+    """y = x W^T + b for a quantised weight. Takes 16-bit or 32-bit rows."""
 
     def __init__(self, weight: FewBits, bias: Tensor | None, by: FewBitsProducts) -> None:
         self.shape = weight.shape
@@ -23,7 +23,9 @@ class FewBitsLinear:
 
 
 class SideBySide:
-    """Products of the same rows with concatenated results, for matrices that cannot be merged."""
+    """Several products of the same rows with concatenated results, for matrices that cannot be
+    stacked.
+    """
 
     def __init__(self, parts: Sequence[Product], shape: tuple[int, int]) -> None:
         self.shape, self._parts = shape, parts
@@ -34,7 +36,7 @@ class SideBySide:
 
 
 class GatedFeedForward(FeedForward):
-    """A FeedForward whose first product includes the gate."""
+    """A FeedForward whose first product includes the activation."""
 
     def __init__(self, gate_up: FewBitsLinear, down: Product, gate: Gate, activation: str) -> None:
         super().__init__(gate_up, down, gate)
@@ -49,7 +51,9 @@ class GatedFeedForward(FeedForward):
 
 
 def feed_forward(products: tuple[Product, Product], gate: Gate, activation: str) -> FeedForward:
-    """Return a feed-forward of gate and up as one product, and down; gate: the activation's."""
+    """Return a feed-forward of the stacked product of gate and up, and of down; gate: the
+    activation's function.
+    """
     gate_up, down = products
     if isinstance(gate_up, FewBitsLinear) and gate_up.by.gated and activation in GATED:
         return GatedFeedForward(gate_up, down, gate, activation)

@@ -1,5 +1,5 @@
-"""Latent attention (layer_spec.Latent): what makes its heads of a layer's input, and what reads
-their context.
+"""Latent attention (layer_spec.Latent): computes its heads from a layer's input, and the layer's
+output from the attention output.
 """
 
 import torch
@@ -14,8 +14,9 @@ from forerun.networks.layer_spec import Latent, LayerSpec
 
 
 class LatentProjections:
-    """Latent attention's, absorbed: kv_b_proj is cut into what brings queries into the latent's
-    space and what brings the context out of it; neither keys nor values are ever made.
+    """The projections of absorbed latent attention: kv_b_proj is split into the part that maps
+    queries to the latent space and the part that maps the attention output back; full keys and
+    values are never computed.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class LatentProjections:
         return *products, *self._into.linears, *self._out_of.linears
 
     def adapt(self, adapting: Adapting) -> None:
-        """Let adapters add to the products but those of kv_b_proj."""
+        """Apply adapters to the products other than those of kv_b_proj."""
         prefix, about = self._prefix, self._latent
         queries = f"{prefix}.q_proj"
         down = [(f"{prefix}.kv_a_proj_with_mqa", about.rank + about.rope)]
@@ -64,8 +65,8 @@ class LatentProjections:
         self._out = adapting(self._out, [(f"{prefix}.o_proj", self._arch.hidden)])
 
     def heads(self, x: Tensor, rotary: Rotary) -> LatentHeads:
-        """Return queries and the latent row of rows [M,H] at the positions of `rotary`, not
-        rotated.
+        """Return queries and the latent row, before rotation, of rows [M,H] at the positions of
+        `rotary`.
         """
         arch, about, norm = self._arch, self._latent, self._parts.norm
         down = self._down(x)
@@ -81,14 +82,13 @@ class LatentProjections:
         return LatentHeads(pair, (latent, key), rotary, self._parts, sinks=self._sinks)
 
     def out(self, context: Tensor, gate: Tensor | None) -> Tensor:
-        """Return [M,H] of context [M,A,rank]; there is no gate."""
+        """Return [M,H] for the attention output [M,A,rank]; gate: always None."""
         return self._out(self._out_of(context).flatten(1))
 
 
 class EachHead:
-    """A product with a weight of its own for each head [A,out,in]: [M,A,in] -> [M,A,out].
-
-    On the CPU one head after the other, so that a row's bits do not depend on how many there are.
+    """A product with a weight [A,out,in], one matrix for each head: [M,A,in] -> [M,A,out]. On the
+    CPU one head after the other, so that a row's bits are independent of the number of rows.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -99,7 +99,7 @@ class EachHead:
             self._weight = weight.transpose(1, 2).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return [M,A,out]."""
+        """Return [M,A,out] for x [M,A,in]."""
         if not self.linears:
             return torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1)
         return torch.stack([linear(x[:, head]) for head, linear in enumerate(self.linears)], 1)

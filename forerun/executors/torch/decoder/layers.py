@@ -1,9 +1,9 @@
-"""The matrix products of a decoder: no row's bits depend on the others.
+"""The matrix products of a decoder, in which a row's bits are independent of the other rows.
 
-That is hard: libraries choose their kernel, and with it the order of the sums, by the number of
-rows. So on the CPU a product is only ever run at a few row counts (powers of two, the rest is
-padding), and `invariant_sizes` keeps those at which every row gets the bits it gets in the largest
-(decision 0006).
+Libraries choose their kernel, and with it the order of the sums, by the number of rows. So on the
+CPU a product only ever runs at a few row counts (powers of two, with padding), and
+`invariant_sizes` keeps those at which every row has the same bits as in the largest (decision
+0006).
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,9 @@ from torch import Tensor
 from forerun.executors.torch.decoder.elementwise import Gate
 
 MOST_ROWS = 128
-"""Rows of one product on the CPU. Twice as many made prefill some 5 % faster, start-up slower."""
+"""The most rows of one product on the CPU. Twice as many made prefill about 5 % faster, but
+start-up slower.
+"""
 
 
 def for_products(weight: Tensor) -> Tensor:
@@ -26,10 +28,9 @@ def for_products(weight: Tensor) -> Tensor:
 
 
 class Linear:
-    """y = x W^T + b for weight [N,K], any number of rows.
-
-    In float32 on the CPU the weight is kept in oneDNN's own layout: no repacking per call, and
-    the same order of sums for any number of rows on the machines seen so far.
+    """y = x W^T + b for weight [N,K], any number of rows. In float32 on the CPU the weight is
+    stored in oneDNN's own layout: this avoids repacking per call, and gives the same order of sums
+    for any number of rows on the machines seen so far.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -49,7 +50,9 @@ class Linear:
         return torch.cat([self._product(part) for part in x.split(MOST_ROWS)])
 
     def into(self, x: Tensor, out: Tensor) -> Tensor:
-        """Write [M,N] for x [M,K] into `out`, without a copy if the device's library can."""
+        """Write [M,N] for x [M,K] to `out`, without a copy if the device's library supports
+        that.
+        """
         if self._on_cpu or self._bias is not None:
             return out.copy_(self(x))
         return torch.mm(x, self._weight.t(), out=out)
@@ -64,7 +67,7 @@ class Linear:
 
 
 class Product(Protocol):
-    """A matrix product with its weight, of this shape [N,K]: [M,K] -> [M,N]."""
+    """A matrix product with a weight of shape [N,K]: [M,K] -> [M,N]."""
 
     shape: tuple[int, int]
 
@@ -74,30 +77,33 @@ class Product(Protocol):
 
 
 MakeProduct = Callable[[Tensor, Tensor | None], Product]
-"""Makes the product with a weight [N,K] and a bias [N]."""
+"""Returns the product with a weight [N,K] and a bias [N]."""
 
 
 class FeedForward:
-    """down(gate(x W_gate, x W_up)), from [M,H] to [M,H]; gate_up: both, one above the other."""
+    """down(activation(x W_gate) * x W_up), from [M,H] to [M,H]; gate_up: the stacked product of
+    both.
+    """
 
     def __init__(self, gate_up: Product, down: Product, gate: Gate) -> None:
         self.linears: tuple[Product, Product] = (gate_up, down)
         self._gate_up, self._down, self.gate = gate_up, down, gate
 
     def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Return [M,H] for x [M,H]. `sizes`, for experts only: M is already one of them."""
+        """Return [M,H] for x [M,H]. `sizes` is used by experts only: here M is already one of
+        them.
+        """
         return self._down(self.gate(*self._gate_up(x).chunk(2, -1)))
 
 
 def alone(x: Tensor) -> Tensor:
-    """Return `x` [M,H] unchanged: the sum over one rank."""
+    """Return `x` [M,H] unchanged, the sum over a single rank."""
     return x
 
 
 def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:
-    """Return the rows to run for `rows` wanted ones, so that only products of `sizes` occur.
-
-    No sizes: any number of rows may be run.
+    """Return the number of rows to run for `rows` rows, so that products run only at row counts in
+    `sizes`. If `sizes` is empty, `rows`.
     """
     if not sizes:
         return rows
@@ -106,15 +112,16 @@ def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:
 
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, MOST_ROWS)
-"""Row counts that are tried, ascending."""
+"""Row counts to test, ascending."""
 
 
 def invariant_sizes(linears: Iterable[Product]) -> tuple[int, ...]:
-    """Return the row counts of SIZES at which these products give each row the bits of the largest.
+    """Return the row counts of SIZES at which these products give each row the same bits as the
+    largest count.
 
-    Tried on random numbers, once per shape; kernels are chosen by shape, never by value. The
-    largest is always among them; that a row's place in it does not matter is seen from the
-    smaller ones, which take their rows from both its ends.
+    Tested on random numbers, once per shape: kernels are chosen by shape, not by value. The largest
+    is always included; that a row's index in it does not matter is tested with the smaller ones,
+    which take rows from both of its ends.
     """
     sizes = set(SIZES)
     random = torch.Generator().manual_seed(0)
@@ -129,9 +136,8 @@ def invariant_sizes(linears: Iterable[Product]) -> tuple[int, ...]:
 
 
 class WholeLinear:
-    """y = x W^T + b at any number of rows in one call, for whole sequences: training's product.
-
-    A row's last bits may depend on how many others there are.
+    """y = x W^T + b at any number of rows in one call, for whole sequences in training. A row's
+    last bits may depend on the number of rows.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:

@@ -1,9 +1,9 @@
-"""Layers with a recurrent state in torch: what a decoder hands over to the executor that keeps the
-states (attention/states.py); a gated short convolution (layer_spec.ShortConvolution), and the sums
-over a window of tokens, which gated delta nets (delta.py) need too.
+"""Layers with a recurrent state in torch: their inputs, which a decoder passes to the executor's
+states (attention/states.py); the gated short convolution (layer_spec.ShortConvolution), and the
+sums over a window of tokens, which gated delta nets (delta.py) need too.
 
-No number's bits depend on its company: a sum over a window adds number by number, the oldest token
-first, whether its tokens came in one step or one by one.
+The bits of every number are independent of the batch: a sum over a window adds element by element,
+the oldest token first, whether its tokens came in one step or one by one.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from forerun.networks.layer_spec import GatedDelta, Recurrent
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionInputs:
-    """A short convolution's inputs for nodes [M] before those of earlier tokens are known.
+    """A short convolution's inputs for nodes [M], without those of earlier tokens.
 
-    mixed   float32[M,C] what is convolved: b x
+    mixed   float32[M,C] the convolution's input: b x
     gate    [M,C] c
     kernel  float32[C,W]
-    bias    float32[C], if there is one
+    bias    float32[C], or None
     """
 
     mixed: Tensor
@@ -48,31 +48,31 @@ class ConvolutionProjections:
 
     @property
     def linears(self) -> tuple[Product, ...]:
-        """Its matrix products: into the layer, and out of it."""
+        """Its matrix products: input and output."""
         return self._into, self._out
 
     def adapt(self, adapting: Adapting) -> None:
-        """Let adapters add to the products."""
+        """Apply adapters to the products."""
         into, out = self._into, self._out
         self._into = adapting(into, [(f"{self._prefix}.in_proj", into.shape[0])])
         self._out = adapting(out, [(f"{self._prefix}.out_proj", out.shape[0])])
 
     def inputs(self, x: Tensor) -> ConvolutionInputs:
-        """Return the convolution's inputs of rows [M,H], in float32, and the gate of its output.
-        Positions do not matter.
+        """Return the convolution's inputs for rows [M,H], in float32, and the gate of its output.
+        Independent of positions.
         """
         b, c, x = self._into(x).chunk(3, -1)
         return ConvolutionInputs(b.float() * x, c, self._kernel, self._bias)
 
     def out(self, found: Tensor, gate: Tensor) -> Tensor:
-        """Return [M,H] of the convolution's sums, float32[M,C], and c [M,C]."""
+        """Return [M,H] for the convolution's sums float32[M,C] and c [M,C]."""
         return self._out((found * gate).to(gate.dtype))
 
 
 def window_sums(rows: Tensor, past: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the convolution of nodes [M]: float32[M,C].
 
-    rows    float32[R,C] what it reads of them and of what stands before them
+    rows    float32[R,C] the inputs of the nodes and of earlier tokens
     past    int64[M,W] the rows of each node's last W tokens, its own last
     kernel  float32[C,W]; bias: float32[C], None: zeros
     """
@@ -88,13 +88,13 @@ RecurrentInputs = DeltaInputs | ConvolutionInputs
 RecurrentProjections = DeltaProjections | ConvolutionProjections
 
 Recur = Callable[[int, RecurrentInputs], Tensor]
-"""(layer, its inputs) -> what is read of its states: float32[M,Hv,Dv] of a delta net, float32[M,C]
-of a convolution. Layers are counted from 0 among those that have states.
+"""(layer, its inputs) -> the recurrence's output: float32[M,Hv,Dv] of a delta net, float32[M,C] of
+a convolution. Layers are counted from 0 among those that have states.
 """
 
 
 def no_states(layer: int, inputs: RecurrentInputs) -> Tensor:
-    """Raise TypeError: a decoder without recurrent layers has no states to read."""
+    """Raise TypeError: a decoder without recurrent layers has no states."""
     raise TypeError("a layer with a recurrent state runs where no states are kept")
 
 

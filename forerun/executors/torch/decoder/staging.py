@@ -1,7 +1,6 @@
-"""Matrices on their way from mapped files to a device: read by several threads into pinned memory,
-copied from there on several streams, so that the disk, the host and the device work side by side.
-
-The reference is `Tensor.copy_` piece by piece, which is what runs on the CPU.
+"""Copies matrices from memory-mapped files to a device: several threads read into pinned memory,
+from which several streams copy, so that disk, host and device work in parallel. The reference is
+`Tensor.copy_` piece by piece, which is used on the CPU.
 """
 
 from collections.abc import Iterable
@@ -15,16 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 LANES = 4
-"""Pinned buffers, each with a thread that fills it and a stream that empties it. Not measured."""
+"""Pinned buffers, each with a thread that fills it and a stream that copies from it. Not
+measured.
+"""
 
 Piece = tuple[Tensor, NDArray[np.uint8], torch.dtype]
-"""The target [n,K], its bytes uint8[n,bytes of a row], and their type."""
+"""The target tensor [n,K], its bytes uint8[n,bytes of a row], and their dtype."""
 
 
 class CudaLane:
-    """A pinned buffer and a stream of a CUDA device. One thread at a time.
+    """A pinned buffer and a stream of a CUDA device. Used by one thread at a time.
 
-    cuda  the library; tests have one without a device
+    cuda  the library; tests use a replacement without a device
     """
 
     cuda: Any = torch.cuda
@@ -36,25 +37,23 @@ class CudaLane:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def begin(self) -> None:
-        """Order all copies from now on after all work that the device has received before."""
+        """Order all later copies after all work that the device has received before."""
         self._stream.wait_stream(self.cuda.current_stream(self._device))
 
     def buffer(self, size: int) -> Tensor:
-        """Return uint8[size] in pinned memory; waits until everything sent of it before has left
-        it.
-        """
+        """Return uint8[size] in pinned memory; waits until all copies from it have finished."""
         self._sent.synchronize()
         if len(self._buffer) < size:
             self._buffer = self.pinned(size)
         return self._buffer[:size]
 
     def pinned(self, size: int) -> Tensor:
-        """Return uint8[size] of the host that the device reads without a copy between."""
+        """Return uint8[size] in host memory that the device can read directly."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def send(self, out: Tensor, held: Tensor) -> None:
-        """Copy `held`, which lies in the buffer, into `out` of the same shape. Does not wait. The
-        device changes the dtype: `copy_` from the host would do that on the host.
+        """Copy `held`, a view of the buffer, to `out` of the same shape. Does not wait. The dtype
+        is converted on the device, whereas `copy_` from the host would convert it on the host.
         """
         with self.cuda.stream(self._stream):
             there = held if held.dtype == out.dtype else held.to(out.device, non_blocking=True)
@@ -62,12 +61,12 @@ class CudaLane:
             self._sent.record(self._stream)
 
     def end(self) -> None:
-        """Order all device work from now on after all copies sent. Does not wait."""
+        """Order all later device work after all copies sent. Does not wait."""
         self.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class Staging:
-    """Copies pieces of files to a device through its lanes, at least one."""
+    """Copies pieces of files to a device with at least one lane."""
 
     def __init__(self, lanes: list[CudaLane]) -> None:
         self._lanes = lanes
@@ -77,8 +76,8 @@ class Staging:
             self._free.put(lane)
 
     def copy(self, pieces: Iterable[Piece]) -> None:
-        """Copy all; what the device is given afterwards finds them there. Raises what reading them
-        raises.
+        """Copy all pieces; later work on the device sees the results. Raises the exceptions of
+        reading them.
         """
         for lane in self._lanes:
             lane.begin()
@@ -91,14 +90,14 @@ class Staging:
         lane = self._free.get()
         try:
             held = lane.buffer(rows.nbytes)
-            np.copyto(held.numpy().reshape(rows.shape), rows)  # Lets go of the interpreter's lock.
+            np.copyto(held.numpy().reshape(rows.shape), rows)  # Releases the GIL.
             lane.send(out, held.view(dtype).view(out.shape))
         finally:
             self._free.put(lane)
 
 
 def staging(device: torch.device) -> Staging | None:
-    """Return the copier to `device`; None if nothing needs pinned memory."""
+    """Return the copier to `device`; None if the device needs no pinned memory."""
     if device.type != "cuda":
         return None
     return Staging([CudaLane(device) for _ in range(LANES)])

@@ -1,8 +1,9 @@
-"""A checkpoint's tensors as a decoder wants them: on its device, in its dtype, several as one.
+"""A checkpoint's tensors in the form that a decoder needs: on its device, in its dtype, several
+stacked as one.
 
-A matrix goes from the file to where it stays in pieces, each in the dtype it is stored in; only
-what is quantised is widened to float32 on the way, a piece at a time. The host never holds more
-than a few pieces beside the file's own pages, which are given back when a matrix was read.
+A matrix is copied from the file to its destination in pieces, each in its stored dtype; only
+quantised pieces are dequantised to float32 on the way. The host never has more than a few pieces in
+memory in addition to the file's own pages, which are released once a matrix was read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def numbers_of(kind: str, rows: AnyArray) -> Tensor:
-    """Return [n,K] of rows uint8[n,bytes of a row], copied: in their stored dtype, or float32 if
+    """Return [n,K], a copy of rows uint8[n,bytes of a row]: in their stored dtype, or float32 if
     they are quantised.
     """
     if kind in _STORED:
@@ -40,8 +41,8 @@ def numbers_of(kind: str, rows: AnyArray) -> Tensor:
 
 
 def pieces_of(packed: Packed) -> Iterator[tuple[slice, Tensor]]:
-    """Yield a packed matrix from top to bottom, a piece at a time: its rows as a slice, and their
-    numbers float32[n,K].
+    """Yield a packed matrix piece by piece, from the first row on: its rows as a slice, and their
+    values float32[n,K].
     """
     for rows in _pieces(packed):
         yield rows, numbers_of(packed.kind, packed.rows[rows])
@@ -63,13 +64,13 @@ def some_rows(
 
 
 class Weights:
-    """A checkpoint's tensors on `device` in `dtype`, read on use.
+    """A checkpoint's tensors on `device` in `dtype`, read when used.
 
-    products  makes the blocks' products
-    finite    refuse values that are not finite: ModelError
-    few_bits  makes products whose weights stay quantised as in the file (checkpoints/kept.py);
-              None: all are widened
-    narrow    few_bits makes the blocks' products, of weights rounded to float8, and no others
+    products  creates the blocks' products
+    finite    raise ModelError for values that are not finite
+    few_bits  creates products whose weights stay quantised as in the file (checkpoints/kept.py);
+              None: all are dequantised
+    narrow    few_bits creates only the blocks' products, of weights rounded to float8
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class Weights:
         self._staging = staging(device)
 
     def vector(self, name: str) -> Tensor | None:
-        """Return the vector float32[N] of that name, in any dtype; None if the model has no such
-        tensor.
+        """Return the vector float32[N] of that name, whatever its stored dtype; None if the model
+        has no such tensor.
         """
         return self._load(name).float() if name in self._names else None
 
@@ -105,7 +106,7 @@ class Weights:
         return self._load(name).float()
 
     def norm(self, name: str) -> Tensor:
-        """Return the factor of a norm, float32[W]: the vector `name` plus the model's offset."""
+        """Return the factors of a norm, float32[W]: the vector `name` plus the model's offset."""
         stored = self._load(name).float()
         return stored + self._norm_offset if self._norm_offset else stored
 
@@ -114,8 +115,8 @@ class Weights:
         return self._stacked((name,))
 
     def stored_matrix(self, name: str) -> Tensor:
-        """Return [N,K] of that name, on the device: floats as the file has them, else as
-        `matrix`.
+        """Return [N,K] of that name, on the device: in its stored dtype if that is floating point,
+        else as `matrix`.
         """
         packed = self._checkpoint.packed(name)
         if packed is None or packed.kind not in _STORED:
@@ -126,7 +127,7 @@ class Weights:
         return whole
 
     def block_linear(self, *names: str) -> Product:
-        """Return the named matrices, one above the other, as one product of the blocks."""
+        """Return the named matrices, stacked by rows, as one product of the blocks."""
         if not self._narrow or self._few_bits is None:
             return self.linear(*names)
         weight = rounded(self._stacked(tuple(f"{name}.weight" for name in names)))
@@ -143,7 +144,7 @@ class Weights:
         return self._products(weight, self._bias(names))
 
     def feed_forward(self, prefix: str) -> tuple[Product, Product]:
-        """Return the products of layers.FeedForward: gate and up, one above the other, and down;
+        """Return the products of layers.FeedForward: gate and up, stacked by rows, and down; tensor
         names begin with `prefix`.
         """
         gate_up = self.block_linear(f"{prefix}.gate_proj", f"{prefix}.up_proj")
@@ -155,8 +156,8 @@ class Weights:
         return self._products(weight, self._bias(names, torch.float32))
 
     def experts(self, prefix: str, which: range, *parts: str) -> Stacked:
-        """Return `parts` of experts prefix.N for each N of `which`, one above the other, as one
-        tensor; in float8 if the blocks' weights are.
+        """Return one tensor with the stacked `parts` of experts prefix.N for each N in `which`; in
+        float8 if the blocks' weights are.
         """
         rows = [self._checkpoint.shape(f"{prefix}.{which[0]}.{part}.weight") for part in parts]
         shape = len(which), sum(each[0] for each in rows), rows[0][1]
@@ -177,14 +178,14 @@ class Weights:
         return Stacked(numbers, scale, None if bias is None else bias.view(shape[:2]))
 
     def head(self, embedding: Tensor) -> Product:
-        """Return the output head [V,H]; `embedding` is the tensor that it may be tied to."""
+        """Return the output head [V,H]; `embedding` is used if the head is tied to it."""
         if "lm_head.weight" in self._names:
             return self.linear("lm_head")
         return self._products(embedding, None)
 
     def _kept(self, names: tuple[str, ...]) -> Product | None:
-        """Return the named matrices as one product in few bits, or side by side if some are, but
-        not all alike; None if none is.
+        """Return the named matrices as one quantised product, or as concatenated products if not
+        all are quantised alike; None if none is quantised.
         """
         assert self._few_bits is not None
         found = [kept_matrix(self._checkpoint, f"{name}.weight") for name in names]
@@ -197,15 +198,15 @@ class Weights:
         return SideBySide(parts, (sum(part.shape[0] for part in parts), kept[0].shape[1]))
 
     def _bias(self, names: Sequence[str], dtype: torch.dtype | None = None) -> Tensor | None:
-        """Return [N] in a dtype (None: this one's), the biases of these matrices one after the
-        other; None without any.
+        """Return [N] in a dtype (None: that of `self`), the concatenated biases of these matrices;
+        None without any.
         """
         biases = [self.vector(f"{name}.bias") for name in names]
         present = [bias for bias in biases if bias is not None]
         return torch.cat(present).to(dtype or self.dtype) if present else None
 
     def _stacked(self, names: tuple[str, ...]) -> Tensor:
-        """Return [N,K], these matrices one above the other."""
+        """Return [N,K], these matrices stacked by rows."""
         shapes = [self._checkpoint.shape(name) for name in names]
         rows = [shape[0] for shape in shapes]
         whole = torch.empty(sum(rows), shapes[0][1], dtype=self.dtype, device=self.device)
@@ -236,7 +237,7 @@ class Weights:
         release(packed.rows)
 
     def _repeat(self, out: Tensor, block: AnyArray) -> None:
-        """Fill `out` with `block`, again and again; it is copied to the device once."""
+        """Fill `out` with repetitions of `block`, which is copied to the device once."""
         if self._block is None:
             self._block = torch.from_numpy(block).to(self.device).to(self.dtype)
         flat, length = out.view(-1), len(self._block)

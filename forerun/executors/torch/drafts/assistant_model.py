@@ -1,4 +1,6 @@
-"""Gemma 4's assistant in torch, pass by pass. drafts/assistant.py says what it computes."""
+"""Gemma 4's assistant in torch, pass by pass. Its computation is described in
+drafts/assistant.py.
+"""
 
 from dataclasses import replace
 
@@ -41,9 +43,7 @@ _NOWHERE: AnyArray = np.zeros(0, np.int64)
 
 class TorchAssistantModel(DraftModelBase):
     """DraftModel in torch, on the device and in the dtype of its target, whose keys and values it
-    reads where they are.
-
-    Raises MemoryPlanError if it does not fit.
+    reads in place. Raises MemoryPlanError if it does not fit.
     """
 
     def __init__(self, executor: CachedTarget, draft: Assistant) -> None:
@@ -71,16 +71,16 @@ class TorchAssistantModel(DraftModelBase):
         if draft.clusters is not None:
             self._rows, self._centroids = rows, weights.linear(CENTROIDS)
             self._tokens = indices(draft.clusters.tokens, device)
-        # What the next step receives: of draft nodes, then of each slot's root.
+        # The input of the next step: of draft nodes, then of each slot's root.
         count = limits.max_nodes + limits.slots
         self._outputs = torch.zeros(count, draft.target_hidden, device=device, dtype=dtype)
         executor.request_aux_hidden_states((executor.decoder.arch.layers,))
 
     @torch.inference_mode()
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
-        """Run each row's root, beside the features of the token before it. Returns Candidates
-        [s,k]. Raises EngineError for numbers out of bounds and for features that are missing or not
-        one row per token.
+        """Run each row's root, with the features of the token before it. Returns Candidates [s,k].
+        Raises EngineError for numbers out of bounds and for features that are missing or not one
+        row per token.
         """
         executor = self._executor
         check_extension(extension, executor.limits)
@@ -101,8 +101,8 @@ class TorchAssistantModel(DraftModelBase):
 
     @torch.inference_mode()
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run draft tokens; returns candidates [n,k] of each. Raises EngineError for numbers out of
-        bounds.
+        """Run draft tokens. Returns candidates [n,k] for each. Raises EngineError for numbers out
+        of bounds.
         """
         limits, count = self._executor.limits, len(level.tokens)
         check_level(level, limits)
@@ -116,7 +116,7 @@ class TorchAssistantModel(DraftModelBase):
     def _pass(
         self, tokens: Ints, hidden: Tensor, start: Ints, kv_len: Ints, pages: Ints
     ) -> tuple[Tensor, Tensor]:
-        """Return what the head reads, [n,Hd], and the next hidden states [n,H], of nodes that see
+        """Return the head's input [n,Hd] and the next hidden states [n,H] of nodes that attend to
         their rows' cached tokens.
         """
         executor, arch = self._executor, self._arch
@@ -150,8 +150,8 @@ class TorchAssistantModel(DraftModelBase):
         return read, self._behind(read)
 
     def _seen(self, start: Ints, kv_len: Ints, pages: Ints, last: Ints) -> list[KeyBlocks]:
-        """Return, of each of PagedCache.kinds, the target's keys that nodes see up to the positions
-        `last` int32[n]. They write none.
+        """Return, for each of PagedCache.kinds, the target's keys that nodes attend to, up to the
+        positions `last` int32[n]. The nodes write no keys.
         """
         nodes, none = np.split(np.arange(len(last), dtype=np.int32), start[1:-1]), _NOWHERE
         return [
@@ -172,7 +172,7 @@ class TorchAssistantModel(DraftModelBase):
         ]
 
     def _candidates(self, read: Tensor, count: int) -> Candidates:
-        """Return the candidates of what the head reads, [s,Hd]."""
+        """Return the candidates for the head's input [s,Hd]."""
         if self._clusters is None:
             logits, ids = self._head(read), None
         else:

@@ -1,11 +1,11 @@
-"""A block drafter in torch (DFlash): the network for training and serving, and the draft
-model that runs it over pages beside its target.
+"""A block drafter in torch (DFlash): the network for training and serving, and the draft model that
+runs it next to its target.
 
 c = hidden_norm(fc(features)) is computed once for each of the target's positions, and every layer's
 keys and values of that position are computed from this same c. The block itself is an ordinary
-pre-norm decoder over root and masks, whose keys and values stand behind the context's. Position p
-of the cache holds every layer's keys and values of the features at p, rotated by p; a block is
-never cached. Root and masks stand at the positions that their tokens would have.
+pre-norm decoder over root and masks, whose keys and values follow the context's. Position p of the
+cache has every layer's keys and values of the features at p, rotated by p; a block is never cached.
+Root and masks have the positions of their tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,10 +58,10 @@ _Work = Callable[[Tensor], Tensor]
 
 
 class BlockConvolution(nn.Module):
-    """Around one sublayer of a block: out[t] = sum over o of (base[o] + dynamic[t,o]) * x[t - o],
-    with zeros before the block. One kernel is for what the sublayer reads, one for what it returns;
-    the dynamic part of both is made of what it would read without, the same for `group`
-    neighbouring numbers. Parameter names are the published ones.
+    """A convolution around one sublayer of a block: out[t] = sum over o of (base[o] + dynamic[t,o])
+    * x[t - o], with zeros before the block. One kernel applies to the sublayer's input, one to its
+    output; the dynamic part of both is computed from the sublayer's input before the convolution,
+    the same for `group` adjacent channels. Parameter names are the published ones.
     """
 
     def __init__(self, hidden: int, group: int) -> None:
@@ -71,26 +71,26 @@ class BlockConvolution(nn.Module):
         self._group = group
 
     def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the sublayer reads, [R,P,H], of blocks x [R,P,H], and the kernel of
-        `leave`.
-        """
+        """Return the sublayer's input [R,P,H] for blocks x [R,P,H], and the kernel for `leave`."""
         dynamic = self.kernel_projection(x).unflatten(-1, (2, KERNEL_SIZE, -1))
         kernels = self.base_kernel + dynamic.repeat_interleave(self._group, -1)
         return convolved(x, kernels[..., 0, :, :]), kernels[..., 1, :, :]
 
     def leave(self, x: Tensor, kernel: Tensor) -> Tensor:
-        """Return what is added to the stream, [R,P,H], of the sublayer's x [R,P,H]."""
+        """Return the term [R,P,H] that is added to the residual stream, for the sublayer's output x
+        [R,P,H].
+        """
         return convolved(x, kernel)
 
 
 def convolved(x: Tensor, kernel: Tensor) -> Tensor:
-    """Return [R,P,H] of x [R,P,H] by kernels [R,P,KERNEL_SIZE,H]."""
+    """Return [R,P,H], the convolution of x [R,P,H] with kernels [R,P,KERNEL_SIZE,H]."""
     before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
     return kernel[..., 0, :] * x + kernel[..., 1, :] * before
 
 
 class ConvolvedLayer(DraftLayer):
-    """A DraftLayer whose sublayers have convolutions around them; group: as of them."""
+    """A DraftLayer with convolutions around its sublayers; group: as of BlockConvolution."""
 
     def __init__(self, shape: LayerShape, parts: Elementwise, group: int) -> None:
         super().__init__(shape, parts)
@@ -121,8 +121,7 @@ class ConvolvedLayer(DraftLayer):
 
 class BlockDrafter(nn.Module):
     """A block drafter. Parameter names are the canonical names of forerun.drafts.block_config.
-
-    Embedding and output head are parameters only where the drafter has its own.
+    Embedding and output head are parameters only if the drafter has its own.
     """
 
     def __init__(self, head: BlockHead, parts: Elementwise = TRAINED) -> None:
@@ -160,13 +159,13 @@ class BlockDrafter(nn.Module):
         return self.parts.norm(self.fc(features), norm.weight, norm.eps)
 
     def context(self, features: Tensor, rotary: Rotary) -> list[Heads | TrainedHeads]:
-        """Return every layer's keys and values, and no queries, of features [..., F*H]."""
+        """Return every layer's keys and values, without queries, for features [..., F*H]."""
         made = self.read_features(features)
         layers = range(self.head.layers)
         return [self.layer(number).heads(made, rotary, context=True) for number in layers]
 
     def embedded(self, tokens: Tensor, embedding: Tensor) -> Tensor:
-        """Return [..., places, H] of blocks int[..., places], by the drafter's own embedding and
+        """Return [..., places, H] for blocks int[..., places], by the drafter's own embedding and
         mask if it has them, else by `embedding` [V,H].
         """
         own = self.embed_tokens.weight if self.head.own_embedding else None
@@ -179,9 +178,9 @@ class BlockDrafter(nn.Module):
         return torch.cat([rows[..., :1, :], masks.to(rows.dtype)], -2)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend, places: int = 0) -> Tensor:
-        """Return the output head's input, [..., H], from the block's embeddings [..., H].
+        """Return the output head's input, [..., H], for the block's embeddings [..., H].
 
-        places  of a block, [R*places, H]; needed for convolutions alone
+        places  of a block, with x [R*places, H]; needed for convolutions only
         """
         parts, eps, layers = self.parts, self.head.norm_eps, range(self.head.layers)
         if self.head.convolved:
@@ -198,8 +197,8 @@ class BlockDrafter(nn.Module):
 
 
 class TorchBlockModel(BlockModelBase):
-    """DraftModel in torch, on the device and in the dtype of its target. Its passes only launch
-    (`context`, `forward`, `logits`); captured rounds run the same ones
+    """DraftModel in torch, on the device and in the dtype of its target. Its passes (`context`,
+    `forward`, `logits`) do not synchronise with the device; captured rounds run the same ones
     (captured/block_drafting.py).
 
     cache, ids, ropes, gqa_group  as of LevelModel
@@ -222,7 +221,7 @@ class TorchBlockModel(BlockModelBase):
         weights = partial(read_tensor, executor, draft)
         self._module = for_serving(lambda: BlockDrafter(head, parts), weights)
         self._rows: Tensor | None = None
-        if not head.own_head and head.vocab != head.target_vocab:  # The target's, of some tokens.
+        if not head.own_head and head.vocab != head.target_vocab:  # Some rows of the target's.
             self._rows = head_rows(executor, checkpoint, draft.target_ids)
         self.ids = torch.from_numpy(draft.target_ids.astype(np.int32)).to(device)
         self.ropes = rotations([(head.rope, head.head_size)], device)
@@ -232,16 +231,16 @@ class TorchBlockModel(BlockModelBase):
     # --- launches only -----------------------------------------------------------------------
 
     def context(self, features: Tensor, rotary: Rotary) -> list[Heads]:
-        """Return every layer's keys and values, and no queries, of features [n,F*H]."""
+        """Return every layer's keys and values, without queries, for features [n,F*H]."""
         return cast(list[Heads], self._module.context(features, rotary))
 
     def forward(self, tokens: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        """Return the input of `logits` [R*P,H] for blocks: roots and masks int[R,P]."""
+        """Return the input of `logits` [R*P,H] for blocks of root and masks int[R,P]."""
         embedded = self._module.embedded(tokens, self._executor.decoder.embedding)
         return self._module.forward(embedded.flatten(0, 1), rotary, attend, tokens.shape[1])
 
     def logits(self, read: Tensor) -> Tensor:
-        """Draft logits [n,Vd], of any dtype, of what `forward` returned, [n,H]."""
+        """Return draft logits [n,Vd], of any dtype, for rows [n,H] of the result of `forward`."""
         if self.about.own_head:
             logits = F.linear(read, self._module.lm_head.weight)
         elif self._rows is not None:
@@ -254,8 +253,8 @@ class TorchBlockModel(BlockModelBase):
         return softcapped(logits.float(), cap) if cap else logits
 
     def read_at(self, read: Tensor, depth: int) -> Tensor:
-        """Return [R,depth,H], the rows from which draft tokens are read, of `forward`'s
-        [R*places,H].
+        """Return [R,depth,H], the rows of `forward`'s result [R*places,H] that predict draft
+        tokens.
         """
         first = self.about.first
         blocks: Tensor = read.unflatten(0, (-1, self.about.run(depth)))
@@ -265,7 +264,7 @@ class TorchBlockModel(BlockModelBase):
 
     @torch.inference_mode()
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
-        """Keep keys and values of the features of what became permanent."""
+        """Write the keys and values of the features of tokens that became permanent."""
         check_extension(extension, self._limits)
         about = len(extension.tokens), self.traits.name, TorchFeatures
         streams = own_features(features, *about).tensor()

@@ -1,7 +1,6 @@
-"""A whole model that drafts, in torch: the target's own decoder class over a cache of its own.
-
-It reads tokens alone. Each row's root is run as one node more, and its keys and values wait by slot
-until the target has decided what follows (draft_cache.py).
+"""A whole model as a draft model, in torch: the target's own decoder class with a cache of its own.
+It reads tokens alone. Each row's root is run as an additional node, whose keys and values are kept
+by slot until the target has decided which token follows (draft_cache.py).
 """
 
 import numpy as np
@@ -21,10 +20,8 @@ from forerun.executors.torch.triton.kernels import parts_of
 
 
 class TorchDecoderModel(LevelModel):
-    """DraftModel in torch, on the device and in the dtype of its target. Nothing but keys and
-    values goes from one step to the next.
-
-    Raises MemoryPlanError if it does not fit.
+    """DraftModel in torch, on the device and in the dtype of its target. Only keys and values are
+    passed from one step to the next. Raises MemoryPlanError if it does not fit.
     """
 
     def __init__(self, executor: TorchTarget, draft: WholeDraft) -> None:
@@ -36,7 +33,7 @@ class TorchDecoderModel(LevelModel):
         cache, taken = allocated(executor, draft.parameters, shape, 0, True, attention)
         parts = parts_of(executor.kernels)
         decoder = self._decoder = Decoder(checkpoint, device, dtype, parts=parts)
-        # As of the target: rows are padded only where no kernels of ours run.
+        # As in the target, rows are padded only if our kernels are not used.
         self._row_sizes = decoder.row_sizes if executor.kernels is None else ()
         if not draft.vocabulary.every(checkpoint.architecture.vocab):
             decoder.head = Linear(head_rows(executor, checkpoint, draft.vocabulary.own_ids))
@@ -49,8 +46,8 @@ class TorchDecoderModel(LevelModel):
         return self.outputs[:0]
 
     def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the nodes through all layers. Returns (hidden [n,H], [n,0]): this model feeds nothing
-        back.
+        """Run the nodes through all layers. Returns (hidden [n,H], [n,0]), since this model has no
+        feedback.
         """
         tokens, rotary = self._inputs[nodes.tokens], nodes.rotary
         more = padded_rows(len(tokens), self._row_sizes) - len(tokens)
@@ -64,7 +61,7 @@ class TorchDecoderModel(LevelModel):
         return last, last[:, :0]
 
     def logits(self, read: Tensor) -> Tensor:
-        """Draft logits [n,Vd] of streams [n,H] after the last layer, in the decoder's
-        `logits_dtype`.
+        """Return draft logits [n,Vd] for residual streams [n,H] after the last layer, in the
+        decoder's `logits_dtype`.
         """
         return self._decoder.read(self._decoder.final_norm(read))

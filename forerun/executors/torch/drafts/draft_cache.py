@@ -1,12 +1,13 @@
 """A draft model's keys and values under the target's page ids, for any number of layers.
 
     scratch   draft nodes 0 .. max_nodes + slots, numbered as in DraftLevel; the tokens of an
-              extension pass through the same places
-    roots     one place per slot, for models that run a row's root itself
+              extension use the same slots
+    roots     one slot per sequence, for models that run a row's root itself
 
-Where draft entry q pairs the target's feature at q with the token after it (EAGLE), the root is the
-last *entry*, and nothing of it is left to keep here. A model that reads tokens alone runs the root
-as one node more; its keys and values wait by slot until the target has decided what follows.
+If draft entry q pairs the target's feature at q with the next token (EAGLE), the root is the last
+*entry*, and there is nothing more of it to store. A model that reads tokens alone runs the root as
+an additional node; its keys and values are kept here until the target has decided which token
+follows.
 """
 
 from dataclasses import dataclass, replace
@@ -27,13 +28,13 @@ from forerun.types import AnyArray, Ints
 
 @dataclass(frozen=True, slots=True)
 class DraftPass:
-    """M nodes of one pass.
+    """The M nodes of one pass.
 
     tokens    int32[M]
     position  int32[M]
     ends      int32[R] the last node of each row
-    scored    int32[s] nodes to return candidates of
-    attend    writes a layer's keys and values into scratch and returns the context
+    scored    int32[s] nodes to return candidates for
+    attend    writes a layer's keys and values to scratch and returns the attention output
     """
 
     tokens: Ints
@@ -46,12 +47,12 @@ class DraftPass:
 class DraftCache:
     """Pages, scratch and roots of a draft model.
 
-    shape      what each layer keeps
-    roots      the model runs each row's root itself
-    partial    some layer does not see all that is before a node
-    attention  how each layer's scores are made; empty = scaled by 1/sqrt(E), no windows
+    shape      the shape of each layer's keys and values
+    roots      whether the model runs each row's root itself
+    partial    whether some layer does not attend to all positions before a node
+    attention  how each layer's scores are computed; empty = scaled by 1/sqrt(E), no windows
     begins     the first position at which each layer has an entry; empty = 0
-    paged      keys and values of all
+    paged      keys and values of all layers
     scratch_begin, root_begin  slots (kv.py) of draft node 0, and of the root of slot 0
     """
 
@@ -87,8 +88,8 @@ class DraftCache:
     # --- passes --------------------------------------------------------------------------
 
     def extension(self, extension: DraftExtension) -> DraftPass:
-        """Return a pass over the tokens that became permanent: those after them, or with `roots`
-        themselves and each row's root. Raises EngineError if a position has no page.
+        """Return a pass over the tokens that became permanent: the token after each, or with
+        `roots` these tokens and each row's root. Raises EngineError if a position has no page.
         """
         self._targets(extension)
         tokens, start, scored = extension.next_tokens, extension.start, extension.scored
@@ -123,11 +124,11 @@ class DraftCache:
         return self._pass(level.tokens, position, level.start, nodes, rows, level.first)
 
     def block(self, block: DraftBlock, mask: int, causal: bool) -> DraftPass:
-        """Return a pass over blocks: each row's root, then as many `mask` tokens as make it `depth`
-        long.
+        """Return a pass over blocks: each row's root, followed by `mask` tokens up to `depth`
+        places.
 
-        causal  a place sees those before it; else all places of its block. Either sees all that is
-                cached
+        causal  whether a place attends only to those before it, and not to its whole block. All
+                cached positions are attended to in both cases
         """
         depth, count = block.depth, len(block.roots)
         tokens = np.full((count, depth), mask, np.int32)
@@ -144,12 +145,16 @@ class DraftCache:
         return self._pass(tokens.ravel(), where, start, nodes.ravel(), rows, 0, sees.ravel())
 
     def write(self, layer: int, heads: AnyHeads) -> None:
-        """Put keys and values of the tokens of an extension where `commit` takes them."""
+        """Write keys and values of the tokens of an extension to scratch, from where `commit`
+        copies them.
+        """
         slots = self._places(np.arange(len(heads.rotary[0])))
         enter(heads, self.layers[layer], indices(slots, self._device))
 
     def commit(self, extension: DraftExtension) -> None:
-        """Make what an extension has written permanent: tokens in pages, roots by slot."""
+        """Make the entries of an extension permanent: copy tokens to pages, and roots to their
+        slots.
+        """
         targets, nodes = self._targets(extension), np.arange(extension.start[-1])
         if self.roots:
             chains = with_roots(extension)
@@ -169,7 +174,7 @@ class DraftCache:
         first: int,
         sees: AnyArray | None = None,
     ) -> DraftPass:
-        """Return a pass; sees: the last position that each node sees, None = its own."""
+        """Return a pass; sees: the last position that each node attends to, None = its own."""
         position, slots = position.astype(np.int32), self._places(first + np.arange(len(position)))
         blocks = {
             begin: KeyBlocks(rows, slots, position, self.paged, begin=begin, last=sees)
@@ -202,7 +207,7 @@ class DraftCache:
 
 
 def _room(limits: ExecutorLimits) -> ExecutorLimits:
-    """Return the limits of a PagedCache whose scratch also takes an extension's roots and the roots
-    by slot.
+    """Return the limits of a PagedCache whose scratch also has room for an extension's roots and
+    the roots by slot.
     """
     return replace(limits, max_nodes=limits.max_nodes + 2 * limits.slots, max_scored=None)

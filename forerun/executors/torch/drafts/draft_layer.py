@@ -1,10 +1,9 @@
-"""The decoder layer that draft networks in torch are made of: the class that is trained and that
-serves.
+"""The decoder layer of draft networks in torch, for training and serving.
 
-Its weights are parameters under their published names. What stands between its products is
-`Elementwise`: TRAINED, which gradients pass, or what the target's device has. How rows see each
-other is the caller's affair: `attend` gets a layer's heads and returns the context. Where it serves
-(loading.py), products that read the same rows are one.
+Its weights are parameters under their published names. The operations between its products are an
+`Elementwise`: TRAINED, which has gradients, or that of the target's device. It is independent of
+pages and trees: `attend` gets a layer's heads and returns the attention output. For serving
+(loading.py), products that read the same rows are stacked.
 """
 
 from collections.abc import Callable
@@ -25,10 +24,10 @@ from forerun.executors.torch.decoder.elementwise import (
 )
 
 Attend = Callable[[int, Any], Tensor]
-"""(layer, its heads, `Heads` or `TrainedHeads`) -> context [..., A, E]."""
+"""(layer, its heads, `Heads` or `TrainedHeads`) -> attention output [..., A, E]."""
 
 TRAINED = replace(PLAIN, gate=lambda gate, up: F.silu(gate) * up, rotate=rotate)
-"""In the rows' own dtype, which may be float64; any axes in front of the last one."""
+"""Operations in the rows' own dtype, which may be float64, with any leading axes."""
 
 
 class Norm(nn.Module):
@@ -40,7 +39,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed x [...,width], in its dtype."""
+        """Return the normalised x [...,width], in its dtype."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -111,7 +110,7 @@ class DraftLayer(nn.Module):
         self.build(shape, parts)
 
     def build(self, shape: LayerShape, parts: Elementwise) -> None:
-        """Add the modules of `shape` behind those that there are."""
+        """Add the modules for `shape` to the existing ones."""
         self.shape, self.parts = shape, parts
         for name in shape.entry_norms:
             self.add_module(name, Norm(shape.hidden, shape.norm_eps))
@@ -127,8 +126,8 @@ class DraftLayer(nn.Module):
     def heads(
         self, x: Tensor, rotary: Rotary, only: Tensor | None = None, context: bool = False
     ) -> Heads | TrainedHeads:
-        """Return the heads of rows [..., input_width] at the positions of `rotary`; context: keys
-        and values alone.
+        """Return the heads of rows [..., input_width] at the positions of `rotary`; context: only
+        keys and values.
 
         only  int64[R]: the rows of [N, ...] that have queries; for training
         """
@@ -163,9 +162,10 @@ class DraftLayer(nn.Module):
         """Return two parts [..., H] of the residual stream after this layer, to be added.
 
         x         [..., input_width] input of queries, keys and values
-        residual  [..., H] the stream that its attention is added to
+        residual  [..., H] the stream to which the attention's result is added
         number    the layer's number for `attend`
-        only      int64[R]: of N rows [N, ...] these run; all N have keys and values
+        only      int64[R]: these of N rows [N, ...] are computed to the end; all N have keys and
+                  values
         """
         mixed = attend(number, self.heads(x, rotary, only)).flatten(-2)
         residual, mixed = chosen(residual, only), self.self_attn.o_proj(mixed)
@@ -174,7 +174,7 @@ class DraftLayer(nn.Module):
         return residual, self.feed(normed)
 
     def feed(self, normed: Tensor) -> Tensor:
-        """Return the feed-forward [..., H] of normed [..., H]."""
+        """Return the feed-forward [..., H] of normalised rows [..., H]."""
         mlp = self.mlp
         if self.stacked is None:
             opened, up = mlp.gate_proj(normed), mlp.up_proj(normed)

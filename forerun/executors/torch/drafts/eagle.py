@@ -1,10 +1,10 @@
-"""An EAGLE draft head in torch: the network that is trained and that serves, and the draft model
-that runs it over pages beside its target.
+"""An EAGLE draft head in torch: the network for training and serving, and the draft model that runs
+it next to its target.
 
 EAGLE-3 (arXiv 2503.01840, section 3): features from inside the target are fused to one hidden
-state; one decoder layer reads it beside the embedding of the next token; its output is fed back
-as the next hidden state. EAGLE-1/2 heads (arXiv 2401.15077) fuse embedding and hidden state
-first. How rows see each other is the caller's affair (draft_layer.py).
+state; one decoder layer reads it together with the embedding of the next token; its output is fed
+back as the next hidden state. EAGLE-1/2 heads (arXiv 2401.15077) fuse embedding and hidden state
+first. Attention is passed in by the caller (draft_layer.py).
 """
 
 import torch
@@ -37,8 +37,7 @@ from forerun.executors.torch.triton.kernels import parts_of
 
 class EagleHead(nn.Module):
     """A draft head. Parameter names are the canonical tensor names of forerun.drafts.eagle_config.
-
-    `lm_head` is a parameter also where it was copied from the target; the trainer freezes it.
+    `lm_head` is always a parameter, even if it is a copy of the target's; the trainer freezes it.
     """
 
     def __init__(self, head: DraftHead, parts: Elementwise = TRAINED) -> None:
@@ -66,10 +65,8 @@ class EagleHead(nn.Module):
         return layer
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return hidden states [..., H] from the target's features [..., F*H], F features side by
-        side.
-
-        EAGLE-1's single feature is the hidden state already.
+        """Return hidden states [..., H] for the target's features [..., F*H], F concatenated
+        features. EAGLE-1's single feature is already the hidden state.
         """
         if self.head.algorithm == "eagle1":
             return features
@@ -92,14 +89,13 @@ class EagleHead(nn.Module):
         attend: Attend,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run one draft step: next tokens int[...], rows of `embedding` [V,H], beside hidden [...,
-        H].
+        """Run one draft step over next tokens int[...], rows of `embedding` [V,H], and hidden
+        states [..., H]. Returns the inputs of the output head and of the next step, both [..., H];
+        they differ unless `normed_feedback`.
 
-        rotary: of the rows' positions. Returns what the head reads and what the next step receives,
-        both [..., H]; they differ unless `normed_feedback`.
-
-        only int64[R]: of N rows [N,H] these run; all N give keys and values. Then results are
-        [R,H].
+        rotary  of the rows' positions
+        only    int64[R]: these of N rows [N,H] are computed to the end, with results [R,H]; all N
+                provide keys and values
         """
         layer, about, parts = self.layer, self.head, self.parts
         if about.algorithm == "eagle1":
@@ -117,7 +113,7 @@ class EagleHead(nn.Module):
         return read, read if about.normed_feedback else output
 
     def logits(self, read: Tensor) -> Tensor:
-        """Draft logits [..., Vd] from what `forward` says the head reads."""
+        """Return draft logits [..., Vd] for the first result of `forward`."""
         logits: Tensor = self.lm_head(read)
         return logits
 
@@ -148,7 +144,7 @@ class TorchEagleModel(LevelModel):
         executor.request_aux_hidden_states(head.features)
 
     def enter(self, features: Tensor | None) -> Tensor:
-        """Return hidden states [n,H] of the target's features [n,F*H], fused."""
+        """Return hidden states [n,H], fused from the target's features [n,F*H]."""
         assert features is not None, "the traits ask for features"
         if self._about.algorithm == "eagle1":
             return self._executor.decoder.final_norm(features)
@@ -161,5 +157,5 @@ class TorchEagleModel(LevelModel):
         )
 
     def logits(self, read: Tensor) -> Tensor:
-        """Draft logits [n,Vd] of what the head reads, [n,H]."""
+        """Return draft logits [n,Vd] for the first result of `forward`, [n,H]."""
         return self._module.logits(read)

@@ -1,14 +1,14 @@
-"""The base of torch draft models that propose level by level: their passes
-only launch, over nodes whose keys and values are placed by the caller. The contract (`extend`,
-`expand`) runs passes one by one; captured rounds run the same ones in one program
-(captured/drafting.py).
+"""The base of torch draft models that propose level by level.
 
-A model that reads a hidden state beside the next token, the target's at first and then its own
-output, has an entry for t_{q+1} at position q (EAGLE, section 4.1): it pairs feature f_q with that
-token and predicts t_{q+2}; so after n decided tokens, the last not yet run, both caches hold n - 1.
+Their passes do not synchronise with the device and leave the placement of keys and values to the
+caller. The DraftModel interface (`extend`, `expand`) runs passes one by one; captured rounds run
+the same ones in one program (captured/drafting.py).
 
-Results need not be bit-identical in every batch: a draft that differs in its last bit costs at
-most an acceptance, never the text.
+A model that reads a hidden state with the next token, first the target's and then its own output,
+has an entry for t_{q+1} at position q (EAGLE, section 4.1): it pairs feature f_q with that token
+and predicts t_{q+2}; so after n decided tokens, the last of which has not been run, both caches
+have n - 1 entries. Results need not be bit-identical in every batch: a draft that differs in its
+last bit may cost an acceptance, but never changes the text.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,11 +43,11 @@ from forerun.types import Ints
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The input of a pass, n nodes.
+    """The input of a pass over n nodes.
 
     tokens  int[n] target ids
     rotary  of their positions, one for each of the model's ropes
-    attend  attends in a layer, and stores its keys and values
+    attend  computes a layer's attention, and stores its keys and values
     depth   0: tokens that became permanent; else of draft tokens, 1 = below the root
     position  int[n] at depth 0; None: of draft tokens, which are never the first
     before  at depth 0, if a layer reads the layer before it: (that layer, its outputs [n,H]) -> for
@@ -63,15 +63,16 @@ class Nodes:
 
 
 class LevelModel(DraftModelBase):
-    """The DraftModel contract around `enter`, `forward` and `logits`, which only launch.
+    """The DraftModel interface around `enter`, `forward` and `logits`, which do not synchronise
+    with the device.
 
     cache      keys and values
     outputs    [n,W] the input of a next draft step: of draft nodes from 0 on, and of each slot's
                last entry from max_nodes on; the last row is padding
-    states     which rows those are if layers read each other; None = there is one layer
+    states     the row numbers in `outputs` if layers read each other; None = there is one layer
     ids        int32[Vd] target id of every draft id
     ropes      frequencies float32[E/2] and factor of each kind of rotary positions
-    gqa_group  query heads that share keys and values
+    gqa_group  query heads per key/value head
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class LevelModel(DraftModelBase):
     # --- launches only -----------------------------------------------------------------------
 
     def enter(self, features: Tensor | None) -> Tensor:
-        """Return the hidden state [n,H] that permanent tokens are read beside, from the target's
-        features [n,F*H]; None exactly if the traits need none.
+        """Return the hidden states [n,H] that permanent tokens are read with, from the target's
+        features [n,F*H]; None if and only if the traits need none.
         """
         raise NotImplementedError
 
@@ -108,17 +109,17 @@ class LevelModel(DraftModelBase):
         raise NotImplementedError
 
     def logits(self, read: Tensor) -> Tensor:
-        """Draft logits [n,Vd], of any dtype, of what `forward` says is read, [n,H]."""
+        """Return draft logits [n,Vd], of any dtype, for the first result of `forward`, [n,H]."""
         raise NotImplementedError
 
     # --- the contract, pass by pass ----------------------------------------------------------
 
     @torch.inference_mode()
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
-        """Run what became permanent: the tokens after it beside its features, or tokens alone.
-        Writes their keys and values into pages and the slots' last outputs; returns candidates
-        [s,k] of `extension.scored`. Raises EngineError for numbers out of bounds and for features
-        that are missing or not one row per token.
+        """Run the tokens that became permanent: with features the next token of each, else the
+        tokens alone. Writes their keys and values to pages, and the slots' last outputs; returns
+        candidates [s,k] for `extension.scored`. Raises EngineError for numbers out of bounds and
+        for features that are missing or not one row per token.
         """
         executor, states, streams = self._executor, self.states, None
         check_extension(extension, executor.limits)
@@ -148,7 +149,7 @@ class LevelModel(DraftModelBase):
 
     @torch.inference_mode()
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run draft tokens, into scratch; returns candidates [n,k] of each. Raises EngineError for
+        """Run draft tokens, in scratch. Returns candidates [n,k] for each. Raises EngineError for
         numbers out of bounds.
         """
         limits, count = self._executor.limits, len(level.tokens)
@@ -179,7 +180,9 @@ class LevelModel(DraftModelBase):
         return Nodes(indices(work.tokens, device), rotary, attend, depth, before, first)
 
     def _launched(self, work: DraftPass, extension: DraftExtension, kernels: Kernels) -> Attend:
-        """Launch an extension: prompts are long, and use the target's own kernels."""
+        """Return the attention of an extension with the target's own kernels, since prompts are
+        long.
+        """
         cache, device = self.cache, self._executor.device
         start = np.append(0, work.ends + 1).astype(np.int32)
         places = cache.scratch_begin + np.arange(len(work.tokens))
@@ -206,8 +209,8 @@ def rotations(
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the places int64[n,k] of the k = `count` greatest of logits [n,V], or of all, best
-    first, and their log-probabilities float32[n,k].
+    """Return the indices int64[n,k] of the k = `count` greatest logits [n,V], or of all if there
+    are fewer, best first, and their log-probabilities float32[n,k].
     """
     logits = logits.float()
     best, which = logits.topk(min(count, logits.shape[-1]), -1)
@@ -215,5 +218,5 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def nothing_before(layer: int, outputs: Tensor) -> Tensor:
-    """Raise EngineError: in this pass no layer reads another (Nodes.before)."""
+    """Raise EngineError, because no layer reads another in this pass (Nodes.before)."""
     raise EngineError("a pass in which no layer reads another")

@@ -1,5 +1,5 @@
-"""Draft networks as they serve: a trained class with the weights of a file, and what the file of an
-EAGLE head says of the model that runs it. Nothing here is part of a step.
+"""Loading of draft networks for serving: the trained class with the weights of a file, and the
+properties of an EAGLE head's file. Not used during a step.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def for_serving(network: Callable[[], M], weights: Callable[[str], Tensor]) -> M:
-    """Return the module that `network` makes, with `weights` by their parameters' names, which are
-    not trained; layers' products that read the same rows are one.
+    """Return the module that `network` creates, with `weights` by parameter name, without
+    gradients; a layer's products that read the same rows are stacked.
     """
     with torch.device("meta"):
         made = network()
@@ -41,15 +41,15 @@ def for_serving(network: Callable[[], M], weights: Callable[[str], Tensor]) -> M
 
 
 def stack(layer: DraftLayer) -> None:
-    """Keep matrices that read the same rows one above the other: one product each."""
+    """Stack the layer's matrices that read the same rows, so that each group is one product."""
     attention, mlp = layer.self_attn, layer.mlp
     qkv = _stacked(attention.q_proj, attention.k_proj, attention.v_proj)
     layer.stacked = qkv, _stacked(mlp.gate_proj, mlp.up_proj)
 
 
 def _stacked(*linears: nn.Linear) -> Tensor:
-    """Return the weights one above the other, stored once: those of `linears` become views of
-    it.
+    """Return the weights stacked by rows, stored once: those of `linears` become views of the
+    result.
     """
     whole = torch.cat([linear.weight for linear in linears])
     parts = whole.split([len(each.weight) for each in linears])
@@ -67,9 +67,9 @@ def allocated(
     attention: tuple[AttentionSpec, ...] = (),
     begins: tuple[int, ...] = (),
 ) -> tuple[DraftCache, dict[str, Any]]:
-    """Allocate the cache of a draft model, which needs `more` bytes beside its parameters. Returns
-    the cache, and bytes by purpose for /server_info. Raises MemoryPlanError if that
-    does not fit. The rest: as of DraftCache.
+    """Allocate the cache of a draft model, which needs `more` bytes in addition to its parameters.
+    Returns the cache, and bytes by purpose for /server_info. Raises MemoryPlanError if that does
+    not fit. Other arguments: as of DraftCache.
     """
     limits, device, dtype = executor.limits, executor.device, executor.dtype
     taken = {
@@ -87,8 +87,8 @@ def read_tensor(executor: TorchTarget, draft: DraftFile | BlockFile, name: str) 
 
 
 def head_rows(executor: TorchTarget, checkpoint: Checkpoint, which: Ints) -> Tensor:
-    """Return [n,H], the rows of a checkpoint's output head of tokens int32[n], in the target's
-    dtype on its device; reads nothing else of it.
+    """Return [n,H], the output head's rows of tokens int32[n], in the target's dtype on its device;
+    reads nothing else of it.
     """
     name = checkpoint.architecture.head_tensor
     return some_rows(checkpoint, name, which, executor.device, executor.dtype)

@@ -1,6 +1,6 @@
-"""The target's own prediction layers in torch, over pages and trees: what they compute is said in
-drafts/prediction_layers.py, where they find it in executors/layer_states.py. Positions are an EAGLE
-head's (level_model.py).
+"""The target's own MTP layers in torch. Their computation is described in
+drafts/prediction_layers.py, the storage of their inputs in executors/layer_states.py. Positions are
+as for an EAGLE head (level_model.py).
 """
 
 import torch
@@ -29,7 +29,7 @@ from forerun.executors.torch.triton.kernels import parts_of
 
 
 class _Layer:
-    """One of a draft's layers."""
+    """One MTP layer."""
 
     def __init__(
         self, number: int, draft: PredictionLayers, weights: Weights, parts: Elementwise
@@ -42,12 +42,12 @@ class _Layer:
             for part in (EMBEDDING_NORM, HIDDEN_NORM, FINAL_NORM)
         ]
         self._fuse = weights.linear(draft.own(number, FUSE).removesuffix(".weight"))
-        # What of the fuse's input is zeroed at position 0.
+        # The columns of the fuse's input that are zeroed at position 0.
         embedding = slice(arch.hidden, None) if draft.hidden_first else slice(arch.hidden)
         self._zeroed = embedding if draft.zeroed and number == 0 else None
 
     def __call__(self, embedding: Tensor, hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
-        """Return outputs [n,H] of nodes beside hidden states [n,H]: after the layer's final norm,
+        """Return outputs [n,H] for nodes with hidden states [n,H]: after the layer's final norm,
         and the input of the next draft step.
         """
         eps, (of_embedding, of_hidden, final) = self._eps, self._norms
@@ -113,13 +113,13 @@ class TorchPredictionModel(LevelModel):
         return Linear(weights.matrix(name).index_select(0, self.ids))
 
     def enter(self, features: Tensor | None) -> Tensor:
-        """Return [n,H], the target's last stream [n,H], normed as its head reads it."""
+        """Return [n,H], the target's last residual stream [n,H] after its final norm."""
         assert features is not None, "the traits ask for features"
         return self._executor.decoder.final_norm(features)
 
     def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run permanent tokens through all layers; draft tokens through the layer of their depth,
-        and through those of greater depths, for deeper levels. Outputs lie side by side.
+        and through those of greater depths, for deeper levels. Outputs are concatenated.
         """
         layers, depth, count = self._layers, nodes.depth, len(self._layers)
         embedding = self._embedding
@@ -139,7 +139,7 @@ class TorchPredictionModel(LevelModel):
         return read, _joined(outputs)
 
     def logits(self, read: Tensor) -> Tensor:
-        """Draft logits [n,Vd] of what the layers gave, [n,H], by the draft's own head or the
+        """Return draft logits [n,Vd] for the layers' result [n,H], by the draft's own head or the
         target's.
         """
         if self._head is not None:

@@ -1,4 +1,4 @@
-"""What a torch draft model needs of its executor, eager or captured."""
+"""The properties of a torch executor, eager or captured, that draft models use."""
 
 from typing import Protocol
 
@@ -31,30 +31,29 @@ class TorchTarget(Protocol):
 
     @property
     def kernels(self) -> Kernels | None:
-        """Our kernels, where the device has any; None: plain torch."""
+        """Our kernels, if the device supports them; None: plain torch."""
         ...
 
     @property
     def decoder(self) -> Ends:
-        """The target's embedding [V,H], final norm and head, which drafts borrow. Raises
-        EngineError after `shutdown`.
+        """The target's embedding [V,H], final norm and head, which drafts share. Raises EngineError
+        after `shutdown`.
         """
         ...
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """Hand out the residual streams entering these layers with every outcome, from the next
-        step on. Raises ConfigError for a layer that is not there, MemoryPlanError if there is no
-        room to keep them.
+        """Return the residual streams entering these layers with every outcome, from the next step
+        on. Raises ConfigError for a layer that does not exist, MemoryPlanError if they do not fit.
         """
         ...
 
 
 class CachedTarget(TorchTarget, Protocol):
-    """A target whose keys and values a draft model reads, between its steps."""
+    """A target whose keys and values a draft model reads between its steps."""
 
     @property
     def windows(self) -> WindowPages | None:
-        """Which pages its layers with a window hold, if they give any back."""
+        """The window pages of its sliding-window layers; None: these layers keep every page."""
         ...
 
     @property
