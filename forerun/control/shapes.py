@@ -18,6 +18,7 @@ from forerun.control.account import Account
 from forerun.control.constants import (
     DECAY,
     FIRST_RATE,
+    FIRST_RETURNS,
     LOSS_SHARE,
     MIN_REPEATS,
     PLAIN_EVERY,
@@ -66,7 +67,7 @@ class Shapes:
         self, account: Account, drafts: HostDrafts, depth: int, width: int, merged: bool
     ) -> None:
         self._account, self._drafts, self._merged = account, drafts, merged
-        self.baseline, self._width, self._wide = Mean(1.0, PRIOR), width, width > 1
+        self.baseline, self._width, self._wide = Mean(1.0, FIRST_RETURNS), width, width > 1
         shape = DraftShape(width * depth, width, depth)
         self._grown_on_host = not account.costs.measured.drafts_in_step
         self.shapes = [shape] if self._grown_on_host else shape.declared()

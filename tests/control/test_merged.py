@@ -331,4 +331,4 @@ def test_a_new_engine_soon_knows_that_ngrams_alone_are_faster(head):
         (alone, _, _), (merged, asked, _) = (world.run(100) for world in worlds)
         ran.append((merged / alone, asked))
     speed, asked = np.mean(ran, axis=0)
-    assert speed > 0.97 and asked < 0.1
+    assert speed > 0.95 and asked < 0.15
