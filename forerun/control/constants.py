@@ -49,8 +49,8 @@ machine is slow. (Simulated, 80 fresh starts on a machine whose pace drifts by a
 1.546 and 1.489 tokens a step; with 1: 1.519 and 1.439; with 3 and 5 the same within .013.)
 """
 FIRST_RETURNS = 8.0
-"""Weight, in steps, of the initial assumption that draft tokens pay for themselves, and that n-grams
-beside a draft model bring nothing. (Simulated, 100 fresh starts of 100 steps on a machine whose
+"""Weight, in steps, of the initial assumptions that draft tokens pay for themselves, and that
+n-grams beside a draft model bring nothing. (Simulated, 100 fresh starts of 100 steps on a machine whose
 pace drifts by a quarter, tokens a step: least 1.27, mean 1.557; with 16: 1.27, 1.560; with 3, one
 slow step left searches in one step of five: 1.06, 1.549. 30 fresh starts of 100 steps, n-grams
 that double the speed, beside a draft model that is always wrong and one that gains a tenth, over
