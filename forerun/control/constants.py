@@ -50,11 +50,11 @@ machine is slow. (Simulated, 80 fresh starts on a machine whose pace drifts by a
 """
 FIRST_RETURNS = 8.0
 """Weight, in steps, of the initial assumptions that draft tokens pay for themselves, and that
-n-grams beside a draft model bring nothing. (Simulated, 100 fresh starts of 100 steps on a machine whose
-pace drifts by a quarter, tokens a step: least 1.27, mean 1.557; with 16: 1.27, 1.560; with 3, one
-slow step left searches in one step of five: 1.06, 1.549. 30 fresh starts of 100 steps, n-grams
-that double the speed, beside a draft model that is always wrong and one that gains a tenth, over
-n-grams alone: .968 and 1.079; with 2: .981 and 1.061; with 16: .953 and 1.091.)
+n-grams beside a draft model bring nothing. (Simulated, 100 fresh starts of 100 steps on a machine
+whose pace drifts by a quarter, tokens a step: least 1.27, mean 1.557; with 16: 1.27, 1.560; with
+3, one slow step left searches in one step of five: 1.06, 1.549. 30 fresh starts of 100 steps,
+n-grams that double the speed, beside a draft model that is always wrong and one that gains a
+tenth, over n-grams alone: .968 and 1.079; with 2: .981 and 1.061; with 16: .953 and 1.091.)
 """
 FIRST_TOKENS = 1.1
 """Tokens per step that are assumed at first of steps with draft tokens. (Fresh engines of the
