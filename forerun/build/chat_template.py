@@ -21,7 +21,7 @@ def template_source(config: EngineConfig, own: str | None) -> str | None:
     if "{{" in given or "{%" in given:
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(given).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"chat-template is {given}, which cannot be read ({error}). Give a file with a Jinja "

@@ -230,7 +230,16 @@ def config_of(folder: Path) -> dict[str, Any]:
         hint = "; it holds an adapter: merge it into its base model first"
     elif files := sorted(folder.glob("*.gguf")):
         hint = f"; name the GGUF file itself, for example {files[0]}"
+    else:
+        hint = _gone(folder)
     raise ModelError(f"{folder} is not a model folder: it has no config.json{hint}")
+
+
+def _gone(folder: Path) -> str:
+    """Say which link of a folder leads nowhere, as the end of a message; "" if none does."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    gone = [file.name for file in files if file.is_symlink() and not file.exists()]
+    return f"; {gone[0]} is a link to a file that is gone: fetch the model again" if gone else ""
 
 
 def files_by_tensor(folder: Path, kinds: Mapping[str, int] = FLOATS) -> dict[str, TensorFile]:
@@ -252,7 +261,7 @@ def files_by_tensor(folder: Path, kinds: Mapping[str, int] = FLOATS) -> dict[str
     if (folder / _PICKLED_INDEX).is_file():
         return _sharded(folder / _PICKLED_INDEX, ".bin", read_pickled)
     pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLES)
-    hint = f"; {pickles[0]} is a pickle, and only {_PICKLED} is read" if pickles else ""
+    hint = f"; {pickles[0]} is a pickle, and only {_PICKLED} is read" if pickles else _gone(folder)
     raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}{hint}")
 
 
@@ -455,7 +464,7 @@ def joined_templates(source: str, default: Any, with_tools: Any) -> str | None:
 def _text(path: Path) -> str | None:
     """Return a file's text; None without the file."""
     try:
-        return path.read_text(encoding="utf-8") if path.is_file() else None
+        return path.read_text(encoding="utf-8-sig") if path.is_file() else None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {reason_of(error)}") from error
 

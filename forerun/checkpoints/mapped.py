@@ -144,12 +144,28 @@ def mapped(path: Path) -> NDArray[np.uint8]:
     if it cannot be read.
     """
     try:
+        if path.stat().st_size == 0:
+            raise ModelError(f"{path} is empty: fetch it again")
         with path.open("rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {reason_of(error)}") from error
+    check_fetched(path, mapping[: len(_POINTER)])
     _mappings.add(mapping)
     return np.frombuffer(mapping, np.uint8)
+
+
+_POINTER = b"version https://git-lfs"
+
+
+def check_fetched(path: Path, head: bytes) -> None:
+    """Raise ModelError if a file that begins with `head` stands for another: Git without LFS leaves
+    a few lines of text in place of every large file.
+    """
+    if head.startswith(_POINTER):
+        raise ModelError(
+            f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"
+        )
 
 
 _mappings = WeakSet[mmap.mmap]()

@@ -82,7 +82,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     """Return (class, folder) of each module of modules.json. Raises ModelError."""
     path = folder / _MODULES
     try:
-        listed = json.loads(path.read_text(encoding="utf-8")[: 1 << 20])
+        listed = json.loads(path.read_text(encoding="utf-8-sig")[: 1 << 20])
         found = [(one["type"].rpartition(".")[2], one.get("path") or "") for one in listed]
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{path} cannot be read: {error!r}") from error

@@ -28,6 +28,6 @@ def grammar_of(arguments: argparse.Namespace) -> Grammar | None:
 
 def _read(path: str, flag: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise RequestError(f"{flag} {path} cannot be read: {reason_of(error)}") from error

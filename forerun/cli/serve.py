@@ -111,7 +111,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
     ignored. Raises ConfigError if the file cannot be read or has none.
     """
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The API keys in {path} cannot be read: {reason_of(error)}.") from error
     keys = tuple(line for line in lines if line and not line.startswith("#"))

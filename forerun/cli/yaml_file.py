@@ -24,7 +24,7 @@ def mapping(path: Path, levels: int = 1) -> Mapping[str, Any]:
     name.
     """
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8-sig"))
         node = loader.get_single_node()
         return {} if node is None or node.tag == _NULL else _names(loader, node, levels, str(path))
     except (OSError, UnicodeDecodeError) as error:

@@ -53,7 +53,7 @@ def write_token_map(ids: Ints, path: Path) -> None:
 
 def _json(path: Path) -> AnyArray:
     try:
-        ids = json.loads(path.read_text(encoding="utf-8"))
+        ids = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {reason_of(error)}") from error
     if not isinstance(ids, list) or not all(type(id) is int and abs(id) < 1 << 62 for id in ids):

@@ -123,7 +123,7 @@ def read_json(path: Path, most: int = _MOST_BYTES) -> dict[str, Any]:
     try:
         if path.stat().st_size > most:
             raise ModelError(f"{path} is larger than {most >> 20} MiB, the limit for this file")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {reason_of(error)}") from error
     if not isinstance(value, dict):

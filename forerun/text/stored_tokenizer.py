@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from forerun.cache_dir import cache_dir, write_kept
-from forerun.checkpoints.mapped import mapped
+from forerun.checkpoints.mapped import check_fetched, mapped
 from forerun.errors import ModelError
 from forerun.text.encoders import Encoders, Spec
 from forerun.text.gguf import tokenizer_json
@@ -88,6 +88,7 @@ def file_tokenizer(
         content = path.read_bytes()
     except OSError as error:
         raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
+    check_fetched(path, content)
     around = json.dumps((eos_ids, bos_id, sorted(names.items()), most)).encode()
     return _stored_or(
         b"json" + sha256(content).digest() + around,

@@ -374,7 +374,7 @@ def document(path: Path, most: int | None) -> dict[str, Any]:
     ModelError.
     """
     try:
-        spec = json.loads(path.read_text(encoding="utf-8"))
+        spec = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
     if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
