@@ -15,6 +15,7 @@ from forerun.drafts.assistant import Assistant, holds_assistant, open_assistant
 from forerun.drafts.block_folder import BlockFile, holds_block, open_block
 from forerun.drafts.eagle_folder import DraftFile, open_draft
 from forerun.drafts.gguf_block import holds_block_file, open_block_file
+from forerun.drafts.gguf_eagle import holds_head_file, open_head_file
 from forerun.drafts.gguf_prediction import holds_layers_alone, open_layers_alone
 from forerun.drafts.prediction_folder import holds_prediction, open_prediction
 from forerun.drafts.prediction_layers import PredictionLayers
@@ -42,9 +43,9 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
             f"speculative-algorithm is {method.name}, but {folder} holds no assistant of Gemma 4; "
             "leave the algorithm out, and the draft decides it."
         )
-    alone, in_file = holds_layers_alone(folder), holds_block_file(folder)
-    held = in_file or (not alone and holds_block(folder))
-    if alone or (not in_file and holds_prediction(folder)):
+    alone, in_file, head_file = holds_layers_alone(folder), *_kinds_in_file(folder)
+    held = in_file or (not (alone or head_file) and holds_block(folder))
+    if alone or (not (in_file or head_file) and holds_prediction(folder)):
         if method.kind != "layers" and method.name not in ("EAGLE", "AUTO"):
             raise ConfigError(
                 f"speculative-algorithm is {method.name}, but {folder} holds prediction layers; "
@@ -69,7 +70,7 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
         )
     if held:
         return open_block_file(folder, arch) if in_file else open_block(folder, arch)
-    head = open_draft(folder, arch)
+    head = (open_head_file if head_file else open_draft)(folder, arch)
     if method.name == "EAGLE3" and head.head.algorithm != "eagle3":
         raise ConfigError(
             f"speculative-algorithm is EAGLE3, but the head in {folder} is an EAGLE-1 or EAGLE-2 "
@@ -78,10 +79,22 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
     return head
 
 
+def _kinds_in_file(path: Path) -> tuple[bool, bool]:
+    """Return whether a path is a GGUF file with a block drafter, or with a draft head."""
+    return holds_block_file(path), holds_head_file(path)
+
+
+def holds_draft_file(path: Path) -> bool:
+    """Return whether a path holds an assistant, or is a GGUF file of a draft: of prediction
+    layers, a block drafter or a draft head.
+    """
+    return holds_assistant(path) or holds_layers_alone(path) or any(_kinds_in_file(path))
+
+
 def names_gguf_model(named: str) -> bool:
     """Return whether the named draft is a whole model in a GGUF file, existing or not."""
     path = Path(named)
-    return (named.endswith(".gguf") or is_gguf(path)) and not holds_block_file(path)
+    return (named.endswith(".gguf") or is_gguf(path)) and not any(_kinds_in_file(path))
 
 
 def holds_model(named: str) -> bool:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from forerun.build.beside import meant, runs_layers, with_beside
 from forerun.build.draft_file import (
+    holds_draft_file,
     holds_model,
     names_gguf_model,
     open_draft_file,
@@ -26,10 +27,9 @@ from forerun.control.step_costs import StepCosts
 from forerun.draft_shape import DraftShape
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import ModelDrafter
-from forerun.drafts.assistant import Assistant, holds_assistant
+from forerun.drafts.assistant import Assistant
 from forerun.drafts.block_folder import BlockFile
-from forerun.drafts.gguf_block import holds_block_file
-from forerun.drafts.gguf_prediction import holds_layers_alone, open_in_gguf
+from forerun.drafts.gguf_prediction import open_in_gguf
 from forerun.drafts.ngram_table import FILE as TABLE
 from forerun.drafts.ngram_table import NgramTable, read_ngram_table
 from forerun.drafts.prediction_layers import PredictionLayers, open_prediction_layers
@@ -388,11 +388,9 @@ def _deep_enough(config: EngineConfig, layers: PredictionLayers) -> PredictionLa
 
 
 def _folder(named: str, revision: str | None) -> Path:
-    """Return the draft's folder, or the file of an assistant, of prediction layers or of a block
-    drafter; fetches a hub id. Raises ModelError.
-    """
+    """Return the draft's folder, or its file; fetches a hub id. Raises ModelError."""
     folder = Path(named)
-    if holds_assistant(folder) or holds_layers_alone(folder) or holds_block_file(folder):
+    if holds_draft_file(folder):
         return folder
     if named and folder.is_dir():
         return _trained(folder)

@@ -5,7 +5,12 @@ reading weights or allocating anything.
 from dataclasses import dataclass, replace
 
 from forerun.build.beside import with_beside
-from forerun.build.draft_file import holds_model, names_gguf_model, open_draft_file
+from forerun.build.draft_file import (
+    holds_draft_file,
+    holds_model,
+    names_gguf_model,
+    open_draft_file,
+)
 from forerun.build.drafting import AUTO, NO_DRAFT, own_layers, with_draft
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
@@ -16,9 +21,6 @@ from forerun.build.token_map import sized
 from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
-from forerun.drafts.assistant import holds_assistant
-from forerun.drafts.gguf_block import holds_block_file
-from forerun.drafts.gguf_prediction import holds_layers_alone
 from forerun.drafts.ngram_table import FILE as TABLE
 from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
 from forerun.errors import ConfigError, MemoryPlanError
@@ -133,7 +135,7 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
     if named in (None, NO_DRAFT) or not config.speculates:
         return own_layers(config, target)
     folder = home_path(named)
-    if holds_assistant(folder) or holds_layers_alone(folder) or holds_block_file(folder):
+    if holds_draft_file(folder):
         return open_draft_file(config, folder, target)
     auto = config.algorithm.name == AUTO
     if config.algorithm.kind == "whole" or (

@@ -6,7 +6,7 @@ loads. A missing, unexpected or wrongly shaped tensor is an error that names it.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -72,16 +72,30 @@ def open_draft(folder: Path, target: Architecture) -> DraftFile:
     shapes = {name: file.tensors[stored].shape for name, (file, stored) in files.items()}
     try:
         head, keys = _describe(config, shapes, target)
-        warnings = _warnings(head, target) + _doubts(keys, head, target) + lenient_requests(config)
+        doubts = _doubts(keys, head, target) + lenient_requests(config)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
-    head.check_against(target, str(folder))
+    return checked_head(folder, head, target, files, doubts)
+
+
+def checked_head(
+    path: Path,
+    head: DraftHead,
+    target: Architecture,
+    files: Mapping[str, tuple[TensorFile, str]],
+    doubts: Sequence[str] = (),
+    absolute: bool = False,
+) -> DraftFile:
+    """Return the head of a folder or file; parameters as in OpenedDraft and mapped_ids. Raises
+    ModelError if it is for another target, incomplete, or has a number that is not finite.
+    """
+    head.check_against(target, str(path))
     expected, rows = expected_draft_tensors(head), (head.target_vocab, head.vocab)
     borrowed = {n: (count, head.hidden) for n, count in zip(TARGET_TENSORS, rows, strict=True)}
-    what = f"{folder}: its tensors are not those of the {head.algorithm} head"
+    what = f"{path}: its tensors are not those of the {head.algorithm} head"
     check_tensors(files, expected, what, borrowed)
-    ids = mapped_ids(head.vocab, head.target_vocab, files, folder)
-    draft = DraftFile(folder, head, ids, tuple(warnings), files)
+    ids = mapped_ids(head.vocab, head.target_vocab, files, path, absolute)
+    draft = DraftFile(path, head, ids, (*_warnings(head, target), *doubts), files)
     draft.read(expected)
     return draft
 
@@ -252,21 +266,25 @@ def check_tensors(
 
 
 def mapped_ids(
-    vocab: int, target_vocab: int, files: Mapping[str, tuple[TensorFile, str]], folder: Path
+    vocab: int,
+    target_vocab: int,
+    files: Mapping[str, tuple[TensorFile, str]],
+    folder: Path,
+    absolute: bool = False,
 ) -> Ints:
-    """Return int32[Vd] from the offsets in d2t; the identity if there is no map. Raises
-    ModelError.
+    """Return int32[Vd] from the offsets in d2t, or, if `absolute`, its target ids; the identity if
+    there is no map. Raises ModelError.
     """
     if "d2t" not in files:
         return np.arange(vocab, dtype=np.int32)
     file, stored = files["d2t"]
     kind = file.tensors[stored].kind
     if kind not in ("I64", "I32"):
-        raise ModelError(f"{folder}: {stored} is stored as {kind}; it must be I64 offsets")
+        raise ModelError(f"{folder}: {stored} is stored as {kind}; it must be I64")
     offsets: AnyArray = file.rows(stored).view("<i8" if kind == "I64" else "<i4").reshape(-1)
     if len(offsets) != vocab:
         raise ModelError(f"{folder}: {stored} maps {len(offsets)} ids, the head has {vocab}")
-    ids = offsets.astype(np.int64) + np.arange(len(offsets))
+    ids = offsets.astype(np.int64) + (0 if absolute else np.arange(len(offsets)))
     wrong = np.flatnonzero((ids < 0) | (ids >= target_vocab))
     if len(wrong):
         raise ModelError(

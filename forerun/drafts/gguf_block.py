@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.checkpoints.gguf.config import harmless, scaling_of
-from forerun.checkpoints.gguf.header import DRAFT_IDS, GgufFile, declared, is_gguf
+from forerun.checkpoints.gguf.header import DRAFT_IDS, GgufFile, declares
 from forerun.checkpoints.gguf.parts import read_gguf
 from forerun.drafts.block_config import KERNEL_SIZE, BlockHead, PairRule
 from forerun.drafts.block_folder import BlockFile, checked_block
@@ -61,12 +61,7 @@ _IN_LAYER = {
 
 def holds_block_file(path: Path) -> bool:
     """Return whether a path is that of a block drafter's GGUF file; False if it cannot be read."""
-    if not is_gguf(path):
-        return False
-    try:
-        return declared(path, "general.architecture") == ARCHITECTURE
-    except ModelError:
-        return False
+    return declares(path, ARCHITECTURE)
 
 
 def open_block_file(path: Path, target: Architecture) -> BlockFile:

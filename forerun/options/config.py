@@ -214,7 +214,7 @@ class EngineConfig:
     speculative_draft_model_path: str | None = option(
         None,
         "folder or hub id of a draft: a head (EAGLE-1/2, EAGLE-3, 3.1) or a block drafter (DFlash, "
-        "JetSpec, DSpark; also as GGUF), an n-gram table, or both; or a smaller model; "
+        "JetSpec, DSpark; as EAGLE-3 also in GGUF), an n-gram table, or both; or a smaller model; "
         "the default is the one that comes with a built-in model, if one does; none = no draft",
     )
     speculative_draft_model_revision: str | None = option(

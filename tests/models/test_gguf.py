@@ -427,7 +427,7 @@ def test_prediction_layers_are_left_aside(tmp_path):
         ("llama", "context_length", None, "context_length is missing"),
         ("llama", "some.new.key", "new", r"llama\.some\.new\.key"),
         ("llama", "general.architecture", "gemma3n", "gemma3n"),
-        ("llama", "general.architecture", "eagle3", "from folders of safetensors"),
+        ("llama", "general.architecture", "eagle3", "beside its model"),
         ("llama", "general.architecture", None, "architecture None"),
         ("llama", "general.type", "adapter", "adapter"),
         ("llama", "split.count", 3, "llama-gguf-split"),

@@ -424,8 +424,8 @@ def _check_kind(file: GgufFile) -> None:
         )
     if name == "eagle3":
         raise ModelError(
-            f"{path} is an EAGLE-3 head: such heads are read from folders of safetensors; name the "
-            "one that it was converted from with --speculative-draft-model-path"
+            f"{path} is an EAGLE-3 head: name it with --speculative-draft-model-path beside its "
+            "model"
         )
     if not isinstance(name, str) or name not in _FAMILIES:
         raise ModelError(

@@ -70,6 +70,16 @@ class GgufFile(TensorFile):
     end: int
 
 
+def declares(path: Path, architecture: str) -> bool:
+    """Return whether a path is that of a GGUF file of an architecture; False if it cannot be
+    read.
+    """
+    try:
+        return is_gguf(path) and declared(path, "general.architecture") == architecture
+    except ModelError:
+        return False
+
+
 def read_header(path: Path) -> GgufFile:
     """Map the file at `path` and check its header. Raises ModelError for any fault."""
     return parsed_header(path, mapped(path))
