@@ -1,4 +1,4 @@
-"""What pages hold, in the target's cache and in those of draft models: as bytes."""
+"""The contents of pages as bytes, in the target's cache and in those of draft models."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from forerun.executors.torch.executor import TorchExecutor
 
 
 class TorchPages:
-    """PageContents of an executor in one process, and of the models that draft with it."""
+    """PageContents of an executor in one process, and of its draft models."""
 
     def __init__(self, executor: TorchExecutor) -> None:
         self._executor = executor
@@ -31,22 +31,25 @@ class TorchPages:
 
     @torch.inference_mode()
     def read_page(self, page: int) -> bytes:
-        """Return what a page holds, but for what is in window pages. Raises EngineError if it does
+        """Return a page's contents, without those in window pages. Raises EngineError if it does
         not exist.
         """
         return bytes_of(self._parts(page))
 
     @torch.inference_mode()
     def write_page(self, page: int, content: bytes | memoryview) -> None:
-        """Make a page hold what `read_page` returned. Raises EngineError if it cannot."""
+        """Write a page's contents, as `read_page` returned them. Raises EngineError if it
+        cannot.
+        """
         if len(content) != self.page_bytes:
             raise EngineError(f"{len(content)} bytes are not a page of {self.page_bytes}")
         put_bytes(self._parts(page), content)
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int) -> bool:
-        """Make page `target` hold what `source` does. Returns False where layers are recurrent or
-        give pages back, or read each other's states: these are there for ends of pages alone.
+        """Copy the contents of page `source` to page `target`. Returns False, without a copy, if
+        layers are recurrent, have window pages, or read each other's states, since the states and
+        windows exist only at page ends.
         """
         executor, size = self._executor, self._executor.limits.page_size
         by_page = any(isinstance(model, LevelModel) and model.states for model in executor.drafts)
@@ -61,13 +64,13 @@ class TorchPages:
 
     @torch.inference_mode()
     def read_window_page(self, page: int) -> bytes:
-        """Return what a window page holds. Raises EngineError if it does not exist."""
+        """Return a window page's contents. Raises EngineError if it does not exist."""
         return bytes_of(self._window_parts(page))
 
     @torch.inference_mode()
     def write_window_page(self, page: int, content: bytes | memoryview) -> None:
-        """Make a window page hold what `read_window_page` returned. Raises EngineError if it
-        cannot.
+        """Write a window page's contents, as `read_window_page` returned them. Raises EngineError
+        if it cannot.
         """
         if len(content) != self.window_page_bytes:
             raise EngineError(
@@ -76,7 +79,7 @@ class TorchPages:
         put_bytes(self._window_parts(page), content)
 
     def _window_parts(self, page: int) -> Iterator[Tensor]:
-        """Yield views of what belongs to a window page, in the same order for every one."""
+        """Yield views of a window page's contents, always in the same order."""
         limits = self._executor.limits
         if not 0 <= page < limits.window_pages:
             raise EngineError(f"there is no window page {page} of {limits.window_pages}")
@@ -84,7 +87,7 @@ class TorchPages:
         return _of_cache(window_cache(self._executor.cache), page * size, size)
 
     def _parts(self, page: int) -> Iterator[Tensor]:
-        """Yield views of what belongs to a page, in the same order for every page."""
+        """Yield views of a page's contents, always in the same order."""
         size, pages = self._executor.limits.page_size, self._executor.limits.pages
         if not 0 <= page < pages:
             raise EngineError(f"there is no page {page} of {pages}")

@@ -1,9 +1,9 @@
-"""Every sampling parameter on the device: forerun.speculative.sampling.process and the reports of
-what was chosen, in fixed shapes and with nothing that waits.
+"""Every sampling parameter on the device: forerun.speculative.sampling.process, and the
+log-probabilities of the choices, in fixed shapes and without synchronisation.
 
-The arithmetic is the host's, operation by operation in float32, so that a node's choice is the
-host's too. Exponentials may differ in their last bit: a token differs only where the mass that
-top_p cuts at lies within such an error of it, or two scores do.
+The arithmetic is the host's, operation by operation in float32, so that the choices are the same.
+Exponentials may differ in their last bit: a token differs only if the mass at top_p's cut, or the
+difference of two scores, is within such an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,12 +16,14 @@ from torch import Tensor
 from forerun.speculative.sampling import LEAST_TOP_P
 
 COUNT, SEEN, STOP = 4, 1, 2
-"""What an entry of a history is made of: COUNT for each time that the output has the token, SEEN
-where the prompt has it, STOP where it is a stop token."""
+"""Parts of a history entry: COUNT for each occurrence of the token in the output, SEEN if the
+prompt has it, STOP if it is a stop token.
+"""
 
 CHUNK = 64
-"""Nodes that are shaped at once, where rows are not larger: some 40 bytes per node and token of the
-vocabulary."""
+"""Nodes that are processed at once, unless a row has more: about 40 bytes per node and token of the
+vocabulary.
+"""
 
 _LOW = 0xFFFFFFFF
 
@@ -29,21 +31,21 @@ RULES = (
     *("repetition", "frequency", "presence", "min_p"),
     *("top_k", "min_tokens", "top_p_low", "top_p_high"),
 )
-"""Sampling parameters of rows beyond a temperature, by the names of Shaping.rules."""
+"""Sampling parameters of rows other than the temperature, by the names in Shaping.rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """Sampling parameters of R rows of N nodes; vectors are [R] and hold the bits of numbers as
+    """Sampling parameters of R rows of N nodes; vectors are [R] and contain the bits of numbers as
     int32.
 
-    slots      int32[R] each row's place in histories and biases
+    slots      int32[R] each row's index in histories and biases
     history    int32[S,V], see COUNT; of the decided tokens
     bias       float32[S,V]
     rules      by name: repetition, frequency, presence, min_p (the logarithm), top_k, min_tokens,
                top_p_low and top_p_high (halves of a float64)
     tokens     int32[R,N] of the nodes
-    above      bool[R,N,N] whether node j is draft token i or above it, [r,i,j]
+    above      bool[R,N,N] whether node j is draft token i or one of its ancestors, [r,i,j]
     positions  int32[R,N] output position that each node decides
     temperatures  float32[R]
     cuts       whether some row has top_k or top_p
@@ -60,12 +62,14 @@ class Shaping:
     cuts: bool
 
     def number(self, name: str) -> Tensor:
-        """Return float32[R,1,1], one of RULES by name, whose inputs are bits of float32."""
+        """Return float32[R,1,1], the parameter of that name in RULES, whose vector has the bits of
+        float32.
+        """
         return self.rules[name].view(torch.float32)[:, None, None]
 
     def part(self, begin: int, end: int) -> "Shaping":
-        """Return the rows from `begin` to before `end`; views, histories and biases of all
-        slots.
+        """Return the rows from `begin` to before `end` as views, with the histories and biases of
+        all slots.
         """
         rows = slice(begin, end)
         rules = {name: values[rows] for name, values in self.rules.items()}
@@ -75,14 +79,14 @@ class Shaping:
 
 Shape = Callable[[Tensor, Shaping | None, Tensor | None], Tensor]
 """(logits float32[R,N,V], contiguous, sampling parameters of the rows, bool[R,N,V] allowed by
-grammars) -> as `shaped`; for a node whose logits are not finite, NaN at least once or -inf
-everywhere, so that no token is chosen.
+grammars) -> as `shaped`; a node whose logits are not finite gets at least one NaN or only -inf, so
+that no token is chosen.
 """
 
 
 def unpacked(words: Tensor, which: Tensor, vocab: int) -> Tensor:
-    """Return bool[...,V], the tokens that masks allow. words int32[R,ceil(V/32)]; which int32[...]
-    row of a node, -1 = everything.
+    """Return bool[...,V], the tokens that masks allow. words: int32[R,ceil(V/32)]; which:
+    int32[...], the row of each node, -1 = everything is allowed.
     """
     bits = torch.arange(32, dtype=torch.int32, device=words.device)
     mine = words[which.clamp_min(0).long()]
@@ -136,8 +140,8 @@ def _edited(logits: Tensor, shaping: Shaping, history: Tensor) -> Tensor:
 
 
 def cut(out: Tensor, shaping: Shaping) -> Tensor:
-    """Return float32[R,N,V], the logits that min_p, top_k and top_p leave, -inf elsewhere; all if a
-    row is greedy.
+    """Return float32[R,N,V], the logits with -inf for tokens removed by min_p, top_k and top_p; a
+    greedy row keeps all.
     """
     hot = (shaping.temperatures > 0)[:, None, None]
     heated = out / torch.where(shaping.temperatures > 0, shaping.temperatures, 1.0)[:, None, None]
@@ -157,8 +161,8 @@ def cut(out: Tensor, shaping: Shaping) -> Tensor:
 
 
 def _double(rules: dict[str, Tensor]) -> Tensor:
-    """Return float64[R], top_p. If it is 1, more: rounding must not cut; if it is 0, enough for the
-    likeliest token, which always stays.
+    """Return float64[R], top_p: a greater number if it is 1, so that rounding does not cut; a
+    number large enough for the most probable token if it is 0, since that always stays.
     """
     low, high = (rules[name].long() for name in ("top_p_low", "top_p_high"))
     top_p = ((high << 32) | (low & _LOW)).view(torch.float64)
@@ -172,8 +176,8 @@ def chosen(
     shape: Shape,
     choose: Callable[[Tensor, int, int], Tensor],
 ) -> Tensor:
-    """Return int32[R*N]: choices of R rows of N nodes from logits float32[R,N,V], some rows at a
-    time.
+    """Return int32[R*N]: choices of R rows of N nodes from logits float32[R,N,V], computed in
+    groups of rows.
 
     shape   (logits, sampling parameters, allowed) -> logits to choose from
     masks   words int32[.,ceil(V/32)] and int32[R,N] the mask of each node
@@ -194,15 +198,15 @@ def _chunks(rows: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def reported(logits: Tensor, choices: Tensor, top: int) -> Tensor:
-    """Return int32[M,1+2K]: for M nodes with logits float32[M,V] the log-probability of the choice,
-    ids of the K = `top` best, ties by lowest id, and theirs; log-probabilities in nats, bits of
-    float32.
+    """Return int32[M,1+2K] for M nodes with logits float32[M,V]: the log-probability of the choice,
+    the ids of the K = `top` best tokens, ties by lowest id, and their log-probabilities; these in
+    nats, as the bits of float32.
     """
     vocab = logits.shape[-1]
     most = logits.max(-1, keepdim=True).values
     mass = (logits - most).exp().sum(-1, keepdim=True, dtype=torch.float64)
     normaliser = most.double() + mass.log()
-    # A larger logit, then a lower id, is a larger key. Both zeros are one.
+    # Keys order by larger logit, then lower id. Both zeros are equal.
     bits = torch.where(logits == 0, 0.0, logits).view(torch.int32).long()
     ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
     keys = ordered * vocab + (vocab - 1 - torch.arange(vocab, device=logits.device))

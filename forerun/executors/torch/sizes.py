@@ -1,8 +1,6 @@
-"""How a step is cut: rows and nodes of a round (Size) and the record that it returns; nodes of a
-row into tiles of attention, and long prefixes into parts.
-
-A program of an attention kernel takes one tile and one part of its row's prefix
-(triton_attention.py).
+"""How a step is divided: rows and nodes of a round (Size) and the record that it returns; nodes of
+a row into tiles of attention, and long prefixes into parts. A program of an attention kernel
+processes one tile and one part of its row's prefix (triton_attention.py).
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +13,8 @@ from forerun.types import AnyArray, Ints
 
 
 class Size(NamedTuple):
-    """R rows of N nodes (see declared.py), which then grow full trees of draft tokens, `levels`
-    deep; 0: none. Further needs of rows (shaped_rows.py): 0, or
+    """The size of a round: R rows of N nodes (see declared.py), after which full trees of draft
+    tokens are built, `levels` deep; 0: none. Optional parts (shaped_rows.py), 0 if not needed:
 
     shaping  which sampling parameters
     masked   whether a row has a grammar
@@ -43,22 +41,26 @@ class Size(NamedTuple):
 
     @property
     def candidates(self) -> int:
-        """How many candidates for the token after the next root a record has."""
+        """Number of candidates for the token after the next root in a record."""
         return CANDIDATES if self.masked and self.levels else 0
 
     @property
     def reported(self) -> int:
-        """How many numbers the reports of all nodes are."""
+        """Number of int32 elements of all nodes' log-probabilities."""
         return self.total * (1 + 2 * self.reports) if self.reports else 0
 
 
 class Record(NamedTuple):
-    """The parts of a record: the choices of nodes [R*N]; where rounds carry on from each other,
-    their tokens and, where N > 1, parents [R*N] and how many nodes each row has [R]; tokens,
-    parents and values' bits of the trees that were grown, [3*R*K]; what may follow the roots of
-    the next trees, ids and bits of log-probabilities [2*R*candidates]; reports of nodes
-    [R*N*(1+2*reports)], see shaping.reported; bits of how sure a draft model is of the best token
-    below each root and node, [R*(1+K)] if it says that.
+    """The parts of a record, int32.
+
+    choices     [R*N] of nodes
+    tokens, parents, count  if rounds overlap: the nodes' tokens [R*N] and, if N > 1, parents [R*N]
+                and the number of nodes of each row [R]
+    grown       [3*R*K] tokens, parents and value bits of the new trees
+    candidates  [2*R*candidates] ids and log-probability bits of the candidates below the next roots
+    reported    [R*N*(1+2*reports)] log-probabilities of nodes, see shaping.reported
+    confident   [R*(1+K)] bits of a draft model's confidence in the best token below each root and
+                node, if it has one
     """
 
     choices: Any
@@ -72,7 +74,7 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, size: Size, whole: Any) -> "Record":
-        """Return views of a tensor or array int32[n], n as RoundBuffers makes it for this size."""
+        """Return views of a tensor or array int32[n], with n as in RoundBuffers for this size."""
         ends = [size.total, 2 * size.total, 3 * size.total, 3 * size.total + size.rows]
         ends.append(ends[-1] + 3 * size.rows * size.draft_tokens)
         ends.append(ends[-1] + 2 * size.rows * size.candidates)
@@ -82,34 +84,34 @@ class Record(NamedTuple):
 
 
 LINES = 64
-"""Queries of a tile, at most: its nodes times the heads that share a key/value head."""
+"""The most queries of a tile: its nodes times the query heads per key/value head."""
 
 KEYS = 64
-"""Keys that attention looks at in one turn, at most."""
+"""The most keys that attention reads in one iteration."""
 
 MOST_PARTS = 32
-"""Parts of a prefix, at most."""
+"""The most parts of a prefix."""
 
 FREE_QUERIES = 512
 """Queries of a step up to which a prefix may have MOST_PARTS: the nodes that a step scores by
-default (build/memory.py), so that rounds are cut as their lengths want it."""
+default (build/memory.py), so that rounds can use as many parts as their lengths suggest.
+"""
 
 PROGRAMS = 264
-"""Programs worth having: two for each of an H100's or H200's 132 multiprocessors."""
+"""Programs to aim for: two for each of an H100's or H200's 132 multiprocessors."""
 
 
 def most_parts(queries: int) -> int:
-    """Return into how many parts a step of `queries` queries may divide a prefix: each part needs
-    memory for the sums of all queries (triton_attention.py). A long prompt gets one: its own tiles
+    """Return the most parts of a prefix in a step of `queries` queries: each part needs memory for
+    the sums of all queries (triton_attention.py). A long prompt gets one, because its own tiles
     fill the device.
     """
     return max(1, MOST_PARTS * FREE_QUERIES // max(queries, FREE_QUERIES))
 
 
 def programs_for(tiles: int, groups: int, most: int = MOST_PARTS) -> int:
-    """Return how many programs to start for each of `groups` key/value heads, over `tiles` tiles.
-    most: parts of a prefix; kernels have room for as many as there are programs more than
-    tiles.
+    """Return the number of programs to start for each of `groups` key/value heads, over `tiles`
+    tiles. most: the most parts of a prefix, from `most_parts`.
     """
     spare = max(MOST_PARTS - 1, PROGRAMS // groups - tiles)
     if most < MOST_PARTS:
@@ -118,8 +120,8 @@ def programs_for(tiles: int, groups: int, most: int = MOST_PARTS) -> int:
 
 
 def split_of(lengths: AnyArray, programs: int) -> Ints:
-    """Return int32[programs,3]: tile, part and parts of each program, for tiles with prefixes of
-    these lengths [T]: parts of about equal length. Tile -1: nothing to do.
+    """Return int32[programs,3]: tile, part and number of parts of each program, for tiles with
+    prefixes of these lengths [T], divided into parts of about equal length. Tile -1: no work.
     """
     spare = programs - len(lengths)
     longest = max(-(-int(lengths.sum()) // max(spare, 1)), 1)
@@ -136,8 +138,8 @@ def split_of(lengths: AnyArray, programs: int) -> Ints:
 
 
 def tile_nodes(nodes: int, gqa_group: int) -> int:
-    """Return the nodes of a tile if the largest row has `nodes` and `gqa_group` heads share their
-    keys.
+    """Return the nodes of a tile if the largest row has `nodes` nodes and `gqa_group` query heads
+    share a key/value head.
     """
     tile = 1
     while tile < nodes and 2 * tile * gqa_group <= LINES:

@@ -58,7 +58,7 @@ class BlockDrafting(Drafting):
         run = size.rows * self._model.about.run(size.levels)
         return run <= self._max_nodes and size.width <= len(self._model.ids)
 
-    # --- launches only: no shape and no branch depends on a value ---------------------------
+    # --- asynchronous: no shape and no branch depends on a value ---------------------------
 
     def work(
         self, size: Size, committed: CommittedRound, features: Tensor | None, record: Record
@@ -353,7 +353,7 @@ class PairDrafting(BlockDrafting):
         there = torch.from_numpy(chances)
         self._chances[:, :, : there.shape[2]].copy_(there)
 
-    # --- launches only: no shape and no branch depends on a value ---------------------------
+    # --- asynchronous: no shape and no branch depends on a value ---------------------------
 
     def _grow(
         self, size: Size, starts: TreeStarts, roots: Tensor, read: Tensor, record: Record

@@ -68,7 +68,7 @@ class Drafting:
         """Use OnDeviceDraftSpec.chances from the next round on."""
         raise NotImplementedError
 
-    # --- launches only: no shape and no branch depends on a value ---------------------------
+    # --- asynchronous: no shape and no branch depends on a value ---------------------------
 
     def work(
         self, size: Size, committed: CommittedRound, features: Tensor | None, record: Record
@@ -123,7 +123,7 @@ class LevelDrafting(Drafting):
         run = size.rows * max(size.levels - 1, 0) * size.width
         return run <= self._max_nodes and size.width <= len(self._model.ids)
 
-    # --- launches only: no shape and no branch depends on a value ---------------------------
+    # --- asynchronous: no shape and no branch depends on a value ---------------------------
 
     def work(
         self, size: Size, committed: CommittedRound, features: Tensor | None, record: Record

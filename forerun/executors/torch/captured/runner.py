@@ -206,7 +206,7 @@ class CudaGraphRunner:
             self._fixed[size] = RoundBuffers(size, self._dims, self._room, confident)
         return self._fixed[size]
 
-    # --- the program: launches only, no shape and no branch depends on a value --------------
+    # --- the program: asynchronous, no shape and no branch depends on a value ---------------
 
     def work(self, size: Size) -> None:
         """Launch one round of this size on the fixed tensors. It is captured once and replayed: so

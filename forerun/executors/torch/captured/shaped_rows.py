@@ -147,7 +147,7 @@ class ShapedRows:
             if biases is not None:
                 self._bias[slot].copy_(torch.from_numpy(biases))
 
-    # --- launches only -----------------------------------------------------------------------
+    # --- asynchronous -----------------------------------------------------------------------
 
     def choose(
         self,

@@ -67,7 +67,7 @@ class RoundStates:
             self._numbers = DeltaNumbers(self._mixed, gates, kernel, rate, step)
         self._known = set[int]()  # Layers whose weights are in `_numbers`.
 
-    # --- launches only: no shape and no branch depends on a value ---------------------------
+    # --- asynchronous: no shape and no branch depends on a value ---------------------------
 
     def enter(self, size: Size, inputs: RoundInputs) -> Recur:
         """Return the function that runs the recurrent layers of one round."""

@@ -228,7 +228,7 @@ class TorchBlockModel(BlockModelBase):
         self.gqa_group = head.heads // head.kv_heads
         executor.request_aux_hidden_states(head.features)
 
-    # --- launches only -----------------------------------------------------------------------
+    # --- asynchronous -----------------------------------------------------------------------
 
     def context(self, features: Tensor, rotary: Rotary) -> list[Heads]:
         """Return every layer's keys and values, without queries, for features [n,F*H]."""

@@ -94,7 +94,7 @@ class LevelModel(DraftModelBase):
         self.ids = torch.from_numpy(self.traits.target_ids.astype(np.int32)).to(executor.device)
         self.ropes = rotations(ropes, executor.device)
 
-    # --- launches only -----------------------------------------------------------------------
+    # --- asynchronous -----------------------------------------------------------------------
 
     def enter(self, features: Tensor | None) -> Tensor:
         """Return the hidden states [n,H] that permanent tokens are read with, from the target's

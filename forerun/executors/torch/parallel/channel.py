@@ -1,6 +1,5 @@
-"""Messages between rank 0 and another rank beside the passes, over a connection (a socket).
-
-A message is a line of JSON, and arrays one after the other.
+"""Messages between rank 0 and another rank, outside of the passes, over a connection (a socket). A
+message is a line of JSON followed by its arrays.
 """
 
 import json
@@ -16,7 +15,7 @@ from forerun.types import AnyArray
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """kind: what it is about; facts: JSON values; arrays: by name."""
+    """kind: type of the message; facts: JSON values; arrays: by name."""
 
     kind: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -38,26 +37,26 @@ class RankMessage:
         for name, dtype, shape in table:
             count = int(np.prod(shape))
             size = count * np.dtype(dtype).itemsize
-            # A copy: torch warns of arrays that it may not write to.
+            # A copy, because torch warns about read-only arrays.
             arrays[name] = np.frombuffer(rest[begin : begin + size], dtype).reshape(shape).copy()
             begin += size
         return RankMessage(kind, facts, arrays)
 
 
 class Channel:
-    """One end of a connection. Not locked."""
+    """One end of a connection. Not thread-safe."""
 
     def __init__(self, end: Connection) -> None:
         self._end = end
 
     def send(self, message: RankMessage) -> None:
-        """Send a message, and wait until the socket has taken it. Raises OSError if the other
-        end is gone.
+        """Send a message; blocks until the socket has accepted it. Raises OSError if the other end
+        is closed.
         """
         self._end.send_bytes(message.encoded())
 
     def receive(self) -> RankMessage:
-        """Return the next message. Raises EOFError if the other end is gone."""
+        """Return the next message. Raises EOFError if the other end is closed."""
         try:
             body = self._end.recv_bytes()
         except OSError as error:  # In the middle of a message.
@@ -66,7 +65,7 @@ class Channel:
 
     def poll(self) -> RankMessage | None:
         """Return the next message, or None if none has begun to arrive. Raises EOFError if the
-        other end is gone.
+        other end is closed.
         """
         return self.receive() if self._end.poll() else None
 

@@ -1,6 +1,7 @@
-"""ParallelExecutor: the executor contract where a model is shared by several ranks, of which this
-process is rank 0. Slots, acceptance, grammars, policy and draft models are here alone; of a step
-one message goes to the others, and the outcome is made of what they gather.
+"""ParallelExecutor: the Executor interface for a model shared by several ranks, of which this
+process is rank 0. Slots, acceptance, grammars, policy and draft models exist here alone; each step
+is sent to the other ranks in one message, and the outcome is computed from the parts that they
+return.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,14 +46,15 @@ from forerun.types import Ints
 
 
 class ParallelExecutor(TorchExecutor):
-    """Rank 0 of the ranks of `tp`, the others of which it starts, watches and ends.
+    """Rank 0 of the ranks of `tp`; it starts, monitors and ends the others.
 
-    port   where they meet, on the loopback interface
+    port   of their rendezvous, on the loopback interface
     ranks  the others
     whole  the checkpoint of which each has a part
 
-    Raises what the ranks raise, ConfigError if the model cannot be shared by so many, RankError
-    if a rank is gone or is not like the others. There are as many devices (build/with_torch.py).
+    Raises the exceptions of the ranks, ConfigError if the model cannot be divided among so many,
+    RankError if a rank has ended or differs from the others. There must be as many devices
+    (build/with_torch.py).
     """
 
     Runner = SharedRunner
@@ -69,7 +71,7 @@ class ParallelExecutor(TorchExecutor):
         check_divides(checkpoint.architecture, tp)
         devices = _devices(options.device, tp.size)
         self.whole = checkpoint
-        # Its port is the system's choice, and free again when this process ends.
+        # The system chooses its port, which is free again when this process ends.
         store = TCPStore("127.0.0.1", 0, tp.size, is_master=True, wait_for_workers=False)
         starts = [
             RankStart(
@@ -112,7 +114,7 @@ class ParallelExecutor(TorchExecutor):
         self.drafts = []
 
     def capture(self, overlap: bool = False) -> Self:
-        """Replay steps from now on, on all ranks, if their devices capture."""
+        """Replay steps from now on, on all ranks, if their devices support capture."""
         super().capture(overlap)
         if self.runner is not None:
             assert isinstance(self.runner, SharedRunner)
@@ -121,14 +123,14 @@ class ParallelExecutor(TorchExecutor):
         return self
 
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
-        """Raise ConfigError: ranks run no adapters."""
+        """Raise ConfigError, because ranks do not support adapters."""
         raise ConfigError(
             f"lora-modules needs tp-size 1, not {self.shared.tp.size}: ranks run no adapters; "
             "merge them into the weights."
         )
 
     def watch(self, failed: Callable[[str], None]) -> None:
-        """Have `failed` called with a sentence, once, from some thread, when a rank is gone."""
+        """Call `failed` with a sentence, once, from some thread, when a rank has ended."""
         self.ranks.watch(failed)
 
     def run(
@@ -139,8 +141,8 @@ class ParallelExecutor(TorchExecutor):
         masks: NodeMasks | None = None,
         step: TorchStateStep | None = None,
     ) -> TorchRound:
-        """Run one forward pass, as ModelRunner.run, on all ranks at once. Raises RankError if one
-        is gone: then no step can be run any more.
+        """Run one forward pass, as ModelRunner.run, on all ranks. Raises RankError if one has
+        ended: then no further step can run.
         """
         wide = np.setdiff1d(nodes.choosing, nodes.on_device.nodes)
         ends = np.array([] if step is None else list(step.ends.items()), np.int32)
@@ -154,8 +156,8 @@ class ParallelExecutor(TorchExecutor):
         return round
 
     def _reporting(self, step: SharedStep) -> SharedStep:
-        """Return the step with what log-probabilities need: known tokens are reported by all ranks,
-        the others from whole logits.
+        """Return the step with the log-probabilities to compute: those of known tokens are computed
+        by all ranks, the others from whole logits.
         """
         plan, pairs, tops = step.plan, list[tuple[int, int]](), [0]
         for row in range(plan.rows):
@@ -166,8 +168,8 @@ class ParallelExecutor(TorchExecutor):
         return replace(step, wide=step.nodes.choosing, reports=reports, top=max(tops))
 
     def _send(self, size: Size | None, arrays: Arrays, **facts: Any) -> None:
-        """Send the message of a step, or of a round of this size, with what was done since the one
-        before. Raises RankError if a rank is gone.
+        """Send the message of a step, or of a round of this size, with all changes made since the
+        previous one. Raises RankError if a rank has ended.
         """
         copies, self._copies = np.concatenate(self._copies), self._copies[:1]
         changes = None if self.states is None else self.states.changes
@@ -177,8 +179,8 @@ class ParallelExecutor(TorchExecutor):
         self.ranks.send(RankMessage("step", {"size": named} | facts, arrays | since.arrays()))
 
     def move(self, source: Slots, target: Slots) -> None:
-        """Copy keys and values between slots int64[n]: here now, on the other ranks before their
-        next step.
+        """Copy keys and values between slots int64[n]: here at once, on the other ranks before
+        their next step.
         """
         super().move(source, target)
         number = np.full(len(source), len(self._copies))
@@ -200,7 +202,7 @@ class ParallelExecutor(TorchExecutor):
 
     @property
     def draft_target(self) -> TorchTarget:
-        """For draft models, which run here alone: with whole embedding and head."""
+        """The target for draft models, which run only here: with whole embedding and head."""
         return DraftTarget(self, self.whole)
 
     def describe(self) -> dict[str, Any]:
@@ -221,7 +223,7 @@ class ParallelExecutor(TorchExecutor):
         super().shutdown()
 
     def _ranks_are_like(self, own: RankStart) -> None:
-        """Raise RankError if one is not."""
+        """Raise RankError if a rank's versions, options or files differ from this one's."""
         mine = own.identity()
         for number, message in enumerate(self.ranks.answers("here")):
             fault = difference(mine, dict(message.facts))
@@ -230,8 +232,8 @@ class ParallelExecutor(TorchExecutor):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Wrap work that every rank does: a rank that fails in it is out of step with the
-        others.
+        """Return a context manager for work that every rank does: if this rank fails in it, it is
+        out of step with the others, and they are ended.
         """
         try:
             yield
@@ -240,7 +242,7 @@ class ParallelExecutor(TorchExecutor):
 
 
 class WindowedParallelExecutor(WindowedTorchExecutor, ParallelExecutor):
-    """A ParallelExecutor whose limits have window pages: what it gives back, all ranks do."""
+    """A ParallelExecutor whose limits have window pages: all ranks free the same ones."""
 
 
 def parallel_executor(limits: ExecutorLimits) -> type[ParallelExecutor]:
@@ -249,8 +251,8 @@ def parallel_executor(limits: ExecutorLimits) -> type[ParallelExecutor]:
 
 
 class DraftTarget:
-    """The target for draft models if several ranks share it: draft models run on rank 0 alone, and
-    what they use of the target is whole there.
+    """The target for draft models if several ranks share it: draft models run only on rank 0, which
+    has the parts of the target that they use whole.
     """
 
     def __init__(self, executor: ParallelExecutor, checkpoint: Checkpoint) -> None:
@@ -261,12 +263,12 @@ class DraftTarget:
 
     @cached_property
     def decoder(self) -> Ends:
-        """Embedding, norm and head of the whole model; read when a draft borrows one."""
+        """Embedding, norm and head of the whole model; read when a draft model first uses one."""
         weights = Weights(self._checkpoint, self.device, self.dtype, Linear)
         return Ends(weights, self._checkpoint.architecture, parts_of(self.kernels))
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """Have the executor store these hidden states."""
+        """Make the executor store these hidden states."""
         self._executor.request_aux_hidden_states(layers)
 
 

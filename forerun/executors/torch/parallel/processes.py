@@ -1,8 +1,8 @@
-"""The other ranks' processes, as rank 0 sees them: started, watched, and ended together.
+"""The processes of the other ranks, from rank 0's side: started, monitored, and ended together.
 
-A rank that ends for any reason, or is stopped (SIGSTOP) for long, ends all of them: their common
-step cannot continue without it. The system reports a child's end or stop to its parent
-(child.py). The server watches rank 0 likewise, if it runs in a process of its own.
+If a rank ends for any reason, or is stopped (SIGSTOP) for long, all of them are ended, because
+their common step cannot continue without it. The system reports a child's end or stop to its parent
+(child.py). The server monitors rank 0 in the same way, if it runs in a process of its own.
 """
 
 import ctypes
@@ -34,13 +34,13 @@ from forerun.executors.torch.parallel.start import RankStart
 log = logging.getLogger("forerun.executors.torch")
 
 START_SECONDS = 1800.0
-"""A rank that has not read its weights by then will never come up."""
+"""Seconds in which a rank must have read its weights, or it is given up."""
 END_SECONDS = 5.0
-"""Time for a rank to end by itself after the message to do so."""
+"""Seconds for a rank to end after it was told to."""
 LOOK = 0.05
-"""Seconds between two looks for an answer while ranks start."""
+"""Seconds between two checks for an answer while ranks start."""
 LOST_LOOKS = 6
-"""A message that all ranks wait for arrives before each has looked so often (group.LOOK), or never.
+"""A message that all ranks wait for counts as lost once each has polled this often (group.LOOK).
 One rank sends it to another without computing anything: in 4,883 waits it took .18 seconds at
 worst, mostly less than a millisecond.
 """
@@ -54,8 +54,9 @@ class RankProcess:
     """One other rank, and the thread that starts it and waits for its end.
 
     ended   called once, on that thread, with the reason when it has ended
-    shared  the descriptor of a file that it inherits; its number comes last on its command line
-    failed  its last message, if it failed by itself
+    shared  the descriptor of a file that it inherits; its number is the last argument of the
+            rank's command
+    failed  its last message, if it failed with an exception
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class RankProcess:
         self.failed: RankMessage | None = None
         self._started = threading.Event()
         self._fault: OSError | None = None
-        # It lives as long as the process: Linux ends a rank with the thread that started it.
+        # Runs as long as the process: Linux ends a rank with the thread that started it.
         self._thread = threading.Thread(
             target=self._run, name=f"forerun-rank-{self.rank}", daemon=True
         )
@@ -86,20 +87,18 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The number of its process."""
+        """Id of its process."""
         assert self._process is not None
         return self._process.pid
 
     def answer(self) -> RankMessage | None:
-        """Return the oldest message of the rank that was not returned yet; None if there is none.
-        Does not wait.
-        """
+        """Return the oldest unread message of the rank; None if there is none. Does not wait."""
         with self._lock:
             self._hear()
             return self._heard.pop(0) if self._heard else None
 
     def kill(self) -> None:
-        """End its process by SIGKILL, also a stopped one. Does nothing where it is gone."""
+        """End its process with SIGKILL, also a stopped one. Does nothing if it has ended."""
         if self._process is not None:
             child.kill(self._process)
 
@@ -119,7 +118,7 @@ class RankProcess:
         given = self._other.fileno(), self._shared
         command = [*self._command, *map(str, given)]
         try:
-            # Signals of the terminal are rank 0's affair.
+            # Rank 0 handles the signals of the terminal.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -139,7 +138,7 @@ class RankProcess:
             self._ended(self, why)
 
     def _until_it_ends(self, process: "subprocess.Popen[bytes]") -> str:
-        """Wait for the rank's end and return its reason."""
+        """Wait for the rank's end and return the reason."""
         stopped = child.wait(process)
         if stopped:
             return f"was stopped by {_signal(stopped)}"
@@ -165,10 +164,10 @@ def _signal(number: int) -> str:
 
 
 class Ranks:
-    """All ranks but this one, which is rank 0.
+    """All ranks other than this one, which is rank 0.
 
-    waits  of all of them: which are within a collective
-    fault  why they can go on no more, in a sentence; None = all is well
+    waits  of all ranks: which are within a collective
+    fault  why they cannot continue, as a sentence; None = no fault
     """
 
     def __init__(self, starts: Sequence[RankStart], command: Sequence[str] = COMMAND) -> None:
@@ -191,11 +190,11 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """The numbers of their processes, from rank 1 on."""
+        """The ids of their processes, from rank 1 on."""
         return [rank.pid for rank in self._ranks]
 
     def watch(self, failed: Callable[[str], None]) -> None:
-        """Have `failed` called with the fault, once, from some thread, when there is one."""
+        """Call `failed` with the fault, once, from some thread, when there is one."""
         with self._changed:
             self._failed = failed
             fault = self.fault
@@ -203,7 +202,7 @@ class Ranks:
             failed(fault)
 
     def send(self, message: RankMessage) -> None:
-        """Send a message to every rank. Raises RankError if one is gone; then all are ended."""
+        """Send a message to every rank. Raises RankError if one has ended; then all are ended."""
         self.check()
         try:
             for rank in self._ranks:
@@ -212,8 +211,8 @@ class Ranks:
             self.give_up(error)
 
     def answers(self, kind: str, seconds: float = START_SECONDS) -> list[RankMessage]:
-        """Return each rank's answer, by rank. Raises a rank's own failure, and RankError if one has
-        ended or sends nothing for so many seconds.
+        """Return each rank's answer, by rank. Raises a rank's own exception, and RankError if one
+        has ended or sends nothing for `seconds`.
         """
         found = []
         for rank in self._ranks:
@@ -235,13 +234,15 @@ class Ranks:
         return found
 
     def check(self) -> None:
-        """Raise RankError, or what a rank failed with, if there is a fault; looks for none."""
+        """Raise RankError, or the exception of a rank, if a fault is known; does not search for
+        one.
+        """
         if self.fault is not None:
             raise self._error or RankError(self.fault)
 
     def check_waits(self) -> None:
-        """Raise RankError if there is a fault, or no rank will get what all of them wait for:
-        that a rank is slow is no fault, whatever it is at.
+        """Raise RankError if there is a fault, or all ranks wait for a message that was lost. A
+        rank that is merely slow is not a fault.
         """
         self.check()
         if self.waits.silent() >= LOST_LOOKS:
@@ -252,17 +253,17 @@ class Ranks:
             )
 
     def give_up(self, error: BaseException) -> NoReturn:
-        """End the other ranks, since rank 0 cannot keep in step with them. Raises RankError."""
+        """End the other ranks, since rank 0 is out of step with them. Raises RankError."""
         if isinstance(error, RankError):
             self._end(str(error), None)
         with self._changed:
-            # A rank that ended is the cause, and this one's error an effect.
+            # If a rank ended, that is the cause of this one's error.
             self._changed.wait_for(lambda: self.fault is not None, 1.0)
         self._end(f"rank 0 failed: {error or type(error).__name__}", None)
         raise RankError(self.fault or "") from error
 
     def close(self) -> None:
-        """End all ranks, each by itself or by SIGKILL. Idempotent."""
+        """End all ranks, by message or by SIGKILL. Idempotent."""
         for rank in self._ranks:
             rank.close()
         self._ranks.clear()
@@ -288,8 +289,8 @@ class Ranks:
 
 
 def end_with_parent() -> None:
-    """End this rank with the thread that started it, on Linux, in the middle of any work. Elsewhere
-    it ends when it next receives or sends something.
+    """Make this rank end when the thread that started it does, on Linux, at any point. On other
+    systems it ends when it next sends or receives a message.
     """
     if sys.platform == "linux":
         die_with_parent = 1  # PR_SET_PDEATHSIG, prctl(2).

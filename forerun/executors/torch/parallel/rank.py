@@ -1,4 +1,4 @@
-"""A rank's process: it runs what rank 0's messages name, and decides nothing."""
+"""The process of a rank other than 0: runs the steps that rank 0's messages describe."""
 
 import logging
 import os
@@ -32,8 +32,8 @@ def opened(path: Path, context: int | None = None) -> Checkpoint:
 
 
 def main(argv: list[str]) -> int:
-    """Serve rank 0, at the other end of the socket of the first number, until it sends `end` or
-    closes it. The second number is of a file that all ranks share.
+    """Serve rank 0 until it sends `end` or closes the connection. argv: the file descriptor of the
+    socket to rank 0, and that of a file that all ranks share.
     """
     end_with_parent()
     channel = Channel(Connection(int(argv[1])))
@@ -50,9 +50,9 @@ def main(argv: list[str]) -> int:
 
 
 def serve(channel: Channel, shared: int) -> None:
-    """Start with rank 0's message and run its steps until it sends `end`. shared: descriptor of
-    Waits' file. Raises EOFError if rank 0 has ended, EngineError for an unknown message, and what
-    opening the checkpoint raises.
+    """Start with rank 0's first message and run its steps until it sends `end`. shared: descriptor
+    of Waits' file. Raises EOFError if rank 0 has ended, EngineError for an unknown message, and the
+    exceptions of opening the checkpoint.
     """
     start = RankStart.of(channel.receive().facts)
     if start.threads:
@@ -84,7 +84,9 @@ def serve(channel: Channel, shared: int) -> None:
 
 
 def run(runner: ModelRunner, group: Group, step: SharedStep) -> TorchRound:
-    """Run one step of rank 0's: the forward pass, and what rank 0 needs of all ranks."""
+    """Run one step of rank 0's: the forward pass, and the parts of its results that rank 0 needs
+    from all ranks.
+    """
     way: TorchStateStep | None = None
     if runner.states is not None:
         ends = dict(step.ends.tolist())
@@ -105,4 +107,4 @@ def _expect(channel: Channel, kind: str) -> None:
 if __name__ == "__main__":
     status = main(sys.argv)
     sys.stdout.flush()
-    os._exit(status)  # Nothing is left to do, and libraries take seconds to end.
+    os._exit(status)  # Skips the cleanup of libraries, which takes seconds.

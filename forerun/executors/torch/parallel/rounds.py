@@ -1,8 +1,9 @@
-"""Captured rounds of ranks: every rank launches what rank 0 launches, on the same inputs.
+"""Captured rounds of ranks: every rank launches the rounds that rank 0 launches, with the same
+inputs.
 
-A round reads only its staging buffer from the host. So a message names a round by its size, these
-bytes, and entries of page tables that had no room in them. The outcome is not sent: every rank
-computes it (`chosen_together`). See decisions 0033 and 0039.
+A round reads only its staging buffer from the host. So a message has a round's size, the bytes of
+that buffer, and the page table entries for which it had no room. The outcome is not sent: every
+rank computes it (`chosen_together`). See decisions 0033 and 0039.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +20,13 @@ from forerun.executors.torch.parallel.step import Arrays
 from forerun.executors.torch.sizes import Size
 
 _ENTRIES = ("places", "pages")
-"""Names of TableEntries in a message, before the number of the table in CudaGraphRunner.tables."""
+"""Names of TableEntries' arrays in a message, followed by the number of the table in
+CudaGraphRunner.tables.
+"""
 
 
 class RankRounds:
-    """The launches of a rank other than 0, as messages name them."""
+    """Launches the rounds in rank 0's messages, on another rank."""
 
     def __init__(self, runner: ModelRunner, overlap: bool) -> None:
         records = recorder(runner.device)
@@ -32,7 +35,7 @@ class RankRounds:
 
     @torch.inference_mode()
     def launch(self, size: Size, found: Arrays) -> None:
-        """Launch the round of a message's arrays. Does not wait."""
+        """Launch the round described by a message's arrays. Does not wait."""
         staging = self._runner.staging(size)
         staging.whole.copy_(torch.from_numpy(found["inputs"]))
         first = [
@@ -47,7 +50,7 @@ class SharedRunner(CudaGraphRunner):
     """The runner of rank 0: sends a round to the others before launching it.
 
     send_step  sends the size and the arrays of a round
-    together   wraps work that every rank does; both are set before the first launch
+    together   context manager for work that every rank does; both are set before the first launch
     """
 
     send_step: Callable[[Size, Arrays], None]

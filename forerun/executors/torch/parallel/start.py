@@ -1,5 +1,5 @@
-"""A rank's start message, and its answer: ranks of different weights or versions would produce
-nonsense.
+"""The start message of a rank, and its answer, with which rank 0 checks that all ranks have the
+same weights and versions.
 """
 
 import hashlib
@@ -19,19 +19,19 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.version import __version__
 
 HEAD, SAMPLE, SAMPLES = 1 << 20, 1 << 12, 64
-"""Bytes of a file that its digest is made of: its first, and so many at so many places."""
+"""A file's digest covers its first HEAD bytes and SAMPLES samples of SAMPLE bytes."""
 
 WEIGHTS = {".safetensors", ".gguf", ".json", ".bin"}
-"""Suffixes of the files whose bytes make up a model."""
+"""Suffixes of the files that make up a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStart:
-    """What a rank is, in JSON values.
+    """The configuration of a rank, as JSON values.
 
     path     the checkpoint's file or folder
     threads  compute threads; None = torch's own choice
-    port     of the store on 127.0.0.1 where ranks meet
+    port     of the ranks' rendezvous store on 127.0.0.1
     """
 
     tp: TensorParallel
@@ -42,7 +42,7 @@ class RankStart:
     port: int
 
     def facts(self) -> dict[str, Any]:
-        """Return JSON values of which `of` makes an equal one."""
+        """Return JSON values from which `of` restores this object."""
         return asdict(self)
 
     @staticmethod
@@ -59,8 +59,8 @@ class RankStart:
         )
 
     def identity(self) -> dict[str, str]:
-        """Return what must be equal on every rank, by name: versions, a digest of its flags, and
-        one of the model's files.
+        """Return the values that must be equal on every rank, by name: versions, a digest of its
+        flags, and one of the model's files.
         """
         own = {"rank", "device"}
         flags = {"limits": asdict(self.limits), "options": asdict(self.options), "path": self.path}

@@ -1,5 +1,5 @@
-"""What rank 0's message names, on every rank: what was done outside of passes since the message
-before, then a pass. Nothing is decided anywhere but on rank 0.
+"""The steps in rank 0's messages, as every rank runs them: first the changes made outside of passes
+since the previous message, then a pass. All decisions are made on rank 0.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from forerun.speculative.tree import TreeBatch
 from forerun.types import AnyArray, Floats, Ints
 
 Arrays = dict[str, AnyArray]
-"""Of a message, by name."""
+"""The arrays of a message, by name."""
 
 
 def _empty(width: int) -> Ints:
@@ -31,12 +31,13 @@ def _empty(width: int) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """What rank 0 has done outside of passes since its message before.
+    """The changes that rank 0 has made outside of passes since its previous message.
 
-    copies   int64[n,3] within the cache, one call after the other: the call's number, the place
-             (kv.py) and where to
+    copies   int64[n,3] copies within the cache: number of the call, source slot (kv.py) and target
+             slot
     changes  int32[n,4] of recurrent states (StateChanges)
-    links    int32[n,2] pages whose window page has changed, and these: after the copies
+    links    int32[n,2] pages whose window page has changed, and the new ones; applied after the
+             copies
     """
 
     copies: Slots
@@ -44,17 +45,17 @@ class Since:
     links: Ints
 
     def arrays(self) -> Arrays:
-        """Return what `of` makes it of."""
+        """Return the arrays from which `of` restores this object."""
         return {f"since_{name}": getattr(self, name) for name in self.__slots__}
 
     @staticmethod
     def of(arrays: Arrays) -> "Since":
-        """Return those of a message."""
+        """Return the changes in a message's arrays."""
         return Since(*(arrays[f"since_{name}"] for name in Since.__slots__))
 
     @torch.inference_mode()
     def follow(self, runner: ModelRunner, last: TorchStateStep | None) -> None:
-        """Do the same. last: the states of the step before."""
+        """Apply the changes on this rank. last: the states of the previous step."""
         for number in np.unique(self.copies[:, 0]):
             of_call = self.copies[self.copies[:, 0] == number, 1:]
             runner.move(*np.ascontiguousarray(of_call.T))
@@ -66,10 +67,12 @@ class Since:
 
 @dataclass(frozen=True, slots=True)
 class SharedStep:
-    """What all ranks do in a step. Only what ModelRunner.run reads of the plan is sent.
+    """The inputs of all ranks in a step. Of the plan only the fields that ModelRunner.run reads are
+    sent.
 
     wide     int32[w] choosing nodes whose whole logits rank 0 needs
-    ends     int32[m,2] rows of states, and the known nodes whose states they get (StateStep)
+    ends     int32[m,2] rows of states, and the known nodes whose states are copied to them
+             (StateStep)
     reports  int32[n,2] known nodes that report log-probabilities, and the tokens that follow them
     top      alternatives of each
     """
@@ -83,7 +86,7 @@ class SharedStep:
     top: int = 0
 
     def arrays(self) -> Arrays:
-        """Return the arrays from which `of` makes the step on another rank."""
+        """Return the arrays from which `of` restores the step on another rank."""
         plan, trees, nodes, on_device = self.plan, self.trees, self.nodes, self.nodes.on_device
         return {
             "kv_len": plan.kv_len, "samples": plan.samples, "page_table": plan.page_table,
@@ -97,8 +100,8 @@ class SharedStep:
 
     @staticmethod
     def of(found: Arrays, top: int) -> "SharedStep":
-        """Return the step of a message's arrays. Of its plan only slots, kv_len, samples and
-        page_table are real: ranks read nothing else.
+        """Return the step in a message's arrays. Of its plan only slots, kv_len, samples and
+        page_table are valid: ranks read nothing else.
         """
         trees = TreeBatch(
             *(found["tokens"], found["parents"], found["start"]), found["known"], found["depth"]
@@ -122,8 +125,8 @@ class SharedStep:
 
 @torch.inference_mode()
 def complete_round(runner: ModelRunner, group: Group, round: TorchRound, step: SharedStep) -> None:
-    """Complete a round, on rank 0, by what it needs of all ranks to decide it: the whole logits of
-    wide nodes, and reports. Collective.
+    """Add to a round, on rank 0, the parts of all ranks' results that it needs for its decisions:
+    the whole logits of wide nodes, and log-probabilities. Collective.
     """
     vocab = runner.limits.vocab
     if len(step.reports):
@@ -136,8 +139,8 @@ def complete_round(runner: ModelRunner, group: Group, round: TorchRound, step: S
 
 
 def _rows(group: Group, logits: Tensor, vocab: int) -> Tensor:
-    """Return float32[w,V], on rank 0, of parts [w,V/N], which may differ by one token.
-    Collective.
+    """Return float32[w,V], on rank 0, concatenated from parts [w,V/N], whose sizes may differ by
+    one token. Collective.
     """
     longest = -(-vocab // group.tp.size)
     padded = torch.nn.functional.pad(logits, (0, longest - logits.shape[1]))
@@ -149,10 +152,9 @@ def _rows(group: Group, logits: Tensor, vocab: int) -> Tensor:
 
 
 def _report(runner: ModelRunner, group: Group, round: TorchRound, step: SharedStep) -> None:
-    """Make the step's reports, on rank 0, from each rank's part of the logits. Collective.
-
-    A row of what is gathered: the token's logit where the rank has it, the greatest logit, the sum
-    of exp(logit - greatest), and the `top` best logits and their ids.
+    """Compute the step's log-probabilities, on rank 0, from each rank's part of the logits.
+    Collective. A gathered row has: the token's logit, if the rank has it, the greatest logit, the
+    sum of exp(logit - greatest), and the `top` best logits and their ids.
     """
     first, top = group.tp.span(runner.limits.vocab).start, step.top
     logits, rows = runner.logits_of(round), np.full((len(step.reports), 3 + 2 * top), -np.inf)
@@ -172,7 +174,7 @@ def _report(runner: ModelRunner, group: Group, round: TorchRound, step: SharedSt
 
 
 def _merged(parts: Floats, token: int, top: int) -> TokenLogprobs:
-    """Merge the ranks' parts float64[N, 3 + 2 top] into one report."""
+    """Return the log-probabilities merged from the ranks' parts float64[N, 3 + 2 top]."""
     most = parts[:, 1].max()
     normaliser = float(most + np.log((parts[:, 2] * np.exp(parts[:, 1] - most)).sum()))
     values, ids = parts[:, 3 : 3 + top].ravel(), parts[:, 3 + top :].ravel()
@@ -186,8 +188,9 @@ def _merged(parts: Floats, token: int, top: int) -> TokenLogprobs:
 
 
 def agree(runner: ModelRunner, group: Group) -> None:
-    """Agree on row counts at which products keep their bits on every rank. Each has tried its own
-    (layers.py), and ranks that padded differently would wait for ever. Collective.
+    """Agree on the row counts at which products keep their bits on every rank. Each rank has tested
+    its own (layers.py), and ranks with different padding would wait for each other for ever.
+    Collective.
     """
     known = torch.zeros(256, device=runner.device)
     known[list(runner.decoder.row_sizes)] = 1

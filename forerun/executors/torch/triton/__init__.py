@@ -1,1 +1,1 @@
-"""Kernels for CUDA, and the values that they take and give."""
+"""Triton kernels for CUDA, and their inputs and results."""

@@ -1,4 +1,4 @@
-"""Compiles our Triton kernels before the first launch, several at a time."""
+"""Compiles our Triton kernels before the first launch, several in parallel."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -32,7 +32,7 @@ MODULES = (
 
 
 class _Ahead(triton.AsyncCompileMode):  # type: ignore[misc]
-    """Compiles kernels ahead of use; a later call finds them in the kernel's own cache."""
+    """Compiles kernels ahead of use and stores them in the kernels' own caches."""
 
     def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
         future = super().submit(key, compile_fn, finalize_fn)
@@ -41,11 +41,10 @@ class _Ahead(triton.AsyncCompileMode):  # type: ignore[misc]
 
 
 def compile_ahead(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
-    """Compile every binary that `work` would launch, one in each core; its other operations run, on
-    zeros where a kernel would have written.
-
-    Triton gives its compiler's passes and the assembler to other threads. progress: binaries done,
-    binaries in all. Raises what compiling raises.
+    """Compile every binary that `work` would launch, one per core; its other operations run, on
+    zeros in place of kernels' results. Triton releases the GIL in its compiler's passes and the
+    assembler. progress: called with (binaries done, binaries in all). Raises the compiler's
+    exceptions.
     """
     with ThreadPoolExecutor(cores()) as pool, _Ahead(pool) as mode:
         with _compiled_only(), _Zeros():  # type: ignore[no-untyped-call]
@@ -67,7 +66,7 @@ class _Zeros(TorchDispatchMode):
 
 @contextmanager
 def _compiled_only() -> Iterator[None]:
-    """Make launches of our kernels compile only, within a context."""
+    """Return a context manager in which launches of our kernels only compile them."""
     with ExitStack() as stack:
         # Some modules have kernels from others.
         for kernel in {

@@ -1,4 +1,4 @@
-"""Which kernels a device has: the one place that imports Triton."""
+"""The kernels of a device; the only module that imports the Triton kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,25 +36,25 @@ Enter = Callable[[AnyHeads, tuple[CacheTensor, CacheTensor], Tensor], Tensor]
 """(heads of M nodes, keys and values of a layer, slots int32[M]) -> queries [M,A,E]: see kv.py."""
 
 Prepare = Callable[[RoundInputs, RoundShape], Prepared]
-"""(inputs of a round, what rounds have in common) -> what the inputs say of every node."""
+"""(inputs of a round, constants of all rounds) -> positions, slots and noise of every node."""
 
 Near = Callable[[Tensor, Tensor, Tensor, RoundShape, int], tuple[Tensor, Tensor]]
-"""(positions int32[M], slots int32[M], window pages int32[R,W] of the rows' tables, what rounds
-have in common, WindowCache.behind) -> slots and pages int32[M] of the same nodes, as in Prepared,
-where layers have window pages.
+"""(positions int32[M], slots int32[M], window pages int32[R,W] of the rows' tables, constants of
+all rounds, WindowCache.behind) -> slots and pages int32[M] of the same nodes in window pages, as in
+Prepared.
 """
 
 Accept = Callable[[Tensor, NodeNoise, RoundInputs, Tensor], Accepted]
-"""(logits [M,V] of any dtype, how each node chooses, inputs, int32[M] of the record) -> a path of
-every row, the choices on which are written into the record, NOTHING elsewhere.
+"""(logits [M,V] of any dtype, sampling of each node, inputs, int32[M] of the record) -> each row's
+accepted path; writes the choices on it to the record, NOTHING elsewhere.
 """
 
 Choose = Callable[[Tensor, NodeNoise], Tensor]
-"""(logits float32[M,V], how each node chooses) -> int32[M] tokens, or NOTHING."""
+"""(logits float32[M,V], sampling of each node) -> int32[M] tokens, or NOTHING."""
 
 Best = Callable[[Tensor, NodeNoise, int], tuple[Tensor, Tensor]]
-"""(logits [M,V] of any dtype, how each node chooses, the first of the V tokens) -> the greatest
-score float32[M] and the lowest token int32[M] that has it; NaN or infinity where a logit is.
+"""(logits [M,V] of any dtype, sampling of each node, the first of the V tokens) -> the greatest
+score float32[M] and the lowest token int32[M] with it; NaN or infinity if a logit is.
 """
 
 Keep = Callable[[Tensor, RoundInputs, Tensor], Accepted]
@@ -64,7 +64,9 @@ Rotation = Callable[[Tensor, Tensor, float], Rotary]
 """(positions int32[M], frequencies float32[E/2], factor) -> cos and sin: elementwise.rotation."""
 
 Follow = Callable[[Extended, Accepted, Prepared, RoundInputs, Levels], TreeStarts]
-"""(what all nodes gave, ...) -> the ends of the rows' accepted paths, kept by slot too."""
+"""(results of all nodes, accepted paths, prepared inputs, inputs, size) -> the ends of the rows'
+accepted paths, which are also stored by slot.
+"""
 
 Grow = Callable[[Tensor, Tensor, NodeNoise, Levels, int, Tensor, Tensor | None], None]
 """(logits [n,Vd] of any dtype, target ids int32[Vd], noise, size, level, grown, chosen): append
@@ -85,21 +87,21 @@ roots   each row's root is run before its nodes
 
 Children = Callable[[Tensor, Tensor, Tensor, NodeNoise, int], tuple[Tensor, Tensor]]
 """(scores float32[n,K] of candidates of n nodes, as many in each of R rows; their target ids
-int32[R,K]; the score of all other tokens together, float32[R], -inf if there are none; noise of
-rows; width) -> the `width` best children of each node, best first: int32[n,width], and
+int32[R,K]; the log-probability of all other tokens together, float32[R], -inf if there are none;
+noise of rows; width) -> the `width` best children of each node, best first: int32[n,width], and
 float32[n,width] as values of draft trees.
 """
 
 Resume = Callable[[FutureState, Size, RoundInputs], RoundInputs]
-"""(state by slot, size, inputs of the host) -> inputs, those of carried rows from their slots."""
+"""(state by slot, size, inputs of the host) -> inputs, those of carried rows from the state."""
 
 Leave = Callable[[FutureState, Size, RoundInputs, Accepted, Record], None]
-"""(state by slot, size, inputs, what was accepted, record): keep what came of the rows, and write
-into the record what ran.
+"""(state by slot, size, inputs, accepted paths, record): store the rows' results by slot, and write
+the nodes that ran to the record.
 """
 
 Ahead = Callable[[Callable[[], None], Callable[[int, int], None]], None]
-"""(work, progress): compile all that `work` would launch, telling how many are done of how many."""
+"""(work, progress): compile all that `work` would launch, reporting (done, total)."""
 
 
 def nothing_to_compile(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
@@ -108,7 +110,7 @@ def nothing_to_compile(work: Callable[[], None], progress: Callable[[int, int], 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Kernels that only launch: nothing in them waits for the device, so they can be captured."""
+    """Kernels that never wait for the device, so that they can be captured."""
 
     attend: Attend
     varlen: VariableLength
@@ -134,8 +136,8 @@ class Kernels:
 
 
 def guarded(device: torch.device, launch: Callable[P, R]) -> Callable[P, R]:
-    """Return `launch` with `device` as the current one: Triton launches there, on whatever device
-    its arguments are.
+    """Return `launch` wrapped so that `device` is the current one: Triton launches there, whatever
+    the device of its arguments.
     """
 
     @wraps(launch)
@@ -147,12 +149,14 @@ def guarded(device: torch.device, launch: Callable[P, R]) -> Callable[P, R]:
 
 
 def parts_of(kernels: Kernels | None) -> Elementwise:
-    """Return the operations between products: a device's own kernels, or torch operations."""
+    """Return the operations between products: the kernels' own, or torch operations."""
     return kernels.parts if kernels is not None else PLAIN
 
 
 def kernels_for(device: torch.device) -> Kernels | None:
-    """Return our Triton kernels on CUDA; None elsewhere, where PyTorch's operations do the work."""
+    """Return our Triton kernels on CUDA; None on other devices, where PyTorch's operations are
+    used.
+    """
     if device.type != "cuda":
         return None
     from forerun.executors.torch.triton import (  # noqa: PLC0415

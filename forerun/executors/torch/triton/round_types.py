@@ -1,8 +1,7 @@
 """The values before and after the forward pass of a captured round, and of a draft head's levels.
-The kernels that compute them: triton_round.py, triton_draft.py and triton_future.py; their slow
-twins in torch: tests/twins/rounds.py and future.py.
-
-A round has R rows of N nodes, M = R*N. Its inputs come by name as in captured/fixed.py.
+The kernels that compute them: triton_round.py, triton_draft.py and triton_future.py; their
+references in torch: tests/twins/rounds.py and future.py. A round has R rows of N nodes, M = R*N.
+Its inputs are named in captured/fixed.py.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ RoundInputs = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RoundShape:
-    """What the rounds of a model have in common.
+    """The constants of a model's rounds.
 
     page_size    positions of a page
     scratch      slot of node 0 (see kv.py)
@@ -56,12 +55,12 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The results of a round's rows.
+    """The accepted paths of a round's rows.
 
     choices  int32[M] of all nodes
-    kept     bool[R,N] nodes on the accepted path of a decided row, its root included
-    count    int32[R] how many those are
-    last     int32[R] node within the row at which the path ends; 0 if there is none
+    kept     bool[R,N] nodes on the accepted path of a decided row, including its root
+    count    int32[R] length of the path in nodes
+    last     int32[R] node within the row at which the path ends; 0 without a path
     """
 
     choices: Tensor
@@ -72,7 +71,9 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """The trees that a round grows: `levels` deep, `width` children of each of `width` nodes."""
+    """The size of the trees that a round builds: `levels` deep, `width` children of each of `width`
+    nodes.
+    """
 
     levels: int
     width: int
@@ -103,10 +104,11 @@ class TreeStarts:
 
 @dataclass(frozen=True, slots=True)
 class Extended:
-    """The results of an extension of all M nodes.
+    """The results of a draft model's extension for all M nodes.
 
     read, hidden  [M,H] and [M,W], as in TreeStarts
-    outputs       [n,W] stores a row's `hidden` by slot, from `first` on; the last row is padding
+    outputs       [n,W] to which a row's `hidden` is written by slot, from `first` on; the last row
+                  is padding
     """
 
     read: Tensor
@@ -117,15 +119,15 @@ class Extended:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """The nodes that a level of R trees runs, `width` of each.
+    """The nodes that a level runs, `width` in each of R trees.
 
     chosen  int32[R,width] their numbers in the newest level, ascending
     tokens  int32[R*width]
     hidden  [R*width,W] their input: their parents' outputs
-    above   int32[R,levels-1,width] the ancestor of each in each level that has run, by its place
-            there, in this level itself; -1 in later ones
+    above   int32[R,levels-1,width] the index of each node's ancestor in each level that has run,
+            and its own in this level; -1 in later ones
     tree_intervals  int32[2,n] of each row's root, if it runs, and of the nodes of all levels that
-                    run: see geometry.py, where only this level's nodes are queries
+                    run: see geometry.py; only this level's nodes are queries
     """
 
     chosen: Tensor
@@ -154,7 +156,7 @@ class FutureState:
 
 def with_room(state: Tensor, width: int, levels: int) -> FutureState:
     """Return state int32[S,3] of slots, with room for a tree of this width and depth in each; no
-    slot has one yet.
+    slot has a tree yet.
     """
     shape = len(state), full_size(width, levels)
     kinds = (0, torch.int32), (NOTHING, torch.int32), (-torch.inf, torch.float32)

@@ -1,23 +1,24 @@
 """Tree attention over pages as a Triton kernel, for CUDA.
 
 Split-prefix decoding (flash-decoding; online softmax after Milakov and Gimelshein, arXiv
-1805.02867) with a tree at its end. A program takes one tile of a row's nodes, one key/value head
-and one part of the prefix; the queries of all heads that share that key/value head stand in its
-rows, so keys are read once for all of them and for all nodes of the tile.
+1805.02867) with a tree at its end. A program processes one tile of a row's nodes, one key/value
+head and one part of the prefix; the queries of all heads that share that key/value head are its
+lines, so keys are read once for all of them and for all nodes of the tile.
 
     prefix   |  part 0  |  part 1  |  part 2  | part 3 + the row's own nodes, masked |
                   '----------'----------'-----------------'-- merged: triton_merge.py
 
-Keys and values are read where they lie (kv.py): the prefix through the page table, the step's own
-from scratch. Inputs float32, bfloat16 or float16; sums, maxima and exponentials in float32. Keys
-and values may be float8 with a scale for each head of a slot: multiplied into scores and weights,
-so that a scale costs one product per key and not one per number.
+Keys and values are read in place (kv.py): the prefix through the page table, the step's own from
+scratch. Inputs are float32, bfloat16 or float16; sums, maxima and exponentials float32. Keys and
+values may be float8 with a scale for each head of a slot: scores and weights are multiplied by it,
+so that a scale costs one product per key and not one per element.
 
-A sliding window is a number at run time, as is the first position that may be seen: a tile's loop
-begins at the first key that one of its nodes sees. Kernels without window or softcap are compiled
-without a trace of them.
-Parts are by length: each row is cut into as many as it is worth (split_of in sizes.py), so that
-no program reads much longer than the others, and what was one part needs no merging.
+The sliding window and the first position that may be attended to are run-time arguments: a tile's
+loop begins at the first key that one of its nodes attends to. Kernels without window or softcap are
+compiled without the code for them.
+
+The number of parts depends on the length of each row (split_of in sizes.py), so that no program
+reads much longer than the others; a row with one part needs no merging.
 
 The reference is `attend_dense` in tests/twins/kernels.py.
 """
@@ -52,10 +53,10 @@ VIEWS = (
     "position",
     "split",
 )
-"""Tensors that begin anywhere in larger ones: where they do must not make another kernel."""
+"""Parts of larger tensors, whose alignment must not specialise the kernel."""
 
 NO_WINDOW = 2**30
-"""More positions than any node can look back."""
+"""A window larger than any context."""
 
 _LOG2E = 1.4426950408889634
 
@@ -65,11 +66,10 @@ def _see(
     most, total, mixed, q, rest, keys, values, key_scales, value_scales, slot, seen, there, scale,
     cap, E: tl.constexpr, V: tl.constexpr, NARROW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys at `slot` [KEYS], of which each line sees `seen` [LINES,KEYS].
-
-    Scores are dot products times `scale`, in units of log2; if CAPPED, `cap` times their tanh.
-    Where values are the first V of a key's E numbers, they are loaded once, and `rest` are the
-    queries' other numbers.
+    """Attend to the keys at `slot` [KEYS], restricted for each line to `seen` [LINES,KEYS]. Scores
+    are dot products times `scale`, in units of log2; if CAPPED, `cap` times their tanh. If values
+    are the first V of a key's E elements, they are loaded once, and `rest` are the queries' other
+    elements.
     """
     WIDE: tl.constexpr = triton.next_power_of_2(V) if V > 16 else 16
     e = tl.arange(0, WIDE)
@@ -90,7 +90,7 @@ def _see(
         scores = cap * (1 - 2 / (tl.exp(2 * scores) + 1))
     scores = tl.where(seen, scores, float("-inf"))
     now = tl.maximum(most, tl.max(scores, 1))
-    # A line that has seen nothing yet has no maximum to subtract.
+    # Without any key so far there is no maximum to subtract.
     level = tl.where(now == float("-inf"), 0.0, now)
     weights = tl.exp2(scores - level[:, None])
     fade = tl.exp2(most - level)
@@ -110,8 +110,8 @@ def _prefix(
     scale, cap, E: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to cached positions from `low` to `high`, of a row with these `pages`; each line sees
-    from `oldest` [LINES] on.
+    """Attend to cached positions from `low` to `high`, of a row with these `pages`; each line
+    attends to positions from `oldest` [LINES] on.
     """
     key = tl.arange(0, KEYS)
     for at in range(low, high, KEYS):
@@ -134,8 +134,8 @@ def _own(
     scale, cap, E: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, NARROW: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Iterate over the step's own nodes from `begin` to `last`; each line attends to those that its
-    `step` [LINES] lies within.
+    """Attend to the step's own nodes from `begin` to `last`; each line attends to those whose
+    interval contains its `step` [LINES].
     """
     key = tl.arange(0, KEYS)
     for at in range(begin, last, KEYS):
@@ -159,7 +159,9 @@ def _give(
     found, sums, out, mixed, most, total, mine, whole, place, e, where, further,
     part, parts, most_parts, E: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Write a program's result, see `_attend`. where [LINES]: query and head; further: all such."""
+    """Write a program's result, see `_attend`. where [LINES]: query and head; further: number of
+    all such.
+    """
     if parts == 1:
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
         if most_parts > 1:
@@ -203,7 +205,7 @@ def _attend(
     tile = tl.maximum(tile, 0)
     heads = GQA_GROUP * tl.num_programs(1)
     row, first = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
-    behind = first - tl.load(tiles + 3 * tile + 2)  # Nodes before the tile that have no query.
+    behind = first - tl.load(tiles + 3 * tile + 2)  # Nodes before the tile without a query.
     begin, end = tl.load(start + row), tl.load(start + row + 1)
     line = tl.arange(0, LINES)
     node, head = first + line // GQA_GROUP, group * GQA_GROUP + line % GQA_GROUP
@@ -222,7 +224,7 @@ def _attend(
         rest = tl.load(queries + which * E + V + f[None, :], mask=beyond, other=0.0)
     away = (group // SHARING).to(tl.int64) * group_stride
     keys, values = keys + away, values + away
-    # A scale for E numbers; without scales these lead nowhere and are not read.
+    # A scale for E elements; without scales these are not read.
     ks, vs = key_scales + away // E, value_scales + away // E
     most = tl.full([LINES], float("-inf"), tl.float32)
     total, mixed = tl.zeros([LINES], tl.float32), tl.zeros([LINES, WIDE], tl.float32)
@@ -235,7 +237,7 @@ def _attend(
     length = tl.cdiv(tl.cdiv(cached, KEYS), parts) * KEYS
     high = tl.minimum((part + 1) * length, cached)
     low = part * length
-    # The first position that each line sees; no window reaches above a node's own.
+    # The first position that each line attends to, at most its node's own.
     oldest = tl.zeros([LINES], tl.int32)
     if WINDOWED:
         own = tl.load(position + node, mask=mine, other=2147483647)
@@ -259,7 +261,7 @@ def _attend(
 
 
 def parts_for(programs: int) -> int:
-    """Return the parts to cut every prefix into, if one part gives `programs` programs."""
+    """Return the number of parts of every prefix, if one part gives `programs` programs."""
     parts = 1
     while parts < MOST_PARTS and parts * programs < PROGRAMS:
         parts *= 2
@@ -270,7 +272,9 @@ _uniform: dict[tuple[int, int, torch.device], Tensor] = {}
 
 
 def uniform(tiles: int, parts: int, device: torch.device) -> Tensor:
-    """Return int32[tiles*parts,3] as Geometry.split: so many parts for every tile. Made once."""
+    """Return int32[tiles*parts,3] as Geometry.split, with the same number of parts for every tile.
+    Cached.
+    """
     key = tiles, parts, device
     if key not in _uniform:
         entry = torch.arange(tiles * parts, dtype=torch.int32, device=device)
@@ -287,14 +291,14 @@ def attend(
     spec: AttentionSpec | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the context [Q,A,E] of queries [Q,A,E] over one layer's keys and values; [Q,A,V] if
-    values are the first V numbers of the keys.
+    """Return the attention output [Q,A,E] of queries [Q,A,E] over one layer's keys and values;
+    [Q,A,V] if values are the first V elements of the keys.
 
-    The step's own keys and values must be where `geometry.slots` says. Launches only: nothing
-    here waits for the device.
+    The step's own keys and values must be in the slots `geometry.slots`. Does not synchronise with
+    the device.
 
-    spec   how scores are made; None: scaled by 1/sqrt(E), no window
-    sinks  float32[A]: a score of each head that carries no value
+    spec   how scores are computed; None: scaled by 1/sqrt(E), no window
+    sinks  float32[A]: a score of each head that has no value
     """
     split, most = _split(geometry, len(keys))
     found = AttentionParts.of(queries, most, values.shape[-1])
@@ -304,7 +308,7 @@ def attend(
 
 
 def _split(geometry: Geometry, groups: int) -> tuple[Tensor, int]:
-    """Return Geometry.split for so many key/value heads, and the most parts of a tile."""
+    """Return Geometry.split for `groups` key/value heads, and the most parts of a tile."""
     tiles, split = len(geometry.tiles), geometry.split
     if split is None:
         parts = parts_for(tiles * groups)
@@ -359,5 +363,5 @@ def _launch(
 
 
 def _parts_of(cached: CacheTensor) -> tuple[Tensor, Tensor]:
-    """Return numbers, and their scales, if there are any."""
+    """Return the elements and their scales; without scales, the elements again."""
     return (cached.numbers, cached.scale) if isinstance(cached, Narrow) else (cached, cached)

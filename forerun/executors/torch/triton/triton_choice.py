@@ -1,7 +1,6 @@
-"""The choice of a node, as a Triton kernel, for CUDA: one pass over the logits.
-
-The arithmetic of forerun.speculative.noise and forerun.speculative.accept; noise never touches
-memory. The reference is `choose` in tests/twins/rounds.py.
+"""The choice of a token at each node, as a Triton kernel for CUDA: one pass over the logits. The
+arithmetic is that of forerun.speculative.noise and forerun.speculative.accept; the noise is never
+stored. The reference is `choose` in tests/twins/rounds.py.
 """
 
 import torch
@@ -13,7 +12,7 @@ from forerun.executors.torch.accept import NodeNoise
 from forerun.speculative.accept import NOTHING
 
 CHUNK = 4096
-"""Tokens of the vocabulary that one program looks at."""
+"""Tokens of the vocabulary that one program reads."""
 
 
 @triton.jit
@@ -40,8 +39,9 @@ def _choose(
     logits, seeds, positions, temperatures, best, tokens, vocab, chunks, block, before,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Fill `best` and `tokens` [M,chunks]: greatest score and its lowest token; inf = trouble. The
-    logits are of `vocab` tokens, of which the first is the one `before` behind the noise's `block`.
+    """Write `best` and `tokens` [M,chunks]: greatest score and the lowest token with it; inf if a
+    logit is NaN or +inf. The logits are of `vocab` tokens, whose first is at index `before` of the
+    noise's `block`.
     """
     node, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK) - before
@@ -66,8 +66,8 @@ def _choose(
 
 
 def scored(logits: Tensor, noise: NodeNoise, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Return per node and vocabulary chunk the highest noisy score float32[M,C], and the lowest
-    token id with it int32[M,C]. Launches only.
+    """Return for each node and chunk of the vocabulary the greatest score with noise float32[M,C],
+    and the lowest token id with it int32[M,C]. Asynchronous.
 
     logits  [M,V], contiguous, of the V ids from `first` on; a score is +inf if a logit is NaN or
             +inf
@@ -93,7 +93,7 @@ def scored(logits: Tensor, noise: NodeNoise, first: int = 0) -> tuple[Tensor, Te
 
 def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
     """Return int32[M], the target's choices from logits [M,V], contiguous; NOTHING as in
-    forerun.speculative.accept.choose. Launches only.
+    forerun.speculative.accept.choose. Asynchronous.
     """
     best, tokens = scored(logits, noise)
     top, where = best.max(1)
@@ -103,11 +103,11 @@ def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
 
 def best(logits: Tensor, noise: NodeNoise, first: int) -> tuple[Tensor, Tensor]:
     """Return the greatest score float32[M] of each row of logits [M,V], and the lowest token
-    int32[M], counted from `first`, that has it: see kernels.Best. Launches only.
+    int32[M], counted from `first`, that has it: see kernels.Best. Asynchronous.
     """
     scores, tokens = scored(logits, noise, first)
     top = scores.amax(1)
-    # Chunks of nothing but padding have no token; the lowest of equals is in the first of them.
+    # Chunks of padding alone have no token; of equal scores the first chunk's is lowest.
     return top, tokens.where(scores == top[:, None], _NO_TOKEN).amin(1)
 
 

@@ -1,5 +1,5 @@
-"""The steps of a draft head's levels in a captured round, beside the head itself, as Triton
-kernels, for CUDA. The references are in tests/twins/rounds.py. Launches only.
+"""The operations between a draft head's levels in a captured round, as Triton kernels for CUDA. The
+references are in tests/twins/rounds.py. Asynchronous.
 """
 
 import torch
@@ -24,14 +24,14 @@ from forerun.interface.draft_model import CANDIDATES
 from forerun.speculative.tree import full_size
 
 CHUNK = 2048
-"""Draft tokens that one program of `_candidates` looks at."""
+"""Draft tokens that one program of `_candidates` reads."""
 
 
 VIEWS = (
     *("draft_slot", "kv_len", "seeds", "positions", "temperatures", "grown", "position"),
     *("seeds_out", "positions_out", "temperatures_out", "tokens", "others"),
 )
-"""Parts of larger tensors: where they begin must not make another kernel."""
+"""Parts of larger tensors, whose alignment must not specialise kernels."""
 
 
 @triton.jit(
@@ -44,7 +44,7 @@ def _follow(
     read_size, passed_size, nodes, first, nobody, rows, width, levels,
     BLOCK: tl.constexpr, ASKERS: tl.constexpr,
 ):  # fmt: skip
-    """Copy some of one row's numbers; the first program also its inputs."""
+    """Copy some elements of one row; the first program also copies its inputs."""
     row, block = tl.program_id(0), tl.program_id(1)
     root = row * nodes
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -80,7 +80,7 @@ def follow(
     extended: Extended, accepted: Accepted, prepared: Prepared, inputs: RoundInputs, size: Levels
 ) -> TreeStarts:
     """Gather the roots of R trees: the ends of accepted paths out of [M,H] and [M,W], and write
-    `extended.outputs` by slot: see kernels.Follow. Launches only.
+    `extended.outputs` by slot: see kernels.Follow. Asynchronous.
     """
     rows, levels, width = len(accepted.count), size.levels, size.width
     sizes = extended.read.shape[1], extended.hidden.shape[1]
@@ -121,7 +121,7 @@ def _rotation(position, frequencies, cos, sin, factor, HALF: tl.constexpr):
 
 
 def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> Rotary:
-    """Compute elementwise.rotation: float32[M,E/2] each, of positions int32[M]. Launches only."""
+    """Compute elementwise.rotation: float32[M,E/2] each, of positions int32[M]. Asynchronous."""
     shape = len(positions), len(frequencies)
     cos, sin = frequencies.new_empty(shape), frequencies.new_empty(shape)
     _rotation[(len(positions),)](
@@ -132,7 +132,9 @@ def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> Rotary:
 
 @triton.jit
 def _key(values, tokens):
-    """Return int64 that order as the float32 values do, equal ones by the lower token first."""
+    """Return int64 keys that order as the float32 values do, equal ones by the lower token
+    first.
+    """
     bits = values.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     return (ordered << 32) | (0x7FFFFFFF - tokens).to(tl.int64)
@@ -149,8 +151,8 @@ def _candidates(
     logits, temperatures, keys, most, sums, vocab, chunks, every,
     CHUNK: tl.constexpr, COUNT: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """Write the best of one chunk of one node's draft tokens, descending, and its exponentials'
-    sum.
+    """Write the best candidates of one chunk of one node's draft tokens, descending, and the sum of
+    its exponentials.
     """
     node, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -165,7 +167,7 @@ def _candidates(
     key = _key(values, token)
     best = at.to(tl.int64) * COUNT + tl.arange(0, COUNT)
     if CHAIN and tl.load(temperatures + node * every) <= 0:
-        # Nothing will reorder them, and one is wanted.
+        # A single one, which is not reordered later.
         nothing = tl.full([COUNT], -9223372036854775807, tl.int64)
         tl.store(keys + best, tl.where(tl.arange(0, COUNT) == 0, tl.max(key, 0), nothing))
     else:
@@ -174,8 +176,8 @@ def _candidates(
 
 @triton.jit
 def _noised(value, token, there, seeds, positions, temperatures, place):
-    """Return log-probabilities of candidates; at T > 0 those of being the greatest with the
-    position's noise.
+    """Return log-probabilities of candidates; at T > 0 those of the scores with the position's
+    noise, normalised over the candidates.
     """
     temperature = tl.load(temperatures + place)
     if temperature > 0:
@@ -199,7 +201,7 @@ def _grow(
     COUNT: tl.constexpr, CANDIDATES: tl.constexpr, ALL: tl.constexpr, CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """Write the best children of one node, from the results of the chunks of its draft tokens."""
+    """Write the best children of one node, from the candidates of its chunks."""
     node = tl.program_id(0)
     row, asker = node // nodes, node % nodes
     chunk = tl.arange(0, CHUNKS)
@@ -251,7 +253,7 @@ def grow(
     grown: Tensor,
     chosen: Tensor | None,
 ) -> None:
-    """Grow a level of children, into `grown` int32[3,R,K]: see kernels.Grow. Launches only."""
+    """Append a level of children to `grown` int32[3,R,K]: see kernels.Grow. Asynchronous."""
     count, vocab = logits.shape
     width, rows, places = size.width, grown.shape[1], grown.shape[2]
     candidates = min(max(CANDIDATES, width), vocab)
@@ -307,8 +309,8 @@ def _children(
 def children(
     scores: Tensor, ids: Tensor, others: Tensor, noise: NodeNoise, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Choose the children of nodes whose candidates depend on what stands above them: see
-    kernels.Children. Launches only.
+    """Choose the children of nodes whose candidates depend on the tokens above them: see
+    kernels.Children. Asynchronous.
     """
     nodes, count = scores.shape
     found, values = ids.new_empty(nodes, width), scores.new_empty(nodes, width)
@@ -331,7 +333,7 @@ def _descend(
     hidden_stride, level, count, rows, places, begin, full, passed, roots,
     WIDTH: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write one row's frontier, and some of the numbers that its nodes receive."""
+    """Write one row's frontier, and some elements of its nodes' hidden states."""
     row, block = tl.program_id(0), tl.program_id(1)
     WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
     each, place = tl.arange(0, FULL), tl.arange(0, WIDE)
@@ -368,7 +370,7 @@ def _descend(
             who = tl.where(deep == level - 2, parent, who)
             who = tl.where(deep == level - 1, place, who)
             tl.store(above_out + known + place, who, mask=real)
-            # [place, who]
+            # [place, node]
             before = real[None, :] & (who[None, :] < place[:, None])
             until = real[None, :] & (who[None, :] <= place[:, None])
             to = tree_intervals + row * nodes + roots + deep * WIDTH + place
@@ -411,7 +413,7 @@ def _inputs(
     tokens, embedding, hidden, of_embedding, of_hidden, out, hidden_stride, width, eps,
     WIDE: tl.constexpr, HIDDEN_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Write the embedding of one node's token, or its hidden state, normed."""
+    """Write the normalised embedding of one node's token, or its normalised hidden state."""
     node, second = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, WIDE)
     there = at < width
@@ -436,8 +438,8 @@ def draft_inputs(
     eps: float,
     hidden_first: bool = False,
 ) -> Tensor:
-    """Return [M,2H], embedding rows of tokens int[M] and hidden states [M,H], each normed by its
-    weight [H], side by side: elementwise.draft_inputs. Launches only.
+    """Return [M,2H], the concatenation of embedding rows of tokens int[M] and hidden states [M,H],
+    each normalised with its weight [H]: elementwise.draft_inputs. Asynchronous.
     """
     count, width = hidden.shape
     wide = triton.next_power_of_2(width)

@@ -1,12 +1,10 @@
-"""The product of experts as one Triton kernel, for CUDA: each row by the matrices of its own
-experts (grouped.GroupedProduct).
+"""The grouped product of experts as one Triton kernel for CUDA (grouped.GroupedProduct).
 
-Pairs of a row and an expert are sorted by expert and cut into tiles of one expert each. How many
-tiles there are is not known on the host, but how many there may be: programs beyond have nothing
-to do. So nothing waits for the device, shapes depend on shapes alone, and a round can be captured.
-Each matrix that some row wants is read once for every tile of its rows, the others not at all.
-
-The reference is `grouped_loop` in tests/twins/kernels.py.
+Pairs of a row and an expert are sorted by expert and divided into tiles of one expert each. The
+host knows only the greatest possible number of tiles: further programs have no work. So nothing
+waits for the device, shapes do not depend on values, and a round can be captured. Each matrix that
+some row needs is read once for every tile of its rows, the others not at all. The reference is
+`grouped_loop` in tests/twins/kernels.py.
 """
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 from forerun.executors.torch.decoder.grouped import Pairs, Stacked
 
 COLUMNS, DEPTH = 64, 64
-"""Outputs of a program, and inputs that it reads in one turn."""
+"""COLUMNS: outputs of a program. DEPTH: inputs that it reads in one iteration."""
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -27,7 +25,7 @@ def _grouped(
     BIASED: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile of pairs by COLUMNS rows of its expert's matrix. tiles int64[T,3]: expert,
-    or -1 for no tile, and where in `order` it begins and ends.
+    or -1 for no tile, and its bounds in `order`.
     """
     entry = tiles + 3 * tl.program_id(0)
     expert, first, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
@@ -58,8 +56,8 @@ def _grouped(
 
 
 def rows_for(pairs: int, experts: int) -> int:
-    """Return the pairs of a tile, for so many pairs among so many experts: the least that tensor
-    cores take, more if each expert has many.
+    """Return the pairs of a tile, for `pairs` pairs among `experts` experts: the least that tensor
+    cores support, more if each expert has many.
     """
     rows = 16
     while rows < 64 and pairs > 2 * rows * experts:
@@ -84,7 +82,7 @@ def tiles_of(pairs: Pairs, rows: int) -> Tensor:
 
 def grouped(x: Tensor, matrices: Stacked, pairs: Pairs, k: int) -> Tensor:
     """Return products of rows x [M,K] with the matrices of their experts: see
-    grouped.GroupedProduct. Launches only.
+    grouped.GroupedProduct. Asynchronous.
     """
     numbers, scale, bias = matrices.numbers, matrices.scale, matrices.bias
     experts, outputs, inputs = numbers.shape

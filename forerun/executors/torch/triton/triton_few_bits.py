@@ -1,13 +1,13 @@
-"""Products whose weight stays quantised as one Triton kernel, for CUDA (few_bits.FewBitsProduct).
+"""Matrix products whose weight stays quantised, as one Triton kernel for CUDA
+(few_bits.FewBitsProduct).
 
-A few rows read every weight once and have few tiles, so the columns of x are split among programs
-too. The last program of a tile adds the others' results, in their order. The split of columns
-depends on the weight alone, and a row's sums on no other row: its bits are the same alone and in
-a batch, up to FEW rows. More rows than that, as in prompts, are multiplied by a library with
-the weight widened into a scratch, a part at a time. Bytes are widened to 16-bit floats four at a
-time by the device's instructions for pairs, where nothing interprets the kernel.
-
-The reference is few_bits.few_bits_product.
+A few rows read every weight once and have few tiles, so the columns of x are divided among programs
+too. The last program of a tile adds the others' results in a fixed order. The division of columns
+depends on the weight alone, and a row's sums on no other row: its bits are the same alone and in a
+batch, up to FEW rows. More rows, as in prompts, are multiplied by a library with the weight
+dequantised to scratch, a part at a time. Bytes are converted to 16-bit floats four at a time by PTX
+instructions for pairs, unless the kernel is interpreted. The reference is
+few_bits.few_bits_product.
 """
 
 import torch
@@ -21,7 +21,7 @@ from forerun.executors.torch.triton.triton_layers import gate, gated
 from forerun.networks.layer_spec import CLAMP, CLAMP_SLOPE
 
 FLOAT8 = tl.constexpr(1)
-"""KIND of E4M3; that of integers is their bits, 4 or 8."""
+"""KIND of E4M3; that of integers is their number of bits, 4 or 8."""
 
 # PTX of what `_halves` and `_floats` are, four bytes at a time. lop3's 0xEA is (a & b) | c.
 _HALVES = """{{
@@ -69,8 +69,8 @@ _FLOATS_FP16 = tl.constexpr(
 
 @triton.jit
 def _halves(raw, kind: tl.constexpr):
-    """Return the low and the high four bits of bytes, in the last places of 128 in bfloat16, of
-    1024 in float16: larger by that number.
+    """Return the low and the high four bits of bytes, as the last bits of 128 in bfloat16 or of
+    1024 in float16: greater than the value by that number.
     """
     if kind == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
@@ -85,8 +85,8 @@ def _halves(raw, kind: tl.constexpr):
 
 @triton.jit
 def _floats(raw, kind: tl.constexpr):
-    """Return E4M3's numbers, in float16 256 times less. Their bits in bfloat16's places are 2^120
-    times less, which a product takes back.
+    """Return E4M3 numbers, divided by 256 in float16. In bfloat16 their bits are used in place,
+    which divides by 2^120; a product reverses that.
     """
     if kind == tl.bfloat16:
         found = tl.inline_asm_elementwise(_FLOATS_BF16, "=r,=r,r", [raw], tl.bfloat16, True, 4)
@@ -97,8 +97,8 @@ def _floats(raw, kind: tl.constexpr):
 
 @triton.jit
 def widened(raw, kind: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Return numbers, of which 16 bits hold each exactly: of 4 bits those of the low and of the
-    high ones, else twice the same; of float8 in float16 256 times less.
+    """Return the numbers, exact in 16 bits: for 4 bits those of the low and of the high bits, else
+    the same twice; float8 in float16 divided by 256.
     """
     if KIND == 4:
         if PTX:
@@ -120,9 +120,10 @@ def widened(raw, kind: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
 
 
 PROGRAMS, LEAST = PARTS // (4 * FEW * COLUMNS), 512
-"""Programs that columns are split for, 4 on each of 128 multiprocessors: as fast as any of 512,
-768, 1,024 and 2,048 on an H200. And columns of x that each has at
-least, which is not measured."""
+"""PROGRAMS: number of programs for which columns are divided, 4 on each of 128 multiprocessors: as
+fast as any of 512, 768, 1,024 and 2,048 on an H200. LEAST: the least columns of x of each, not
+measured.
+"""
 
 _KINDS = {"int4": 4, "int8": 8, "float8": 1}
 
@@ -131,8 +132,8 @@ _KINDS = {"int4": 4, "int8": 8, "float8": 1}
 def _less(
     zeros, real, kind: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, PTX: tl.constexpr
 ):
-    """Return what to subtract from the result of `widened`: zero points [1,n], or one number for
-    all.
+    """Return the number to subtract from the result of `widened`: zero points [1,n], or one number
+    for all.
     """
     more: tl.constexpr = 0 if KIND != 4 or not PTX else (128 if kind == tl.bfloat16 else 1024)
     if ZEROS:
@@ -144,7 +145,7 @@ def _less(
 
 @triton.jit
 def _scale(scales, KIND: tl.constexpr, HALVED: tl.constexpr, mask):
-    """Load a block's scales. HALVED: whether float8's numbers are 256 times less."""
+    """Load a block's scales. HALVED: whether float8 numbers are divided by 256."""
     found = tl.load(scales, mask=mask, other=0.0).to(tl.float32)
     if KIND == FLOAT8 and HALVED:
         found = found * 256.0
@@ -184,7 +185,7 @@ def _times(
 ):  # fmt: skip
     """Return `total` plus a block's product with the numbers at `place`."""
     raw = tl.load(place) if EVEN else tl.load(place, mask=real[None, :], other=0)
-    # What interprets this has no arithmetic in bfloat16.
+    # The interpreter has no bfloat16 arithmetic.
     wide: tl.constexpr = kind if PTX else tl.float32
     low, high = widened(raw, wide, KIND, PTX)
     if KIND == 4 or ZEROS:
@@ -254,7 +255,7 @@ def _product(
     other = tl.zeros([ROWS, COLUMNS], tl.float32)
     begins = x + line[:, None] * line_stride
     beside = begins + (first * BLOCK + byte)[None, :]
-    # Scales of the next block are read before this one is multiplied: nothing waits for them.
+    # Scales of the next block are read before this one is multiplied, to hide latency.
     group = column
     if SPAN > 0:
         group += first // SPAN * outputs
@@ -296,7 +297,7 @@ def _product(
         tl.debug_barrier()
         tile = through + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         if tl.atomic_add(tile, 1) == SPLITS - 1:
-            # Others wrote them: not from this multiprocessor's own cache.
+            # Written by others: bypass this multiprocessor's cache.
             total = tl.load(own, mask=mask, other=0.0, cache_modifier=".cg")
             if GATED:
                 other = tl.load(own + width, mask=mask, other=0.0, cache_modifier=".cg")
@@ -318,7 +319,7 @@ def _widen(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr,
     ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Widen a block of COLUMNS of the weight's rows, from `first` on, into out [rows,inputs]."""
+    """Dequantise a block of COLUMNS of the weight's rows, from `first` on, to out [rows,inputs]."""
     block = tl.program_id(0)
     own = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real, column = own < rows, first + own
@@ -346,13 +347,13 @@ def _widen(
 
 
 def rows_for(count: int) -> int:
-    """Return the rows of a program's tile. A row's sums are the same in both."""
+    """Return the rows of a program's tile, one of two sizes. A row's sums are the same in both."""
     return 16 if count <= 16 else 32
 
 
 def splits_of(weight: FewBits) -> tuple[int, int]:
-    """Return among how many programs the columns are split, and blocks of each: by the weight
-    alone.
+    """Return the number of programs among which the columns are divided, and the blocks of each;
+    depends on the weight alone.
     """
     blocks, tiles = len(weight.numbers), triton.cdiv(weight.shape[0], COLUMNS)
     wanted = max(1, min(PROGRAMS // tiles, blocks * weight.block // LEAST))
@@ -361,8 +362,8 @@ def splits_of(weight: FewBits) -> tuple[int, int]:
 
 
 def product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
-    """Return the product x W^T + b of x [M,K] and a weight in few bits: see
-    few_bits.FewBitsProduct; on one stream at a time. Launches only.
+    """Return the product x W^T + b of x [M,K] and a quantised weight: see few_bits.FewBitsProduct;
+    on one stream at a time. Asynchronous.
     """
     if len(x) > FEW:
         return _by_library(x, weight, bias)
@@ -370,8 +371,9 @@ def product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
 
 
 def gated_product(x: Tensor, weight: FewBits, bias: Tensor | None, activation: str) -> Tensor:
-    """Compute few_bits.FewBitsGate: up to 16 rows in one launch, with the bits of the product and
-    then the gate, by which more rows run: tiles of 32 by two halves take twice the registers.
+    """Compute few_bits.FewBitsGate: up to 16 rows in one launch, with the same bits as the product
+    followed by the gate, which is used for more rows, since tiles of 32 by two halves take twice
+    the registers.
     """
     gelu, clamped = activation == "gelu_tanh", activation == "clamped_silu"
     if rows_for(len(x)) > 16:
@@ -383,7 +385,9 @@ def gated_product(x: Tensor, weight: FewBits, bias: Tensor | None, activation: s
 def _launched(
     x: Tensor, weight: FewBits, bias: Tensor | None, opened: tuple[bool, bool] | None
 ) -> Tensor:
-    """Launch `_product`. opened: whether by GELU, and whether clamped; None: there is no gate."""
+    """Launch `_product`. opened: whether the activation is GELU, and whether it is clamped; None:
+    there is no gate.
+    """
     (outputs, inputs), count, rows = weight.shape, len(x), rows_for(len(x))
     splits, each = splits_of(weight)
     gelu, clamped = opened or (False, False)
@@ -430,7 +434,7 @@ def _constants(weight: FewBits) -> dict[str, int]:
 
 
 def _by_library(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
-    """Multiply many rows: widen the weight a part at a time, in the order of its numbers."""
+    """Multiply many rows: dequantise the weight a part at a time, in the order of its elements."""
     outputs, inputs = weight.shape
     x = x if weight.order is None else x.index_select(1, weight.order)
     found = x.new_empty(len(x), outputs)

@@ -1,5 +1,5 @@
-"""Reads and writes of FutureState, which a captured round takes over from the one before it, one
-Triton kernel each, for CUDA. The references are in tests/twins/future.py. Launches only.
+"""Reads and writes of FutureState, the state that a captured round leaves for the next, one Triton
+kernel each, for CUDA. The references are in tests/twins/future.py. Asynchronous.
 """
 
 import triton
@@ -11,7 +11,9 @@ from forerun.executors.torch.triton.round_types import Accepted, FutureState, Ro
 from forerun.speculative.accept import NOTHING
 
 BLOCK = 16
-"""Nodes of a full tree that all others are compared with at once: with 64, trees 8 wide spill."""
+"""Nodes of a full tree with which all others are compared at once; with 64, trees of width 8 spill
+registers.
+"""
 
 VIEWS = (
     *("where", "counts", "tokens", "parents", "depth", "tree_intervals", "carried", "slots"),
@@ -19,17 +21,17 @@ VIEWS = (
     *("depth_out", "intervals_out", "places", "draft_slot", "count", "grown", "tokens_told"),
     *("parents_told", "counts_told"),
 )
-"""Parts of larger tensors: where they begin must not make another kernel."""
+"""Parts of larger tensors, whose alignment must not specialise kernels."""
 
 
 @triton.jit
 def _valued(values, begin, node, full, bound, WIDTH: tl.constexpr):
-    """Return the values of nodes of a full tree that begins there: -inf where no draft may have
-    them.
+    """Return the values of nodes of a full tree that begins at `begin`: -inf for nodes that may not
+    be drafted.
     """
     level = 1 + tl.where(node < WIDTH, 0, (node - WIDTH) // (WIDTH * WIDTH) + 1)
     found = tl.load(values + begin + node, mask=node < full, other=float("-inf"))
-    # No number is a value of nothing, too.
+    # NaN counts as no value.
     return tl.where((found > float("-inf")) & (level <= bound), found, float("-inf"))
 
 
@@ -48,7 +50,7 @@ def _chain(
     tl.store(counts_out + row, drafts + 1)
     tl.store(tokens_out + at, tl.where(each == 0, token, grown), mask=inside)
     tl.store(parents_out + at, tl.load(parents + at, mask=inside, other=0), mask=inside)
-    # What is no node stands where the last one does: there is a page.
+    # Padding has the last node's position, which has a page.
     tl.store(depth_out + at, tl.minimum(each, drafts), mask=inside)
     tl.store(intervals_out + at, each, mask=inside)
     tl.store(intervals_out + total + at, tl.maximum(drafts + 1, each + 1), mask=inside)
@@ -61,7 +63,7 @@ def _tree(
     NODES: tl.constexpr, FULL: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     NOTHING: tl.constexpr,
 ):  # fmt: skip
-    """Write the best nodes of a full tree, in its order, behind the root."""
+    """Write the root and the best nodes of a full tree, in its order."""
     node = tl.arange(0, FULL)
     value = _valued(values, begin, node, full, bound, WIDTH)
     rank = tl.zeros([FULL], tl.int32)
@@ -90,7 +92,7 @@ def _tree(
     tl.store(depth_out + at, tl.zeros_like(each), mask=rest)
     tl.store(counts_out + row, count)
     tl.debug_barrier()
-    # up[i,j]: node j is node i or above it.
+    # up[i,j]: node j is node i or an ancestor of it.
     up = each[:, None] == each[None, :]
     current = each
     for _ in range(deepest):
@@ -167,7 +169,7 @@ def _resume(
 
 def resume(future: FutureState, size: Size, given: RoundInputs) -> RoundInputs:
     """Return the inputs of a round, those of carried rows from the contents of their slots: see
-    kernels.Resume. Launches only.
+    kernels.Resume. Asynchronous.
     """
     rows, nodes, total = size.rows, size.nodes, size.total
     full = future.value.shape[1]
@@ -236,8 +238,8 @@ def _leave(
 def leave(
     future: FutureState, size: Size, inputs: RoundInputs, accepted: Accepted, record: Record
 ) -> None:
-    """Write into `future` what came of the rows, by slot, and into the record what ran: see
-    kernels.Leave. Launches only.
+    """Write the rows' results to `future`, by slot, and the nodes that ran to the record: see
+    kernels.Leave. Asynchronous.
     """
     whole: Tensor = record.grown if size.levels else record.tokens
     full = future.value.shape[1]

@@ -1,7 +1,6 @@
-"""The operations between a decoder's products, one Triton kernel each, for CUDA.
-
-The references are `PLAIN` and `Heads.turned` in forerun.executors.torch.decoder.elementwise and
-`write` in forerun.executors.torch.attention.kv. Inputs may be slices: only their last axis must be
+"""The operations between a decoder's matrix products, one Triton kernel each, for CUDA. The
+references are `PLAIN` and `Heads.turned` in forerun.executors.torch.decoder.elementwise and `write`
+in forerun.executors.torch.attention.kv. Inputs may be slices: only their last axis must be
 contiguous. Outputs are contiguous. Arithmetic in float32.
 """
 
@@ -18,7 +17,7 @@ from forerun.networks.layer_spec import CLAMP, CLAMP_SLOPE
 
 @triton.jit(do_not_specialize=["eps"])
 def _norm(x, weight, out, row_stride, head_stride, width, eps, WIDE: tl.constexpr):
-    """Norm one row, or one head of it."""
+    """Normalise one row, or one head of it."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, WIDE)
     there = at < width
@@ -34,7 +33,7 @@ def _norm(x, weight, out, row_stride, head_stride, width, eps, WIDE: tl.constexp
 def _gated_norm(
     x, weight, gate, out, row_stride, head_stride, width, eps, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Norm one head of a row, and open it."""
+    """Normalise one head of a row, and multiply it by its gate."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, WIDE)
     there, place = at < width, (row * tl.num_programs(1) + head) * width + at
@@ -66,7 +65,7 @@ def _gate(
     gate, up, out, gate_stride, up_stride, width,
     BLOCK: tl.constexpr, GELU: tl.constexpr, CLAMP: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Gate a block of a row."""
+    """Apply the gate to a block of a row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = at < width
@@ -122,7 +121,7 @@ def _normed(first, second, weight, eps, at, there, kind: tl.constexpr, HALF: tl.
 @triton.jit
 def _head(begin, weight, cos, sin, eps, at, there, HALF: tl.constexpr, NORMED: tl.constexpr):
     """Return both halves of a head, float32 but rounded, after its norm and rotation. NORMED: 0 =
-    there is no norm, 1 = it is before the rotation, 2 = behind it.
+    there is no norm, 1 = it is before the rotation, 2 = after it.
     """
     first = tl.load(begin + at, mask=there, other=0.0)
     second = tl.load(begin + HALF + at, mask=there, other=0.0)
@@ -143,9 +142,9 @@ def _head(begin, weight, cos, sin, eps, at, there, HALF: tl.constexpr, NORMED: t
 def _store(
     cached, scales, where, at, there, first, second, HALF: tl.constexpr, NARROW: tl.constexpr
 ):
-    """A head's halves, float32, into the slot `where`; as attention/kv.put."""
+    """Write a head's halves, float32, to the slot `where`, as attention/kv.put does."""
     if NARROW:
-        # Greatest or NaN: a maximum alone would drop that.
+        # Maximum or NaN, which a plain maximum would drop.
         bad = tl.sum(first * 0, 0) + tl.sum(second * 0, 0)
         most = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
         scale = tl.maximum(most, 1e-12) * (1 / 448.0) + bad
@@ -165,7 +164,7 @@ def _enter(
     node_stride, heads, groups, slot_count, eps,
     HALF: tl.constexpr, NORMED: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Write one query head; or a key head and the value head beside it."""
+    """Write one query head; or a key head and the corresponding value head."""
     node, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, triton.next_power_of_2(HALF))
     there = at < HALF
@@ -182,7 +181,7 @@ def _enter(
         value = begin + groups * (2 * HALF)
         low = tl.load(value + at, mask=there, other=0.0).to(tl.float32)
         high = tl.load(value + HALF + at, mask=there, other=0.0).to(tl.float32)
-        # What is not finite is moved into the key, where a mask hides it (kv.write).
+        # Non-finite values are moved to the key, where a mask hides them (kv.write).
         bad = tl.sum(first * 0 + low * 0, 0) + tl.sum(second * 0 + high * 0, 0)
         low, high = tl.where(low * 0 == 0, low, 0.0), tl.where(high * 0 == 0, high, 0.0)
         where = (head - heads).to(tl.int64) * slot_count + tl.load(slots + node)
@@ -192,7 +191,9 @@ def _enter(
 
 
 def warps_for(wide: int) -> int:
-    """Return the warps of a program that has a whole row of `wide` numbers, a power of two."""
+    """Return the warps of a program that processes a whole row of `wide` elements, a power of
+    two.
+    """
     if wide >= 4096:
         return 8
     return 4 if wide >= 512 else 1
@@ -200,7 +201,7 @@ def warps_for(wide: int) -> int:
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm over the last axis of x [M,W] or [M,heads,W] by a weight [W]:
-    elementwise.rms_norm. Shape and dtype of x; launches only.
+    elementwise.rms_norm. Shape and dtype of x; asynchronous.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
@@ -215,7 +216,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
     """Return the RMSNorm of x float32[M,heads,W] by a weight [W], times SiLU of a gate of the same
-    shape, in its dtype: elementwise.gated_norm. Launches only.
+    shape, in its dtype: elementwise.gated_norm. Asynchronous.
     """
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, heads, width = gate.shape
@@ -230,7 +231,7 @@ def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
 
 def gate(opened: Tensor, up: Tensor, gelu: bool = False, clamped: bool = False) -> Tensor:
     """Return silu(opened) * up of [M,I] and [M,I], in their dtype: elementwise.swiglu; with `gelu`
-    geglu, `clamped` clamped_swiglu. Launches only.
+    geglu, `clamped` clamped_swiglu. Asynchronous.
     """
     out = torch.empty(opened.shape, dtype=opened.dtype, device=opened.device)
     count, width = opened.shape
@@ -247,13 +248,13 @@ def gate(opened: Tensor, up: Tensor, gelu: bool = False, clamped: bool = False) 
 
 def gelu_gate(opened: Tensor, up: Tensor) -> Tensor:
     """Return gelu(opened) * up of [M,I] and [M,I], by tanh, in their dtype: elementwise.geglu.
-    Launches only.
+    Asynchronous.
     """
     return gate(opened, up, gelu=True)
 
 
 def clamped_gate(opened: Tensor, up: Tensor) -> Tensor:
-    """Return elementwise.clamped_swiglu of opened and up [M,I], in their dtype. Launches only."""
+    """Return elementwise.clamped_swiglu of opened and up [M,I], in their dtype. Asynchronous."""
     return gate(opened, up, clamped=True)
 
 
@@ -266,8 +267,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the sum [M,H] of x and more [M,H], and that normed by a weight [H]:
-    elementwise.add_norm. Launches only.
+    """Return the sum [M,H] of x and more [M,H], and its RMSNorm with a weight [H]:
+    elementwise.add_norm. Asynchronous.
     """
     added, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     wide = triton.next_power_of_2(x.shape[1])
@@ -280,9 +281,9 @@ def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 
 
 def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
-    """Return the queries [M,A,E] of `heads`, normed and rotated (Heads.turned); write their keys
-    and values to the slots int[M] of `layer` (kv.write). Latent heads by the reference, which
-    launches only, too.
+    """Return the queries [M,A,E] of `heads`, normalised and rotated (Heads.turned); write their
+    keys and values to the slots int[M] of `layer` (kv.write). Latent heads use the reference, which
+    is asynchronous, too.
     """
     if isinstance(heads, LatentHeads):
         return kv.enter(heads, layer, slots)

@@ -11,12 +11,12 @@ from forerun.executors.torch.sizes import MOST_PARTS
 
 
 class AttentionParts(NamedTuple):
-    """Attention's results of Q queries of A heads, at most P = `most` parts each; with one part,
+    """Attention's results of Q queries of A heads, in at most P = `most` parts each; with one part,
     only `out`.
 
-    out    [Q,A,E] context of queries with one part
+    out    [Q,A,E] attention output of queries with one part
     parts  float32[P,Q,A,E] of queries with several: not yet divided by the sum of weights
-    sums   float32[2,P,Q,A]: the greatest score, -inf for no part and for parts without keys, and
+    sums   float32[2,P,Q,A]: the greatest score, -inf for missing parts and parts without keys, and
            the sum of weights; -1 as the first of those if `out` is filled
     """
 
@@ -27,8 +27,8 @@ class AttentionParts(NamedTuple):
 
     @staticmethod
     def of(queries: Tensor, most: int, size: int) -> "AttentionParts":
-        """Return uninitialised room for queries [Q,A,.] with context of width `size`, `most` parts
-        each.
+        """Return uninitialised tensors for queries [Q,A,.] with an output of size `size`, `most`
+        parts each.
         """
         (count, heads, _), several = queries.shape, most if most > 1 else 0
         return AttentionParts(
@@ -42,7 +42,7 @@ class AttentionParts(NamedTuple):
 @triton.jit(do_not_specialize=["lines", "parts"])
 def _merge(found, sums, out, lines, parts, E: tl.constexpr, PARTS: tl.constexpr):
     """Fill `out` [Q*A,E] from at most `parts` parts (PARTS at most) in `found`: AttentionParts.
-    Does nothing if one part has filled it. lines: Q*A.
+    Skips queries whose single part has filled it. lines: Q*A.
     """
     line = tl.program_id(0)
     WIDE: tl.constexpr = triton.next_power_of_2(E)
@@ -60,8 +60,8 @@ def _merge(found, sums, out, lines, parts, E: tl.constexpr, PARTS: tl.constexpr)
 
 
 def merged(found: AttentionParts) -> Tensor:
-    """Return the context [Q,A,E], in the queries' dtype: `found.out`, into which parts are merged
-    by log-sum-exp. Launches at most one kernel.
+    """Return the attention output [Q,A,E], in the queries' dtype: `found.out`, into which parts are
+    merged by log-sum-exp. Launches at most one kernel.
     """
     if found.most > 1:
         count, heads, size = found.out.shape

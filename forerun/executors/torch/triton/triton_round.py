@@ -1,6 +1,5 @@
-"""The steps before and after the forward pass of a captured round, as Triton kernels, for CUDA.
-
-The references are in tests/twins/rounds.py and `PagedCache.move`. Launches only.
+"""The operations before and after the forward pass of a captured round, as Triton kernels for CUDA.
+The references are in tests/twins/rounds.py and `PagedCache.move`. Asynchronous.
 """
 
 import torch
@@ -18,10 +17,10 @@ FACTS = (
     *("kv_len", "outputs", "low", "high", "of_rows", "decided", "counts", "depth", "parents"),
     *("table", "tokens", "tree_intervals", "record"),
 )
-"""Views of what a round reads and writes: where they begin must not make another kernel."""
+"""Views of larger tensors, whose alignment must not specialise kernels."""
 
 NEAR_BLOCK = 32
-"""Nodes that one program places: a warp's."""
+"""Nodes of one program of `_near`: those of a warp."""
 
 
 @triton.jit(
@@ -35,7 +34,7 @@ def _prepare(
     nodes, width, scratch, total,
     PAGE: tl.constexpr, HALF: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
-    """Fill what `Prepared` holds of one node; `turned` [K,2,M,E/2] cos and sin of one kind."""
+    """Write the fields of `Prepared` for one node; `turned` [K,2,M,E/2] cos and sin of one kind."""
     node, kind = tl.program_id(0), tl.program_id(1)
     row, place = node // nodes, node % nodes
     deep = tl.load(depth + node)
@@ -99,7 +98,7 @@ def _near(
     position, slots, table, own, pages, total, nodes, width, scratch, behind,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fill `own` and `pages` of BLOCK nodes: where they are in a cache of window pages."""
+    """Write `own` and `pages` of BLOCK nodes: their slots in a cache of window pages."""
     node = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = node < total
     where, slot = tl.load(position + node, mask=there, other=0), tl.load(slots + node, mask=there)
@@ -133,7 +132,9 @@ def _walk(
     nodes, total, chunks,
     NODES: tl.constexpr, CHUNKS: tl.constexpr, NOTHING: tl.constexpr,
 ):  # fmt: skip
-    """Write one row's choices, from the results of the chunks of the vocabulary, and its path."""
+    """Write one row's choices, from the results of the vocabulary's chunks, and its accepted
+    path.
+    """
     row, each = tl.program_id(0), tl.arange(0, NODES)
     inside = each < nodes
     at = row * nodes + each
@@ -172,17 +173,17 @@ def _walk(
 
 
 def accept(logits: Tensor, noise: NodeNoise, inputs: RoundInputs, record: Tensor) -> Accepted:
-    """Choose at every node from logits [M,V] and walk each row's path; writes choices on paths into
-    `record` int32[M], NOTHING elsewhere: see kernels.Accept. Launches only.
+    """Choose a token at every node from logits [M,V] and follow each row's accepted path; writes
+    choices on paths to `record` int32[M], NOTHING elsewhere: see kernels.Accept. Asynchronous.
     """
     return _kept(*scored(logits, noise), inputs, record)
 
 
 def keep(choices: Tensor, inputs: RoundInputs, record: Tensor) -> Accepted:
-    """Compute `accept` for choices int32[M] that were made already: see kernels.Keep. Launches
-    only.
+    """Compute `accept` for choices int32[M] that are already made: see kernels.Keep.
+    Asynchronous.
     """
-    # As if each node's choice were all that its vocabulary's one chunk found.
+    # As if the vocabulary were one chunk, with each node's choice as its best token.
     whole = choices[:, None]
     return _kept(torch.zeros_like(whole, dtype=torch.float32), whole, inputs, record)
 
@@ -211,7 +212,7 @@ def _move(
     numbers, scales, source, target, kept, groups, slots,
     E: tl.constexpr, SCALED: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """Copy one node's numbers in all heads of one layer's keys or values."""
+    """Copy one node's elements in all heads of one layer's keys or values."""
     node, plane = tl.program_id(0), tl.program_id(1).to(tl.int64) * groups
     there, here = tl.load(target + node).to(tl.int64), tl.load(source + node).to(tl.int64)
     moves = there != here
@@ -229,7 +230,7 @@ def _move(
 
 def move(cache: PagedCache, source: Tensor, target: Tensor, kept: Tensor | None = None) -> None:
     """Copy keys and values of all layers from slots int32[n] to slots int32[n], where kept bool[n];
-    None: all. PagedCache.move; launches only.
+    None: all. PagedCache.move; asynchronous.
     """
     for part in cache.parts:
         _move_part(part, source, target, kept)

@@ -1,9 +1,9 @@
-"""Penalties and biases, and what min_p, top_k and top_p leave, as two Triton kernels, for CUDA.
+"""Penalties and biases, and the cuts of min_p, top_k and top_p, as two Triton kernels for CUDA.
 
-To cut, nothing is sorted: a program has one node, and searches the 32-bit keys that order as its
-heated logits do for the least one that stays, by counts and masses of what lies above four pivots
-at a time; once few tokens lie between two pivots, among these alone. The references are `shaped`
-and `cut` in forerun.executors.torch.shaping. Launches only.
+The cuts need no sort: a program processes one node, and searches the 32-bit keys that order as the
+logits over temperature for the least key to keep, by counts and masses above four pivots at a time;
+once only a few tokens are between two pivots, among these alone. The references are `shaped` and
+`cut` in forerun.executors.torch.shaping. Asynchronous.
 """
 
 import torch
@@ -16,15 +16,18 @@ from forerun.executors.torch.shaping import shaped as shaped_plainly
 from forerun.speculative.sampling import LEAST_TOP_P
 
 FEW = 4096
-"""Tokens that a program has in registers: of 128,256 normal logits of a deviation of 0.2 to 4 so
-few are left after one to five passes over the vocabulary; where more are ties, after 20."""
+"""Tokens that a program keeps in registers: with 128,256 normally distributed logits of deviation
+0.2 to 4 this few are left after one to five passes over the vocabulary; with more equal logits,
+after 20.
+"""
 
 ROWS, LANES, WARPS = 4, 2048, 16
-"""Of the part of the vocabulary that a program looks at at once; every thread has whole columns,
-so that a pass adds up without its threads meeting; more would spill (124 registers of 128)."""
+"""Shape of the part of the vocabulary that a program reads at once. Every thread has whole columns,
+so that a pass sums without synchronising its threads; more would spill (124 registers of 128).
+"""
 
 EDITED = 2048
-"""Tokens of the vocabulary that one program of `_edit` has."""
+"""Tokens of the vocabulary that one program of `_edit` processes."""
 
 LEAST = tl.constexpr(LEAST_TOP_P)
 
@@ -33,19 +36,19 @@ FACTS = (
     *("logits", "slots", "repetition", "frequency", "presence", "min_tokens"),
     *("tokens", "positions"),
 )
-"""Parts of larger tensors: where they begin must not make another kernel."""
+"""Parts of larger tensors, whose alignment must not specialise kernels."""
 
 
 @triton.jit
 def _key(value):
-    """Return int64, within 32 bits, that orders as float32 does; of 0.0 but not of -0.0."""
+    """Return int64 keys, within 32 bits, that order as float32 does; for 0.0 but not for -0.0."""
     bits = value.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _value(key):
-    ordered = tl.where(key == -1, -2, key).to(tl.int32)  # -0.0, which nothing is: what is below.
+    ordered = tl.where(key == -1, -2, key).to(tl.int32)  # No key is -0.0: use the next one below.
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -61,13 +64,13 @@ def _weight(value, top):
 
 @triton.jit
 def _heated(logits, heated, vocab, temperature, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Write one node's heated logits; returns the greatest."""
+    """Write one node's logits over temperature to `heated`; returns the greatest."""
     most = tl.full([LANES], float("-inf"), tl.float32)
     for begin in range(0, vocab, ROWS * LANES):
         at = _part(begin, ROWS, LANES)
         value = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
         value = tl.div_rn(value, tl.zeros_like(value) + temperature)
-        value = tl.where(value == 0, 0.0, value)  # Both zeros are one.
+        value = tl.where(value == 0, 0.0, value)  # Makes both zeros equal.
         tl.store(heated + at, value, mask=at < vocab)
         most = tl.maximum(most, tl.max(value, 0))
     tl.debug_barrier()
@@ -79,7 +82,7 @@ def _above(
     heated, vocab, top, p0, p1, p2, p3,
     MASS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Return the tokens above four keys, and their masses."""
+    """Return the numbers of tokens above four keys, and their masses."""
     v0, v1, v2, v3 = _value(p0), _value(p1), _value(p2), _value(p3)
     c0 = tl.zeros([LANES], tl.int32)
     m0 = tl.zeros([LANES], tl.float64)
@@ -105,8 +108,8 @@ def _above(
 
 @triton.jit
 def _pivot(place: tl.constexpr, step, first, low, high, top):
-    """Return the key of one of four pivots of (low, high), ascending: below the greatest at first,
-    then evenly by value if that is narrow, else evenly by key, which ends.
+    """Return the key of one of four pivots in (low, high), ascending: below the greatest at first,
+    then evenly spaced by value if that is narrower, else evenly by key, which terminates.
     """
     from_, to = _value(low), _value(high)
     key = low + (high - low) * (place + 1) // 5
@@ -119,7 +122,7 @@ def _pivot(place: tl.constexpr, step, first, low, high, top):
 
 @triton.jit
 def _gather(heated, few, vocab, low, high, BLOCK: tl.constexpr):
-    """Write the heated logits whose keys are in (low, high] to `few`; returns how many."""
+    """Write the heated logits whose keys are in (low, high] to `few`; returns their number."""
     least, most, found = _value(low), _value(high), 0
     for begin in range(0, vocab, BLOCK):
         at = begin + tl.arange(0, BLOCK)
@@ -187,8 +190,8 @@ def _search(
 
 @triton.jit
 def _write(logits, heated, vocab, least, fit, ties, BLOCK: tl.constexpr):
-    """Write the logits of what is hotter than `least` and of the first `fit` of its ties over the
-    heated ones; -inf elsewhere.
+    """Write the logits of tokens above `least` in heated order, and of the first `fit` tokens equal
+    to it; -inf elsewhere.
     """
     seen = 0
     for begin in range(0, vocab, BLOCK):
@@ -255,7 +258,7 @@ def _cut(
     temperature = tl.load(temperatures + row)
     hot = temperature > 0
     top = _heated(logits, out, vocab, tl.where(hot, temperature, 1.0), ROWS, LANES)
-    # A token without a chance is none of those that are counted.
+    # A token of probability 0 is not counted.
     nothing = _key(tl.full([], float("-inf"), tl.float32))
     first = tl.maximum(_key(top + tl.load(min_p + row)), nothing + 1) - 1
     most = tl.load(top_k + row)
@@ -287,8 +290,8 @@ def _cut(
 
 
 def cut(logits: Tensor, shaping: Shaping) -> Tensor:
-    """Return logits float32[R,N,V], contiguous, -inf where top_k, top_p or min_p cut: shaping.cut.
-    Launches only.
+    """Return logits float32[R,N,V], contiguous, with -inf for tokens removed by top_k, top_p or
+    min_p: shaping.cut. Asynchronous.
     """
     rows, nodes, vocab = logits.shape
     out, rules = torch.empty_like(logits), shaping.rules
@@ -306,7 +309,7 @@ def cut(logits: Tensor, shaping: Shaping) -> Tensor:
 
 def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> Tensor:
     """Return logits float32[R,N,V] after penalties, biases, cuts and masks: see shaping.Shape.
-    Launches only.
+    Asynchronous.
     """
     if shaping is None:
         return shaped_plainly(logits, None, allowed)
@@ -318,8 +321,8 @@ def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> T
 
 
 def _edited(logits: Tensor, shaping: Shaping, allowed: Tensor | None) -> Tensor:
-    """Return logits with penalties, biases and -inf for tokens that are not allowed; None: for stop
-    tokens too early. NaN where a logit is not finite, except -inf.
+    """Return logits with penalties and biases, and -inf for tokens that are not allowed, or, if
+    `allowed` is None, for early stop tokens. NaN if a logit is not finite, except -inf.
     """
     rows, nodes, vocab = logits.shape
     out, rules = torch.empty_like(logits), shaping.rules
@@ -335,7 +338,7 @@ def _edited(logits: Tensor, shaping: Shaping, allowed: Tensor | None) -> Tensor:
         MASKED=allowed is not None,
         BLOCK=EDITED,
         num_warps=8,
-        # A product is rounded before it is taken away, as the host's is.
+        # A product is rounded before it is subtracted, as on the host.
         enable_fp_fusion=False,
     )
     return out

@@ -1,10 +1,11 @@
-"""Recurrent states of a step's nodes, as Triton kernels, for CUDA. The references are in
-tests/twins/states.py. Launches only.
+"""Recurrent states of a step's nodes, as Triton kernels for CUDA. The references are in
+tests/twins/states.py. Asynchronous.
 
-A program has some columns of one head's state in its registers while a row's nodes pass, one after
-the other. Below a chain the state is at hand; where a tree branches it is made again, from the one
-at which the tree began, along the node's ancestors: there are few, and no state but the accepted
-one is ever stored. So a path is scored and made permanent by the same numbers in the same order.
+A program keeps some columns of one head's state in registers while it processes a row's nodes, one
+after the other. After a chain the state is available; where a tree branches it is recomputed from
+the one at which the tree began, along the node's ancestors: there are few, and no state but the
+accepted one is ever stored. So a path is scored and made permanent with the same numbers in the
+same order.
 """
 
 import torch
@@ -22,21 +23,21 @@ from forerun.executors.torch.decoder.delta import DeltaNumbers
 from forerun.networks.layer_spec import GatedDelta
 
 COLUMNS = 32
-"""Columns of a state that a program has: of 128 rows 4,096 numbers, 32 a thread of four warps."""
+"""Columns of a state per program: with 128 rows 4,096 elements, 32 per thread of four warps."""
 
 BLOCK = 256
-"""Channels of a program where there are no matrices."""
+"""Channels of a program without matrices."""
 
 VIEWS = (
     *("slots", "counts", "parents", "enter", "leave", "depth", "kv_len", "copies", "kept"),
     *("mixed", "gates"),
 )
-"""Parts of larger tensors: where they begin must not make another kernel."""
+"""Parts of larger tensors, whose alignment must not specialise kernels."""
 
 
 @triton.jit(do_not_specialize=["nodes"], do_not_specialize_on_alignment=VIEWS)
 def _ancestors(parents, past, nodes, W: tl.constexpr, NODES: tl.constexpr):
-    """Write the windows of one row's nodes, from their own places backwards."""
+    """Write the windows of one row's nodes, from their own place backwards."""
     begin, each = tl.program_id(0) * nodes, tl.arange(0, NODES)
     inside, place = each < nodes, each
     for back in tl.static_range(W):
@@ -49,7 +50,7 @@ def _ancestors(parents, past, nodes, W: tl.constexpr, NODES: tl.constexpr):
 
 
 def ancestors(nodes: StateNodes, width: int) -> Tensor:
-    """Find every node's window: see state_nodes.Ancestors. Launches only."""
+    """Return every node's window: see state_nodes.Ancestors. Asynchronous."""
     rows, total = len(nodes.count), len(nodes.parents)
     past = nodes.parents.new_empty(total, width)
     each = total // rows
@@ -79,7 +80,7 @@ def _passed(
     mixed, windows, kernel, past, node, channel, there, channels,
     W: tl.constexpr, PASSED: tl.constexpr,
 ):  # fmt: skip
-    """Return some channels of a node behind convolution and SiLU."""
+    """Return some channels of a node after convolution and SiLU."""
     if PASSED:
         found = tl.load(mixed + node.to(tl.int64) * channels + channel, mask=there, other=0.0)
         found = found.to(tl.float32)
@@ -126,7 +127,7 @@ def _score(
     DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr,
     TILED: tl.constexpr, PASSED: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
-    """Run one row's nodes through some columns of one head."""
+    """Run one row's nodes with some columns of one head's state."""
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, triton.next_power_of_2(DK))
     e = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -185,7 +186,7 @@ def score(
     past: Tensor | None,
     known: KnownNodes | None = None,
 ) -> Tensor:
-    """Run nodes through a layer: see state_nodes.Score. Launches only."""
+    """Run nodes through a layer: see state_nodes.Score. Asynchronous."""
     matrices, heads = states.matrices, about.value_heads
     assert matrices is not None
     rows, total = len(nodes.count), len(nodes.parents)
@@ -219,7 +220,7 @@ def _convolve(
     mixed, kernel, bias, windows, slots, counts, past, out, channels, nodes,
     W: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum up one node's window in some channels."""
+    """Compute the sums of one node's window in some channels."""
     node, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, there = node // nodes, channel < channels
     real = node % nodes < tl.load(counts + row)
@@ -240,7 +241,7 @@ def convolve(
     nodes: StateNodes,
     past: Tensor,
 ) -> Tensor:
-    """Sum up nodes' windows in a layer: see state_nodes.Convolve. Launches only."""
+    """Compute the sums of nodes' windows in a layer: see state_nodes.Convolve. Asynchronous."""
     total, channels = mixed.shape
     out = torch.empty_like(mixed, dtype=torch.float32)
     _convolve[total, triton.cdiv(channels, BLOCK)](
@@ -304,7 +305,7 @@ def advance(
     past: Tensor,
     path: KeptNodes,
 ) -> None:
-    """Make paths permanent in all layers: see state_nodes.Advance. Launches only."""
+    """Make paths permanent in all layers: see state_nodes.Advance. Asynchronous."""
     matrices, heads = states.matrices, about.value_heads
     assert matrices is not None
     rows, (layers, most, channels) = len(nodes.count), numbers.mixed.shape
@@ -321,7 +322,9 @@ def advance(
 
 @triton.jit
 def _window(mixed, windows, past, node, place, channel, there, channels, W: tl.constexpr):
-    """Return the rows [W-1, channels] that follow a node: its window without the oldest."""
+    """Return the rows [W-1, channels] of the window after a node: the node's own window without the
+    oldest.
+    """
     at = tl.load(past + node * W + 1 + place, mask=place < W - 1, other=0).to(tl.int64)[:, None]
     own = tl.load(mixed + at * channels + channel, mask=there & (at >= 0), other=0.0)
     old = tl.load(windows + (-1 - at) * channels + channel, mask=there & (at < 0), other=0.0)
@@ -363,7 +366,7 @@ def _shift(
 def shift(
     mixed: Tensor, states: StateTables, nodes: StateNodes, past: Tensor, path: KeptNodes
 ) -> None:
-    """Move windows to the ends of paths in all layers: see state_nodes.Shift. Launches only."""
+    """Move windows to the ends of paths in all layers: see state_nodes.Shift. Asynchronous."""
     rows, (layers, most, channels) = len(nodes.count), mixed.shape
     width = past.shape[1]
     _shift[rows, triton.cdiv(channels, BLOCK), layers](
