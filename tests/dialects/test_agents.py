@@ -244,5 +244,13 @@ def test_tools_that_clients_run_are_offered_as_functions(server, kind, name, wan
     assert answer.status_code == 200, answer.text
     calls = [one for one in answer.json()["content"] if one["type"] == "tool_use"]
     assert all(call["name"] == name and call["input"].keys() <= ALL for call in calls)
-    hosted = {**sent, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
-    assert server.post("/v1/messages", hosted).status_code == 400
+    hosted = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+    assert server.post("/v1/messages", {**sent, "tools": [hosted]}).status_code == 400
+    both = {**sent, "tools": [hosted, tool], "temperature": 1.0, "seed": 3}
+    beside = server.post("/v1/messages", both)
+    assert beside.status_code == 200, beside.text
+    assert "tools.web_search_20250305" in beside.headers["x-forerun-ignored"].split(", ")
+    counted = {name: both[name] for name in ("messages", "tools")}
+    alone = {**counted, "tools": [tool]}
+    counts = [server.post("/v1/messages/count_tokens", one) for one in (counted, alone)]
+    assert counts[0].json() == counts[1].json()

@@ -18,6 +18,7 @@ from forerun.serve.dialects.anthropic.schema import (
     Thinking,
     ToolResult,
     ToolUse,
+    is_hosted,
 )
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -67,9 +68,13 @@ def chat_body(body: CountBody) -> ChatBody:
     )
 
 
-def ignored(body: CountBody) -> tuple[str, ...]:
-    """Return the fields of the request that have no effect; nested ones by their paths."""
-    return *body.ignored, *left_out(body.messages)
+def ignored(body: CountBody, value: dict[str, Any]) -> tuple[str, ...]:
+    """Return the fields of the request that have no effect; nested ones by their paths.
+
+    value  the request's JSON
+    """
+    hosted = {f"tools.{tool['type']}" for tool in value.get("tools") or () if is_hosted(tool)}
+    return *body.ignored, *sorted(hosted), *left_out(body.messages)
 
 
 def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ class MessagesDialect(Dialect):
         ignored_names = ignored_fields(chat, loaded)
         kept = made.rules is not None and made.rules.grammar.budget is not None
         left = (
-            *ignored(body),
+            *ignored(body, value),
             *(("thinking.budget_tokens",) if chat.thinking_token_budget and not kept else ()),
             *("thinking" for name in ignored_names if name == "reasoning_effort"),
         )

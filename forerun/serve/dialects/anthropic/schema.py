@@ -1,5 +1,6 @@
 """The request body of /v1/messages: a conversation of content blocks, tools, thinking."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -221,18 +222,28 @@ _SEARCH = "tool_search_tool_"
 """Beginning of the types of tools that find other tools: here the model has all tools from the
 start.
 """
+_HOSTED = re.compile(r"(web_search|web_fetch|code_execution)_\d{8}|mcp_toolset")
 
 
 @takes({"type": "array", "maxItems": MAX_TOOLS})
 def _tools(value: Any, where: str) -> tuple[Tool, ...]:
-    """Read functions. Tools that only search for deferred ones are left out."""
+    """Read functions. Tools that only search for deferred ones are left out, and so are tools that
+    Anthropic's service would run if there are also functions.
+    """
     kept = [(at, one) for at, one in enumerate(listed(value, where)) if not _finds_others(one)]
+    kept = [(at, one) for at, one in kept if not is_hosted(one)] or kept
     found = [_tool(one, f"{where}[{at}]") for at, one in kept]
     return tuple(listed(found, where, MAX_TOOLS))
 
 
 def _finds_others(value: Any) -> bool:
     return isinstance(value, dict) and str(value.get("type")).startswith(_SEARCH)
+
+
+def is_hosted(value: Any) -> bool:
+    """Return whether a tool of a request is one that Anthropic's service would run itself."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None
 
 
 @takes({"type": "object", "required": ["name"]})
